@@ -37,7 +37,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "batches",
         "computation",
         "reports",
-        "offload",
         "training_data",
         "pretrained",
         "weight_files",

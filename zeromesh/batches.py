@@ -33,8 +33,7 @@ def loss_of(
             or list of positional ones, or a single tensor. Or one ``WithLoss``.
         model: is called with it.
         loss_fn: from the model's output and labels to the loss.
-        in_pairs: the batch is ``(inputs, labels)`` also without ``loss_fn``, and inputs are one argument of the model,
-            as DeepSpeed's PipelineModule has them.
+        in_pairs: the batch is ``(inputs, labels)`` also without ``loss_fn``, and inputs are one argument of the model.
 
     Raises:
         ValueError: the model's output has no loss, or one that is no scalar.
@@ -46,16 +45,19 @@ def loss_of(
             raise ValueError(
                 f"a micro-batch is a {type(batch).__name__}; those of a PipelineModule are pairs of inputs and labels"
             )
+        # DeepSpeed's layers are given tuples, and loaders make lists of them.
         inputs, labels = (tuple(one) if isinstance(one, list) else one for one in batch)
         output = model(inputs)
         return check_loss(output if loss_fn is None else loss_fn(output, labels), graph=False)
     if loss_fn is not None:
         inputs, labels = batch
+        # The user's loss is not checked here: ``backward`` does that.
         return loss_fn(model(*inputs) if isinstance(inputs, tuple | list) else model(inputs), labels)
     if isinstance(batch, Mapping):
         output = model(**batch)
     else:
         output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    # The output of a Hugging Face model is a mapping, or with return_dict=False a tuple that begins with the loss.
     if isinstance(output, Mapping):
         loss = output.get("loss")
     else:
@@ -66,11 +68,7 @@ def loss_of(
 
 
 def check_loss(loss: Any, graph: bool = True) -> torch.Tensor:
-    """Return a loss after checking that it is a scalar tensor, and with ``graph`` that it can be differentiated.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Return a loss; raise ValueError unless it is a scalar tensor, with ``graph`` one that can be differentiated."""
     if not isinstance(loss, torch.Tensor):
         raise ValueError(f"the loss is a {type(loss).__name__}, not a tensor; pass what the model's loss returned")
     if loss.numel() != 1:
@@ -104,6 +102,8 @@ def checksum(value: Any, device: torch.device) -> torch.Tensor:
             weights = torch.arange(1, len(entries) + 1, dtype=torch.float64, device=tensor.device)
             shape = sum(size * (place + 1) for place, size in enumerate(tensor.shape))
             # Whole numbers below 2**53 are summed exactly, in any order.
+            # The weights make it depend on the order, the shape on what is padded, the last factor
+            # on which tensor it is.
             sums.append((((entries * weights).sum() + shape) % 2**31 * (len(sums) % 97 + 1)).to(device))
     return torch.stack(sums).sum()
 
@@ -121,29 +121,20 @@ def require_same_inputs(ranks: Sequence[int], checksums: Sequence[float]) -> Non
 
 
 class MicroBatchSizes:
-    """A comparison of micro-batches with the configured size, which warns once.
-
-    Args:
-        configured: samples per rank and micro-batch; None where this rank is not to warn.
-    """
+    """A comparison of micro-batches with the configured size, which warns once."""
 
     def __init__(self, configured: int | None) -> None:
-        self._configured = configured
+        self._configured = configured  # samples per rank and micro-batch; None where this rank is not to warn
         self._was_small = False
 
     def compare(self, inputs: Any) -> None:
-        """Compare one micro-batch of training.
-
-        A single smaller one is the last of a pass over the data: only the second in a row is warned of.
-
-        Args:
-            inputs: the model's arguments, in any containers.
-        """
+        """Compare one micro-batch of training: the model's arguments, in any containers."""
         if self._configured is None:
             return
         size = _samples_in(inputs, self._configured)
         if size is None:
             return
+        # A single smaller one is the last of a pass over the data: only the second in a row is warned of.
         if size > self._configured or (size < self._configured and self._was_small):
             _log.warning(
                 "the model is given %d samples at a time (the first dimension of its inputs), but "
@@ -159,15 +150,14 @@ class MicroBatchSizes:
 
 
 def _samples_in(inputs: Any, configured: int) -> int | None:
-    """Return the samples in a micro-batch, the size of the first dimension of all tensors; None where it is unclear.
-
-    It is unclear where tensors differ in it, or the first one has a single dimension. Some models have the batch
-    second, in (tokens, samples) or (tokens, samples, features): a second dimension of the configured size counts.
-    """
+    """Return the samples in a micro-batch, the size of the first dimension of all tensors; None where it is unclear."""
     tensors = [tensor for tensor in tensors_of(inputs) if tensor.dim() > 0]
+    # One dimension may be that of tokens, of a single sample.
     if not tensors or tensors[0].dim() < 2:
         return None
     first = tensors[0]
+    # Some models have the batch second, in (tokens, samples) or (tokens, samples, features). Floats of two dimensions
+    # are (samples, features).
     if configured in first.shape[: 1 if first.dim() == 2 and first.is_floating_point() else 2]:
         return configured
     sizes = {tensor.shape[0] for tensor in tensors}

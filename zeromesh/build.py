@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh.comm.environment import init_distributed
+from zeromesh.comm.environment import Environment, init_distributed
 from zeromesh.comm.mesh import Mesh
 from zeromesh.engine import Engine
 from zeromesh.initialization import steps
 from zeromesh.initialization.layout import make_mesh
-from zeromesh.initialization.messages import show_log
 from zeromesh.initialization.place import shard
 from zeromesh.initialization.plan import Arguments, Config
 from zeromesh.pipe import PipelineModule
@@ -32,23 +33,13 @@ __all__ = ["initialize", "make_mesh", "shard"]
 
 @takes_args_first
 def initialize(
-    model: nn.Module | None = None,
-    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Dataset[Any] | None = None,
-    lr_scheduler: Any = None,
-    *,
-    collate_fn: Callable[[Any], Any] | None = None,
-    config: Config | Settings | None = None,
-    mesh: Mesh | None = None,
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
-    args: Any = None,
-    config_params: Config | None = None,
-    dist_init_required: bool | None = None,
-    distributed_port: int | None = None,
-    mpu: Any = None,
-    mesh_param: Any = None,
-) -> tuple[Engine, Optimizer | None, Loader | None, Any]:
+    model: nn.Module | None = None, optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None, training_data: Dataset[Any] | None = None, lr_scheduler: Any = None,
+    *, collate_fn: Callable[[Any], Any] | None = None, config: Config | Settings | None = None,
+    mesh: Mesh | None = None, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None, args: Any = None,
+    config_params: Config | None = None, dist_init_required: bool | None = None, distributed_port: int | None = None,
+    mpu: Any = None, mesh_param: Any = None,
+) -> tuple[Engine, Optimizer | None, Loader | None, Any]:  # fmt: skip
     """Make a model train as the configuration says.
 
     The process group is started if nobody has. The model is changed in place: its modules stay the same objects, its
@@ -107,9 +98,22 @@ def initialize(
     if given is None:
         raise ValueError("initialize needs a configuration: pass config= with a path or a dict")
     chosen = Arguments(model, given, optimizer, model_parameters, lr_scheduler, training_data, collate_fn, loss_fn)
-    show_log()
+    _show_log()
     start = partial(init_distributed, distributed_port=distributed_port, dist_init_required=dist_init_required)
     settings, environment = steps.read_configuration(chosen, mesh, start)
     plan = steps.plan_layout(chosen, settings, mesh or make_mesh(settings, environment))
     prepared = steps.prepare_run(plan)
-    return steps.make_engine(plan, prepared, steps.place_model(plan, prepared))
+    return steps.make_engine(plan, prepared, *steps.place_model(plan, prepared))
+
+
+def _show_log() -> None:
+    """Write the log to standard error unless the user has configured it; the first rank writes from INFO on."""
+    logger = logging.getLogger("zeromesh")
+    if logger.handlers or logging.root.handlers or logger.level != logging.NOTSET:
+        return
+    # The process group may start only later: then the environment of the launcher knows the rank.
+    first = (dist.get_rank() if dist.is_initialized() else Environment.detect().rank) == 0
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("zeromesh: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if first else logging.WARNING)

@@ -34,21 +34,13 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
 
 
 class Computation:
-    """Forward and backward of one model. It has no reference to the engine, which goes away with its last user.
-
-    Args:
-        sharded: the model's states.
-        precision: dtypes of the run.
-        observer: measures the phases.
-        loss_fn: from the model's output and the labels to the loss; None if the model returns its loss.
-        sizes: compares the sizes of micro-batches with the configured one.
-        explain: returns a note for errors that say that memory is used up.
-    """
+    """Forward and backward of one model; ``explain`` returns a note for errors that say that memory is used up."""
 
     def __init__(
         self, sharded: ShardedModel, precision: Precision, observer: Observer,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None, sizes: batches.MicroBatchSizes, explain: Callable[[], str],
     ) -> None:  # fmt: skip
+        # No reference to the engine: hooks of the model lead here, and the engine goes away with its last user.
         self._sharded, self._model, self._mesh = sharded, sharded.model, sharded.mesh
         self._precision, self._observer, self._loss_fn = precision, observer, loss_fn
         self._sizes, self._explain = sizes, explain
@@ -68,11 +60,14 @@ class Computation:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model on this rank's share of a micro-batch, with its inputs cast."""
         if torch.is_grad_enabled():
+            # Losses do not show that ranks of one batch got different inputs: parts of activations
+            # are summed over them.
             if self._sharing:
                 self._note_inputs((args, kwargs))
             if self._model.training and not self._has_stages:
                 self._sizes.compare((args, kwargs))
         args, kwargs = cast_inputs((args, kwargs), self._precision)
+        # ``unwinding`` resets the model's hooks where an error leaves its forward in the middle.
         with self._computing(), self._sharded.events.unwinding(), autocast(self._mesh.device, self._precision):
             return self._model(*args, **kwargs)
 
@@ -96,30 +91,23 @@ class Computation:
     ) -> None:  # fmt: skip
         """Have autograd compute gradients, and reduce those of units that are done with.
 
-        Args:
-            roots: tensors to begin with; none on a rank that only takes part in what others reduce.
-            gradients: of each root; None of a loss.
-            last: whether an update follows.
-            retain_graph: as in torch.
-            reduces: whether units are reduced here.
+        ``last`` says that an update follows, ``reduces`` that units are reduced here.
         """
         with self.phase("backward"), self._sharded.events.backward.running(roots, last, reduces):
-            if roots:
+            if roots:  # none on a rank that only takes part in what others reduce
                 torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
 
     def compare_sizes(self, given: Sequence[Any]) -> None:
-        """Compare whole micro-batches with the configured size, as a stage does not see all of their tensors."""
+        """Compare whole micro-batches with the configured size."""
+        # A stage's own inputs are activations, so the model's forward cannot do this there.
         for batch in given:
             self._sizes.compare(batch)
 
     def _note_inputs(self, inputs: Any) -> None:
-        """Keep a checksum of the whole numbers among the inputs, which ranks that share a batch compare.
-
-        Losses do not show a difference: ranks that sum their parts of activations get one loss, which is wrong. The
-        first inputs are compared at once, because tensors of different shapes cannot be summed.
-        """
+        """Keep a checksum of the whole numbers among the inputs, which ranks that share a batch compare."""
         noted = self._sharded.accumulation.inputs
         noted.append(batches.checksum(inputs, self._mesh.device))
+        # The first inputs at once, because tensors of different shapes cannot be summed; later ones with the update.
         if not self._has_compared:
             self._has_compared = True
             for axis in self._sharing:

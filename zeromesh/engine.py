@@ -1,14 +1,10 @@
-"""The engine: forward, backward, step. A thin composition of the parts that ``initialize`` makes.
-
-Its bases are in ``engine_state.py`` (the shared state), ``engine_answers.py`` (questions of users) and
-``engine_saving.py`` (checkpoints). ``computation.py`` runs the model's forward and backward, ``update.py`` the update.
-"""
+"""The engine: forward, backward, step. ``computation.py`` runs forward and backward, ``update.py`` the update."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -22,9 +18,6 @@ from zeromesh.observe.monitors import learning_values
 from zeromesh.observe.spans import span
 from zeromesh.optim.bound import bind
 from zeromesh.signatures import refuse
-
-if TYPE_CHECKING:
-    from zeromesh.pipelined import StageWork
 
 _log = logging.getLogger("zeromesh")
 
@@ -46,6 +39,8 @@ class Engine(Batching, Answers, Saving):
         """Return an attribute of the model; its methods may use its parameters."""
         if name == "module":
             raise AttributeError(name)
+        # Methods of the model, such as generate, run with parameters that hooks of its forward
+        # would not have fetched.
         value = getattr(self.module, name)
         return self._computation.method(value) if getattr(value, "__self__", None) is self.module else value
 
@@ -82,6 +77,7 @@ class Engine(Batching, Answers, Saving):
         if self.pipelined is not None:
             raise RuntimeError(f"the model is cut into stages, whose backwards go together; {BY_BATCH}")
         batches.check_loss(loss)
+        # Before the division: notes hold the mean loss as the user sees it.
         self._accumulation.note_loss(loss, divided=scale_wrt_gas)
         if scale_wrt_gas and self._accumulation.steps > 1:
             loss = loss / self._accumulation.steps
@@ -90,6 +86,7 @@ class Engine(Batching, Answers, Saving):
                 scaled = self._accumulation.scaled(loss)
                 self._computation.differentiate([scaled], [None], self._accumulation.reduces, retain_graph)
         except BaseException:
+            # Some units have reduced gradients of this micro-batch and others not: nothing of it can be used.
             self.zero_grad()
             raise
         self._accumulation.note()
@@ -158,17 +155,21 @@ class Engine(Batching, Answers, Saving):
     def _step(self, schedule: Any) -> None:
         with self._computation.phase("step"):
             self._agree_and_update(schedule)
+        # After the phase, whose time it reports.
         self.observer.after_update(self.global_steps)
         record_step(self.global_steps + 1)
 
     def _agree_and_update(self, schedule: Any) -> None:
         agreement = self._update.agree(self.global_steps + 1)
+        # Those of this update: the schedule and the overflow change them for the next one.
         rates, scale = self.get_lr(), self.loss_scale if self.loss_scaler else None
+        # Skipped updates count, too, as in DeepSpeed: the micro-batches are used up.
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if self.training_dataloader is not None:
             self.data_position = self.training_dataloader.position
         if self._update.apply(agreement, self.global_steps):
+            # Not after a skipped update: a schedule counts updates of the parameters.
             if schedule is not None:
                 schedule.step()
             every = self.config.steps_per_print
@@ -196,12 +197,24 @@ class Engine(Batching, Answers, Saving):
             StopIteration: there are too few micro-batches left for an update; none was used.
             ValueError: there is no iterator, and no ``training_data``.
         """
-        data_iter = self._own_batches() if data_iter is None else data_iter
+        if data_iter is None:
+            if self.training_dataloader is None:
+                raise ValueError("train_batch() without an iterator: pass one, or training_data= to initialize")
+            # One iterator for all calls, which goes on where the last call stopped.
+            data_iter = self._passes = self._passes or self.training_dataloader.passes()
         self.train()
         # All micro-batches first, because too few of them would leave an update half done.
         given = [next(data_iter) for _ in range(self._accumulation.steps)]
         if self.stage_work is not None:
-            return self._train_stages(self.stage_work, given)
+            self._computation.compare_sizes(given)
+            try:
+                self._accumulation.note_all(self.stage_work.train(given))
+            except BaseException:
+                self.zero_grad()
+                raise
+            self.step()
+            # Of all ranks, because most stages have no loss of their own.
+            return torch.tensor(self._update.mean_loss, dtype=self._loss_dtype, device=self.device)
         whole, updates = self._accumulation.counted + self._accumulation.unsynced == 0, self.global_steps
         losses = []
         for batch in given:
@@ -210,26 +223,10 @@ class Engine(Batching, Answers, Saving):
             losses.append(loss.detach())
             self.step()
         mean = self._update.mean_loss
+        # It costs no further exchange between the ranks.
         if whole and self.global_steps == updates + 1 and mean is not None:  # the update was of just these
             return torch.tensor(mean, dtype=losses[0].dtype, device=losses[0].device)
         return self._mean(losses)
-
-    def _own_batches(self) -> Iterator[Any]:
-        if self.training_dataloader is None:
-            raise ValueError("train_batch() without an iterator: pass one, or training_data= to initialize")
-        if self._passes is None:
-            self._passes = self.training_dataloader.passes()
-        return self._passes
-
-    def _train_stages(self, stages: StageWork, given: Sequence[Any]) -> torch.Tensor:
-        self._computation.compare_sizes(given)
-        try:
-            self._accumulation.note_all(stages.train(given))
-        except BaseException:
-            self.zero_grad()
-            raise
-        self.step()
-        return torch.tensor(self._update.mean_loss, dtype=self._loss_dtype, device=self.device)
 
     @property
     def _loss_dtype(self) -> torch.dtype:
@@ -268,12 +265,13 @@ class Engine(Batching, Answers, Saving):
                 stages = self.stage_work
                 losses = [*map(self._computation.loss, given)] if stages is None else stages.evaluate(given)
         finally:
-            for module, mode in modes:  # some may be in evaluation mode for good
-                module.training = mode
+            for module, mode in modes:  # some may be in evaluation mode for good, as frozen parts
+                module.training = mode  # not train(), which a model may override and which goes down to children
         return self._mean(losses)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
         total = sum((loss.detach().double().cpu().reshape(()) for loss in losses), torch.zeros((), dtype=torch.float64))
+        # In fp64, and with the number of losses: ranks of stages without a loss have none.
         rows = self.mesh.group("world").exchange(torch.stack([total, torch.tensor(float(len(losses))).double()]))
         mean = rows[:, 0].sum() / rows[:, 1].sum()
         return mean.to(losses[0]) if losses else mean.to(self.device, self._loss_dtype)
@@ -298,6 +296,7 @@ class Engine(Batching, Answers, Saving):
             options: further options, as ``torch.compile`` takes them.
         """
         options = {"backend": backend, **(compile_kwargs or {}), **options}
+        # The first unit is the model itself, whose forward calls those of the others.
         for unit in self.sharded.units[1:]:
             compile_forward(unit.module, **options)
 

@@ -1,8 +1,4 @@
-"""Names of DeepSpeed's and torch's engines beside forward, backward and step; a new name goes here.
-
-``Batching`` has the sizes and the boundaries of batches, ``Answers`` what the run has measured so far. Names that only
-repeat the configuration get a class of their own beside them.
-"""
+"""Names of DeepSpeed's and torch's engines beside forward, backward and step; a new name goes here."""
 
 from __future__ import annotations
 
@@ -45,6 +41,7 @@ class Batching(EngineState):
             ValueError: not a multiple of what one micro-batch of all ranks holds.
         """
         each = self.config.train_micro_batch_size_per_gpu * self.data_size
+        # The size of a micro-batch is the loader's, so that only their number can change.
         if train_batch_size <= 0 or train_batch_size % each:
             nearest = max(1, round(train_batch_size / each)) * each
             raise ValueError(
@@ -53,6 +50,7 @@ class Batching(EngineState):
             )
         self._accumulation.set_steps(train_batch_size // each)
         sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": self._accumulation.steps}
+        # A copy: the settings are frozen, and the user's object stays as it was given.
         self.config = self.config.model_copy(update=sizes)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -103,6 +101,7 @@ class Answers(EngineState):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group; 0 of a group that has none, as in DeepSpeed."""
+        # ``float`` waits for the device where a rate is a tensor there.
         return [float(group.get("lr", 0.0)) for group in self.optimizer.param_groups] if self.optimizer else []
 
     def get_global_grad_norm(self) -> float | None:
@@ -147,6 +146,7 @@ class Answers(EngineState):
             second update.
         """
         precision = self.config.precision
+        # Its peak rate depends on the dtype that the model computes in.
         dtype = precision.compute or precision.autocast or torch.float32
         found = reports.find_bounds(self.observer, self.sharded, dtype, operations)
         return None if found is None else found.as_dict()

@@ -57,6 +57,8 @@ class Saving(EngineState):
                 "save_checkpoint() between a backward and its update: call it after the step that updates"
             )
         with self.observer.phase("checkpoint"):
+            # The user may have written to parameters since the last update; masters, which are
+            # saved, take that up first.
             agree_run(self.mesh.group("world"), "save the checkpoint", self.sharded.take_changes)
             if self.config.replica_check.at_saves:
                 require_equal_replicas(self.sharded, f"after update {self.global_steps}")
@@ -90,14 +92,17 @@ class Saving(EngineState):
         """
         advice = "load the checkpoint, and then change the values with engine.load_state_dict(state, strict=False)"
         refuse("load_checkpoint", "custom_load_fn", custom_load_fn, advice)
+        # Changes are taken up and then overwritten; later they would overwrite what was loaded.
         self.sharded.take_changes()
         self.sharded.rest()
         states = load_optimizer_states and not load_module_only, load_lr_scheduler_states and not load_module_only
         position = load_data_position and not load_module_only
         more = {"strict": load_module_strict, "data_position": position, "progress": not load_module_only}
         loaded = load.load(self, Path(load_dir), tag, *states, **more)
+        # Gradients are of the parameters before.
         self.zero_grad()
         answer(self.optimizer, self._update.loss_scale, overflow=False)
+        # An iterator of train_batch would go on where it was, not where the loader is now.
         self._passes = None
         if loaded[0] is not None:
             self.observer.rewind(self.global_samples)
@@ -112,6 +117,7 @@ class Saving(EngineState):
         if not (self.sharded.sharded or self.sharded.is_split or self.pipelined):
             found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
             return found
+        # With the parameters themselves, so that those that are sharded can be found by identity.
         found = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
         copies: dict[int, torch.Tensor] = {}
         for unit in self.sharded.units:
@@ -131,6 +137,8 @@ class Saving(EngineState):
             result = whole.load_here(sharded, state_dict, strict)
             for flat in sharded.flats:
                 for index, segment in enumerate(flat.layout.segments):
+                    # From one rank: replicas have to be equal to the bit even if the given states
+                    # differ.
                     sharded.take_value(flat, index, rank=0)
                     value, now = state_dict.get(segment.name), flat.parameters[index].detach()
                     if value is not None and flat.master.dtype != now.dtype and torch.equal(value.to(now), now):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from zeromesh.checkpoint.contents import Counters
 from zeromesh.computation import Computation
 from zeromesh.observe.observer import Observer
 from zeromesh.shard.sharded import ShardedModel
@@ -24,13 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of an engine, which ``initialize`` makes; ``EngineState`` describes them.
-
-    Attributes:
-        computation: runs the model's forward and backward.
-        scheduler: the ``lr_scheduler``.
-        loader: the ``training_dataloader``.
-    """
+    """Parts of an engine, which ``initialize`` makes; ``EngineState`` describes them."""
 
     sharded: ShardedModel
     config: Resolved
@@ -78,6 +71,8 @@ class EngineState:
         self.lr_scheduler = parts.scheduler
         self.observer = parts.observer
         self.training_dataloader = parts.loader
+        # The position at the last update, not of the loader: batches handed out since would be lost
+        # after a restart.
         self.data_position = None if parts.loader is None else parts.loader.position
         self.global_steps = 0
         self.global_samples = 0
@@ -85,6 +80,7 @@ class EngineState:
         self.context_parallel = parts.context_parallel
         self.activations = parts.activations
         self.pipelined = parts.pipelined
+        # Made here, because it needs the placed states and the computation.
         self.stage_work = None if parts.pipelined is None else parts.pipelined.work(parts.sharded, parts.computation)
         self._computation = parts.computation
         self._accumulation = parts.sharded.accumulation
@@ -107,14 +103,14 @@ class EngineState:
         Args:
             set_to_none: accepted for torch's sake; gradients are always dropped.
         """
+        # Not the optimizer's: its pieces have gradients only during an update.
         self.sharded.forget_gradients()
         self._accumulation.restart()
 
-    def resume(self, counters: Counters) -> None:
+    def resume(self, global_steps: int, global_samples: int, micro_steps: int, skipped_steps: int) -> None:
         """Take the counters of a checkpoint."""
-        self.global_steps, self.global_samples = counters.global_steps, counters.global_samples
-        self.micro_steps = counters.micro_steps
-        self._update.resume(counters.skipped_steps)
+        self.global_steps, self.global_samples, self.micro_steps = global_steps, global_samples, micro_steps
+        self._update.resume(skipped_steps)
 
     def resume_data(self) -> None:
         """Take the loader's position, which a checkpoint has set, as that of the last update."""

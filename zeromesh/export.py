@@ -20,11 +20,10 @@ from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shard.unit import Unit
 from zeromesh.weight_files import ExportFiles
 
+# Bytes of tensors in one file, and so what the first rank holds at most, beside the largest unit.
 LARGEST_FILE = 4 * 10**9
-"""Bytes of tensors in one file, and so what the first rank holds at most, beside the largest unit."""
 
-ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-"""Files that PEFT writes."""
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # files that PEFT writes
 
 State = dict[str, torch.Tensor]
 
@@ -33,15 +32,9 @@ def save_model(
     sharded: ShardedModel, folder: Path, filename: str, taken: Sequence[tuple[nn.Module, str]] = (), *,
     merge_adapters: bool = False, exclude_frozen: bool = False,
 ) -> None:  # fmt: skip
-    """Write the model in the dtype it computes in, with what its library needs beside the weights; all ranks call it.
+    """Write the model in the dtype it computes in, with what its library needs beside the weights. Collective.
 
-    Of a model with PEFT's adapters these alone are written, in the precision of their masters, as ``PeftModel``
-    reads them; with ``merge_adapters``, the model that they are added to. ``taken`` are the places of parameters
-    that other stages of a pipeline have.
-
-    Raises:
-        OSError: the first rank could not write; every rank raises.
-        ValueError: the model has no adapters to merge, or they are prompts, or the file's name is not of safetensors.
+    See ``Engine.save_16bit_model``; ``taken`` are places of parameters that other stages of a pipeline have.
     """
     model: Any = sharded.model
     adapted = is_adapted(model)
@@ -65,6 +58,7 @@ def save_model(
         return
     first = sharded.mesh.rank == 0
     files, failure = catch(lambda: ExportFiles(folder, filename, LARGEST_FILE) if first else None)
+    # After a failure the other ranks go on to gather: they hear of it at the end, and would wait otherwise.
     failures = [failure]
     for state in on_first_rank(sharded.mesh, _plain_states(sharded, failures, exclude_frozen)):
         if files is not None and not any(failures):
@@ -103,25 +97,28 @@ def plain_model(model: Any) -> nn.Module:
 
 
 def written_names(model: nn.Module) -> dict[str, list[str]]:
-    """Return the names under which each parameter is written, by its first name.
-
-    This is the first name alone, unless adapters make several values of one parameter: of an embedding that is tied
-    to the head, one may be adapted, or each in its own way. Then the written model has them untied.
-    """
+    """Return the names under which each parameter is written, by its first name."""
     every: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         every.setdefault(id(parameter), []).append(name)
-    return {
-        names[0]: names if len(names) > 1 and len({_wrapper(model, name) for name in names}) > 1 else names[:1]
-        for names in every.values()
-    }
+    # The first name alone, unless adapters make several values of one parameter: of an embedding that is tied to the
+    # head, one may be adapted, or each in its own way. Then the written model has them untied.
+    written = {}
+    for names in every.values():
+        wrappers = {
+            next((m for _, m in _around(model, name) if _is_adapted_layer(m) or hasattr(m, "original_module")), None)
+            for name in names
+        }
+        written[names[0]] = names if len(wrappers) > 1 else names[:1]
+    return written
 
 
-def _wrapper(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the layer of PEFT around the module that a tensor belongs to."""
+def _around(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules around a tensor by path, the outermost first."""
     parts = name.split(".")
-    around = (model.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts)))
-    return next((module for module in around if _is_adapted_layer(module) or hasattr(module, "original_module")), None)
+    for depth in range(1, len(parts)):
+        path = ".".join(parts[:depth])
+        yield path, model.get_submodule(path)
 
 
 def _is_adapted_layer(module: nn.Module) -> bool:
@@ -147,10 +144,7 @@ def _plain_states(
 
 
 def _unit_tensors(sharded: ShardedModel) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of each unit, with values until the next unit is taken; then the buffers.
-
-    A tied parameter is there once, unless adapters make several values of it.
-    """
+    """Yield the tensors of each unit, with values until the next unit is taken; then the buffers."""
     model = sharded.model
     written = written_names(model)
     names = {id(parameter): written[name] for name, parameter in model.named_parameters()}
@@ -158,6 +152,7 @@ def _unit_tensors(sharded: ShardedModel) -> Iterator[dict[str, torch.Tensor]]:
         members: dict[str, torch.Tensor] = {
             name: p for flat in filter(sharded.is_first, unit.flats) for p in flat.parameters for name in names[id(p)]
         }
+        # Merging a layer needs its adapters, which may be in other units.
         with sharded.gathered(_with_adapters(sharded, unit, members)):
             yield members
     kept = frozenset(model.state_dict(keep_vars=True))
@@ -171,6 +166,7 @@ def _with_adapters(sharded: ShardedModel, unit: Unit, names: Iterable[str]) -> l
     owners = {id(p): owner for owner in sharded.units for flat in owner.flats for p in flat.parameters}
     paths = {path for name in names if (path := _adapted_path(sharded.model, name)) is not None}
     found = {unit, *(owners[id(p)] for path in paths for p in sharded.model.get_submodule(path).parameters())}
+    # All ranks gather in one order.
     return sorted(found, key=lambda unit: unit.index)
 
 
@@ -179,10 +175,7 @@ def plain_state(
 ) -> State:
     """Return copies of some of a model's tensors by name, with adapters merged into their layers.
 
-    Args:
-        model: that they are of.
-        state: these.
-        layer: gives an adapted layer, with its values, by its path; by default it is the model's own.
+    ``layer`` gives an adapted layer, with its values, by its path; by default it is the model's own.
     """
     if not is_adapted(model):
         return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
@@ -211,17 +204,16 @@ def _merged_name(model: nn.Module, name: str) -> str | None:
     if path is None:
         return inner
     own = _under_adapters(model, path, name)
-    plain = path.removesuffix(".token_adapter")  # which stands between a module and its layer
+    # PEFT puts the token adapter between a module and its layer.
+    plain = path.removesuffix(".token_adapter")
     return None if own is None else f"{plain}.{own}".removeprefix("base_model.model.")
 
 
 def _under_adapters(model: nn.Module, path: str, name: str) -> str | None:
-    """Return the name that a tensor of an adapted layer has in the plain layer; None for tensors of the adapters.
-
-    Adapters may be nested around one layer: experts have one for each of their parameters.
-    """
+    """Return the name that a tensor of an adapted layer has in the plain layer; None for tensors of the adapters."""
     module: Any = model.get_submodule(path)
     own = name.removeprefix(f"{path}.")
+    # Adapters may be nested around one layer: experts have one for each of their parameters.
     while own.startswith("base_layer."):
         module, own = module.base_layer, own.removeprefix("base_layer.")
     return None if _is_adapted_layer(module) else own
@@ -229,15 +221,12 @@ def _under_adapters(model: nn.Module, path: str, name: str) -> str | None:
 
 def _adapted_path(model: nn.Module, name: str) -> str | None:
     """Return the path of the adapted layer that a tensor belongs to; None if there is none."""
-    parts = name.split(".")
-    for depth in range(1, len(parts)):
-        if _is_adapted_layer(model.get_submodule(".".join(parts[:depth]))):
-            return ".".join(parts[:depth])
-    return None
+    return next((path for path, module in _around(model, name) if _is_adapted_layer(module)), None)
 
 
 def _merged(layer: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of the plain layer with its adapters added, in at least fp32."""
+    """Return a tensor of the plain layer with its adapters added."""
+    # In at least fp32, or the sum would be rounded twice; a copy, because merging is in place.
     wide = copy.deepcopy(layer).cpu()
     wide.to(torch.promote_types(dtype, torch.float32))
     while _is_adapted_layer(wide):
@@ -268,6 +257,7 @@ def write_configuration(folder: Path, adapted: nn.Module) -> None:
     if not hasattr(model, "base_model_prefix"):
         return
     config = copy.deepcopy(model.config)
+    # Or transformers would tie them again, and one of the two adapted values would be lost.
     if any(len(names) > 1 for names in written_names(adapted).values()):
         for part in (config, *(getattr(config, name) for name in config.sub_configs)):
             part.tie_word_embeddings = False
@@ -327,7 +317,8 @@ def _standing_in(places: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
 
 
 def _whole(sharded: ShardedModel, unit: Unit, flat: Flat, index: int) -> torch.Tensor:
-    """Return a copy of a parameter's master; of the parameter itself where it is frozen, as a resized embedding."""
+    """Return a copy of a parameter's master, in whose precision adapters are written."""
+    # Frozen, as a resized embedding: it has no master.
     if not flat.layout.trainable:
         with sharded.gathered([unit]):
             return flat.parameters[index].detach().clone()
@@ -337,8 +328,9 @@ def _whole(sharded: ShardedModel, unit: Unit, flat: Flat, index: int) -> torch.T
 
 
 def adapter_names(model: Any) -> set[str]:
-    """Return the model's names of the tensors that PEFT saves, from a state whose values are the names' numbers."""
+    """Return the model's names of the tensors that PEFT saves."""
     names = list(model.state_dict(keep_vars=True))
+    # PEFT renames what it chooses, so it is given a state whose values are the numbers of the names.
     numbered = {name: torch.tensor(number) for number, name in enumerate(names)}
     chosen: set[str] = set()
     for adapter in model.peft_config:

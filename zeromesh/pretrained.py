@@ -1,8 +1,4 @@
-"""Hugging Face checkpoints, read straight into each rank's shard; no rank holds a whole model.
-
-Tensors of a checkpoint are not always the model's parameters: names have changed, and experts that are stored apart
-are one tensor in the model. The table of these conversions in transformers is used here one parameter at a time.
-"""
+"""Hugging Face checkpoints, read straight into each rank's shard; no rank holds a whole model."""
 
 from __future__ import annotations
 
@@ -33,31 +29,23 @@ _log = logging.getLogger(__name__)
 
 GENERATION, ADAPTERS = "generation_config.json", "adapter_config.json"
 
-HASHED = 64
-"""Elements of each tensor by which ranks see whether they read the same checkpoint."""
+HASHED = 64  # elements of each tensor by which ranks see whether they read the same checkpoint
 
-COMPARED = 1 << 24
-"""Elements of two tensors that are compared at a time."""
+COMPARED = 1 << 24  # elements of two tensors that are compared at a time
 
-FLOATING = ("F64", "F32", "F16", "BF16")
-"""Names of trainable dtypes in safetensors files."""
+FLOATING = ("F64", "F32", "F16", "BF16")  # names of trainable dtypes in safetensors files
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A parameter that transformers makes of several tensors, or of a part of one.
+    """A parameter that transformers makes of several tensors, or of a part of one."""
 
-    Attributes:
-        name: of the parameter.
-        converter: a ``WeightConverter`` of transformers.
-        parts: the tensors by the pattern of the converter that their names fit.
-        model: whose configuration the conversion may ask.
-    """
-
+    # Names have changed between versions, and experts that are stored apart are one tensor in the model. The table of
+    # these conversions in transformers makes whole models; here it is used for one parameter at a time.
     name: str
-    converter: Any
-    parts: Mapping[str, tuple[FileTensor, ...]]
-    model: PreTrainedModel
+    converter: Any  # a ``WeightConverter`` of transformers
+    parts: Mapping[str, tuple[FileTensor, ...]]  # by the pattern of the converter that their names fit
+    model: PreTrainedModel  # whose configuration the conversion may ask
 
     def __str__(self) -> str:
         files = [part for parts in self.parts.values() for part in parts]
@@ -67,6 +55,7 @@ class Converted:
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the result without reading; empty if the parts do not fit together."""
         try:
+            # Meta tensors go through the same conversion without anything being read.
             return tuple(self._make(lambda part: torch.empty(part.shape, device="meta")).shape)
         except (RuntimeError, ValueError, IndexError):
             return ()
@@ -76,6 +65,7 @@ class Converted:
         return self._make(FileTensor.whole).reshape(-1)[start:stop]
 
     def _make(self, read: Callable[[FileTensor], torch.Tensor]) -> torch.Tensor:
+        # A converter collects what it is given, and this one is asked again for every range.
         converter = deepcopy(self.converter)
         for pattern, parts in self.parts.items():
             for part in parts:
@@ -122,7 +112,6 @@ def from_pretrained(
         ValueError: there is no such model in the folder, or its weights are not those of the model.
     """
     path = _local(folder)
-    # Drawing initial values that are not needed takes longer than reading those of the checkpoint.
     model = build(path, model_class, dtype, draws=not (weights and strict), **config)
     if weights:
         load_pretrained(model, path, strict=strict)
@@ -130,16 +119,14 @@ def from_pretrained(
 
 
 def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **config: Any) -> PreTrainedModel:
-    """Return the model that a folder's config.json describes, without memory; see ``from_pretrained``.
-
-    Initial values of its parameters are undefined unless it ``draws`` them.
-    """
+    """Return the model that a folder's config.json describes, without memory; see ``from_pretrained``."""
     settings, arguments = configuration(path, **config)
     make = model_class or require_transformers().AutoModelForCausalLM
     if hasattr(make, "from_config"):  # an automatic one, which would ask whether to run code that lies in the folder
         make, arguments = make.from_config, arguments | {"trust_remote_code": False}
     else:
         make = make._from_config
+    # Drawing initial values that are not needed takes longer than reading those of the checkpoint.
     with recording(), nullcontext() if draws else require_transformers("initialization").no_init_weights():
         model: PreTrainedModel = make(settings, dtype=dtype, **arguments)
     model.tie_weights()
@@ -153,11 +140,7 @@ def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **confi
 
 
 def configuration(path: Path, **config: Any) -> tuple[PretrainedConfig, dict[str, Any]]:
-    """Return a folder's config.json with some values replaced, and the values that it has no place for.
-
-    Raises:
-        ValueError: there is none, it needs code of the folder's own, or is of quantized weights or of adapters.
-    """
+    """Return a folder's config.json with some values replaced, and the values that it has no place for."""
     transformers = require_transformers()
     if config.pop("trust_remote_code", False):
         raise ValueError(
@@ -212,8 +195,11 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
             )
     missing = tuple(name for name, target in targets.items() if name not in sources and _is_needed(model, name, target))
     if missing and strict:
+        pairs = [(name, nearest(name, unexpected)) for name in missing[:3]]
+        found = [f"{other} for {name}" for name, other in pairs if other]
+        hint = f" (it has {', '.join(found)})" if found else ""
         raise ValueError(
-            f"{str(path)!r} lacks {some(missing)} of {type(model).__name__}{_suggestion(missing, unexpected)}; use "
+            f"{str(path)!r} lacks {some(missing)} of {type(model).__name__}{hint}; use "
             "the class that the checkpoint is of, or pass strict=False, which leaves them at their initial values"
         )
     if unexpected:
@@ -224,6 +210,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
         for name, target in targets.items():
             if (source := sources.get(name)) is None:
                 continue
+            # Without memory yet: each rank reads its share when the model is placed.
             if target.device.type == "meta":
                 read_from(target, source)
             else:
@@ -232,16 +219,14 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
 
 
 def describe_sources(model: nn.Module) -> str:
-    """Return a line for each parameter that will be read from a checkpoint, with a hash of some of its elements.
-
-    Ranks compare it, because each reads its own part: different copies of a checkpoint would be mixed.
-    """
+    """Return a line for each parameter that will be read from a checkpoint, with a hash of some of its elements."""
+    # Ranks compare it, because each reads its own part: different copies of a checkpoint would be mixed.
     found = ((name, source_of(parameter)) for name, parameter in model.named_parameters())
     return "\n".join(f"{name}: {_hash(source)} in {source}" for name, source in found if source is not None)
 
 
 def _hash(source: Source) -> str:
-    """Return elements from the middle of one of the tensors that make up the values."""
+    """Return a hash of elements from the middle of one of the tensors that make up the values."""
     file = next(iter(_files_of(source)), source)
     size = math.prod(file.shape) if isinstance(file, FileTensor) else HASHED
     start = max(0, size // 2 - HASHED)
@@ -259,11 +244,13 @@ def _sources(
     converters = {
         pattern: entry for entry in known if hasattr(entry, "operations") for pattern in entry.source_patterns
     }
+    # Tied parameters may be in a checkpoint under each of their names.
     sources: dict[str, Source] = {}
     doubles: list[tuple[str, FileTensor, FileTensor]] = []
     parts: dict[str, tuple[Any, dict[str, list[FileTensor]]]] = {}
     unexpected = []
-    for file in sorted(files, key=lambda file: _natural(file.key)):
+    # Layer 10 after layer 9, because a converter stacks experts in the order in which it gets them.
+    for file in sorted(files, key=lambda file: [(int(p), "") if p.isdigit() else (-1, p) for p in file.key.split(".")]):
         name, pattern = rename(file.key)
         if name not in names:
             unexpected.append(file.key)
@@ -298,6 +285,7 @@ def _renaming(model: nn.Module, names: Mapping[str, Any]) -> tuple[Any, list[Any
 
     def rename(key: str) -> tuple[str, str | None]:
         name, pattern = prefix(key, renamings, converters)
+        # A rule must not rename what the model has under this very name.
         if name not in names and key in names:
             name, pattern = key, None
         return name, pattern
@@ -349,6 +337,7 @@ def _is_needed(model: nn.Module, name: str, target: torch.Tensor) -> bool:
 
 def _is_equal(one: FileTensor, other: FileTensor) -> bool:
     size = math.prod(one.shape)
+    # In parts: a head and an embedding of a large vocabulary are gigabytes.
     return one.shape == other.shape and all(
         bool((one.read(start, stop) == other.read(start, stop)).all())
         for start, stop in ((start, min(start + COMPARED, size)) for start in range(0, size, COMPARED))
@@ -366,25 +355,10 @@ def _local(folder: str | Path) -> Path:
 
 
 def require_transformers(module: str = "") -> Any:
-    """Import transformers, or a module of it.
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """Import transformers, or a module of it; raise ValueError if it is not installed."""
     try:
         return import_module(f"transformers.{module}" if module else "transformers")
     except ImportError as error:
         raise ValueError(
             f"Hugging Face models need transformers, version 5 or newer ({error}); pip install 'zeromesh[hf]'"
         ) from None
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts layer 10 after layer 9: experts are stacked in this order."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
-
-
-def _suggestion(missing: Iterable[str], unexpected: Iterable[str]) -> str:
-    pairs = [(name, nearest(name, list(unexpected))) for name in list(missing)[:3]]
-    found = [f"{other} for {name}" for name, other in pairs if other]
-    return f" (it has {', '.join(found)})" if found else ""

@@ -21,8 +21,7 @@ FROZEN = "frozen parameter "
 
 _log = logging.getLogger("zeromesh")
 
-SHOWN = 5
-"""Tensors that are named."""
+SHOWN = 5  # tensors that are named
 
 
 class ReplicaMismatch(Exception):
@@ -30,29 +29,21 @@ class ReplicaMismatch(Exception):
 
 
 def require_equal_replicas(sharded: ShardedModel, when: str) -> None:
-    """Compare parameters and masters between the ranks that hold copies of them. All ranks call it.
-
-    Each rank hashes what it has, and the hashes are exchanged. Parameters that are gathered after each update are
-    compared where they are whole. What rests on NVMe has its own checksums. Frozen parameters, which updates do not
-    keep equal, are named in a warning.
-
-    Args:
-        sharded: the model's states.
-        when: for the message.
+    """Compare parameters and masters between the ranks that hold copies of them; ``when`` is for messages. Collective.
 
     Raises:
         ReplicaMismatch: the message names tensors and ranks; every rank raises it.
     """
     mesh = sharded.mesh
-    found = [
-        *_differences(mesh.shard, _whole(sharded), sharded),
-        *_differences(mesh.replicate, _kept(sharded), sharded),
-    ]
+    # What is gathered after each update is compared where it is whole, which finds a faulty gather, too.
+    found = [*_differences(mesh.shard, _whole(sharded)), *_differences(mesh.replicate, _kept(sharded))]
     world = mesh.group("world")
+    # One number first: that all is well costs no texts.
     if not bool(world.exchange(torch.tensor([float(bool(found))], dtype=torch.float64)).any()):
         return
     said = [line for text in texts(world, "\n".join(found)) for line in text.splitlines()]
     every = list(dict.fromkeys(said))
+    # Updates do not keep frozen parameters equal: a program may have set them per rank, which is no fault of a machine.
     lines = [line for line in every if not line.startswith(FROZEN)]
     if not lines:
         if mesh.rank == 0:
@@ -68,20 +59,24 @@ def require_equal_replicas(sharded: ShardedModel, when: str) -> None:
     )
 
 
-def _differences(group: Group, tensors: Iterator[tuple[str, torch.Tensor]], sharded: ShardedModel) -> list[str]:
+def _differences(group: Group, tensors: Iterator[tuple[str, torch.Tensor]]) -> list[str]:
     """Return a line for each tensor that is not the same on all ranks of the group."""
     if group.size == 1:
         return []
-    named = [(name, _hash(tensor)) for name, tensor in tensors]
-    if not named:
+    # Hashes are exchanged and not values, so that a check costs no memory.
+    hashes = {name: checksum(tensor.detach().cpu().contiguous()) for name, tensor in tensors}
+    if not hashes:
         return []
-    rows = group.exchange(torch.tensor([value for _, value in named], dtype=torch.int64))
+    # As signed numbers of the same bits, which int64 can hold.
+    signed = [value - (value >> 63 << 64) for value in hashes.values()]
+    rows = group.exchange(torch.tensor(signed, dtype=torch.int64))
     members = torch.distributed.get_process_group_ranks(group.process_group)
     lines = []
-    for (name, _), column in zip(named, rows.T.tolist(), strict=True):
+    for name, column in zip(hashes, rows.T.tolist(), strict=True):
         (usual, count), *others = Counter(column).most_common()
         if not others:
             continue
+        # The majority is taken to be right; two ranks that differ have none.
         odd = [rank for rank, value in zip(members, column, strict=True) if value != usual]
         rest = [rank for rank in members if rank not in odd]
         differ = f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from {_ranks(rest)}"
@@ -93,11 +88,6 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
 
 
-def _hash(tensor: torch.Tensor) -> int:
-    value = checksum(tensor.detach().cpu().contiguous())
-    return int.from_bytes(value.to_bytes(8, "little"), "little", signed=True)
-
-
 def _whole(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that every rank of the shard group holds whole."""
     for unit in sharded.units:
@@ -107,6 +97,8 @@ def _whole(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
                     yield _kind(flat) + segment.name, flat.full[segment.start : segment.stop]
             if (
                 flat.own.stop - flat.own.start == flat.layout.size
+                # A master that is the parameter itself was compared above; one on NVMe has
+                # checksums of its own.
                 and flat.master is not flat.shard
                 and not flat.keeps_states
             ):
@@ -123,6 +115,7 @@ def _kept(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
     for flat in sharded.flats:
         for index, start, stop in flat.layout.owned(flat.own.start, flat.own.stop):
             name, local = flat.layout.segments[index].name, slice(start - flat.own.start, stop - flat.own.start)
+            # Files have checksums of their own; a split parameter is a half of its master.
             if flat.parameter_tier is not Tier.NVME and not flat.splits:
                 yield _kind(flat) + name, flat.shard[local]
             if flat.layout.trainable and flat.master is not flat.shard and not flat.keeps_states:

@@ -6,8 +6,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from copy import copy
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,29 +31,23 @@ if TYPE_CHECKING:
 
 STATES = ("parameter", "gradient", "optimizer", "slot", "buffer", "activation")
 
-PROBE = 64 << 20
-"""Bytes that memory, link and disk are measured with; the network with a quarter."""
+PROBE = 64 << 20  # bytes that memory, link and disk are measured with; the network with a quarter.
 
-TIMES = 3
-"""Measurements of each rate, of which the best counts."""
+TIMES = 3  # measurements of each rate, of which the best counts
 
-REMEDIES = 3
-"""Remedies that a note about a shortage lists."""
-
-# Memory and traffic.
+REMEDIES = 3  # remedies that a note about a shortage lists
 
 
 def memory(
     sharded: ShardedModel, optimizer: Optimizer | None, activations: ActivationStore | None = None
 ) -> dict[str, Any]:
-    """Return the most bytes of this rank by state and tier; slots and gradients may be there during a step only.
+    """Return the most bytes of this rank by state and tier.
 
     Returns:
         For each of ``STATES`` a dict of tier (``device``, ``host`` or ``nvme``) to bytes; ``total``, their sum;
         ``measured``, what the process uses now (``live``) and has used at most (``peak``), and ``remainder``: the peak
-        less what is counted on the measured device, which is other activations, temporaries, fragmentation, and on a
-        CPU Python and torch themselves. ``activation`` is what activation checkpointing has had in host memory at the
-        most so far.
+        less what is counted on the measured device. ``activation`` is what activation checkpointing has had in host
+        memory at the most so far.
     """
     tiers: dict[str, dict[str, int]] = {state: defaultdict(int) for state in STATES}
     for state, tier, size in [*allocations(sharded), *_optimizer_state(sharded, optimizer)]:
@@ -67,7 +59,9 @@ def memory(
     # The kernel notes peaks now and then only.
     peak = max(live, peak_bytes(sharded.mesh.device))
     cpu = sharded.mesh.device.type == "cpu"
+    # On a CPU the host's tier lies in the same memory that the process is measured by.
     here = sum(sizes.get("device", 0) + (sizes.get("host", 0) if cpu else 0) for sizes in tiers.values())
+    # The remainder is other activations, temporaries, fragmentation, and on a CPU Python and torch themselves.
     measured = {"live": live, "peak": peak, "remainder": peak - here}
     return {**{state: dict(sizes) for state, sizes in tiers.items()}, "total": total, "measured": measured}
 
@@ -76,22 +70,16 @@ def _optimizer_state(sharded: ShardedModel, optimizer: Optimizer | None) -> Iter
     flats = {id(piece.parameter): flat for flat in sharded.flats for _, _, piece in flat.pieces}
     for parameter, state in optimizer.state.items() if optimizer else ():
         flat = flats[id(parameter)]
+        # Numbers such as the step stay on the host where the tensors rest on NVMe.
+        tier = Tier.HOST if flat.optimizer_tier is Tier.NVME else flat.optimizer_tier
         for value in state.values():
-            if isinstance(value, torch.Tensor) and not (
-                flat.keeps_states and value.ndim
-            ):  # those are counted with the masters
-                on_disk = flat.optimizer_tier is Tier.NVME
-                yield "optimizer", "host" if on_disk else flat.optimizer_tier.value, value.nbytes
+            # States of the parameter's shape may be kept with the master, and are counted with it.
+            if isinstance(value, torch.Tensor) and not (flat.keeps_states and value.ndim):
+                yield "optimizer", tier.value, value.nbytes
 
 
 def traffic(counted: Traffic, reset: bool) -> dict[str, dict[str, float]]:
-    """Return the traffic by ``collective/axis``; ``reset`` starts the count anew.
-
-    Returns:
-        For each: ``bytes`` that this rank sent, ``calls``, ``across_nodes`` (bytes of them that went to other nodes),
-        and ``relative_error`` where numbers were rounded for links between nodes: the root of the mean square of the
-        errors, relative to that of the numbers.
-    """
+    """Return the traffic by ``collective/axis``, see ``Engine.traffic_report``; ``reset`` starts the count anew."""
     found: dict[str, dict[str, float]] = {}
     for kind, axis in sorted(counted.bytes):
         found[f"{kind}/{axis}"] = {
@@ -107,23 +95,10 @@ def traffic(counted: Traffic, reset: bool) -> dict[str, dict[str, float]]:
     return found
 
 
-# Bounds.
-
-
 def find_bounds(
     observer: Observer, sharded: ShardedModel, dtype: torch.dtype, operations: float | None = None
 ) -> Bounds | None:
-    """Find the resource that bounded the updates so far. Measures the machine for up to two seconds. Collective.
-
-    Args:
-        observer: has measured the updates.
-        sharded: the model's states.
-        dtype: of the computation.
-        operations: floating-point operations of this rank in an update; None: not known.
-
-    Returns:
-        For this rank; None where no breakdown was switched on, or no update was seen.
-    """
+    """Find the resource that bounded the updates so far; see ``Engine.bound_report``. Collective."""
     found = observer.breakdown()
     if found is None:
         return None
@@ -135,11 +110,18 @@ def find_bounds(
         busy = sharded.host_updates.seconds / updates
         amounts[HOST] = Amount(sharded.host_updates.nbytes / updates, memory_bandwidth(), busy)
     if sharded.link.moved:
-        amounts[LINK] = Amount(sharded.link.moved / updates, link_bandwidth(mesh.device, sharded.row.pinned))
+        link, source = Link(mesh.device), torch.ones(PROBE, dtype=torch.uint8, device=mesh.device)
+        target = empty_on(Tier.HOST, PROBE, torch.uint8, mesh.device, sharded.row.pinned)
+        rate = PROBE / _best(lambda: link.to_host(target, source).wait())
+        amounts[LINK] = Amount(sharded.link.moved / updates, rate)
     disk = sharded.store.disk_traffic()
     if disk is not None:
         read, written = disk.bytes_read / updates, disk.bytes_written / updates
-        limit = None if (folder := sharded.store.folder) is None else disk_bandwidth(folder, read, written)
+        limit, folder = None, sharded.store.folder
+        # None where there is no room to measure it: a report is not worth an error.
+        rates = None if folder is None else catch(lambda: measure_bandwidth(folder, PROBE))[0]
+        if rates is not None and read + written:
+            limit = (read + written) / (read / rates.read + written / rates.write)
         amounts[DISK] = Amount(read + written, limit, disk.busy_seconds / updates)
     sent = sum(mesh.traffic.bytes.values())
     if mesh.world_size > 1:  # all ranks measure, whatever each has sent
@@ -153,27 +135,13 @@ def memory_bandwidth() -> float:
     return 2 * memory.nbytes / _best(lambda: memory.mul_(1.0))
 
 
-def link_bandwidth(device: torch.device, pinned: bool) -> float:
-    """Bytes per second from the device to the host."""
-    link, source = Link(device), torch.ones(PROBE, dtype=torch.uint8, device=device)
-    target = empty_on(Tier.HOST, PROBE, torch.uint8, device, pinned)
-    return PROBE / _best(lambda: link.to_host(target, source).wait())
-
-
-def disk_bandwidth(folder: Path, read: float, written: float) -> float | None:
-    """Bytes per second of a mixture of bytes that are read and written; None where there is no room to measure it."""
-    found, _ = catch(lambda: measure_bandwidth(folder, PROBE))
-    if found is None or not read + written:
-        return None
-    return (read + written) / (read / found.read + written / found.write)
-
-
 def network_bandwidth(mesh: Mesh) -> float:
     """Bytes per second that this rank sends when all ranks sum a large tensor. All call it."""
-    group, tensor, traffic = mesh.group("world"), torch.ones(PROBE // 16, device=mesh.device), mesh.traffic
-    kept = {name: copy(getattr(traffic, name)) for name in ("calls", "bytes", "across")}
-    listener = traffic.listen(None)
-    traffic.bytes.clear()
+    group, tensor = mesh.group("world"), torch.ones(PROBE // 16, device=mesh.device)
+    counts = (mesh.traffic.calls, mesh.traffic.bytes, mesh.traffic.across)
+    kept = [dict(counted) for counted in counts]
+    before = sum(mesh.traffic.bytes.values())
+    listener = mesh.traffic.listen(None)
 
     def add_up() -> None:
         group.all_reduce(tensor, 0)
@@ -181,15 +149,18 @@ def network_bandwidth(mesh: Mesh) -> float:
 
     try:
         seconds = _best(add_up)
-        return sum(traffic.bytes.values()) / (TIMES + 1) / seconds
+        return (sum(mesh.traffic.bytes.values()) - before) / (TIMES + 1) / seconds
     finally:
-        traffic.listen(listener)
-        for name, value in kept.items():
-            setattr(traffic, name, value)
+        mesh.traffic.listen(listener)
+        # The user's counters do not count the measurement.
+        for counted, values in zip(counts, kept, strict=True):
+            counted.clear()
+            counted.update(values)
 
 
 def _best(do: Callable[[], object]) -> float:
     """Return the seconds of the fastest of ``TIMES`` runs, after one that is not counted."""
+    # The first run takes memory, and makes connections.
     do()
     found = float("inf")
     for _ in range(TIMES):
@@ -199,36 +170,24 @@ def _best(do: Callable[[], object]) -> float:
     return found
 
 
-# Shortage of memory.
-
-
 @contextmanager
 def explained(explain: Callable[[], str]) -> Iterator[None]:
     """Add ``explain()`` as a note to an error inside that says that memory is used up."""
     try:
         yield
     except BaseException as error:
-        if is_shortage(error) and not getattr(error, "__notes__", ()):
+        shortage = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        # Torch has no class for this error on a CPU.
+        shortage |= isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
+        # Once only: the phases nest, and each is a context like this one.
+        if shortage and not getattr(error, "__notes__", ()):
             with suppress(Exception):  # the shortage is what counts
                 error.add_note(explain())
         raise
 
 
-def is_shortage(error: BaseException) -> bool:
-    """Return whether an error says that there is no memory left, of a device or of the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
-
-
 def explain(report: dict[str, Any], sharded: ShardedModel, settings: Resolved) -> str:
-    """Return the planned and the used memory, by state and tier, and remedies with numbers.
-
-    Args:
-        report: see ``memory``.
-        sharded: the states.
-        settings: of the run.
-    """
+    """Return the planned and the used memory (see ``memory``), by state and tier, and remedies with numbers."""
     states = [key for key, sizes in report.items() if key not in ("total", "measured") and sum(sizes.values())]
     lines = [
         f"  {state}: " + ", ".join(f"{bytes_text(size)} on {tier}" for tier, size in report[state].items() if size)

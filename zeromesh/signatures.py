@@ -20,13 +20,11 @@ INITIALIZE = (
 
 
 def takes_args_first(function: Callable[P, R]) -> Callable[P, R]:
-    """Let ``initialize`` be called by position in DeepSpeed's order, too, which begins with ``args``.
-
-    A call whose first positional argument is no module has that order.
-    """
+    """Let ``initialize`` be called by position in DeepSpeed's order, too, which begins with ``args``."""
 
     @functools.wraps(function)
     def call(*given: P.args, **named: P.kwargs) -> R:
+        # A call whose first positional argument is no module has DeepSpeed's order.
         if not given or isinstance(given[0], nn.Module):
             return function(*given, **named)
         keywords: dict[str, Any] = {**named, **_by_name(given, named)}
@@ -57,14 +55,7 @@ def _by_name(given: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]
 
 
 def refuse(call: str, name: str, value: object, remedy: str, default: object = None) -> None:
-    """Raise ValueError unless an argument of DeepSpeed's, which cannot be honoured, has its default.
-
-    Args:
-        call: the function, for the message.
-        name: of the argument.
-        value: that was given.
-        remedy: says why it cannot be honoured, or what to do instead.
-        default: the value that asks for nothing.
-    """
+    """Raise ValueError unless an argument of DeepSpeed's, which cannot be honoured, has its default."""
+    # By type, too: 0 is not False, and a tensor does not compare to one truth.
     if value is not default and not (type(value) is type(default) and value == default):
         raise ValueError(f"{call}: {name} = {value!r} cannot be honoured; {remedy}")

@@ -1,9 +1,4 @@
-"""The loader that ``initialize(training_data=...)`` makes: passes over a data set, resumable in the middle.
-
-A pass has one order of all samples: the data set's own, or one that follows from the seed and the number of the pass
-alone. The ranks take its samples in turn, so that how far a pass is can be said in samples of that order, whatever the
-number of ranks.
-"""
+"""The loader that ``initialize(training_data=...)`` makes: passes over a data set, resumable in the middle."""
 
 from __future__ import annotations
 
@@ -27,33 +22,27 @@ class Position(NamedTuple):
 
 
 class Sampler(DistributedSampler[Any]):
-    """A distributed sampler that counts its passes, each with an order of its own, and may begin a pass in its middle.
-
-    With ``drop_last`` a pass has a multiple of ``whole`` samples: of whole updates, so that which samples an update
-    takes does not depend on the number of ranks at the end of a pass either.
-
-    Attributes:
-        length: samples in the data set.
-        used: samples of it that a pass takes, all ranks together.
-        start: samples of the next pass that are left out, over all ranks.
-        begun: where the pass that was begun last began.
-    """
+    """Distributed sampler that counts its passes, each with an order of its own, and may begin in the middle of one."""
 
     def __init__(
         self, data: Any, ranks: int, rank: int, seed: int, drop_last: bool, whole: int = 1, shuffle: bool = True
     ) -> None:
         super().__init__(data, ranks, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self.length = len(data)
+        # Whole updates, so that which samples an update takes at the end of a pass does not depend
+        # on the number of ranks either.
         self.used = self.length // whole * whole if drop_last else self.length
         if drop_last:
             self.num_samples = self.used // ranks
             self.total_size = self.num_samples * ranks
-        self.start = 0
-        self.begun = Position(0, 0)
+        self.start = 0  # samples of the next pass that are left out, over all ranks
+        self.begun = Position(0, 0)  # where the pass that was begun last began
 
     def __iter__(self) -> Iterator[Any]:
         self.begun = Position(self.epoch, self.start)
         self.epoch, self.start = self.epoch + 1, 0
+        # The order follows from the seed and the number of the pass alone, and the ranks take its
+        # samples in turn: so a position holds for any number of ranks.
         generator = torch.Generator()
         generator.manual_seed(self.seed + self.begun.number)
         order = torch.randperm(self.length, generator=generator).tolist() if self.shuffle else [*range(self.length)]
@@ -66,20 +55,18 @@ class Sampler(DistributedSampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the next pass; it begins at its beginning, unless it is the one that would have come anyway."""
+        # Loops call it before every pass, also before the one that a checkpoint left in its middle.
         if epoch != self.epoch:
             self.start = 0
         super().set_epoch(epoch)
 
+    def begin_at(self, position: Position) -> None:
+        """Begin the next pass there."""
+        self.epoch, self.start = position
+
 
 class Loader(DataLoader[Any]):
-    """Batches of this rank's share of the data set, with a position.
-
-    Attributes:
-        position: up to where batches were handed out, by whichever iterator handed out the last one.
-
-    Raises:
-        ValueError: there is no batch in the data.
-    """
+    """Batches of this rank's share of the data set; ``position`` is up to where batches were handed out."""
 
     sampler: Sampler
 
@@ -115,8 +102,11 @@ class Loader(DataLoader[Any]):
             yield from self
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        # Worker processes read ahead: what the sampler has given out says nothing of what the user
+        # was handed.
         begun = None
         for count, batch in enumerate(batches, 1):
+            # Only after the first batch: the sampler begins its pass when it is asked for it.
             begun = begun or self.sampler.begun
             assert self.batch_size is not None
             taken = begun.samples + count * self.batch_size * self.sampler.num_replicas
@@ -129,13 +119,11 @@ class Loader(DataLoader[Any]):
 
     @property
     def _seed(self) -> int | None:
-        """The seed of the order of samples; None where that is the data set's."""
-        return self.sampler.seed if self.sampler.shuffle else None
+        return self.sampler.seed if self.sampler.shuffle else None  # None: the order is the data set's own
 
     def require_same_data(self, saved: dict[str, Any] | None) -> None:
         """Raise ValueError if a saved position refers to another data set, or to another order of it."""
-        mine = {"length": self.sampler.length, "seed": self._seed}
-        for key, wanted in mine.items():
+        for key, wanted in {"length": self.sampler.length, "seed": self._seed}.items():
             if saved is not None and saved[key] != wanted:
                 before, now = (_about(key, value) for value in (saved[key], wanted))
                 raise ValueError(
@@ -144,16 +132,14 @@ class Loader(DataLoader[Any]):
                 )
 
     def go_to(self, saved: dict[str, Any] | None) -> Position:
-        """Begin the next iterator at a saved position; after a whole pass, at the beginning of the next one.
-
-        Without a saved position it begins at the first pass.
-        """
+        """Begin the next iterator at a saved position; None is the first pass."""
         number, samples = (0, 0) if saved is None else (saved["number"], saved["samples"])
         left = (self.sampler.used - samples) // self.sampler.num_replicas
         assert self.batch_size is not None
+        # After a whole pass, at the beginning of the next one.
         over = left < self.batch_size if self.drop_last else samples >= self.sampler.length
         self.position = Position(number + 1, 0) if over and samples else Position(number, samples)
-        self.sampler.epoch, self.sampler.start = self.position
+        self.sampler.begin_at(self.position)
         return self.position
 
 

@@ -1,8 +1,4 @@
-"""Updates of a model: agreement of all ranks, skipping, clipping, the optimizer's step, publication.
-
-An update begins at an accumulation boundary. All ranks exchange one row of notes with the gradients' norm, and come to
-the same decision from it: to update, to skip, or to raise.
-"""
+"""Updates of a model: agreement of all ranks, skipping, clipping, the optimizer's step, publication."""
 
 from __future__ import annotations
 
@@ -30,38 +26,24 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zeromesh")
 
-SAME_LOSS, SAME_LOSS_16_BIT = 1e-5, 1e-3
-"""Relative tolerance between losses of ranks that share a batch: fp32, 16-bit."""
+SAME_LOSS, SAME_LOSS_16_BIT = 1e-5, 1e-3  # relative tolerance between losses of ranks that share a batch: fp32, 16-bit
 
+# Updates in a row that may be skipped for gradients that are not finite, where no loss scale explains them.
 MOST_SKIPPED = 10
-"""Updates in a row that may be skipped for gradients that are not finite, where no loss scale explains them."""
 
 
 class Update:
-    """The update of one model by one optimizer.
-
-    Args:
-        sharded: the model's states and gradients.
-        config: the resolved settings.
-        optimizer: updates this rank's pieces; None where there is none, and no update.
-
-    Attributes:
-        scaler: scales losses; None where they are not scaled.
-        norm: global norm of the last update's gradient before clipping; None before the first.
-        mean_loss: mean loss of the last update over ranks and micro-batches; None where no rank knows one.
-        asked: largest number that any rank passed to ``ask`` before the last update.
-        skipped: number of updates that were skipped because a gradient was not finite.
-        runs: whether the optimizer's own step runs as a part of an update.
-    """
+    """The update of one model by one optimizer."""
 
     def __init__(self, sharded: ShardedModel, config: Resolved, optimizer: Optimizer | None) -> None:
         scaler = sharded.accumulation.scaler
         assert scaler is None or isinstance(scaler, LossScaler)
-        self.scaler = scaler
-        self.norm: float | None = None
-        self.mean_loss: float | None = None
-        self.asked, self.skipped = 0, 0
-        self.runs = False
+        self.scaler = scaler  # None where losses are not scaled
+        self.norm: float | None = None  # of the last update's gradient before clipping
+        self.mean_loss: float | None = None  # of the last update, over ranks; None where no rank knows one
+        self.asked = 0  # largest number that any rank passed to ``ask`` before the last update
+        self.skipped = 0  # updates so far that were skipped because a gradient was not finite
+        self.runs = False  # whether the optimizer's own step runs as a part of an update
         self._sharded, self._config, self._optimizer = sharded, config, optimizer
         self._mesh, self._accumulation = sharded.mesh, sharded.accumulation
         self._asked, self._skipped_in_a_row = 0, 0
@@ -89,14 +71,11 @@ class Update:
         self._asked = max(self._asked, number)
 
     def agree(self, number: int) -> Agreement:
-        """Complete the gradients of update ``number`` and exchange notes. Collective.
-
-        Raises:
-            RuntimeError: ranks that share a batch have different losses.
-            ValueError: ranks that share a batch were given different inputs.
-            ReplicaMismatch: copies of states differ, where ``replica_check.interval`` compares them.
-        """
+        """Complete the gradients of update ``number`` and exchange notes. Collective; raises where ranks disagree."""
+        # One row of notes a rank goes with the gradients' norm, and all come to the same decision
+        # from it.
         agreement = self._sharded.complete(self._notes())
+        # Before the checks: after an error the next micro-batch begins a new update.
         self._accumulation.restart()
         self.asked = int(agreement.notes[:, 4].max())
         self._stragglers.compare(agreement.notes[:, 5].tolist())
@@ -109,11 +88,7 @@ class Update:
         return agreement
 
     def apply(self, agreement: Agreement, number: int) -> bool:
-        """Update the parameters; return False if the update is skipped instead, on all ranks.
-
-        Raises:
-            FloatingPointError: a loss is not finite, or too many updates were skipped in a row.
-        """
+        """Update the parameters; return False if the update is skipped instead, on all ranks."""
         optimizer, factor = self._optimizer, self.factor  # before the loss scale changes
         assert optimizer is not None
         skips = self._must_skip(agreement, number)
@@ -123,23 +98,28 @@ class Update:
         return not skips
 
     def finish(self, agreement: Agreement) -> None:
-        """Note the mean loss. Nothing is known of losses whose backward the user called."""
+        """Note the mean loss."""
         total, count = agreement.notes[:, 1:3].sum(0).tolist()
-        self.mean_loss = total / count if count else None
+        self.mean_loss = total / count if count else None  # nothing is known of losses whose backward the user called
 
     def _update(self, optimizer: Optimizer, factor: float) -> None:
         """Let the optimizer update the masters by the gradients times ``factor``, and send the new parameters."""
         try:
+            # In place writes of the user since the last update go into the masters before these are
+            # updated.
             with span("take_changes"):
                 self._sharded.take_changes()
             self._check_groups()
-            factor *= self._clip(self.norm or 0.0)
+            if (limit := self._config.gradient_clipping) > 0:
+                # The constant is torch's clip_grad_norm_.
+                factor *= min(1.0, limit / ((self.norm or 0.0) + 1e-6))
             steps = HostSteps(optimizer, factor) if self._sharded.updates_on_host else None
             with span("clip"):
                 self._sharded.set_gradients(factor, steps)
         except BaseException:
             self._sharded.forget_gradients()
             raise
+        # The optimizer's hook asks it: a step of the user's is turned into an update, this one is not.
         self.runs = True
         try:
             with span("update"):
@@ -152,7 +132,7 @@ class Update:
                 self._sharded.updated(steps)
         finally:
             self.runs = False
-            expire()
+            expire()  # logits of the last forward would be computed with the new weights
 
     def _check_groups(self) -> None:
         """Raise RuntimeError if a group holds a parameter of the model instead of pieces of it."""
@@ -166,14 +146,12 @@ class Update:
                     )
 
     def _notes(self) -> list[float]:
-        """Return this rank's notes: bad loss, sum and number of losses, checksum of inputs, number asked, busy time.
-
-        The first is 1 + the index of the first micro-batch whose loss is not finite; 0 if all are finite.
-        """
+        """Return this rank's notes: bad loss, sum and number of losses, checksum of inputs, number asked, busy time."""
         noted = self._accumulation
         losses: list[float] = torch.stack(noted.losses).tolist() if noted.losses else []
         finite = [isfinite(loss) for loss in losses]
         inputs = float(torch.stack(noted.inputs).sum()) if noted.inputs else 0.0
+        # 1 + the index of the first micro-batch whose loss is not finite, so that 0 is none.
         bad = 0.0 if all(finite) else 1.0 + finite.index(False)
         asked, self._asked = self._asked, 0  # at once: a signal that comes while ranks agree is for the next update
         return [bad, sum(losses), float(len(losses)), inputs, float(asked), self._stragglers.busy()]
@@ -199,11 +177,6 @@ class Update:
                     "engine.data_rank, and not on the rank; and let the loss read neither parameters by themselves nor "
                     "activations of spread sequences: outside of their layers they are parts (docs/tensor.md)"
                 )
-
-    def _clip(self, norm: float) -> float:
-        """Return the factor that clips gradients of this norm; the constant is torch's."""
-        limit = self._config.gradient_clipping
-        return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
     def _must_skip(self, agreement: Agreement, number: int) -> bool:
         """Return whether the gradients cannot be used; the answer is the same on all ranks."""
@@ -231,6 +204,7 @@ class Update:
                 scale = self.scaler.scale
                 _log.info("update %d skipped: overflow; the loss scale is now %g", number, scale)
             return True
+        # Ranks that found the culprit tell it, too; the first one tells that it happened.
         if self._mesh.rank == 0 or culprit:
             _log.warning("update %d skipped: the gradient's norm is %s%s", number, self.norm, culprit)
         if self._skipped_in_a_row >= MOST_SKIPPED:
@@ -242,8 +216,9 @@ class Update:
 
 
 def _host_steps(update: weakref.ref[Update]) -> HostSteps | None:
-    """Return the host's steps of the coming update, as they will be if the gradients are not clipped."""
+    """Return the host's steps of the coming update."""
     alive = update()
     if alive is None or alive._optimizer is None:
         return None
+    # As they will be if the gradients are not clipped: an early update that guessed wrong is computed again.
     return HostSteps(alive._optimizer, alive.factor)

@@ -18,10 +18,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 OPEN_FILES = 64
 
-MOST_NAMED = 8
-"""Number of tensors of each kind that are named where a checkpoint does not fit."""
-
-# Reading.
+MOST_NAMED = 8  # number of tensors of each kind that are named where a checkpoint does not fit
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,7 @@ class FileTensor:
 
         try:
             file = _opened(self.file)
+            # The file may have been written anew since: other elements would be taken without a word.
             if (shape := tuple(file.get_slice(self.key).get_shape())) != self.shape:
                 raise ValueError(f"its shape was {self.shape} before, and is {shape} now")
             return take(file)
@@ -62,11 +60,7 @@ class FileTensor:
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[FileTensor]:
-    """Yield the tensors of the safetensors files in a folder.
-
-    Raises:
-        ValueError: there are none, or one is damaged or missing.
-    """
+    """Yield the tensors of the safetensors files in a folder; raise ValueError if there are none, or one is damaged."""
     for file, keys in _files(folder).items():
         opened = _opened(file)
         present = set(opened.keys())
@@ -93,6 +87,7 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         if absent := [file.name for file in files if not file.is_file()]:
             keys = [key for key, name in places.items() if name in absent]
             raise ValueError(f"{str(folder)!r} lacks {', '.join(absent)} with {some(keys)}; copy it again")
+        # An earlier export may have left one of them, and which one is meant cannot be told.
         if (folder / SINGLE).is_file() and folder / SINGLE not in files:
             raise ValueError(
                 f"{str(folder)!r} holds both {SINGLE} and {INDEX} of other files; take out those that are not meant"
@@ -100,6 +95,7 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         return files
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: set()}
+    # What is there says what to do.
     pickles, others = (sorted(path.name for path in folder.glob(f"*{ending}")) for ending in (".bin", ".safetensors"))
     found = "it has no weights"
     if others:
@@ -122,7 +118,7 @@ def _opened(file: Path) -> Any:
 
 @lru_cache(maxsize=OPEN_FILES)
 def _handle(file: Path, *state: int) -> Any:
-    """Open a file; the state is in the key of the cache, so a file that was rewritten is opened again."""
+    # The state is in the key of the cache, so that a file that was rewritten is opened again.
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -140,33 +136,26 @@ def some(names: Iterable[str]) -> str:
     return ", ".join(listed[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-# Writing.
-
-
 class ExportFiles:
-    """Safetensors files in a folder, which appear under their names when all are complete.
-
-    Args:
-        folder: is made if it is not there.
-        name: of the file, if one is enough; else files are numbered, and ``NAME.index.json`` tells what is where.
-        largest: bytes of tensors in one file.
-    """
+    """Safetensors files in a folder, which appear under their names when all are complete."""
 
     def __init__(self, folder: Path, name: str, largest: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for part in _named(folder, rf"{re.escape(name)}\.\d{{5}}\.part"):
             part.unlink()  # of a process that was killed
+        # Of one file, if that is enough for the largest number of bytes; else they are numbered, with an index.
         self._folder, self._name, self._largest = folder, name, largest
         self._state: dict[str, torch.Tensor] = {}
         self._written: list[tuple[Path, list[str]]] = []
-        self._bytes = 0
+        self._bytes = self._held = 0  # of all files, and of the tensors that wait for the next one
 
     def add(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take tensors on the CPU; a file is written when there are enough."""
         for name, tensor in state.items():
-            if self._state and _size(self._state) + tensor.nbytes > self._largest:
+            if self._state and self._held + tensor.nbytes > self._largest:
                 self._flush()
             self._state[name] = tensor.contiguous()
+            self._held += tensor.nbytes
 
     def finish(self) -> None:
         """Write the rest and give the files their names; remove files of an earlier, longer export."""
@@ -176,16 +165,19 @@ class ExportFiles:
         index = self._folder / f"{self._name}.index.json"
         places: dict[str, str] = {}
         for number, (part, names) in enumerate(self._written, start=1):
+            # Only now is their number known, which is in their names.
             final = self._name if total == 1 else f"{stem}-{number:05d}-of-{total:05d}.safetensors"
             os.replace(part, self._folder / final)
             places |= dict.fromkeys(names, final)
         if total > 1:
             text = json.dumps({"metadata": {"total_size": self._bytes}, "weight_map": places}, indent=2)
+            # A reader sees the old index or the new one, and no half of either.
             part = index.with_name(index.name + ".part")
             part.write_text(text)
             os.replace(part, index)
         else:
             index.unlink(missing_ok=True)
+        # Files of an earlier, longer export would make two models of one folder.
         numbered = rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.safetensors"
         for path in _named(self._folder, rf"{re.escape(self._name)}|{numbered}"):
             if path.name not in places.values():
@@ -201,21 +193,18 @@ class ExportFiles:
         from safetensors.torch import save_file
 
         part = self._folder / f"{self._name}.{len(self._written):05d}.part"
-        self._written.append((part, list(self._state)))
+        self._written.append((part, list(self._state)))  # before it is there, so that ``discard`` finds half a file
         try:
             save_file(self._state, part, {"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{part} could not be written: {error}; make room, or choose another folder") from None
+        # Before the rename: after a loss of power, a name without its data would pass for a model.
         with part.open("rb") as file:
             os.fsync(file.fileno())
-        self._bytes += _size(self._state)
-        self._state = {}
+        self._bytes += self._held
+        self._state, self._held = {}, 0
 
 
 def _named(folder: Path, pattern: str) -> list[Path]:
     """Return the files whose names fit a regular expression."""
     return [path for path in folder.iterdir() if re.fullmatch(pattern, path.name)]
-
-
-def _size(state: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in state.values())

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zeromesh.comm.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.model.tiled import TiledLinear as TiledLinear
 from zeromesh.model.tiled import join_tiles as join_tiles
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
 # The functions below are given a bare parameter. Which engine it belongs to is kept here, and not on the parameter, so
 # that users' parameters stay as they made them. Both sides are weak: an engine that nobody else holds goes away.
 _OWNERS: Any = WeakIdKeyDictionary()
-_ELSEWHERE: Any = WeakIdKeyDictionary()
-"""Stand-ins of other stages' parameters, and their engine."""
+_ELSEWHERE: Any = WeakIdKeyDictionary()  # stand-ins of other stages' parameters, and their engine
 
 
 def register(engine: Engine) -> None:
@@ -44,6 +42,8 @@ def register(engine: Engine) -> None:
     for flat in engine.sharded.flats:
         for parameter in flat.parameters:
             _OWNERS[parameter] = ref(engine)
+    # Zeros that are no parameters are in their places; users may hand them to the functions below
+    # all the same.
     if engine.pipelined is not None:
         for module, name in engine.pipelined.taken:
             _ELSEWHERE[vars(module)[name]] = ref(engine)
@@ -104,6 +104,7 @@ class Init:
         self._entered: list[AbstractContextManager[object]] = []
 
     def __enter__(self) -> Init:
+        # A stack, because one object may be entered again inside of itself.
         context = recording() if self._defers else nullcontext()
         context.__enter__()
         self._entered.append(context)
@@ -129,11 +130,6 @@ def _owner(parameter: nn.Parameter) -> Engine:
     return engine
 
 
-def _is_elsewhere(parameter: torch.Tensor) -> bool:
-    """Return whether it stands for a parameter of another stage."""
-    return parameter in _ELSEWHERE
-
-
 def _find(parameter: nn.Parameter) -> tuple[Engine, Unit, Flat, int]:
     engine = _owner(parameter)
     for unit in engine.sharded.units:
@@ -146,11 +142,9 @@ def _find(parameter: nn.Parameter) -> tuple[Engine, Unit, Flat, int]:
 
 @contextmanager
 def GatheredParameters(
-    params: nn.Parameter | Iterable[nn.Parameter],
-    modifier_rank: int | None = None,
-    fwd_module: nn.Module | None = None,
-    enabled: bool = True,
-) -> Iterator[None]:
+    params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None, enabled: bool = True,
+) -> Iterator[None]:  # fmt: skip
     """In this context the parameters are whole on every rank, to be read; or to be changed on one rank.
 
     Args:
@@ -171,9 +165,19 @@ def GatheredParameters(
         return
     sharded = _owner(members[0]).sharded
     found = [_find(parameter) for parameter in members]
-    place = None if modifier_rank is None else _place_in_stage(sharded.mesh, modifier_rank)
+    mesh, place = sharded.mesh, None
+    if modifier_rank is not None:
+        if modifier_rank not in mesh.stage_ranks:
+            raise ValueError(
+                f"modifier_rank is {modifier_rank}, but it is ranks {', '.join(map(str, mesh.stage_ranks))} that have "
+                "these parameters; pass one of these, as engine.mesh.stage_ranks[0]"
+            )
+        # The group's own order counts, not that of the global ranks.
+        place = mesh.group("stage").exchange(torch.tensor([mesh.rank])).flatten().tolist().index(modifier_rank)
+    # All ranks gather in one order, whatever order the parameters were given in.
     units = sorted({unit for _, unit, _, _ in found}, key=lambda unit: unit.index)
     with sharded.gathered(units):
+        # Without a rank whose values count, a change would be lost, or differ between ranks: it is refused.
         before = [] if place is not None else [_fingerprint(parameter) for parameter in members]
         yield
         if place is not None:
@@ -186,27 +190,17 @@ def GatheredParameters(
             )
 
 
-def _place_in_stage(mesh: Mesh, rank: int) -> int:
-    """A rank's number in the group of those that have the same part of the model."""
-    if rank not in mesh.stage_ranks:
-        raise ValueError(
-            f"modifier_rank is {rank}, but it is ranks {', '.join(map(str, mesh.stage_ranks))} that have these "
-            "parameters; pass one of these, as engine.mesh.stage_ranks[0]"
-        )
-    ranks = mesh.group("stage").exchange(torch.tensor([mesh.rank])).flatten().tolist()
-    return int(ranks.index(rank))
-
-
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
     """Return a fingerprint of the values, because torch does not count changes through ``parameter.data``."""
     return parameter._version, int(parameter.detach().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
 
 
 def _whole(parameter: nn.Parameter, pick: Pick) -> torch.Tensor | None:
-    """A whole tensor of the parameter's shape from what each rank has of it; None for frozen ones and other stages'."""
-    if _is_elsewhere(parameter):
+    """Return a whole tensor from what each rank has of a parameter; None for frozen ones and other stages'."""
+    if parameter in _ELSEWHERE:
         return None
     engine, _, flat, index = _find(parameter)
+    # What the user wrote to the parameters has to be in the masters, which are read.
     engine.sharded.take_changes()
     return engine.sharded.assemble(flat, index, pick) if flat.layout.trainable else None
 
@@ -218,7 +212,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The whole gradient, averaged over ranks; None if no rank has one. To be called between backward and ``step``."""
-    if _is_elsewhere(param):
+    if param in _ELSEWHERE:
         return None
     engine, _, flat, index = _find(param)
     gradient = flat.gradient
@@ -226,10 +220,9 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
         return None
     engine.sharded.reducer.complete()
     factor, shard = engine.gradient_factor, gradient.shard
+    # Another rank may have used a parameter that this one did not: all return a gradient, or none.
     used = torch.tensor([float(gradient.used[index])], dtype=torch.float64)
-    if not bool(engine.mesh.group("stage").exchange(used).any()):
-        return None
-    if shard is None:
+    if not bool(engine.mesh.group("stage").exchange(used).any()) or shard is None:
         return None
     return _whole(param, lambda flat, local, piece: shard[local].to(flat.master.dtype) * factor)
 
@@ -257,9 +250,9 @@ def clip_grad_norm_(
         RuntimeError: there is no gradient to clip, or the norm is not finite.
     """
     given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    members = [parameter for parameter in given if not _is_elsewhere(parameter) and parameter.requires_grad]
+    members = [parameter for parameter in given if parameter not in _ELSEWHERE and parameter.requires_grad]
     # A stage that has none of them takes part all the same.
-    engines = {_owner(one) for one in members} | {_ELSEWHERE[one]() for one in given if _is_elsewhere(one)}
+    engines = {_owner(one) for one in members} | {_ELSEWHERE[one]() for one in given if one in _ELSEWHERE}
     if len(engines) != 1:
         raise ValueError(f"the parameters belong to {len(engines)} engines; pass those of one model")
     engine = engines.pop()
@@ -268,6 +261,7 @@ def clip_grad_norm_(
     norm = engine.sharded.grads.clip(members, float(max_norm), float(norm_type))
     if error_if_nonfinite and not isfinite(norm):
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm}, so it cannot be clipped")
+    # As torch's own function, in the dtype of the gradients where that is wider.
     wide = bool(members) and members[0].dtype is torch.float64
     return torch.tensor(norm, dtype=torch.float64 if wide else torch.float32)
 
@@ -283,6 +277,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 def _state(parameter: nn.Parameter, piece: Piece, key: str) -> torch.Tensor | None:
     optimizer = _owner(parameter).optimizer
+    # Not ``state[...]``: that would make an empty entry, which some optimizers take for a state.
     value = None if optimizer is None else optimizer.state.get(piece.parameter, {}).get(key)
     if value is not None and (not isinstance(value, torch.Tensor) or value.numel() != piece.parameter.numel()):
         raise ValueError(f"the optimizer's state {key!r} of {piece.name} is {value}, not a tensor like the parameter")
@@ -290,7 +285,7 @@ def _state(parameter: nn.Parameter, piece: Piece, key: str) -> torch.Tensor | No
 
 
 def _set(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
-    if _is_elsewhere(parameter):
+    if parameter in _ELSEWHERE:
         return
     engine, _, flat, index = _find(parameter)
     engine.sharded.take_changes()
@@ -299,6 +294,7 @@ def _set(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
         raise ValueError(f"{segment.name} has shape {segment.held.whole}, the value given {tuple(value.shape)}")
     if not flat.layout.trainable:
         raise ValueError(f"{segment.name} is frozen; change it inside GatheredParameters with modifier_rank")
+    # They may rest on NVMe, and have to be written back.
     flat.load_states(write=True)
     for position, local, piece in flat.pieces:
         if position == index:
@@ -315,7 +311,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     Raises:
         ValueError: the value has another shape, or the parameter is frozen.
     """
-    if not _is_elsewhere(param):
+    if param not in _ELSEWHERE:
         _set(param, value, lambda flat, local, piece: piece.parameter.data)
         _owner(param).sharded.publish()
 
@@ -327,7 +323,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         ValueError: the value has another shape, or the parameter is frozen.
         RuntimeError: this is not between backward and ``step``.
     """
-    if _is_elsewhere(param):
+    if param in _ELSEWHERE:
         return
     engine, _, flat, index = _find(param)
     gradient = flat.gradient
@@ -335,14 +331,16 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         if not engine.sharded.reducer.begun:
             raise RuntimeError("there is no gradient to change; call this between backward and step")
         engine.sharded.reducer.complete()
+        # Or the update would skip a parameter that no forward has used.
         gradient.used[index] = True
-    _set(param, value / engine.gradient_factor, lambda flat, local, piece: _shard(flat)[local])
 
+    def pick(flat: Flat, local: slice, piece: Piece) -> torch.Tensor:
+        assert flat.gradient is not None
+        assert flat.gradient.shard is not None
+        return flat.gradient.shard[local]
 
-def _shard(flat: Flat) -> torch.Tensor:
-    assert flat.gradient is not None
-    assert flat.gradient.shard is not None
-    return flat.gradient.shard
+    # Sums are kept, of which the update takes the mean.
+    _set(param, value / engine.gradient_factor, pick)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:

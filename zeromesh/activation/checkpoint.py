@@ -1,7 +1,6 @@
 """Activation checkpointing: keep a module's inputs, compute its activations again in the backward.
 
-Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The mechanism is torch's own, in the form
-without reentrant autograd, which keeps hooks, keyword arguments and random states right.
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 """
 
 from __future__ import annotations
@@ -32,36 +31,31 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # Imported here: it loads parts of torch that a run without checkpointing does not need.
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+    # Without reentrant autograd, which keeps hooks, keyword arguments and random states right.
     return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 def checkpoint_modules(modules: Iterable[nn.Module], store: ActivationStore | None = None) -> None:
-    """Have the forward of each module checkpointed, in place. Their hooks run around it, once.
-
-    Args:
-        modules: any; those inside of others are checkpointed, too.
-        store: where the inputs wait for the backward; None: where they are.
-    """
+    """Have the forward of each module checkpointed, in place; ``store`` is where inputs wait for the backward."""
+    # Their forward and not they themselves: their hooks run around it, once.
     for module in modules:
-        _replace_forward(module, partial(_without_cache, module.forward, store))
+        module.forward = partial(_without_cache, module.forward, store)
 
 
 def compile_forward(module: nn.Module, **options: Any) -> None:
-    """Have the module's forward compiled: inside the checkpoint, if its inputs wait elsewhere until the backward."""
+    """Have the module's forward compiled."""
     forward: Any = module.forward
+    # Inside the checkpoint if the inputs wait elsewhere: moving them cannot be traced.
     if isinstance(forward, partial) and forward.func is _without_cache and forward.args[1] is not None:
         compiled: Any = partial(_without_cache, torch.compile(forward.args[0], **options), forward.args[1])
     else:
         compiled = torch.compile(forward, **options)
-    _replace_forward(module, compiled)
-
-
-def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    module.forward = forward
+    module.forward = compiled
 
 
 def _without_cache(forward: Callable[..., Any], store: ActivationStore | None, /, *args: Any, **kwargs: Any) -> Any:
-    """Checkpoint a call; tensors that are computed twice must not be added to a cache of keys and values twice."""
+    """Checkpoint a call, without the cache of keys and values that transformers may pass."""
+    # What is computed twice must not be added to a cache twice.
     if torch.is_grad_enabled():
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}

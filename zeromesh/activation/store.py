@@ -2,10 +2,6 @@
 
 Sources: Rajbhandari et al., "ZeRO", 2020, section 6.1 (activations that tensor-parallel ranks replicate are
 partitioned, and may be offloaded); Ren et al., "ZeRO-Offload", 2021.
-
-What waits elsewhere is taken out of the forward's arguments, and put back before they are used again: autograd keeps
-only the other arguments, and checks that nobody changed them in place. A copy has what the tensor held when the block
-was called, whatever becomes of the tensor since.
 """
 
 from __future__ import annotations
@@ -23,27 +19,23 @@ from zeromesh.comm.collectives import Group
 from zeromesh.config.keys import PARTITION_ACTIVATIONS, RECOMPUTED
 from zeromesh.model.containers import map_tensors, tensors_of
 
-_TAG = 4
-"""Tag of the messages of partitioned inputs; they are waited for at once."""
+_TAG = 4  # tag of the messages of partitioned inputs; they are waited for at once.
 
 _inside: ContextVar[bool] = ContextVar("a checkpointed block computes", default=False)
 
 
 class HostPool:
-    """Buffers of host memory that are lent out and used again; page-locked where there is an accelerator.
-
-    Attributes:
-        peak: bytes that were lent at the most; the pool never holds more.
-    """
+    """Buffers of host memory that are lent out and used again; page-locked where there is an accelerator."""
 
     def __init__(self, pinned: bool) -> None:
-        self.peak = 0
+        self.peak = 0  # bytes that were lent at the most; the pool never holds more
         self._pinned = pinned
         self._free: list[Tensor] = []
         self._held = self._lent = 0
 
     def take(self, nbytes: int) -> Tensor:
-        """A buffer of at least ``nbytes`` bytes: uint8, 1-D."""
+        """Return a buffer of at least ``nbytes`` bytes: uint8, 1-D."""
+        # At most twice as large, or small inputs would use up the buffers of large ones.
         fitting = [n for n, buffer in enumerate(self._free) if nbytes <= buffer.nbytes <= 2 * nbytes]
         if fitting:
             buffer = self._free.pop(min(fitting, key=lambda n: self._free[n].nbytes))
@@ -59,28 +51,20 @@ class HostPool:
         return buffer
 
     def give(self, buffer: Tensor) -> None:
-        """Return a buffer. Its next writer is a copy on the stream of its last reader, and so comes after it."""
+        """Return a buffer."""
+        # No wait: its next writer is a copy on the stream of its last reader, and so comes after it.
         self._lent -= buffer.nbytes
         self._free.append(buffer)
 
 
 class ActivationStore:
-    """Keeps the inputs of one model's checkpointed blocks.
-
-    Attributes:
-        least: bytes of the smallest tensor that is moved.
-
-    Args:
-        device: where the model computes; what is elsewhere stays there.
-        host: whether what is kept goes to host memory.
-        group: the ranks that have the same inputs and keep one part of them each; None: each rank keeps all.
-    """
+    """Storage of the inputs of one model's checkpointed blocks."""
 
     def __init__(self, device: torch.device, host: bool, group: Group | None = None) -> None:
-        self.device = device
-        self.least = 4096
+        self.device = device  # where the model computes; what is elsewhere stays there
+        self.least = 4096  # bytes of the smallest tensor that is moved
         self.pool = HostPool(pinned=device.type != "cpu") if host else None
-        self.group = group
+        self.group = group  # the ranks that keep one part of equal inputs each; None: each rank keeps all
         self.stream = torch.Stream(device) if host and device.type != "cpu" else None
         self._known: WeakValueDictionary[Any, _Kept] = WeakValueDictionary()
         self._seen: set[int] = set()
@@ -89,17 +73,16 @@ class ActivationStore:
         self._task = -1
         self._differs: list[Tensor] = []
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """A copy of the model, or one that is saved, is an ordinary one: its inputs stay where they are."""
-        return _nowhere, ()
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # A copy of the model, or one that is saved, has no store: its inputs stay where they are.
+        return type(None), ()
 
     def keep(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Callable[..., Any], list[Tensor]]:
-        """Return the function to checkpoint in place of ``forward(*args, **kwargs)``, and its tensors.
-
-        Inside of another block that is kept here it is the forward itself: only the outermost block keeps inputs.
-        """
+        """Return the function to checkpoint in place of ``forward(*args, **kwargs)``, and its tensors."""
+        # What waits elsewhere is taken out of the arguments: autograd keeps only the others, and checks that nobody
+        # changed them in place. A copy has what the tensor held when the block was called, whatever becomes of it.
         tensors = tensors_of((args, kwargs))
         movable = [self._moves(tensor) for tensor in tensors]
         if id(forward) in self._seen:  # another pass begins
@@ -114,17 +97,20 @@ class ActivationStore:
 
     @staticmethod
     def active() -> bool:
-        """Return whether a block's inputs are kept now: with gradients, and outside of blocks that keep theirs."""
+        """Return whether a block's inputs are kept now."""
+        # Inside of another block whose inputs are kept, only the outermost one keeps any.
         return torch.is_grad_enabled() and not _inside.get() and not torch.compiler.is_compiling()
 
     def _moves(self, tensor: Tensor) -> bool:
-        """Return whether it waits elsewhere. Parameters do not; they are there anyway, or fetched by their unit."""
+        """Return whether it waits elsewhere."""
         return (
-            type(tensor) is Tensor
+            type(tensor) is Tensor  # a subclass may hold more than its elements
             and tensor.nbytes >= max(1, self.least)
             and tensor.device.type == self.device.type
-            and (tensor.is_floating_point() or tensor.is_complex())
+            and (tensor.is_floating_point() or tensor.is_complex())  # others, as masks and token ids, are small
+            # Parameters are there anyway, or fetched by their unit; of inference tensors torch counts no versions.
             and not (isinstance(tensor._base, nn.Parameter) or tensor.is_inference())
+            # These two are views whose elements are not what their memory holds.
             and not (tensor.is_conj() or tensor.is_neg())
             and _is_dense(tensor)
         )
@@ -139,8 +125,8 @@ class ActivationStore:
         return kept
 
     def begin_backward(self) -> None:
-        """Inputs are asked for: what is known is forgotten, as an update may follow; the end is listened for."""
-        self._known.clear()
+        """Note that inputs are asked for, and listen for the end of the backward."""
+        self._known.clear()  # an update may follow
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._task):
             self._task, self._differs = task, []
@@ -161,16 +147,13 @@ class ActivationStore:
         self._differs.append(_checksum(whole) != checksum)
 
     def _end_backward(self) -> None:
-        """Autograd calls it on all ranks alike: their backwards are the same.
-
-        Raises:
-            RuntimeError: what was partitioned was not the same on all ranks.
-        """
+        """Drop what nobody took; raise RuntimeError if what was partitioned was not the same on all ranks."""
         self._task = -1
         self.prefetch(None)
         differs, self._differs = self._differs, []
         if self.group is None or not differs:
             return
+        # An exchange is safe here: autograd calls this on all ranks alike, as their backwards are the same.
         number = torch.stack(differs).sum().view(1)
         if bool(self.group.exchange(number, _TAG).any()):
             raise RuntimeError(
@@ -181,18 +164,11 @@ class ActivationStore:
             )
 
 
-def _nowhere() -> None:
-    """Placeholder of a store in a copy of its model."""
-
-
 class _Kept:
-    """A tensor that waits elsewhere.
-
-    Attributes:
-        prefetched: its copy on the device, if that has been started, and the event after which it is there.
-    """
+    """A tensor that waits elsewhere."""
 
     def __init__(self, store: ActivationStore, tensor: Tensor, storage: StorageWeakRef) -> None:
+        # Its copy on the device, if that has been started, and the event after which it is there.
         self.prefetched: tuple[Tensor, torch.Event | None] | None = None
         self._store = store
         self._source = storage  # as long as it is referred to, no other storage has its address
@@ -210,6 +186,7 @@ class _Kept:
     def _to_host(self, part: Tensor, pool: HostPool) -> Tensor:
         buffer = pool.take(part.nbytes)
         finalizer = finalize(self, pool.give, buffer)
+        # At the end of the process there is nobody to lend the buffer to.
         finalizer.atexit = False
         host = buffer[: part.nbytes].view(self._dtype)
         stream = self._store.stream
@@ -246,7 +223,7 @@ class _Kept:
         return there, stream.record_event()
 
     def fetch(self) -> Tensor:
-        """The tensor as it was, in memory of its own. With a group, all its ranks call it."""
+        """Return the tensor as it was, in memory of its own. With a group, all its ranks call it."""
         store = self._store
         if store.pool is None:
             part = self._part
@@ -265,22 +242,14 @@ class _Kept:
 
 
 class _Inputs:
-    """A block's forward with the inputs that wait elsewhere; it is called once with the inputs as they were given.
-
-    Attributes:
-        kept: the inputs that wait elsewhere.
-    """
+    """A block's forward with the inputs that wait elsewhere."""
 
     def __init__(
-        self,
-        store: ActivationStore,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, store: ActivationStore, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
         movable: list[bool],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._store, self._forward = store, forward
-        self._called_with: tuple[Any, Any] | None = (args, kwargs)
+        self._called_with: tuple[Any, Any] | None = (args, kwargs)  # for the first call, which computes with them
         self._before = store._last
         places: list[Tensor] = []
         kept: list[_Kept | None] = []
@@ -288,6 +257,7 @@ class _Inputs:
         def take(tensor: Tensor) -> Tensor:
             kept.append(store.put(tensor) if movable[len(kept)] else None)
             self._grads.append(tensor.requires_grad)
+            # A placeholder in the containers, so that the tensor itself can be freed.
             places.append(torch.empty(0, device="cpu"))
             return places[-1]
 
@@ -336,6 +306,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _checksum(flat: Tensor) -> Tensor:
-    """The sum of the bits of a 1-D tensor, as whole numbers: int64, of no dims; it depends on no order."""
+    """Return the sum of the bits of a 1-D tensor: int64, of no dims."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[flat.itemsize]
+    # Whole numbers, whose sum depends on no order.
     return flat.view(whole).sum(dtype=torch.int64)

@@ -1,8 +1,7 @@
 """Boxes of tensors: each rank writes those that it owns to one file, and reads any part of a tensor from all files.
 
 A *box* is a range ``[start, stop)`` of a flattened tensor, or of a flattened N-dimensional part of one. The files are
-in the safetensors format, which anybody's reader opens; the manifest has a SHA-256 of each box. There is no pickle
-anywhere.
+in the safetensors format; the manifest has a SHA-256 of each box.
 """
 
 from __future__ import annotations
@@ -17,38 +16,28 @@ from dataclasses import dataclass
 from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from zeromesh.checkpoint.folder import another_offered
 from zeromesh.checkpoint.manifest import CODES, dtype_name, read_manifest, require_files, require_sound, some
 
-PART = 16 * 1024**2
-"""Bytes that are written, hashed and brought to the host at a time."""
+PART = 16 * 1024**2  # bytes that are written, hashed and brought to the host at a time
 
-BUFFER = 1024**2
-"""Bytes that are read at a time; few enough for a processor's cache."""
+BUFFER = 1024**2  # bytes that are read at a time; few enough for a processor's cache.
 
 
 @dataclass(frozen=True)
 class Box:
-    """Elements ``[start, stop)`` of a flattened box of the tensor ``name``.
-
-    Attributes:
-        name: of the tensor.
-        shape: global shape of the tensor.
-        start, stop: the range of the flattened box.
-        data: shape ``(stop - start,)``.
-        offsets, sizes: where the box begins in the tensor and how large it is, by dimension; None is the whole tensor.
-    """
+    """Elements ``[start, stop)`` of a flattened box of the tensor ``name``."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     start: int
     stop: int
-    data: torch.Tensor
-    offsets: tuple[int, ...] | None = None
+    data: torch.Tensor  # shape (stop - start,)
+    offsets: tuple[int, ...] | None = None  # where the box begins in the tensor, by dimension; None: it is the tensor
     sizes: tuple[int, ...] | None = None
 
     @property
@@ -62,19 +51,22 @@ def write_shard(folder: Path, rank: int, boxes: Sequence[Box], filled: Iterable[
     """Write this rank's boxes and flush them to the disk; return its entry for the manifest.
 
     Where not all data fit in memory at once, ``filled`` yields the same boxes with their data, each valid until the
-    next; the data of ``boxes`` are not read then. Data are hashed as they are written, at most ``PART`` bytes at a
-    time: safetensors' own functions need all of them on the host at once, in memory that no two tensors share.
-
-    Raises:
-        TypeError: a tensor has a dtype that safetensors files cannot hold.
+    next; the data of ``boxes`` are not read then.
     """
     ordered = sorted(boxes, key=lambda box: -box.data.itemsize)  # so that each lies at a multiple of its item's size
     ends = list(itertools.accumulate((box.data.nbytes for box in ordered), initial=0))
-    header = _header(ordered, ends)
-    places = {
-        box.key: (len(header) + begin, len(header) + end)
-        for box, begin, end in zip(ordered, ends, ends[1:], strict=False)
-    }
+    # Safetensors' own functions need all data on the host at once, in memory that no two tensors share.
+    entries: dict[str, Any] = {}
+    for box, begin, end in zip(ordered, ends, ends[1:], strict=False):
+        if box.data.dtype not in CODES:
+            raise TypeError(f"{box.name} is of {box.data.dtype}, which a checkpoint cannot hold; convert it")
+        assert box.key not in entries, f"{box.key} is written twice"
+        entries[box.key] = {"dtype": CODES[box.data.dtype], "shape": [box.data.numel()], "data_offsets": [begin, end]}
+    # The format: the length of the JSON in 8 bytes, then the JSON, padded to a multiple of 8 bytes, then the data.
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    places = {key: [len(header) + offset for offset in entry["data_offsets"]] for key, entry in entries.items()}
     path = folder / f"rank_{rank:05d}.safetensors"
     listed = []
     with path.open("wb") as file:
@@ -90,36 +82,19 @@ def write_shard(folder: Path, rank: int, boxes: Sequence[Box], filled: Iterable[
             if box.offsets is not None and box.sizes is not None:
                 entry |= {"offsets": list(box.offsets), "sizes": list(box.sizes)}
             file.seek(begin)
-            entry |= {"start": box.start, "stop": box.stop, "bytes": [begin, end], "sha256": _write(file, box)}
+            digest = hashlib.sha256()
+            # In parts, which bounds what of a tensor on a GPU is on the host.
+            for part in box.data.detach().contiguous().view(torch.uint8).split(PART) if box.data.numel() else ():
+                data = part.cpu().numpy()
+                file.write(data)
+                digest.update(data)
+            entry |= {"start": box.start, "stop": box.stop, "bytes": [begin, end], "sha256": digest.hexdigest()}
             listed.append(entry)
         assert not places, f"{next(iter(places))} was not given again"
         file.flush()
         os.fsync(file.fileno())
     listed.sort(key=lambda entry: entry["bytes"])  # as they lie in the file, which is how they are read and hashed
     return {"file": path.name, "header": hashlib.sha256(header).hexdigest(), "boxes": listed}
-
-
-def _header(boxes: list[Box], ends: list[int]) -> bytes:
-    """The beginning of a safetensors file: its length in 8 bytes, then JSON, padded to a multiple of 8 bytes."""
-    entries: dict[str, Any] = {}
-    for box, begin, end in zip(boxes, ends, ends[1:], strict=False):
-        if box.data.dtype not in CODES:
-            raise TypeError(f"{box.name} is of {box.data.dtype}, which a checkpoint cannot hold; convert it")
-        assert box.key not in entries, f"{box.key} is written twice"
-        entries[box.key] = {"dtype": CODES[box.data.dtype], "shape": [box.data.numel()], "data_offsets": [begin, end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _write(file: BinaryIO, box: Box) -> str:
-    """Write the data of a box; returns their hash."""
-    digest = hashlib.sha256()
-    for part in box.data.detach().contiguous().view(torch.uint8).split(PART) if box.data.numel() else ():
-        data = part.cpu().numpy()
-        file.write(data)
-        digest.update(data)
-    return digest.hexdigest()
 
 
 class _Stored(NamedTuple):
@@ -141,10 +116,7 @@ class _Stored(NamedTuple):
         return cls(file, entry["bytes"][0], shape, dtype, entry["start"], entry["stop"], offsets, sizes)
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the contiguous pieces of elements ``[start, stop)`` of the flattened tensor that the box holds.
-
-        Each piece is (where it begins in the flattened tensor, where in the stored data, elements).
-        """
+        """Yield the pieces of elements ``[start, stop)`` here: (start in the tensor, start in the data, elements)."""
         for place, within, length in _runs(self.shape, self.offsets, self.sizes):
             low = max(start, place + max(0, self.start - within))
             high = min(stop, place + min(length, self.stop - within))
@@ -154,6 +126,7 @@ class _Stored(NamedTuple):
 
 def _runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
     """Yield the contiguous runs of a box: (start in the tensor, start in the box, elements)."""
+    # Behind the last dimension that is cut, the box is contiguous in the tensor.
     cut = max((axis for axis in range(len(shape)) if sizes[axis] != shape[axis]), default=0)
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     length = prod(sizes[cut:])
@@ -163,22 +136,13 @@ def _runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ..
 
 
 class Reader:
-    """Reader of tensors, or ranges of them, in a checkpoint's folder; nothing else is read.
-
-    Attributes:
-        folder: of the checkpoint.
-        manifest: see docs/checkpoints.md.
-        names: all tensors in it.
-
-    Raises:
-        FileNotFoundError: the folder, its manifest or a file is missing.
-        ValueError: a file is not what was written.
-    """
+    """Reader of tensors, or ranges of them, in a checkpoint's folder; raises for a file that was changed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         with another_offered(folder):
             self.manifest = read_manifest(folder)
+            # Before any number of it is used as a place in a file or in memory.
             require_sound(folder, self.manifest)
         self._stored: dict[str, list[_Stored]] = {}
         for shard in self.manifest["shards"]:
@@ -222,41 +186,35 @@ class Reader:
     def verify(self, first: int = 0, step: int = 1, names: Collection[str] | None = None) -> None:
         """Compare every ``step``-th part, from ``first`` on, with its hash; all files must be there, and whole.
 
-        Args:
-            first: so that several processes may share the work.
-            step: as in a slice.
-            names: the tensors that matter; None is all of them. (In format 1, whose files have one hash each, all.)
-
         Raises:
             FileNotFoundError: a file is missing.
             ValueError: one is cut off, or has another content. Each message names the files and what they held.
         """
         self.require_files()
         with another_offered(self.folder):
-            self._compare(first, step, names)
+            damaged: dict[str, list[str]] = {}
+            # Several processes may share the work; ``names`` are the tensors that matter to this
+            # run.
+            parts = [(shard, *part) for shard in self.manifest["shards"] for part in _parts(shard, names)]
+            for shard, begin, end, digest, keys in parts[first::step]:
+                with (self.folder / shard["file"]).open("rb", buffering=0) as file:
+                    if _hash(file, begin, end) != digest:
+                        damaged.setdefault(shard["file"], []).extend(keys)
+            if damaged:
+                files = [f"{self.folder / file}, of which {some(keys)}" for file, keys in damaged.items()]
+                raise ValueError(f"not what was written (SHA-256 differs): {'; '.join(files)}, cannot be used")
 
     def require_files(self) -> None:
         """Raise what ``verify`` raises if a file is missing or cut off; nothing is read."""
         with another_offered(self.folder):
             require_files(self.folder, self.manifest)
 
-    def _compare(self, first: int, step: int, names: Collection[str] | None) -> None:
-        damaged: dict[str, list[str]] = {}
-        parts = [(shard, *part) for shard in self.manifest["shards"] for part in _parts(shard, names)]
-        for shard, begin, end, digest, keys in parts[first::step]:
-            with (self.folder / shard["file"]).open("rb", buffering=0) as file:
-                if _hash(file, begin, end) != digest:
-                    damaged.setdefault(shard["file"], []).extend(keys)
-        if damaged:
-            files = [f"{self.folder / file}, of which {some(keys)}" for file, keys in damaged.items()]
-            raise ValueError(f"not what was written (SHA-256 differs): {'; '.join(files)}, cannot be used")
-
 
 def _parts(shard: dict[str, Any], names: Collection[str] | None) -> Iterator[tuple[int, int | None, str, list[str]]]:
-    """Hashed range of a file: (first byte, last byte + 1, hash, the keys that lie there)."""
+    """Yield the hashed ranges of a file: (first byte, last byte + 1, hash, the keys that lie there)."""
     boxes = shard["boxes"]
     keys = [box["key"] for box in boxes]
-    if "sha256" in shard:
+    if "sha256" in shard:  # format 1, whose files have one hash each
         yield 0, None, shard["sha256"], keys
         return
     if boxes:
@@ -278,12 +236,13 @@ def _hash(file: FileIO, begin: int, end: int | None) -> str:
 
 
 def _read(file: FileIO, dtype: torch.dtype, out: torch.Tensor) -> None:
-    """Fill ``out`` with the next elements of a file; it may be on another device and of another dtype."""
+    """Fill ``out``, which may be on another device and of another dtype, with the next elements of a file."""
     buffer = torch.empty(min(BUFFER // dtype.itemsize, out.numel()), dtype=dtype)
     for part in out.split(buffer.numel()):
         source = buffer[: part.numel()]
         view = source.view(torch.uint8).numpy().data
         while view:
+            # A read may give less than it was asked for; 0 is the end.
             count = file.readinto(view)
             if not count:
                 raise ValueError(f"{file.name} is cut off after {file.tell():,} bytes; choose another checkpoint")

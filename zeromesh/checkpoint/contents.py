@@ -7,7 +7,6 @@ buffers, ``optimizer/KEY/NAME`` one state of one parameter, ``random/RANK`` the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -26,16 +25,6 @@ from zeromesh.shard.sharded import ShardedModel
 
 if TYPE_CHECKING:
     from zeromesh.training_data import Loader, Position
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Counters of a run in a checkpoint."""
-
-    global_steps: int
-    global_samples: int
-    micro_steps: int
-    skipped_steps: int
 
 
 class RunState(Protocol):
@@ -60,7 +49,7 @@ class RunState(Protocol):
     def train_batch_size(self) -> int:
         """Samples per update over all ranks."""
 
-    def resume(self, counters: Counters) -> None:
+    def resume(self, global_steps: int, global_samples: int, micro_steps: int, skipped_steps: int) -> None:
         """Take the counters of a checkpoint."""
 
     def resume_data(self) -> None:
@@ -68,15 +57,18 @@ class RunState(Protocol):
 
 
 def boxes(engine: RunState, read: bool = True) -> Iterator[Box]:
-    """Yield the boxes that this rank writes: its shard, also where it holds more; replicas write nothing twice.
-
-    The data of what rests on NVMe are there until the next box is asked for. Without ``read`` they are any.
-    """
+    """Yield the boxes that this rank writes, each valid until the next; without ``read`` their data are any."""
     sharded = engine.sharded
+    # Replicas write nothing twice: of each value, one rank is the writer.
     if sharded.mesh.replicate.rank == 0:
         for flat in filter(sharded.is_first, sharded.flats):
             flat.load_states(read=read)
-            yield from _parameter_boxes(sharded, flat)
+            # The rank's shard, also where it holds more, as of parameters that are not sharded.
+            values, offset = held(sharded, flat)
+            for index, start, stop in flat.layout.owned(flat.shard_range.start, flat.shard_range.stop):
+                segment = flat.layout.segments[index]
+                data, first = values[start - offset : stop - offset], segment.start
+                yield from _boxes(f"parameter/{segment.name}", segment.held, start - first, stop - first, data)
             if engine.optimizer is not None:
                 for index, _, piece in flat.pieces:
                     yield from _optimizer_boxes(engine.optimizer, flat, index, piece)
@@ -93,14 +85,6 @@ def held(sharded: ShardedModel, flat: Flat) -> tuple[torch.Tensor, int]:
     if flat.layout.trainable:
         return flat.master, flat.own.start
     return (flat.shard, flat.shard_range.start) if sharded.sharded else (flat.full, 0)
-
-
-def _parameter_boxes(sharded: ShardedModel, flat: Flat) -> Iterator[Box]:
-    values, offset = held(sharded, flat)
-    for index, start, stop in flat.layout.owned(flat.shard_range.start, flat.shard_range.stop):
-        segment = flat.layout.segments[index]
-        data = values[start - offset : stop - offset]
-        yield from _boxes(f"parameter/{segment.name}", segment.held, start - segment.start, stop - segment.start, data)
 
 
 def _boxes(name: str, held: Held, start: int, stop: int, data: torch.Tensor) -> Iterator[Box]:
@@ -134,6 +118,7 @@ def _optimizer_boxes(optimizer: Optimizer, flat: Flat, index: int, piece: Piece)
             continue
         if value.numel() != piece.stop - piece.start:
             raise ValueError(f"optimizer state {key!r} of {piece.name} has shape {shape}, not its parameter's")
+        # A view where it is contiguous, so that a large state is not doubled.
         data = value.flatten()[start - piece.start : stop - piece.start]
         yield from _boxes(name, piece.held, start, stop, data)
 
@@ -164,15 +149,16 @@ def parameters(sharded: ShardedModel) -> dict[str, dict[str, Any]]:
 
 
 def tied(sharded: ShardedModel) -> dict[str, str]:
-    """Other names of parameters that have several, to the one under which they are saved."""
+    """Return the other names of parameters that have several, with the one under which they are saved."""
     names = sharded.model.named_parameters(remove_duplicate=False)
     return {name: own for name, parameter in names if (own := sharded.names.get(id(parameter), name)) != name}
 
 
 def model_fields(engine: RunState) -> dict[str, Any]:
-    """The numbers and words of the model's own configuration, if it has one; shapes follow from them."""
+    """Return the numbers and words of the model's own configuration, if it has one."""
     own = getattr(engine.sharded.model, "config", None)
     given = engine.config.model if own is None else own
+    # Shapes follow from them, so that an error can say which field differs.
     fields = given if isinstance(given, dict) else getattr(given, "__dict__", {})
     plain = {key: value for key, value in fields.items() if isinstance(value, bool | int | str)}
     return {key: value for key, value in plain.items() if isinstance(key, str) and not key.startswith("_")}

@@ -1,8 +1,4 @@
-"""Folders of checkpoints: a checkpoint appears whole or not at all; the latest is named, and old ones are deleted.
-
-A checkpoint is there when its folder has its name: it is written under another one (``.draft``), flushed to the disk,
-and renamed last. Where it takes the place of an earlier one, that has the name with ``.old`` for a moment.
-"""
+"""Folders of checkpoints: a checkpoint appears whole or not at all; the latest is named, and old ones are deleted."""
 
 from __future__ import annotations
 
@@ -21,14 +17,13 @@ from zeromesh.config.keys import KEEP_LAST
 
 _log = logging.getLogger(__name__)
 
+# A checkpoint is written to a folder of another name (.draft), flushed to the disk, and renamed
+# last. An earlier one that it replaces has the name with .old for a moment.
 LATEST = "latest"
+# Ends of folder names that are no checkpoints: being written, being replaced, being deleted.
 DRAFT = ".draft"
 OLD = ".old"
 GONE = f".gone{DRAFT}"
-"""Ends of folder names that are no checkpoints: being written, being replaced, being deleted."""
-
-
-# What is whole, and what to do where something is not.
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
@@ -45,7 +40,8 @@ def _is_readable(folder: Path) -> bool:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether all its files are there, too, and none is cut off; no hash is compared, which would take long."""
+    """Return whether all its files are there, too, and none is cut off."""
+    # No hash is compared, which would take long.
     try:
         require_files(folder, read_manifest(folder))
     except (OSError, ValueError, LookupError, TypeError):  # manifests of format 1 have no hash, and may hold anything
@@ -55,25 +51,20 @@ def _is_whole(folder: Path) -> bool:
 
 @contextmanager
 def another_offered(folder: Path) -> Iterator[None]:
-    """Return a context in which errors about a checkpoint end with the remedy."""
+    """Let errors about a checkpoint in this context end with the remedy."""
     try:
         yield
     except (FileNotFoundError, ValueError) as error:
+        newest = _newest(folder.parent, besides=folder)
+        remedy = f"{folder.parent} has no other checkpoint that is whole"
+        if newest is not None:
+            remedy = (
+                f"the newest other one is {newest!r}: load it with tag={newest!r}, or write that into "
+                f"{folder.parent / LATEST}; no file of it is cut off, and `zeromesh inspect --verify` compares its "
+                "hashes"
+            )
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        raise kind(f"{error}; {_remedy(folder)}") from error.__cause__
-
-
-def _remedy(folder: Path) -> str:
-    newest = _newest(folder.parent, besides=folder)
-    if newest is None:
-        return f"{folder.parent} has no other checkpoint that is whole"
-    return (
-        f"the newest other one is {newest!r}: load it with tag={newest!r}, or write that into "
-        f"{folder.parent / LATEST}; no file of it is cut off, and `zeromesh inspect --verify` compares its hashes"
-    )
-
-
-# Writing.
+        raise kind(f"{error}; {remedy}") from error.__cause__
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -95,16 +86,9 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def begin(draft: Path, needed: int) -> None:
-    """Make the folder that a checkpoint is written to, empty.
-
-    Args:
-        draft: the folder; what an earlier attempt left in it goes away.
-        needed: bytes that will be written.
-
-    Raises:
-        OSError: it cannot be made, or there is not enough space.
-    """
+    """Make the empty folder that a checkpoint of ``needed`` bytes is written to; raise OSError without the space."""
     try:
+        # An earlier attempt may have left something in it.
         remove(draft)
         draft.mkdir(parents=True)
     except OSError as error:
@@ -127,6 +111,7 @@ def unwritable(folder: Path, error: OSError) -> OSError:
 def commit(draft: Path, final: Path) -> None:
     """Give a written folder its name; one that had the name before goes away."""
     old = final.with_name(final.name + OLD)
+    # Names inside of the folder reach the disk before the folder gets its own.
     _flush(draft)
     if (final / MANIFEST).is_file():
         remove(old)  # of a process that died between the two renames, or before it could remove it
@@ -139,8 +124,9 @@ def commit(draft: Path, final: Path) -> None:
 
 
 def require_free(final: Path) -> None:
-    """Raise FileExistsError if a checkpoint would take the place of what is none: nothing of a user's is deleted."""
+    """Raise FileExistsError if a checkpoint would take the place of what is none."""
     for folder in (final, final.with_name(final.name + OLD), final.with_name(final.name + DRAFT)):
+        # Nothing of a user's is deleted; what a save of ours has left may be.
         looked_at = folder.is_dir() and not _is_readable(folder)
         strange = [path.name for path in folder.iterdir() if not _is_ours(path)] if looked_at else []
         if folder.is_file() or strange:
@@ -185,9 +171,6 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-# Names.
-
-
 def require_tag(tag: str) -> None:
     """Raise ValueError for what names no folder in a folder of checkpoints, or is needed there for other things."""
     if tag in ("", ".", "..") or Path(tag).name != tag or "\0" in tag:
@@ -212,11 +195,7 @@ def is_left(path: Path) -> bool:
 
 
 def latest(folder: Path) -> str | None:
-    """Return the tag that ``folder/latest`` names; None if there is no checkpoint.
-
-    If there is no such file, or it is empty, or names what is not there or was not written to its end, the newest
-    complete checkpoint is taken, with a warning.
-    """
+    """Return the tag that ``folder/latest`` names; None if there is no checkpoint."""
     path = folder / LATEST
     if not path.is_file():
         newest = _newest(folder) if folder.is_dir() else None
@@ -226,6 +205,7 @@ def latest(folder: Path) -> str | None:
     tag = path.read_text(encoding="utf-8", errors="replace").strip()
     if tag and _is_readable(locate(folder, tag)):
         return tag
+    # A kill may leave the file empty, or with the name of what was not written to its end.
     newest = _newest(folder)
     if newest is None:
         return tag or None
@@ -248,27 +228,20 @@ def _by_age(folder: Path, besides: Path | None = None) -> Iterator[str]:
 
 
 def keep_last(folder: Path, tag: str, count: int) -> None:
-    """Delete all but the last ``count`` checkpoints of a series, which are those that differ in a last number only.
-
-    What saves and deletions of the series that were cut off have left goes away, too. Never deleted are the one that
-    was just written, the one that ``latest`` names, and what is no checkpoint. A failure is a warning: what was to be
-    saved is saved.
-
-    Args:
-        folder: of the checkpoints.
-        tag: of the one that was just written; if it does not end in a number, nothing is deleted.
-        count: how many to keep, this one included.
-    """
+    """Delete all but the last ``count`` checkpoints of the series of ``tag``, which differ in a last number only."""
+    # A tag without a number was chosen by hand, and belongs to no series.
     series = tag.rstrip("0123456789")
     if series == tag:
         return
     try:
+        # What saves and deletions that were cut off have left goes away, too.
         for path in [path for path in folder.iterdir() if _is_swept(path, series)]:
             remove(path)  # first, or the old one of a checkpoint that is deleted would become the checkpoint
+        # Never the one that was just written, nor the one that ``latest`` names.
         kept = {tag, (folder / LATEST).read_text(encoding="utf-8").strip()}
         others = [other for other in _by_age(folder) if other.rstrip("0123456789") == series != other]
         for other in [other for other in others if _is_whole(locate(folder, other))][count:]:
             if other not in kept:
                 remove(locate(folder, other))
-    except OSError as error:
+    except OSError as error:  # no error: what was to be saved is saved
         _log.warning("could not remove old checkpoints from %s: %s", folder, error)

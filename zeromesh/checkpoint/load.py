@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.contents import Counters, RunState, buffers, held, model_fields, own_buffers, scheduler_name
+from zeromesh.checkpoint.contents import RunState, buffers, held, model_fields, own_buffers, scheduler_name
 from zeromesh.checkpoint.folder import latest, locate
 from zeromesh.checkpoint.manifest import some
 from zeromesh.checkpoint.optimizer import load_optimizer, read_held, require_same_optimizer, set_learning_rates
@@ -29,56 +29,44 @@ _log = logging.getLogger(__name__)
 
 Shapes = dict[str, tuple[int, ...]]
 
-MOST_SHOWN = 20
-"""Most tensors of each kind that an error names."""
+MOST_SHOWN = 20  # most tensors of each kind that an error names
 
 
 def load(
     engine: RunState, folder: Path, tag: str | None, optimizer_states: bool, scheduler_states: bool, *,
     strict: bool = True, data_position: bool = True, progress: bool = True,
 ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
-    """Continue from a checkpoint; all ranks call it.
-
-    Args:
-        engine: what continues.
-        folder: where its checkpoints are.
-        tag: which of them; None is the latest.
-        optimizer_states: whether to load the optimizer's states.
-        scheduler_states: whether to load the scheduler's.
-        strict: refuse a checkpoint that lacks tensors of the model, or has others. Else those that it lacks keep their
-            values, and the others are ignored.
-        data_position: whether the loader of the training data goes on where it was.
-        progress: whether to load counters, the loss scale and the random state.
-
-    Returns:
-        Its path and the client state; (None, {}) if the folder holds none.
-
-    Raises:
-        FileNotFoundError: a file of it is missing.
-        ValueError: it is of another model, optimizer, scheduler or data set, not what was written, or not the same on
-            all ranks. Nothing has been loaded then.
-        RuntimeError: another rank could not read it.
-    """
+    """Continue from a checkpoint. Collective; see ``Engine.load_checkpoint``."""
     mesh, world = engine.mesh, engine.mesh.group("world")
-    parts = {"optimizer": optimizer_states, "lr_scheduler": scheduler_states, "strict": strict, "data": data_position}
-    parts["progress"] = progress
-    require_agreement(world, "what load_checkpoint is to take", "\n".join(f"{k}: {v}" for k, v in parts.items()))
+    parts = f"optimizer: {optimizer_states}\nlr_scheduler: {scheduler_states}\nstrict: {strict}\ndata: {data_position}"
+    require_agreement(world, "what load_checkpoint is to take", f"{parts}\nprogress: {progress}")
     chosen = agree_run(world, "find the latest checkpoint", lambda: latest(folder) if tag is None else str(tag))
     _require_same_tag(world, folder, chosen)
     if chosen is None:
         return None, {}
     optimizer = engine.optimizer if optimizer_states else None
     loader = engine.training_dataloader if data_position else None
-
-    wanted = _shapes(engine.sharded)
+    sharded = engine.sharded
+    shapes = {f"parameter/{s.name}": s.held.whole for flat in sharded.flats for s in flat.layout.segments}
+    shapes |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in own_buffers(sharded)}
+    wanted = {name: tuple(shape) for name, shape in of_all_stages(mesh, shapes).items()}  # JSON has lists
 
     def prepare() -> Reader:
-        reader = _open(folder, chosen)
+        path, named = locate(folder, chosen), folder / chosen
+        if path != named:
+            _log.warning("%s is missing: a process ended as it was replaced; the one before it is loaded", named)
+        reader = Reader(path)
         _require_same_model(engine, reader, wanted, strict)
-        if may_restart():
-            _require_same_batch(engine, reader.manifest.get("train_batch_size"))
+        # Only after a restart by the launcher, with as many ranks as there are then: who changes their number by hand
+        # may mean to change the batch.
+        saved, now = reader.manifest.get("train_batch_size"), engine.train_batch_size()
+        if may_restart() and saved not in (None, now):
+            raise ValueError(
+                f"the checkpoint was trained with {saved} samples per update, and the {mesh.world_size} ranks now "
+                f"take {now}; set {TRAIN} to {saved}, so that the number of ranks does not change it"
+            )
         if optimizer is not None:
-            require_same_optimizer(engine.sharded, optimizer, reader)
+            require_same_optimizer(sharded, optimizer, reader)
         if scheduler_states:
             _require_same_scheduler(engine, reader)
         if loader is not None:
@@ -86,17 +74,17 @@ def load(
         return reader
 
     reader = agree_run(world, "open the checkpoint", prepare)
+    # Ranks on different machines may see different folders under one path.
     digest = hashlib.sha256(json.dumps(reader.manifest).encode()).hexdigest()
     seen = f"written {reader.manifest.get('written')}, SHA-256 {digest}"
     require_agreement(world, f"the manifest of {chosen} in {folder}", seen)
     # All of it before the first value: a damaged file must not leave half of another run behind.
     needed = {name for name in reader.names if optimizer_states or not name.startswith("optimizer/")}
     agree_run(world, "read the checkpoint", lambda: reader.verify(mesh.rank, mesh.world_size, needed))
-    agree_run(world, "load the checkpoint", lambda: _load_tensors(engine.sharded, optimizer, reader))
-    engine.sharded.updated()
+    agree_run(world, "load the checkpoint", lambda: _load_tensors(sharded, optimizer, reader))
+    sharded.updated()
     if progress:
-        _load_progress(engine.sharded, reader)
-        _load_numbers(engine, reader.manifest, scheduler_states)
+        _load_progress(engine, reader, scheduler_states)
     if engine.optimizer is not None and engine.lr_scheduler is not None and scheduler_states and not optimizer_states:
         set_learning_rates(engine.optimizer, engine.lr_scheduler)
     if loader is not None:
@@ -122,10 +110,7 @@ def _require_same_tag(world: Group, folder: Path, tag: str | None) -> None:
 
 
 def _require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict: bool) -> None:
-    """Raise ValueError unless the tensors of the checkpoint are the model's, which are ``wanted``.
-
-    Without ``strict``, those that are in one of them only are left out, with a warning; shapes must be equal anyway.
-    """
+    """Raise ValueError unless the tensors of the checkpoint are the model's, which are ``wanted``."""
     saved = {name: reader.shape(name) for name in reader.names if name.startswith(("parameter/", "buffer/"))}
     # Of a tensor without elements there is nothing to write.
     saved, wanted = ({name: shape for name, shape in found.items() if 0 not in shape} for found in (saved, wanted))
@@ -133,6 +118,7 @@ def _require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict
     extra = {name: saved[name] for name in sorted(saved) if name not in wanted}
     other = [f"{_bare(name)}: saved {saved[name]}, wanted {shape}" for name, shape in wanted.items()
              if saved.get(name, shape) != shape]  # fmt: skip
+    # Shapes must be equal anyway: a part of a tensor is no value for it.
     if not strict and not other:
         if (missing or extra) and engine.mesh.rank == 0:
             kept = some(map(_bare, missing), "tensors", most=MOST_SHOWN) or "none"
@@ -144,25 +130,15 @@ def _require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict
     if other or lacking or unknown:
         hint = "" if other else "\nload_module_strict=False loads those that are in both"
         text = "\n".join(some(lines, "like these", "\n", MOST_SHOWN) for lines in (other, lacking, unknown) if lines)
-        raise ValueError(f"{reader.folder} is of another model:\n{text}{_fields(engine, reader)}{hint}")
-
-
-def _shapes(sharded: ShardedModel) -> Shapes:
-    """Return the parameters and buffers of all stages. Collective."""
-    found = {f"parameter/{s.name}": s.held.whole for flat in sharded.flats for s in flat.layout.segments}
-    found |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in own_buffers(sharded)}
-    return {name: tuple(shape) for name, shape in of_all_stages(sharded.mesh, found).items()}
-
-
-def _fields(engine: RunState, reader: Reader) -> str:
-    """Return a line with the differing fields of the model's own configuration; empty if none are known."""
-    saved = reader.manifest.get("model", {})
-    differ = [
-        f"{key} (saved {saved[key]!r}, wanted {value!r})"
-        for key, value in model_fields(engine).items()
-        if key in saved and saved[key] != value
-    ]
-    return f"\nof the model's configuration, these differ: {some(differ, 'fields')}" if differ else ""
+        fields = reader.manifest.get("model", {})
+        differ = [
+            f"{key} (saved {fields[key]!r}, wanted {value!r})"
+            for key, value in model_fields(engine).items()
+            if key in fields and fields[key] != value
+        ]
+        # Differing shapes follow from a few fields, which are what the user has to change.
+        text += f"\nof the model's configuration, these differ: {some(differ, 'fields')}" if differ else ""
+        raise ValueError(f"{reader.folder} is of another model:\n{text}{hint}")
 
 
 def _bare(name: str) -> str:
@@ -170,7 +146,7 @@ def _bare(name: str) -> str:
 
 
 def _unmatched(names: Shapes, others: Shapes, what: str) -> list[str]:
-    """One line per tensor that has no counterpart, with the nearest name of one on the other side that could be it."""
+    """Return one line per tensor that has no counterpart, with the nearest name of one that could be it."""
     lines = [f"{_bare(name)}: {what}" for name in names]
     for number, (name, shape) in enumerate(list(names.items())[:MOST_SHOWN]):  # comparing words takes long
         kind = name.removesuffix(_bare(name))
@@ -180,10 +156,7 @@ def _unmatched(names: Shapes, others: Shapes, what: str) -> list[str]:
 
 
 def _require_same_scheduler(engine: RunState, reader: Reader) -> None:
-    """Raise ValueError unless the state in a checkpoint is one of such a scheduler.
-
-    Where only one of them has a scheduler, that is a warning.
-    """
+    """Raise ValueError unless the state in a checkpoint is one of such a scheduler; warn where only one has any."""
     scheduler, state = engine.lr_scheduler, reader.manifest["scheduler"]
     name = scheduler_name(scheduler)
     saved = reader.manifest.get("scheduler_type", "a scheduler" if state else None)
@@ -203,25 +176,9 @@ def _require_same_scheduler(engine: RunState, reader: Reader) -> None:
         )
 
 
-def _require_same_batch(engine: RunState, saved: int | None) -> None:
-    """Raise ValueError if another number of ranks, after a restart by the launcher, would silently change the batch."""
-    if saved is not None and saved != engine.train_batch_size():
-        raise ValueError(
-            f"the checkpoint was trained with {saved} samples per update, and the {engine.mesh.world_size} ranks now "
-            f"take {engine.train_batch_size()}; set {TRAIN} to {saved}, so that the number of ranks does not "
-            "change it"
-        )
-
-
-def _open(folder: Path, tag: str) -> Reader:
-    path = locate(folder, tag)
-    if path != folder / tag:
-        _log.warning("%s is missing: a process ended as it was replaced; the one before it is loaded", folder / tag)
-    return Reader(path)
-
-
 def _load_tensors(sharded: ShardedModel, optimizer: Optimizer | None, reader: Reader) -> None:
     for flat in sharded.flats:
+        # Of NVMe, too: the values are written back when the states are released.
         flat.load_states(write=True)
         values, low = held(sharded, flat)
         for index, start, stop in flat.layout.owned(low, low + values.numel()):
@@ -236,25 +193,18 @@ def _load_tensors(sharded: ShardedModel, optimizer: Optimizer | None, reader: Re
             buffer.copy_(reader.tensor(f"buffer/{name}"))
 
 
-def _load_progress(sharded: ShardedModel, reader: Reader) -> None:
-    """Continue the random numbers of the run that was saved."""
-    _load_random_state(reader, sharded.mesh.rank)
-    share_random_state(sharded.mesh.group("tensor"))
-    if reader.manifest.get("mesh", {}).get("pipeline", 1) != sharded.mesh.sizes["pipeline"]:
-        share_random_state(sharded.mesh.group("pipeline"))  # or they would draw different samples
-
-
-def _load_random_state(reader: Reader, rank: int) -> None:
-    """Restore this rank's random state; a rank that the checkpoint lacks gets a seed made of the first rank's."""
-    if f"random/{rank}" in reader.names:
-        restore_random_state(reader.tensor(f"random/{rank}"))
-    elif "random/0" in reader.names:
-        derive_random_state(reader.tensor("random/0"), rank)
-
-
-def _load_numbers(engine: RunState, state: dict[str, Any], scheduler_states: bool) -> None:
+def _load_progress(engine: RunState, reader: Reader, scheduler_states: bool) -> None:
+    """Load counters, the loss scale, the scheduler's state, and the state of the random numbers."""
+    mesh, state = engine.mesh, reader.manifest
+    if f"random/{mesh.rank}" in reader.names:
+        restore_random_state(reader.tensor(f"random/{mesh.rank}"))
+    elif "random/0" in reader.names:  # there are more ranks now, and each needs numbers of its own
+        derive_random_state(reader.tensor("random/0"), mesh.rank)
+    share_random_state(mesh.group("tensor"))
+    if state.get("mesh", {}).get("pipeline", 1) != mesh.sizes["pipeline"]:
+        share_random_state(mesh.group("pipeline"))  # or they would draw different samples
     samples = state.get("global_samples", state["global_steps"] * engine.train_batch_size())
-    engine.resume(Counters(state["global_steps"], samples, state["micro_steps"], state["skipped_steps"]))
+    engine.resume(state["global_steps"], samples, state["micro_steps"], state["skipped_steps"])
     if engine.loss_scaler is not None and state["loss_scaler"]:
         engine.loss_scaler.load_state_dict(state["loss_scaler"])
     if engine.lr_scheduler is not None and scheduler_states and state["scheduler"]:

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-FORMAT = 2
-"""Format of manifests that are written; format 1 is read, too."""
+FORMAT = 2  # format of manifests that are written; format 1 is read, too.
 
 MANIFEST = "manifest.json"
 
@@ -34,7 +33,7 @@ CODES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The names of dtypes in safetensors files."""
+"""Names of dtypes in safetensors files."""
 
 
 def signed(content: dict[str, Any]) -> dict[str, Any]:
@@ -44,12 +43,7 @@ def signed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, in the newest format.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is not what was written, or of a format that is not known here.
-    """
+    """Return the manifest of a checkpoint in the newest format; raise if there is none, or it was changed."""
     path = folder / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is no complete checkpoint: {MANIFEST} is missing")
@@ -73,11 +67,8 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def require_sound(folder: Path, manifest: dict[str, Any]) -> None:
-    """Check the manifest's files and boxes before any of them is used: a hash does not say who wrote it.
-
-    Raises:
-        ValueError: a file lies elsewhere, a box is there twice, or its numbers contradict each other.
-    """
+    """Raise ValueError if a file lies elsewhere, a box is there twice, or its numbers contradict each other."""
+    # The hash says that the manifest is as it was written, and not who wrote it.
     files, places = set[str](), set[tuple[str, str]]()
     for shard in manifest["shards"]:
         try:
@@ -92,6 +83,7 @@ def require_sound(folder: Path, manifest: dict[str, Any]) -> None:
             raise ValueError(f"{folder / MANIFEST} names the file {file!r} twice")
         files.add(file)
         for box, place in boxes:
+            # Twice the same elements would hide that others are missing: a reader counts what it finds.
             if place in places:
                 raise ValueError(f"{folder / MANIFEST} has {box['name']}, {place[1]}, twice")
             places.add(place)
@@ -104,6 +96,7 @@ def _place(box: dict[str, Any]) -> tuple[str, str]:
     begin, end = box["bytes"]
     numbers = [*shape, *offsets, *sizes, box["start"], box["stop"], begin, end]
     inside = all(offset + size <= whole for offset, size, whole in zip(offsets, sizes, shape, strict=True))
+    # Python takes True for 1, and JSON has fractions.
     if not all(type(number) is int and number >= 0 for number in numbers) or not inside:
         raise ValueError(f"{box['name']} lies outside of its tensor")
     if not box["start"] <= box["stop"] <= prod(sizes):
@@ -114,12 +107,7 @@ def _place(box: dict[str, Any]) -> tuple[str, str]:
 
 
 def require_files(folder: Path, manifest: dict[str, Any]) -> None:
-    """Check that all files are there and not cut off; nothing of them is read.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: one is cut off.
-    """
+    """Raise FileNotFoundError if a file is missing, ValueError if one is cut off; nothing of them is read."""
     for shard in manifest["shards"]:
         path, boxes = folder / shard["file"], shard["boxes"]
         _require_file(path, shard)

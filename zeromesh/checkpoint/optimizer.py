@@ -1,4 +1,4 @@
-"""The states of optimizers and the options of their groups: as they are written, and as they come back."""
+"""States of optimizers and the options of their groups: as they are written, and as they come back."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from zeromesh.shard.sharded import ShardedModel
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters, of which every rank has others; tensors of one number as numbers."""
+    """Return what a checkpoint holds of a parameter group; tensors of one number as numbers."""
+    # Every rank has other parameters, so that they are no part of what is written.
     found = {key: _numbers(value) for key, value in group.items() if key not in ("params", "param_names")}
     return {key: value for key, value in found.items() if _plain(value)}
 
 
 def _numbers(value: Any) -> Any:
-    """The value with numbers in the place of tensors of one element, also in a list or tuple."""
+    """Return the value with numbers in the place of tensors of one element, also in a list or tuple."""
     if isinstance(value, list | tuple):
         return type(value)(map(_numbers, value)) if type(value) in (list, tuple) else value
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _restored(present: Any, saved: Any) -> Any:
-    """Return the new value of an option; a tensor stays the same object, since schedulers and graphs hold it."""
+    """Return the new value of an option."""
+    # The same object, since schedulers and compiled graphs hold it.
     if isinstance(present, torch.Tensor) and isinstance(saved, int | float):
         present.detach().fill_(saved)
         return present
@@ -47,13 +49,13 @@ def _plain(value: Any) -> bool:
 
 
 def scalars(engine: RunState) -> dict[str, dict[str, Any]]:
-    """Optimizer states that are single numbers, by parameter; ranks that hold pieces of one parameter have the same.
-
-    A tensor is written as its value and its dtype.
-    """
+    """Return the optimizer's states that are single numbers, by parameter; tensors as their value and their dtype."""
     found: dict[str, dict[str, Any]] = {}
-    for _, piece in pieces(engine.sharded) if engine.optimizer else ():
-        for key, value in engine.optimizer.state.get(piece.parameter, {}).items() if engine.optimizer else ():
+    if engine.optimizer is None:
+        return found
+    # Ranks that hold pieces of one parameter have the same numbers, so that it does not matter whose is kept.
+    for _, piece in pieces(engine.sharded):
+        for key, value in engine.optimizer.state.get(piece.parameter, {}).items():
             if not isinstance(value, torch.Tensor):
                 found.setdefault(piece.name, {})[key] = value
             elif value.ndim == 0:
@@ -70,35 +72,29 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
             f"{reader.folder} is of {saved[0]} with {saved[1]} parameter groups, but this run has {wanted[0]}"
             f" with {wanted[1]}; make the same optimizer, or pass load_optimizer_states=False to take parameters only"
         )
-    keys = _state_keys(reader)
+    module = type(optimizer).__module__
+    known = module.split(".")[0] == "zeromesh" or module.startswith("torch.optim")
+    # All others known here have states like their parameters, but for single numbers.
+    is_elementwise = known and type(optimizer).__name__ != "Adafactor"
     for flat, piece in pieces(sharded):
-        for name in (f"optimizer/{key}/{piece.name}" for key in keys):
-            if name in reader.names and _is_elementwise(optimizer):
-                _require_like(piece, name, reader)
-            if not updates_whole(flat) and name in reader.names and reader.shape(name) != piece.shape:
+        for name in (f"optimizer/{key}/{piece.name}" for key in _state_keys(reader)):
+            if name not in reader.names:
+                continue
+            shape, dtype = reader.shape(name), reader.dtype(name)
+            # Kernels trust the size and the kind of a state, and would read behind its end.
+            if is_elementwise and (
+                shape != piece.shape or dtype.is_floating_point != piece.parameter.is_floating_point()
+            ):
                 raise ValueError(
-                    f"{name} in {reader.folder} has shape {reader.shape(name)} and cannot be cut as its parameter of "
+                    f"{name} in {reader.folder} is {dtype} of shape {shape}, but its parameter is "
+                    f"{piece.parameter.dtype} of shape {piece.shape}: it is not what was written; choose another "
+                    "checkpoint, or pass load_optimizer_states=False"
+                )
+            if not updates_whole(flat) and shape != piece.shape:
+                raise ValueError(
+                    f"{name} in {reader.folder} has shape {shape} and cannot be cut as its parameter of "
                     f"shape {piece.shape}; load it with {UNSHARDED}, or pass load_optimizer_states=False"
                 )
-
-
-def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether all states of the optimizer that are no single numbers have the shape of their parameter."""
-    known = type(optimizer).__module__.split(".")[0] == "zeromesh" or type(optimizer).__module__.startswith(
-        "torch.optim"
-    )
-    return known and type(optimizer).__name__ != "Adafactor"
-
-
-def _require_like(piece: Piece, name: str, reader: Reader) -> None:
-    """Raise ValueError for a state that kernels, which trust its size and dtype, would misread."""
-    shape, dtype = reader.shape(name), reader.dtype(name)
-    if shape != piece.shape or dtype.is_floating_point != piece.parameter.is_floating_point():
-        raise ValueError(
-            f"{name} in {reader.folder} is {dtype} of shape {shape}, but its parameter is {piece.parameter.dtype} of "
-            f"shape {piece.shape}: it is not what was written; choose another checkpoint, or pass "
-            "load_optimizer_states=False"
-        )
 
 
 def _state_keys(reader: Reader) -> list[str]:
@@ -107,16 +103,19 @@ def _state_keys(reader: Reader) -> list[str]:
 
 def load_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) -> None:
     """Load the options of the groups, and the states of the pieces that this rank updates."""
+    # Updated in place: schedulers hold the groups.
     for group, saved in zip(optimizer.param_groups, reader.manifest["groups"], strict=True):
         group.update({key: _restored(group.get(key), value) for key, value in unpack(saved).items()})
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     keys = _state_keys(reader)
     for flat, piece in pieces(sharded):
+        # Without ``strict`` the checkpoint may lack it; then its state stays with the value that it
+        # is of.
         if f"parameter/{piece.name}" not in reader.names:
             continue
         flat.load_states(write=True)
         state = optimizer.state[piece.parameter]
-        state.clear()
+        state.clear()  # a state that the checkpoint lacks must not stay from before
         for key in keys:
             name = f"optimizer/{key}/{piece.name}"
             if name in reader.names:
@@ -126,13 +125,15 @@ def load_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) 
 
 
 def _read_state(reader: Reader, name: str, piece: Piece) -> torch.Tensor:
-    """A state in its parameter's shape; or in its own, whole, if it was written so."""
+    """Return a state in its parameter's shape; or in its own, whole, if it was written so."""
     parameter, shape, dtype = piece.parameter, reader.shape(name), reader.dtype(name)
-    start, stop = (piece.start, piece.stop) if shape == piece.shape else (0, torch.Size(shape).numel())
+    like = shape == piece.shape
+    start, stop = (piece.start, piece.stop) if like else (0, torch.Size(shape).numel())
+    # The run's own precision: a checkpoint may be of masters in another one.
     dtype = parameter.dtype if dtype.is_floating_point else dtype
     state = torch.empty(stop - start, dtype=dtype, device=parameter.device)
-    read_held(reader, name, piece.held if shape == piece.shape else Held(shape), start, stop, state)
-    return state.view(parameter.shape if shape == piece.shape else shape)
+    read_held(reader, name, piece.held if like else Held(shape), start, stop, state)
+    return state.view(parameter.shape if like else shape)
 
 
 def read_held(reader: Reader, name: str, held: Held, start: int, stop: int, out: torch.Tensor) -> None:
@@ -150,15 +151,13 @@ def read_held(reader: Reader, name: str, held: Held, start: int, stop: int, out:
 
 
 def state_number(key: str, saved: Any, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
-    """A state that is one number; a tensor where torch's own ``load_state_dict`` puts it.
-
-    That is with the parameter, but ``step`` on the host unless the update's kernel reads it.
-    """
+    """Return a state that is one number; a tensor where torch's own ``load_state_dict`` puts it."""
     if not isinstance(saved, list):
         return saved
     number, dtype = saved[0], getattr(torch, saved[1])
     if key != "step":
         return torch.tensor(number, dtype=dtype, device=parameter.device)
+    # With the parameter only where the update's kernel reads it; else each step would wait for the device.
     if group.get("fused") or group.get("capturable"):
         return torch.tensor(number, dtype=torch.float32, device=parameter.device)
     return torch.tensor(number, dtype=dtype)

@@ -1,8 +1,4 @@
-"""Python values as JSON, and back, without pickle: the values of a checkpoint that are no tensors of a model.
-
-Values that JSON does not have are marked: ``{"__tuple__": [...]}``. Tensors and arrays of more than one element are
-kept apart, for a file of their own.
-"""
+"""Python values as JSON, and back, without pickle: the values of a checkpoint that are no tensors of a model."""
 
 from __future__ import annotations
 
@@ -56,19 +52,16 @@ KINDS = (
     _Kind("__simplenamespace__", SimpleNamespace, vars, lambda fields: SimpleNamespace(**fields)),
     _Kind("__path__", Path, str, Path),
 )  # fmt: skip
-"""The first that fits counts."""
+"""Conversions, of which the first that fits counts."""
 
+# Keys of what stands for something that JSON does not have.
 MARKS = frozenset({"__items__", "__tensor__", "__stored__", *(kind.mark for kind in KINDS)})
-"""Keys of what stands for something that JSON does not have."""
 
 
 def pack(value: Any, path: str = "the value", apart: dict[str, torch.Tensor] | None = None) -> Any:
-    """Return what JSON holds of ``value``.
+    """Return what JSON holds of ``value``, which is called ``path`` in errors.
 
-    Args:
-        value: of the types of ``KINDS``, of JSON, and tensors and arrays.
-        path: what the value is called in errors.
-        apart: takes tensors of more than one element, by the names under which ``unpack`` asks for them.
+    ``apart`` takes tensors of more than one element, by the names under which ``unpack`` asks for them.
 
     Raises:
         TypeError: a value cannot be kept; the message says where it is and what it is.
@@ -76,6 +69,8 @@ def pack(value: Any, path: str = "the value", apart: dict[str, torch.Tensor] | N
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):
+        # A dict of the user's with a mark as its key must not be taken for what the mark stands
+        # for.
         if all(type(key) is str and key not in MARKS for key in value):
             return {key: pack(item, f"{path}[{key!r}]", apart) for key, item in value.items()}
         items = [(pack(key, f"{path}, the key {key!r}", apart), key, item) for key, item in value.items()]
@@ -84,6 +79,7 @@ def pack(value: Any, path: str = "the value", apart: dict[str, torch.Tensor] | N
         return [pack(item, f"{path}[{number}]", apart) for number, item in enumerate(value)]
     if isinstance(value, torch.Tensor | numpy.ndarray):
         return _pack_tensor(value, path, apart)
+    # Subclasses count as their base: named tuples come back as tuples.
     kind = next((kind for kind in KINDS if isinstance(value, kind.type)), None)
     if kind is not None and not isinstance(value, numpy.longdouble | numpy.clongdouble):  # JSON's numbers are narrower
         return {kind.mark: pack(kind.to(value), path, apart)}
@@ -110,7 +106,7 @@ def _pack_tensor(
             f"{path} is a {type(value).__name__} of {value.dtype}, which a checkpoint cannot hold there; convert it to "
             "numbers"
         )
-    name = f"client_state/{len(apart)}"
+    name = f"client_state/{len(apart)}"  # a tensor of the checkpoint, which may be large, and is no JSON
     apart[name] = tensor.contiguous()
     return {"__stored__": [name, library, list(value.shape), dtype_name(tensor.dtype)]}
 

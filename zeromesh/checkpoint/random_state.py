@@ -1,4 +1,4 @@
-"""The states of a process's random number generators."""
+"""States of a process's random number generators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeromesh.comm.collectives import Group
 
 
 def random_state() -> torch.Tensor:
-    """The states of Python's, numpy's (if it is in use) and torch's generators as bytes."""
+    """Return the states of Python's, numpy's (if it is in use) and torch's generators as bytes."""
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state().tolist()}
     if "numpy" in sys.modules:
@@ -52,6 +52,7 @@ def share_random_state(group: Group) -> None:
 
 def derive_random_state(packed: torch.Tensor, rank: int) -> None:
     """Seed the generators with a number made of another rank's state and this rank's number."""
+    # Hashed, so that ranks with neighbouring numbers draw nothing alike.
     digest = hashlib.sha256(bytes(packed.tolist()) + f"rank {rank}".encode()).digest()
     seed = int.from_bytes(digest[:4], "big")
     random.seed(seed)

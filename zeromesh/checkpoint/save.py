@@ -32,28 +32,20 @@ from zeromesh.checkpoint.packing import pack
 from zeromesh.comm.agreement import agree_run, require_agreement
 from zeromesh.tiers.lock import FolderInUse, locked
 
-MANIFEST_BYTES = 400
-"""Estimated bytes of the manifest for each box."""
+MANIFEST_BYTES = 400  # estimated bytes of the manifest for each box
 
 ONE_FOLDER = "save to a folder that all ranks see"
 
 
 def save(engine: RunState, folder: Path, tag: str | None, client_state: dict[str, Any], save_latest: bool) -> Path:
-    """Write a checkpoint; all ranks call it. ``folder/latest`` names it afterwards, and old ones may go away.
-
-    Raises:
-        OSError: a rank could not write, or there is too little space; every rank raises, and what was there before is
-            untouched.
-        TypeError: the client state holds something that a checkpoint cannot.
-        ValueError: a checkpoint cannot have that tag, the ranks have different ones, or an optimizer's state cannot be
-            cut.
-    """
+    """Write a checkpoint; ``folder/latest`` names it afterwards. Collective; see ``Engine.save_checkpoint``."""
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     draft, final = folder / f"{tag}{DRAFT}", folder / tag
     rank, world = engine.mesh.rank, engine.mesh.group("world")
     mine: list[Box] = []
     kept: dict[str, Any] = {}
     of_client: list[Box] = []
+    # Or the ranks would write into different folders.
     require_agreement(world, "the tag of save_checkpoint", tag)
 
     def collect() -> None:
@@ -62,10 +54,11 @@ def save(engine: RunState, folder: Path, tag: str | None, client_state: dict[str
             require_free(final)
         apart: dict[str, torch.Tensor] = {}
         kept.update(pack(dict(client_state), "client_state", apart))
-        _scheduler_state(engine)
+        _scheduler_state(engine)  # raises what cannot be kept, before anything is written
         if rank == 0:
             filled = ((name, tensor) for name, tensor in apart.items() if tensor.numel())
             of_client.extend(Box(name, tuple(one.shape), 0, one.numel(), one.flatten()) for name, one in filled)
+        # Sizes and names only; data of states on NVMe are read when they are written.
         mine.extend((*boxes(engine, read=False), *of_client))
 
     def write() -> None:
@@ -85,7 +78,9 @@ def save(engine: RunState, folder: Path, tag: str | None, client_state: dict[str
                 write_latest(folder, tag)
 
     agree_run(world, "save the checkpoint", collect)
+    # Ranks share the disk, so that the sum of what they write has to fit.
     sizes = world.exchange(torch.tensor([sum(box.data.nbytes + MANIFEST_BYTES for box in mine)]))
+    # The first rank alone holds the lock: it makes, renames and deletes folders for all.
     with ExitStack() as held:
         agree_run(world, "save the checkpoint", lambda: _lock(held, folder) if rank == 0 else None)
         try:
@@ -96,6 +91,7 @@ def save(engine: RunState, folder: Path, tag: str | None, client_state: dict[str
             if rank == 0:
                 remove(draft)
             raise
+        # After the new one has its name, so that at no time there are fewer.
         if rank == 0 and save_latest and (count := engine.config.checkpoint.keep_last) is not None:
             keep_last(folder, tag, count)
     return final

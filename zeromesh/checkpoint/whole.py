@@ -17,11 +17,9 @@ from zeromesh.shard.sharded import ShardedModel
 
 State = dict[str, torch.Tensor]
 
-STATE_TAG = 12
-"""Tag on the pipeline axis of tensors that are shown or saved whole."""
+STATE_TAG = 12  # tag on the pipeline axis of tensors that are shown or saved whole
 
-PART = 1 << 28
-"""Bytes of one message: some backends count those in 32 bits."""
+PART = 1 << 28  # bytes of one message: some backends count those in 32 bits
 
 
 def of_all_stages(mesh: Mesh, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,6 +28,7 @@ def of_all_stages(mesh: Mesh, own: Mapping[str, Any]) -> dict[str, Any]:
         return dict(own)
     found: dict[str, Any] = {}
     for text in texts(mesh.group("pipeline"), json.dumps(own)):
+        # Tied tensors are on several stages.
         found = found | {name: value for name, value in json.loads(text).items() if name not in found}
     return found
 
@@ -58,19 +57,16 @@ def on_first_rank(mesh: Mesh, states: Iterable[State]) -> Iterator[State]:
     """Yield the tensors of all stages on the first rank, one of the ``states`` at a time; empty ones elsewhere.
 
     All ranks call it and go through it to its end.
-
-    Args:
-        mesh: the ranks.
-        states: what this rank's stage has, on the ranks that take part (see ``shows``); elsewhere what is in it does
-            not matter. It is gone through by all ranks of the stage together.
     """
     ranks = _line(mesh)
+    # Other pipelines have the same stages, but gathering within a stage is for all of its ranks.
     if ranks == [0] or 0 not in ranks:
         yield from states
         return
     group, first = mesh.group("pipeline"), ranks.index(0)
     if mesh.rank != 0:
         for state in states:
+            # An empty state would end the series.
             if state:
                 _send(group, first, mesh.device, state)
             yield {}
@@ -85,7 +81,7 @@ def on_first_rank(mesh: Mesh, states: Iterable[State]) -> Iterator[State]:
 
 
 def _line(mesh: Mesh) -> list[int]:
-    """The ranks of this one's pipeline, by their place along it."""
+    """Return the ranks of this one's pipeline, by their place along it."""
     return next(line for line in mesh.lines("pipeline") if mesh.rank in line)
 
 
@@ -103,6 +99,8 @@ def _receive(group: Group, place: int, device: torch.device) -> State:
         group.send_and_receive({}, {place: message}, STATE_TAG, "whole tensors").wait()
         return message
 
+    # The receiver knows nothing of what comes: first the length of the header, then the header,
+    # then the tensors.
     length = int(receive(torch.empty(1, dtype=torch.int64, device=device)))
     header = receive(torch.empty(length, dtype=torch.uint8, device=device))
     found = State()
@@ -123,12 +121,13 @@ def _empty(form: list[Any], device: torch.device) -> torch.Tensor:
 
 
 def _parts(value: torch.Tensor) -> Iterable[torch.Tensor]:
-    """A tensor's bytes, as the backends do not know every dtype, in several messages where there are many."""
+    """Return a tensor's bytes in parts."""
+    # Bytes, as the backends do not know every dtype.
     return value.view(-1).view(torch.uint8).split(PART) if value.numel() else ()
 
 
 def gathered_state_dict(sharded: ShardedModel) -> State:
-    """Return whole parameters and buffers as CPU tensors on rank 0, {} elsewhere; one unit is gathered at a time."""
+    """Return whole parameters and buffers as CPU tensors on rank 0, {} elsewhere."""
     found = State()
     for state in on_first_rank(sharded.mesh, _shown(sharded)):
         found |= state
@@ -137,8 +136,9 @@ def gathered_state_dict(sharded: ShardedModel) -> State:
 
 
 def _shown(sharded: ShardedModel) -> Iterator[State]:
-    """Return the tensors of this rank's stage, on the ranks that show them."""
+    """Yield the tensors of this rank's stage, on the ranks that show them."""
     shown = shows(sharded.mesh)
+    # One at a time, so that no rank holds the whole model on its device.
     for unit in sharded.units:
         with sharded.gathered([unit]):
             flats = filter(sharded.is_first, unit.flats) if shown else ()
@@ -159,13 +159,10 @@ def add_stages(sharded: ShardedModel, state: dict[str, Any], prefix: str = "") -
 
 
 def load_here(sharded: ShardedModel, state: Mapping[str, Any], strict: bool) -> Any:
-    """Load a state of all stages, as the model's own ``load_state_dict``. Collective; all ranks raise.
-
-    Raises:
-        RuntimeError: with ``strict``, names are missing or unknown; or a tensor does not fit.
-    """
+    """Load a state of all stages, as the model's own ``load_state_dict``. Collective; all ranks raise."""
     if sharded.mesh.sizes["pipeline"] == 1:
         return sharded.model.load_state_dict(state, strict)
+    # Torch would call tensors of other stages unexpected, and miss none of them.
     here = dict.fromkeys(sharded.model.state_dict(keep_vars=True))
     elsewhere = of_all_stages(sharded.mesh, here).keys() - here.keys()
     mine = {name: value for name, value in state.items() if name not in elsewhere}

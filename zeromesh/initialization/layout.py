@@ -24,13 +24,12 @@ from zeromesh.tensor.sequence import Stack, find_stacks
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
-    from zeromesh.context.applied import SpreadSequences
     from zeromesh.pipeline.runtime.samples import ModelInput
     from zeromesh.pipelined import Pipelined
     from zeromesh.training_data import Loader
 
+# Plan of the tensor axis, and the stacks of blocks between which the sequence is split.
 Split = tuple[SplitPlan, list[Stack]]
-"""Plan of the tensor axis, and the stacks of blocks between which the sequence is split."""
 
 _log = logging.getLogger("zeromesh")
 
@@ -48,17 +47,14 @@ def make_mesh(settings: Settings, environment: Environment | None = None) -> Mes
                 f"communication.ranks_per_node is {count}, which does not divide the {environment.world_size} ranks; "
                 "set it to a divisor, or leave it out"
             )
+        # The setting wins over what was detected, as a fast link may join less or more than a machine.
         node = environment.rank // count
     links = Links(node, settings.communication.hierarchical, gather, reduce)
     return Mesh(sizes, device_of_group(environment), links)
 
 
 def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None:
-    """Return the plan of the tensor axis: the user's entries over derived ones; None where the axis has one rank.
-
-    Raises:
-        ValueError: the model cannot be split by this plan.
-    """
+    """Return the plan of the tensor axis: the user's entries over derived ones; None where the axis has one rank."""
     group = mesh.group("tensor")
     given = parse(settings.tensor_parallel.plan or {})
     if group.size == 1:
@@ -84,16 +80,13 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None
 def plan_stages(
     model: nn.Module, settings: Resolved, mesh: Mesh, loader: Loader | None = None, loss_fn: Any = None
 ) -> Pipelined | None:
-    """Return the pipeline stages of the model and their schedule; None where there is one stage. Collective.
-
-    Raises:
-        ValueError: the model cannot be cut like that, or the schedule does not exist.
-    """
+    """Return the pipeline stages of the model and their schedule; None where there is one stage. Collective."""
     chosen, world = settings.pipeline, mesh.group("world")
     if mesh.sizes["pipeline"] == 1:
         if chosen.record is not None:
             _log.warning("pipeline.record is set, but mesh.pipeline is 1: there are no stages, and nothing is recorded")
         return None
+    # Imported here: a run without stages needs none of it.
     from zeromesh.pipeline.runtime.cut import describe_stages, examine
     from zeromesh.pipelined import Pipelined, agreed
 
@@ -116,9 +109,11 @@ def _sample(loader: Loader, loss_fn: Any, device: torch.device) -> ModelInput | 
         own = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # it may count its calls
         return ModelInput(loader.example(), partial(loss_of, loss_fn=own))
 
+    # Reading may draw random numbers, and the run is to draw the same with and without this look.
     with undisturbed(device):
         sample, failure = catch(read)
     if failure is not None:
+        # No error: without a sample the model is cut by its structure alone.
         _log.debug("the first samples of training_data cannot be read", exc_info=failure)
     return sample
 
@@ -128,6 +123,7 @@ def take_stage(
 ) -> tuple[list[dict[str, Any]], Split | None]:
     """Take from the model all that other stages have; return the parameter groups and the plan of the rest."""
     cut.take_away(dtype)
+    # All groups stay, even empty ones, so that each has the same number on every stage.
     here = {id(parameter) for parameter in model.parameters()}
     groups = [{**group, "params": [p for p in group["params"] if id(p) in here]} for group in owned]
     if plan is not None:
@@ -135,6 +131,7 @@ def take_stage(
         members = []
         for member in resolved.members:
             own = member.module._parameters.get(member.parameter) if member.parameter else None
+            # A member without parameters here belongs to a layer of another stage.
             if any(id(one) in here for one in ([own] if member.parameter else member.module.parameters())):
                 members.append(member)
         heads = {
@@ -146,22 +143,3 @@ def take_stage(
         stacks = [part for part in parts if part.blocks]
         plan = SplitPlan(members, resolved.held, resolved.of_parameter, heads), stacks
     return groups, plan
-
-
-def spread_sequences(model: nn.Module, settings: Resolved, mesh: Mesh, loss_fn: Any) -> SpreadSequences | None:
-    """Let each rank along the context axis compute its part of the sequences; None where the axis has one rank.
-
-    Raises:
-        ValueError: the model cannot be spread; it is unchanged then.
-    """
-    group = mesh.group("context")
-    if group.size == 1:
-        return None
-    if loss_fn is not None:
-        raise ValueError(
-            "loss_fn would be given the labels of whole sequences, and logits of this rank's part; leave it out, and "
-            "have the model return its loss"
-        )
-    from zeromesh.context.apply import apply as spread
-
-    return spread(model, settings.context_parallel.strategy, group)

@@ -30,20 +30,17 @@ if TYPE_CHECKING:
 
 
 class Values:
-    """Values of parameters from a materialiser. After a failure they are zeros until all ranks have heard of it.
-
-    Attributes:
-        failure: the first failure; None so far.
-    """
+    """Values of parameters from a materialiser. After a failure they are zeros until all ranks have heard of it."""
 
     def __init__(self, materialise: Callable[[str, nn.Parameter], Source | None]) -> None:
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  # the first one
         self._materialise = materialise
 
     def __call__(self, name: str, parameter: nn.Parameter) -> Source | None:
         """Give a parameter its value, or return where to read it from; see ``materialiser``."""
         source, failure = catch(lambda: self._materialise(name, parameter))
         if failure is not None:
+            # Raising here would leave the other ranks waiting in the collectives of the next unit.
             replace(parameter, self._stand_in(failure, parameter.shape).to(parameter.dtype))
         return None if source is None else Reading(source, self._stand_in)
 
@@ -82,14 +79,12 @@ def shard(
 
 
 def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Move buffers to the device, and convert floating-point ones to ``dtype``; None keeps the dtype of each.
-
-    Normalisations with running statistics, whose parameters keep their dtype in 16-bit runs, keep that of their
-    buffers, too.
-    """
+    """Move buffers to the device, and convert floating-point ones to ``dtype``; None keeps the dtype of each."""
     # By ``id``, so that what is in two places stays one; with the old one, so that it keeps its ``id``.
     placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
+        # Running statistics keep their dtype, as the parameters of these modules do in 16-bit runs: small changes
+        # would be rounded away.
         keeps_all = isinstance(module, nn.modules.batchnorm._BatchNorm)
         for name, buffer in module._buffers.items():
             if buffer is None:
@@ -101,14 +96,11 @@ def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | N
 
 
 def activation_store(settings: Resolved, mesh: Mesh) -> ActivationStore | None:
-    """Return the storage of checkpointed modules' inputs until the backward; None where they stay in place."""
-    chosen = settings.activation_checkpointing
-    if not chosen.enabled:
-        return None
-    group = mesh.group("tensor")
+    """Return the storage of checkpointed inputs until the backward; None where they stay in place."""
+    chosen, group = settings.activation_checkpointing, mesh.group("tensor")
     # Where the sequence is split over these ranks, each has a part of the inputs anyway.
     partitions = chosen.partition_activations and group.size > 1 and not settings.tensor_parallel.sequence
-    if not (chosen.cpu_checkpointing or partitions):
+    if not (chosen.enabled and (chosen.cpu_checkpointing or partitions)):
         return None
     from zeromesh.activation.store import ActivationStore
 
@@ -128,7 +120,8 @@ def checkpoint_activations(model: nn.Module, settings: Resolved, store: Activati
 
 
 def while_alive(using: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
-    """Return ``using`` without a reference to its engine, because the model and copies of it may outlive the engine."""
+    """Return ``using`` without a reference to its engine."""
+    # The replaced layers hold it: the model, and copies of it, may outlive the engine.
     method = WeakMethod(using)
 
     def use() -> AbstractContextManager[None]:

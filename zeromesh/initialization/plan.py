@@ -13,13 +13,11 @@ from torch.optim import Optimizer
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.initialization.layout import Split
+from zeromesh.initialization.offload import Offload
 from zeromesh.model.placement import Placement
-from zeromesh.offload import Offload
-from zeromesh.shard.sharded import ShardedModel
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
-    from zeromesh.context.applied import SpreadSequences
     from zeromesh.observe.monitors import Monitor
     from zeromesh.pipelined import Pipelined
     from zeromesh.training_data import Loader
@@ -43,25 +41,15 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Plan:
-    """Layout of a model over the ranks, decided before the model is changed.
-
-    Attributes:
-        arguments: those of ``initialize``.
-        settings: the resolved configuration.
-        says_batch: whether the configuration gives a size of batches.
-        mesh: the ranks.
-        split: parameters that are split along the tensor axis; None where that has one rank.
-        stages: cut into pipeline stages, and their schedule; None where there is one stage.
-        loader: of ``training_data``, whose first samples may have decided where the model is cut; None without data.
-    """
+    """Layout of a model over the ranks, decided before the model is changed."""
 
     arguments: Arguments
     settings: Resolved
-    says_batch: bool
+    says_batch: bool  # whether the configuration gives a size of batches
     mesh: Mesh
-    split: Split | None
-    stages: Pipelined | None
-    loader: Loader | None
+    split: Split | None  # None where the tensor axis has one rank
+    stages: Pipelined | None  # None where there is one stage
+    loader: Loader | None  # of training_data; its first samples may have decided where the model is cut
 
     @property
     def model(self) -> nn.Module:
@@ -71,8 +59,7 @@ class Plan:
     @property
     def cuts_parameters(self) -> bool:
         """True if what this rank's optimizer updates may be less than whole parameters."""
-        is_sharded = self.settings.row.optimizer is Placement.SHARDED and self.mesh.shard.size > 1
-        return is_sharded or self.mesh.group("tensor").size > 1
+        return cuts_parameters(self.settings, self.mesh.shard.size, self.mesh.group("tensor").size)
 
     @property
     def world(self) -> Group:
@@ -80,37 +67,17 @@ class Plan:
         return self.mesh.group("world")
 
 
+def cuts_parameters(settings: Resolved, shards: int, tensor: int) -> bool:
+    """Return whether an optimizer may update less than whole parameters on so many ranks of these axes."""
+    return (settings.row.optimizer is Placement.SHARDED and shards > 1) or tensor > 1
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """Optimizer and observers of a run, made or tried before the model is changed.
-
-    Attributes:
-        groups: parameter groups that the optimizer will update.
-        optimizer: the user's; None where the configuration's is made after the model is placed.
-        scheduler: the user's optimizer's, or the one that was passed.
-        monitor: writes metrics.
-        offload: tiers of the states.
-    """
+    """Optimizer and observers of a run, made or tried before the model is changed."""
 
     groups: list[dict[str, Any]]
-    optimizer: Optimizer | None
-    scheduler: Any
+    optimizer: Optimizer | None  # the user's; the configuration's is made after the model is placed
+    scheduler: Any  # of the user's optimizer, or the one that was passed
     monitor: Monitor
     offload: Offload
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A model whose states are placed over the ranks, and what updates them.
-
-    Attributes:
-        sharded: the states.
-        optimizer: updates this rank's pieces; None if there is none.
-        scheduler: of its learning rate; None if there is none.
-        sequences: spread over ranks; None where the context axis has one rank.
-    """
-
-    sharded: ShardedModel
-    optimizer: Optimizer | None
-    scheduler: Any
-    sequences: SpreadSequences | None

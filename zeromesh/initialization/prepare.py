@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,25 +14,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.comm.mesh import Mesh
-from zeromesh.initialization.checks import check_scheduler, makes_scheduler
 from zeromesh.initialization.plan import Plan
-from zeromesh.model.piece import Piece
+from zeromesh.model.piece import Piece, PieceExchange
 from zeromesh.model.split import Held
 from zeromesh.observe.monitors import Monitor, open_monitor
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.profile import FlopsPlan
 from zeromesh.observe.spans import collective
 from zeromesh.observe.trace import Window
-from zeromesh.shard.sharded import ShardedModel
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
-    from zeromesh.model.piece import PieceExchange
     from zeromesh.training_data import Loader
 
-
-BREAKDOWN_EVERY = 10
-"""Updates between breakdowns where ``steps_per_print`` does not say."""
+BREAKDOWN_EVERY = 10  # updates between breakdowns where ``steps_per_print`` does not say
 
 ARGUMENTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "tensorboard": lambda chosen: (Path(chosen.output_path) / chosen.job_name,),
@@ -50,6 +47,7 @@ def parameter_groups(model: nn.Module, given: Iterable[Any] | None) -> Iterator[
     for number, group in enumerate(groups):
         parameters = group["params"]
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        # Torch's optimizers take pairs of name and parameter, too, as model.named_parameters() gives them.
         parameters = [p[1] if isinstance(p, tuple) else p for p in parameters]
         if any(id(parameter) not in known for parameter in parameters):
             raise ValueError(f"model_parameters, group {number}: holds a parameter that is not the model's")
@@ -57,20 +55,18 @@ def parameter_groups(model: nn.Module, given: Iterable[Any] | None) -> Iterator[
 
 
 def user_optimizer(plan: Plan, owned: Sequence[dict[str, Any]]) -> Optimizer | None:
-    """Return the user's optimizer, made by the user's function if one was passed; None if there is none.
-
-    Raises:
-        ValueError: it is no optimizer, or cannot update pieces of the model's parameters.
-    """
+    """Return the user's optimizer, made by the user's function if one was passed; None if there is none."""
     from zeromesh.optim import factory
 
     user = plan.arguments.optimizer
     if user is None:
         return None
     if not isinstance(user, Optimizer):
+        # A module is callable, too, and would be called with parameters as its inputs.
         if not callable(user) or isinstance(user, nn.Module):
             kind = type(user).__name__
             raise ValueError(f"optimizer is a {kind}; pass a torch optimizer, or a function that makes one")
+        # One group is passed as a plain list, which is what functions written for one group expect.
         user = user([dict(group) for group in owned] if len(owned) > 1 else list(owned[0]["params"]))
         if not isinstance(user, Optimizer):
             kind = type(user).__name__
@@ -81,43 +77,49 @@ def user_optimizer(plan: Plan, owned: Sequence[dict[str, Any]]) -> Optimizer | N
 
 
 def build_optimizer(
-    plan: Plan, owned: Sequence[dict[str, Any]], pieces: Mapping[int, Piece | None], exchange: PieceExchange
-) -> Optimizer | None:
-    """Build the configuration's optimizer; ``pieces`` are by ``id`` of the parameter."""
+    model: nn.Module, settings: Resolved, owned: Sequence[dict[str, Any]], cuts: bool,
+    pieces: Mapping[int, Piece | None], exchange: PieceExchange,
+) -> Optimizer | None:  # fmt: skip
+    """Build the configuration's optimizer over this rank's ``pieces``, by ``id`` of the parameter; None without one."""
     from zeromesh.optim import factory
     from zeromesh.optim.groups import hidden_matrices
 
-    chosen, allow = plan.settings.optimizer, plan.settings.zero_allow_untested_optimizer
+    chosen = settings.optimizer
     if chosen is None:
         return None
     groups = []
     for group in owned:
         mine = [pieces.get(id(parameter)) for parameter in group["params"]]
         options = {key: value for key, value in group.items() if key not in ("params", "name", "param_names")}
+        # A group of which this rank has nothing stays: schedules and checkpoints number groups alike on all ranks.
         groups.append(factory.ParameterGroup(tuple(piece for piece in mine if piece is not None), options))
-    matrices = hidden_matrices(plan.model) if chosen.type.lower() == "muon" else frozenset()
-    return factory.build(chosen.type, dict(chosen.params), groups, exchange, plan.cuts_parameters, allow, matrices)
+    matrices = hidden_matrices(model) if chosen.type.lower() == "muon" else frozenset()
+    allow = settings.zero_allow_untested_optimizer
+    return factory.build(chosen.type, dict(chosen.params), groups, exchange, cuts, allow, matrices)
 
 
-def stand_in(plan: Plan, owned: Sequence[dict[str, Any]]) -> Optimizer | None:
-    """Build the configuration's optimizer over pieces without memory, which raises the errors of the real one."""
-    trained = [(name, parameter) for name, parameter in plan.model.named_parameters() if parameter.requires_grad]
+def try_optimizer(
+    model: nn.Module, settings: Resolved, owned: Sequence[dict[str, Any]], cuts: bool, schedule: bool = True
+) -> Optimizer | None:
+    """Build the configuration's optimizer and schedule without memory: they raise what the real ones would."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     pieces: dict[int, Piece | None] = {}
     for name, like in trained:
         empty = nn.Parameter(torch.empty(like.numel(), dtype=like.dtype, device="meta"))
         pieces[id(like)] = Piece(name, Held(tuple(like.shape)), 0, like.numel(), empty)
+    # It takes no step, so it asks for nothing but the names.
     exchange: Any = SimpleNamespace(buckets=[[name for name, _ in trained]])
-    return build_optimizer(plan, owned, pieces, exchange)
-
-
-def adopt(plan: Plan, user: Optimizer, sharded: ShardedModel, everywhere: Sequence[nn.Parameter]) -> None:
-    """Let the user's optimizer update this rank's pieces; ``everywhere`` are the parameters of all stages."""
-    from zeromesh.optim import factory
-
-    pieces = sharded.pieces
-    by_parameter: dict[nn.Parameter, Piece | None] = dict.fromkeys(everywhere)
-    by_parameter |= {p: pieces[id(p)] for flat in sharded.flats if flat.gradient for p in flat.parameters}
-    factory.adopt(user, by_parameter, plan.cuts_parameters, plan.settings.zero_allow_untested_optimizer)
+    logger = logging.getLogger("zeromesh.optim")
+    level = logger.level
+    # The real ones log the same messages again.
+    logger.setLevel(logging.CRITICAL)
+    try:
+        optimizer = build_optimizer(model, settings, owned, cuts, pieces, exchange)
+        if schedule:
+            build_scheduler(settings, None, optimizer)
+    finally:
+        logger.setLevel(level)
+    return optimizer
 
 
 def build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None) -> Any:
@@ -133,6 +135,22 @@ def build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None)
     from zeromesh.optim import schedules
 
     return schedules.build(settings.scheduler.type, dict(settings.scheduler.params), optimizer)
+
+
+def makes_scheduler(given: Any) -> bool:
+    """Return whether ``given`` makes a scheduler (a function or a class) and is none itself."""
+    return isinstance(given, type) or not hasattr(given, "step")
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Raise ValueError if the scheduler's ``step`` needs arguments, such as a metric: the engine has none."""
+    arguments = inspect.signature(scheduler.step).parameters.values()
+    needed = [a.name for a in arguments if a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
+    if needed:
+        raise ValueError(
+            f"{type(scheduler).__name__}.step needs {', '.join(needed)}, which the engine does not have; pass no "
+            "lr_scheduler, and call its step yourself"
+        )
 
 
 def build_loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh, shuffles: bool) -> Loader | None:
@@ -157,12 +175,7 @@ def build_loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh, shu
 
 
 def open_monitors(plan: Plan) -> Monitor:
-    """Open the monitors that are switched on; only the first rank has any.
-
-    Raises:
-        ImportError: one needs a package that is not installed.
-        OSError: a folder cannot be made.
-    """
+    """Open the monitors that are switched on; only the first rank has any."""
     chosen = {name: getattr(plan.settings, name) for name in ARGUMENTS} if plan.mesh.rank == 0 else {}
     sections = {name: section for name, section in chosen.items() if section.enabled}
     return Monitor({name: open_monitor(name, *ARGUMENTS[name](section)) for name, section in sections.items()})
@@ -174,6 +187,7 @@ def make_observer(plan: Plan, monitor: Monitor) -> Observer:
     every = (settings.steps_per_print or BREAKDOWN_EVERY) if settings.wall_clock_breakdown else 0
     trace, flops, window, counts = settings.profile, settings.flops_profiler, None, None
     if trace.enabled:
+        # Absolute, because the program may change its folder before the trace is written.
         window = Window(trace.start_step, trace.steps, Path(trace.output).absolute(), trace.memory)
     if flops.enabled:
         counts = FlopsPlan(

@@ -1,8 +1,7 @@
 """The five steps of ``initialize``: read the configuration, plan, prepare, place, wrap.
 
 Each step takes the frozen results of those before (``plan.py``). Until ``place_model`` the model is as it was, so an
-error of an earlier step leaves it usable. A step that can fail on one rank alone tells all ranks (``agree_run``) before
-the next collective. Power users may write their own ``initialize`` from the same functions.
+error of an earlier step leaves it usable. Power users may write their own ``initialize`` from the same functions.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh import reports, zero
@@ -23,24 +23,30 @@ from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
+from zeromesh.config.keys import OPTIMIZER_PARAMS
 from zeromesh.config.printing import jsonable, lines_of, tell_unset
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
-from zeromesh.initialization import layout, messages, place, prepare
-from zeromesh.initialization.checks import check_model
-from zeromesh.initialization.plan import Arguments, Placed, Plan, Prepared
-from zeromesh.offload import preparation, where_offloaded
+from zeromesh.initialization import layout, place, prepare
+from zeromesh.initialization.offload import preparation, where_offloaded
+from zeromesh.initialization.plan import Arguments, Plan, Prepared
+from zeromesh.model.piece import Piece
+from zeromesh.model.placement import Placement
+from zeromesh.optim import factory
 from zeromesh.optim.host import states_of
 from zeromesh.pipe import PipelineModule, settings_of
 from zeromesh.pretrained import describe_sources
+from zeromesh.shard import guard, hooks
 from zeromesh.shard.exchange import FlatExchange
+from zeromesh.shard.find import check_compiled, check_parameters, find_units
 from zeromesh.shard.materialise import materialiser
+from zeromesh.shard.sharded import ShardedModel
 from zeromesh.tensor.apply import apply, chunk_losses
 from zeromesh.tensor.derive import heads_over_vocabulary
 from zeromesh.tensor.plan import describe_plan
 
 if TYPE_CHECKING:
-    from zeromesh.config.settings import Settings
+    from zeromesh.config.settings import Resolved, Settings
     from zeromesh.context.applied import SpreadSequences
     from zeromesh.training_data import Loader
 
@@ -57,14 +63,16 @@ def read_configuration(
 
     def read() -> Settings:
         settings = settings_of(model, Settings.load(chosen.config), mesh)
-        check_model(model, chosen.scheduler, settings)
+        _check_model(model, chosen.scheduler, settings)
         return settings
 
     settings, failure = catch(read)
+    # On one process there is nobody to tell, and a wrong configuration should not first start a process group.
     if failure is not None and not (is_launched() or dist.is_initialized()):
         raise failure
     environment = start()
     world = world_group(device_of_group(environment))
+    # A step that can fail on one rank alone tells all ranks before the next collective, in which they would wait.
     agree_success(world, "read its configuration and model", failure)
     assert settings is not None
     # Before the mesh, because all ranks or none make its groups.
@@ -73,25 +81,81 @@ def read_configuration(
     return settings, environment
 
 
+def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> None:
+    """Raise ValueError for a model or a scheduler that cannot be trained."""
+    # Two engines would move the same memory.
+    taken = [name for name, module in model.named_modules() if _is_driven(module)]
+    for name, parameter in model.named_parameters():
+        owner = zero.engine_of(parameter)
+        is_left_sharded = type(parameter).__module__ == guard.__name__  # by an engine that was destroyed
+        if is_left_sharded or (owner is not None and _is_driven(owner.module)):
+            taken.append(name)
+    if taken:
+        raise ValueError(
+            f"{taken[0] or 'the model'} already belongs to an engine; train with that one, or pass another model, "
+            "which may load the weights that the engine's gathered_state_dict() gives; where parameters are not "
+            "sharded, the model is free again after engine.destroy()"
+        )
+    check_parameters(model)
+    find_units(model, settings.units)
+    if settings.activation_checkpointing.enabled:
+        find_units(model, settings.activation_checkpointing.targets)
+    if settings.row.parameter is Placement.SHARDED:
+        check_compiled(model, settings.units)
+    if lr_scheduler is not None and not prepare.makes_scheduler(lr_scheduler):
+        prepare.check_scheduler(lr_scheduler)
+
+
+def _is_driven(module: nn.Module) -> bool:
+    """Return whether a living engine has hooks on the module's forward."""
+    return any(isinstance(hook, hooks.Hook) for hook in module._forward_pre_hooks.values())
+
+
 def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
     """Decide where each part of the model will be."""
     model, resolved = chosen.model, settings.resolve(mesh.data_size, mesh.sizes, elastic=may_restart())
     if resolved.debug.collectives:
         mesh.compare_calls()
     if mesh.rank == 0:
-        messages.tell_batch(settings, resolved, mesh.data_size)
-        messages.warn_of_sparse(model)
+        _tell_batch(settings, resolved, mesh.data_size)
+        _warn_of_sparse(model)
 
     def lay_out() -> tuple[layout.Split | None, Loader | None]:
         split = layout.split_plan(model, resolved, mesh)
         if resolved.chunked_loss:
-            heads_over_vocabulary(model)
+            heads_over_vocabulary(model)  # raises where the model has none that could be chunked
+        # DeepSpeed's PipelineModule takes the samples in the data set's order.
         shuffles = not isinstance(model, PipelineModule)
         return split, prepare.build_loader(chosen.data, chosen.collate_fn, resolved, mesh, shuffles)
 
     split, loader = agree_run(mesh.group("world"), "prepare its layout and data", lay_out)
     stages = layout.plan_stages(model, resolved, mesh, loader, chosen.loss_fn)
     return Plan(chosen, resolved, settings.says_batch, mesh, split, stages, loader)
+
+
+def _tell_batch(settings: Settings, resolved: Resolved, ranks: int) -> None:
+    """Log batch settings that the number of data-parallel ranks has changed."""
+    changes = [
+        f"{key} is {getattr(resolved, key)} instead of {getattr(settings, key)}"
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        if getattr(settings, key) not in (None, getattr(resolved, key))
+    ]
+    if changes:
+        said, batch = " and ".join(changes), resolved.train_batch_size
+        plural = "s" * (ranks > 1)
+        _log.info("%s: train_batch_size = %d is kept on %d data-parallel rank%s", said, batch, ranks, plural)
+
+
+def _warn_of_sparse(model: nn.Module) -> None:
+    """Warn of embeddings with ``sparse=True``: their gradients are dense here."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    names = [name or "the model" for name, m in model.named_modules() if isinstance(m, tables) and m.sparse]
+    if names:
+        _log.warning(
+            "gradients of %s are dense here, in spite of sparse=True: optimizers with moments or weight decay change "
+            "rows that no batch used, which in torch they refuse to do; leave sparse=True out if that is what you want",
+            ", ".join(names),
+        )
 
 
 def prepare_run(plan: Plan) -> Prepared:
@@ -105,27 +169,40 @@ def prepare_run(plan: Plan) -> Prepared:
         if user is not None:
             scheduler = prepare.build_scheduler(settings, chosen.scheduler, user)
             return Prepared(owned, user, scheduler, monitor, where_offloaded(settings, user))
-        with messages.silent("zeromesh.optim"):  # its messages come when the real one is built
-            stand_in = prepare.stand_in(plan, owned)
-            if chosen.scheduler is None:
-                prepare.build_scheduler(settings, None, stand_in)
-        return Prepared(owned, None, chosen.scheduler, monitor, where_offloaded(settings, stand_in))
+        # A scheduler of the user's is not tried: its function wants the optimizer that will be stepped.
+        tried = prepare.try_optimizer(plan.model, settings, owned, plan.cuts_parameters, chosen.scheduler is None)
+        return Prepared(owned, None, chosen.scheduler, monitor, where_offloaded(settings, tried))
 
     return agree_run(plan.world, "prepare its optimizer, schedule and monitors", made)
 
 
-def place_model(plan: Plan, prepared: Prepared) -> Placed:
-    """Change the model: spread sequences, take this rank's stages, and place the states; build the optimizer."""
+def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer | None, Any, SpreadSequences | None]:
+    """Change the model, and build what updates it.
+
+    Returns:
+        The sharded states, the optimizer, its schedule, and the sequences that are spread over ranks, if there are any.
+    """
     chosen, model, settings, mesh, world = plan.arguments, plan.model, plan.settings, plan.mesh, plan.world
 
     def spread() -> SpreadSequences | None:
-        return layout.spread_sequences(model, settings, mesh, chosen.loss_fn)
+        if mesh.sizes["context"] == 1:
+            return None
+        if chosen.loss_fn is not None:
+            raise ValueError(
+                "loss_fn would be given the labels of whole sequences, and logits of this rank's part; leave it out, "
+                "and have the model return its loss"
+            )
+        from zeromesh.context.apply import apply as apply_context
 
+        return apply_context(model, settings.context_parallel.strategy, mesh.group("context"))
+
+    # First, because it either succeeds or leaves the model as it was.
     sequences = agree_run(world, "spread its sequences over ranks", spread)
     require_agreement(world, "the tensor-parallel plan", "" if plan.split is None else describe_plan(plan.split[0]))
     length = "none" if plan.loader is None else plan.loader.sampler.length
     require_agreement(world, "training_data", f"samples: {length}")
     groups, split, built, scheduler = prepared.groups, plan.split, prepared.optimizer, prepared.scheduler
+    # A user's optimizer holds the parameters of all stages; those of other stages have to leave its groups.
     sharded, everywhere = None, [] if built is None else list(model.parameters())
     try:
         described, unread = catch(lambda: describe_sources(model))  # the whole model, of which stages have parts
@@ -134,6 +211,7 @@ def place_model(plan: Plan, prepared: Prepared) -> Placed:
         values, failure = catch(lambda: place.Values(materialiser(model, settings.seed)))
         agree_success(world, "read its part of the weights", failure or unread)
         require_agreement(world, "the checkpoint that is read", described or "")
+        assert values is not None
         place.place_buffers(model, mesh.device, settings.precision.buffers)
         held = None if split is None else split[0].held
         files = preparation(model, prepared.offload, mesh)
@@ -141,16 +219,20 @@ def place_model(plan: Plan, prepared: Prepared) -> Placed:
         using = place.while_alive(sharded.events.using)
         if split is not None:
             apply(model, split[0], mesh.group("tensor"), mesh.device, split[1], using)
+            # Dropout between split layers has to draw the same numbers on all ranks of the tensor axis.
             share_random_state(mesh.group("tensor"))
         elif settings.chunked_loss:
             chunk_losses(model, heads_over_vocabulary(model), using)
-        assert values is not None
+        # Only now: a rank that could not read its weights went on with zeros, so that no other one waited for it.
         agree_success(world, "read its part of the weights", values.failure)
+        pieces = sharded.pieces
         if built is not None:
-            prepare.adopt(plan, built, sharded, everywhere)
+            here: dict[nn.Parameter, Piece | None] = dict.fromkeys(everywhere)
+            here |= {p: pieces[id(p)] for flat in sharded.flats if flat.gradient for p in flat.parameters}
+            factory.adopt(built, here, plan.cuts_parameters, settings.zero_allow_untested_optimizer)
         else:
             exchange = FlatExchange(sharded.flats, sharded.row, mesh)
-            built = prepare.build_optimizer(plan, groups, sharded.pieces, exchange)
+            built = prepare.build_optimizer(model, settings, groups, plan.cuts_parameters, pieces, exchange)
             scheduler = prepare.build_scheduler(settings, chosen.scheduler, built)
         if sharded.swap is not None and built is not None:
             sharded.swap.serve(built, states_of(built))
@@ -159,35 +241,39 @@ def place_model(plan: Plan, prepared: Prepared) -> Placed:
             sharded.close()
         error.add_note("zeromesh.initialize had begun to change the model: build it anew before you try again")
         raise
-    return Placed(sharded, built, scheduler, sequences)
+    return sharded, built, scheduler, sequences
 
 
-def make_engine(plan: Plan, prepared: Prepared, placed: Placed) -> tuple[Engine, Optimizer | None, Loader | None, Any]:
-    """Make the engine, and say what is not a default."""
-    chosen, settings, mesh, sharded = plan.arguments, plan.settings, plan.mesh, placed.sharded
+def make_engine(
+    plan: Plan, prepared: Prepared, sharded: ShardedModel, optimizer: Optimizer | None, scheduler: Any,
+    sequences: SpreadSequences | None,
+) -> tuple[Engine, Optimizer | None, Loader | None, Any]:  # fmt: skip
+    """Make the engine of a placed model, and say what is not a default."""
+    chosen, settings, mesh = plan.arguments, plan.settings, plan.mesh
     store = place.activation_store(settings, mesh)
+    # Last of all that replaces a forward: recomputation has to include what the other parts put around a layer.
     place.checkpoint_activations(plan.model, settings, store)
     first = mesh.rank == 0
     if first:
-        used = {} if placed.optimizer is None else {**placed.optimizer.param_groups[0]}
+        used = {} if optimizer is None else {**optimizer.param_groups[0]}
         used["lr"] = used.get("initial_lr", used.get("lr"))  # a schedule has moved it already
-        tell_unset(chosen.config, settings, {f"optimizer.params.{k}": v for k, v in used.items() if k != "params"})
+        tell_unset(chosen.config, settings, {f"{OPTIMIZER_PARAMS}.{k}": v for k, v in used.items() if k != "params"})
     sizes = MicroBatchSizes(settings.train_micro_batch_size_per_gpu if plan.says_batch and first else None)
     observer = prepare.make_observer(plan, prepared.monitor)
 
     def explain() -> str:
-        return reports.explain(reports.memory(sharded, placed.optimizer, store), sharded, settings)
+        return reports.explain(reports.memory(sharded, optimizer, store), sharded, settings)
 
     engine = Engine(
         Parts(
             sharded=sharded,
             config=settings,
             computation=Computation(sharded, settings.precision, observer, chosen.loss_fn, sizes, explain),
-            optimizer=placed.optimizer,
-            scheduler=placed.scheduler,
+            optimizer=optimizer,
+            scheduler=scheduler,
             loader=plan.loader,
             observer=observer,
-            context_parallel=placed.sequences,
+            context_parallel=sequences,
             activations=store,
             pipelined=plan.stages,
         )
@@ -196,4 +282,4 @@ def make_engine(plan: Plan, prepared: Prepared, placed: Placed) -> tuple[Engine,
     if first:
         text = json.dumps(jsonable(settings.model_dump(exclude_defaults=True)))
         _log.info("%d ranks, %d units; what is not a default: %s", mesh.world_size, len(sharded.units), text)
-    return engine, placed.optimizer, plan.loader, placed.scheduler
+    return engine, optimizer, plan.loader, scheduler

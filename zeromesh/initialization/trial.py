@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from zeromesh.model.piece import Piece
-from zeromesh.model.placement import Placement
-from zeromesh.model.split import Held
-from zeromesh.optim import factory, schedules
-from zeromesh.optim.groups import hidden_matrices
+from zeromesh.initialization.plan import cuts_parameters
+from zeromesh.initialization.prepare import parameter_groups, try_optimizer
 from zeromesh.pipeline.runtime.cut import examine
 from zeromesh.pipelined import Pipelined
 from zeromesh.shard.find import find_units
@@ -23,7 +17,6 @@ from zeromesh.tensor.derive import derive
 from zeromesh.tensor.plan import parse, resolve
 
 if TYPE_CHECKING:
-    from zeromesh.comm.mesh import Mesh
     from zeromesh.config.settings import Resolved
 
 
@@ -41,59 +34,12 @@ def try_out(model: nn.Module, settings: Resolved, sizes: Mapping[str, int]) -> N
     for targets in (settings.units, settings.activation_checkpointing.targets):
         find_units(model, targets)
     ranks = sizes["tensor"]
+    # The first rank's part stands for all: what cannot be split fails on every rank alike.
     resolve(model, parse(settings.tensor_parallel.plan or {}), derive(model, ranks)[0], 0, ranks)
     if sizes["pipeline"] > 1:
         blocks = examine(model, settings.pipeline.blocks)
-        mesh = cast("Mesh", _PlannedMesh(sizes))
+        # A real mesh needs running ranks; the cut asks only for sizes and for this rank's place.
+        mesh: Any = SimpleNamespace(sizes=sizes, group=lambda axis: SimpleNamespace(size=sizes[axis], rank=0))
         Pipelined(model, mesh, settings.pipeline, settings.gradient_accumulation_steps, blocks)
-    # The run logs the same messages again.
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        _build_optimizer(model, settings, sizes["data"])
-    finally:
-        logging.disable(before)
-
-
-@dataclass(frozen=True)
-class _PlannedMesh:
-    """Stand-in for the mesh, as its first rank will see it."""
-
-    sizes: Mapping[str, int]
-
-    def group(self, axis: str) -> SimpleNamespace:
-        return SimpleNamespace(size=self.sizes[axis], rank=0)
-
-
-@dataclass(frozen=True)
-class _NoRanks:
-    """Stand-in for the other ranks of an optimizer that takes no step."""
-
-    buckets: Sequence[Sequence[str]]
-
-    def sum(self, vector: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def gather(self, bucket: int, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
-
-
-def _build_optimizer(model: nn.Module, settings: Resolved, ranks: int) -> None:
-    chosen = settings.optimizer
-    assert chosen is not None
-    pieces = tuple(
-        Piece(name, Held(tuple(parameter.shape)), 0, parameter.numel(), nn.Parameter(parameter.detach().flatten()))
-        for name, parameter in model.named_parameters()
-    )
-    optimizer = factory.build(
-        chosen.type,
-        # Torch has no fused update on the meta device.
-        {key: value for key, value in chosen.params.items() if key != "fused"},
-        [factory.ParameterGroup(pieces)],
-        _NoRanks([[piece.name for piece in pieces]]),
-        settings.row.optimizer is Placement.SHARDED and ranks > 1,
-        settings.zero_allow_untested_optimizer,
-        hidden_matrices(model) if chosen.type.lower() == "muon" else frozenset(),
-    )
-    if settings.scheduler is not None:
-        schedules.build(settings.scheduler.type, settings.scheduler.params, optimizer)
+    cuts = cuts_parameters(settings, sizes["data"] * sizes["context"], ranks)
+    try_optimizer(model, settings, list(parameter_groups(model, None)), cuts)

@@ -1,8 +1,4 @@
-"""A model that is a chain of layers, each called with what the one before returned. It says so: no trace is needed.
-
-A layer may be a plain function, or compute with a module that other layers have, too. Each is a child of the model
-under its number, and has its parameters there, but for shared ones.
-"""
+"""A model that is a chain of layers, each called with what the one before returned."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ class Function(nn.Module):
 
 
 class Shared(nn.Module):
-    """A layer that computes with a module that other layers have, too, and which is not its child.
+    """A layer that computes with a module that other layers have, too.
 
     Args:
         modules: by key; where the module has its name.
@@ -36,12 +32,12 @@ class Shared(nn.Module):
 
     def __init__(self, modules: nn.ModuleDict, key: str, function: Callable[[Any, Any], Any] | None) -> None:
         super().__init__()
-        vars(self)["_all"] = modules
+        vars(self)["_all"] = modules  # not as a child: each parameter has one name
         self.key, self.function = key, function
 
     @property
     def module(self) -> nn.Module:
-        """The shared layer."""
+        """Shared layer."""
         module: nn.Module = vars(self)["_all"][self.key]
         return module
 
@@ -51,21 +47,14 @@ class Shared(nn.Module):
 
 
 class Chain(nn.Module):
-    """Layers that are called one after the other.
-
-    Attributes:
-        tied_modules: those that several layers share, by key.
-        layers: names of the layers, in order.
-        kinds: of each, the name of its class or function.
-        starts: the first layer of each stage, where it is cut into stages.
-    """
+    """Layers that are called one after the other. It says so: no trace is needed to cut it into stages."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tied_modules = nn.ModuleDict()
-        self.layers: list[str] = []
-        self.kinds: list[str] = []
-        self.starts: Sequence[int] = (0,)
+        self.tied_modules = nn.ModuleDict()  # those that several layers share, by key
+        self.layers: list[str] = []  # names, in order: their numbers, under which they are children
+        self.kinds: list[str] = []  # of each, the name of its class or function
+        self.starts: Sequence[int] = (0,)  # the first layer of each stage, where it is cut into stages
 
     def cut(self, starts: Sequence[int]) -> None:
         """Let stages begin at these layers; layers that are recomputed together never span two."""
@@ -73,12 +62,13 @@ class Chain(nn.Module):
 
     def add_layer(self, layer: nn.Module, kind: str) -> None:
         """Add one to the end."""
+        # By its number, so that names in checkpoints do not depend on the stages.
         self.layers.append(str(len(self.layers)))
         self.kinds.append(kind)
         self.add_module(self.layers[-1], layer)
 
     def computes_with(self, number: int) -> nn.Module:
-        """The module with the parameters of a layer."""
+        """Return the module with the parameters of a layer."""
         layer = self.get_submodule(self.layers[number])
         return layer.module if isinstance(layer, Shared) else layer
 
@@ -91,7 +81,7 @@ class Chain(nn.Module):
         return {key: frozenset(numbers) for key, numbers in found.items()}
 
     def groups(self, size: int) -> Iterator[tuple[int, int]]:
-        """The first layer, and the one after the last, of groups of so many layers that do not span stages."""
+        """Yield the first layer, and the one after the last, of groups of so many layers that do not span stages."""
         for start, stop in zip(self.starts, (*self.starts[1:], len(self.layers)), strict=True):
             for first in range(start, stop, size):
                 yield first, min(first + size, stop)

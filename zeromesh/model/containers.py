@@ -11,7 +11,7 @@ import torch
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested containers, in the order in which ``map_tensors`` comes to them."""
+    """Return the tensors in nested containers, in the order in which ``map_tensors`` comes to them."""
     found: list[torch.Tensor] = []
     _collect(value, found, frozenset())
     return found
@@ -37,31 +37,32 @@ def _collect(value: Any, found: list[torch.Tensor], around: frozenset[int]) -> N
 def map_tensors(
     value: Any, function: Callable[[torch.Tensor], torch.Tensor], around: frozenset[int] = frozenset()
 ) -> Any:
-    """Replace the tensors in nested mappings, lists, tuples and dataclasses by ``function`` of them.
-
-    What holds none that changes stays the same object, so that a forward may fill it; else a copy of it is returned.
-    ``around`` are the containers that this one is in, as one may hold itself.
-    """
+    """Replace the tensors in nested mappings, lists, tuples and dataclasses by ``function`` of them."""
     if isinstance(value, torch.Tensor):
         return function(value)
     items: dict[Any, Any] = {}
     if isinstance(value, Mapping):
         items = dict(value.items())
-    elif isinstance(value, list | tuple):
+    # Nothing is known of how to make another kind of tuple; results of torch, such as that of max, have ``n_fields``.
+    elif isinstance(value, list) or type(value) is tuple or hasattr(value, "_fields") or hasattr(value, "n_fields"):
         items = dict(enumerate(value))
+    # The class itself is a dataclass, too, and has no fields to read.
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    # A container may hold itself.
     if not items or id(value) in around:
         return value
     mapped = {key: map_tensors(item, function, around | {id(value)}) for key, item in items.items()}
     changed = {key: item for key, item in mapped.items() if item is not items[key]}
+    # The same object, so that a forward may fill it.
     if not changed:
         return value
     if isinstance(value, tuple):
-        # Results of torch, such as that of ``max``, are tuples that are made of one.
         return type(value)(*mapped.values()) if hasattr(value, "_fields") else type(value)(tuple(mapped.values()))
+    # It cannot be changed, and nothing is known of how to construct its kind.
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return mapped
+    # A shallow copy keeps the kind, as BatchEncoding, whose attributes models read.
     copied = copy.copy(value)
     for key, item in changed.items():
         if isinstance(value, MutableMapping | list):

@@ -23,5 +23,6 @@ def written(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def version(tensor: Any) -> int:
-    """Return how often a tensor was written to; -1 where torch does not count, which is under ``inference_mode``."""
+    """Return how often a tensor was written to; -1 where torch does not count."""
+    # Under ``inference_mode`` torch does not count, and raises for the attribute.
     return -1 if tensor.is_inference() else int(tensor._version)

@@ -13,30 +13,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Columns:
-    """The part of a linear layer that this rank has.
+    """The part of a linear layer that this rank has."""
 
-    Attributes:
-        weight: shape ``(part of the outputs, inputs)``; the other way round if ``transposed``.
-        bias: shape ``(part of the outputs,)``, or None.
-        transposed: as in GPT-2's Conv1D.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    transposed: bool = False
+    weight: Tensor  # shape (part of the outputs, inputs); the other way round if transposed
+    bias: Tensor | None  # shape (part of the outputs,)
+    transposed: bool = False  # as in GPT-2's Conv1D
 
 
 @dataclass
 class Ticket:
-    """Operands of a layer's weight gradient: its input, and the gradient of its output.
-
-    Attributes:
-        operands: these.
-        is_kept: the node is run later, by ``keeping``'s user, and nobody else gives the weight a gradient.
-    """
+    """Operands of a layer's weight gradient: its input, and the gradient of its output."""
 
     operands: tuple[Tensor, Tensor] | None = None
-    is_kept: bool = False
+    is_kept: bool = False  # the node is run later, by ``keeping``'s user, and nobody else gives the weight a gradient
 
     def put(self, x: Tensor, gradient: Tensor) -> None:
         """Leave the operands for the weight gradient."""
@@ -48,17 +37,18 @@ class Ticket:
         return operands
 
 
+# Node where the gradient of a weight can be asked for, and its operands, for each call of a layer.
 Kept = list[tuple[Tensor, Ticket]]
-"""For each call of a layer, where the gradient of its weight can be asked for, and what it is made of."""
 
 
+# The last one holds for the whole process, and not for a thread: autograd's own threads may run a backward and call
+# layers again.
 _modes: list[Kept | None] = [None]
-"""The last one holds for the whole process, as autograd's own threads may run a backward and call layers again."""
 
 
 @contextmanager
 def keeping(kept: Kept | None) -> Iterator[None]:
-    """Let layers leave their weights' gradients for later in this context, and add to ``kept`` where; None: not."""
+    """Let layers leave their weights' gradients for later in this context, and add them to ``kept``; None: not."""
     _modes.append(kept)
     try:
         yield
@@ -79,6 +69,7 @@ def multiply(x: Tensor, columns: Columns) -> Tensor:
     ticket = Ticket(is_kept=True)
     token: Tensor = WeightGradient.apply(weight, bias, ticket, columns.transposed, None)  # type: ignore[no-untyped-call]
     kept.append((token, ticket))
+    # Detached: the product itself gives them no gradient.
     fixed = _cast(weight.detach()), None if bias is None else _cast(bias.detach())
     y: Tensor = Product.apply(_cast(x), None, *fixed, ticket, columns.transposed)  # type: ignore[no-untyped-call]
     return y
@@ -93,13 +84,13 @@ def _cast(value: Tensor) -> Tensor:
 
 
 class WeightGradient(torch.autograd.Function):
-    """Nothing but the place in autograd's order, or the backward, in which a weight's gradient is computed."""
+    """Place in autograd's order, or in the backward, in which a weight's gradient is computed."""
 
     @staticmethod
     def forward(
         ctx: Any, weight: Tensor, bias: Tensor | None, ticket: Ticket, transposed: bool, then: Callable[[], None] | None
     ) -> Tensor:
-        """An empty tensor, whose gradient leads here; ``then`` is called when the weight's is there."""
+        """Return an empty tensor, whose gradient leads here; ``then`` is called when the weight's is there."""
         ctx.settings, ctx.dtype = (ticket, transposed, then), weight.dtype
         return weight.new_empty(0)
 
@@ -124,7 +115,7 @@ class Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, token: Tensor | None, weight: Tensor, bias: Tensor | None, ticket: Ticket, transposed: bool
     ) -> Tensor:
-        """Return the gradient of ``x``; without a ``token`` somebody must run the ticket's node."""
+        """Return the layer's output; without a ``token`` somebody must run the ticket's node."""
         ctx.save_for_backward(x, weight)
         ctx.settings = ticket, transposed
         return multiply(x, Columns(weight, bias, transposed))
@@ -135,7 +126,8 @@ class Product(torch.autograd.Function):
         (x, weight), (ticket, transposed) = ctx.saved_tensors, ctx.settings
         of_x = gradient @ (weight.t() if transposed else weight) if ctx.needs_input_grad[0] else None
         token = gradient.new_empty(0) if ctx.needs_input_grad[1] else None
-        if torch.is_grad_enabled() or ticket.operands is not None:  # create_graph, or called several times
+        # With create_graph, or called several times, the operands of one call would not be all.
+        if torch.is_grad_enabled() or ticket.operands is not None:
             if ticket.is_kept:
                 raise RuntimeError(
                     "a gradient through a linear layer is computed twice, or with create_graph, as by "

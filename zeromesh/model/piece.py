@@ -13,20 +13,14 @@ from zeromesh.model.split import Held
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements ``[start, stop)`` of what this rank holds of one parameter, flattened, which it updates.
-
-    Attributes:
-        name: fully qualified name of the parameter in the model.
-        held: what this rank holds of the parameter.
-        start, stop: the range that ``parameter`` holds.
-        parameter: shape ``(stop - start,)``, in the master dtype; its ``grad`` is set before each update, and is
-            None in a step in which no rank had a gradient for the parameter.
-    """
+    """The elements ``[start, stop)`` of what this rank holds of one parameter, flattened, which it updates."""
 
     name: str
     held: Held
     start: int
     stop: int
+    # Shape (stop - start,), in the master dtype. Its ``grad`` is set before each update, and is None in a step in which
+    # no rank had a gradient for it, as torch has it.
     parameter: torch.nn.Parameter
 
     @property
@@ -44,11 +38,11 @@ class Piece:
         self.parameter.grad = gradient
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This piece of a tensor of the whole parameter's shape: 1-D."""
+        """Return this piece of a tensor of the whole parameter's shape: 1-D."""
         return self.held.cut(whole).reshape(-1)[self.start : self.stop]
 
     def owned(self, values: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Return the part of this piece's ``values`` that counts here; other ranks may hold copies."""
+        """Yield the parts of this piece's ``values`` that count here; other ranks may hold copies."""
         flat = values.reshape(-1)
         for box in self.held.boxes(self.start, self.stop):
             if box.owned:
@@ -56,21 +50,14 @@ class Piece:
 
 
 class PieceExchange(Protocol):
-    """Exchange between ranks for optimizers that need more than their own elements.
-
-    Every rank must make the same calls in the same order.
-    """
+    """Exchange between ranks for optimizers that need more than their own elements. All make the same calls."""
 
     def sum(self, vector: torch.Tensor) -> torch.Tensor:
-        """The sum of ``vector`` over the ranks that hold the other pieces. One shape on all ranks."""
+        """Return the sum of ``vector`` over the ranks that hold the other pieces."""
 
     @property
     def buckets(self) -> Sequence[Sequence[str]]:
         """Names of the parameters that travel together, bucket by bucket; the same on every rank."""
 
     def gather(self, bucket: int, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Whole tensors of the bucket's parameters from one piece each (absent or missing: zeros).
-
-        ``pieces`` maps a name to this rank's ``stop - start`` elements. What comes back has the shapes of the whole
-        parameters, and is valid until the next call.
-        """
+        """Return whole tensors of the bucket's parameters, from one piece each by name, until the next call."""

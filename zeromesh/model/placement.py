@@ -1,9 +1,5 @@
 """Placement of each state of a unit: the table whose rows are ZeRO's stages.
 
-A unit has three states: its parameters, their gradients, and the optimizer's state (fp32 master,
-moments). Each has a placement over the data-parallel ranks and a tier of memory. What has to be
-communicated follows from neighbouring cells; no code outside ``config/`` knows a ZeRO stage.
-
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 """
 
@@ -30,31 +26,17 @@ class Tier(enum.Enum):
 
 @dataclass(frozen=True)
 class PlacementRow:
-    """One row of the placement table.
-
-    Attributes:
-        parameter, gradient, optimizer: where each state lies over the ranks.
-        parameter_tier, optimizer_tier: where they rest.
-        gradient_tier: where the sum rests; a full gradient is on the device until it is reduced.
-        offloaded: share of the model of which gradients and optimizer state are on their tiers, in whole units; those
-            of the others are on the device.
-        pinned: whether host memory is page-locked.
-        split: whether masters that rest off the device, as their bf16 parameters do, are halves of which one is these.
-
-    Raises:
-        ValueError: if a state is sharded while one that must be at least as sharded is not
-            (parameter sharded => gradient sharded => optimizer sharded), or rests off the device and is not sharded.
-    """
+    """One row of the placement table: where each state lies over the ranks, and in which memory it rests."""
 
     parameter: Placement
     gradient: Placement
     optimizer: Placement
     parameter_tier: Tier = Tier.DEVICE
-    gradient_tier: Tier = Tier.DEVICE
+    gradient_tier: Tier = Tier.DEVICE  # of the sum; a full gradient is on the device until it is reduced
     optimizer_tier: Tier = Tier.DEVICE
-    offloaded: float = 1.0
-    pinned: bool = True
-    split: bool = False
+    offloaded: float = 1.0  # share of the model, in whole units, whose gradients and optimizer state are on their tiers
+    pinned: bool = True  # whether host memory is page-locked
+    split: bool = False  # whether masters off the device are halves, of which one is their bf16 parameter
 
     @property
     def on_device(self) -> PlacementRow:
@@ -62,6 +44,8 @@ class PlacementRow:
         return replace(self, gradient_tier=Tier.DEVICE, optimizer_tier=Tier.DEVICE)
 
     def __post_init__(self) -> None:
+        # What is communicated follows from neighbouring cells, which have no collective for the
+        # other order.
         order = [self.parameter, self.gradient, self.optimizer]
         sharded = [placement is Placement.SHARDED for placement in order]
         if sharded != sorted(sharded):

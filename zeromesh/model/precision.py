@@ -9,39 +9,24 @@ import torch
 
 @dataclass(frozen=True)
 class LossScale:
-    """Scaling of the loss in fp16 (Micikevicius et al., "Mixed Precision Training", 2018).
+    """Scaling of the loss in fp16 (Micikevicius et al., "Mixed Precision Training", 2018)."""
 
-    ``static`` is a fixed scale, or None for a dynamic one that starts at ``2 ** initial_power``, doubles after
-    ``window`` good steps and halves on an overflow, once ``hysteresis`` overflows have been used up.
-    """
-
-    static: float | None = None
-    initial_power: int = 16
-    window: int = 1000
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
+    static: float | None = None  # a fixed scale; None is a dynamic one
+    initial_power: int = 16  # of 2
+    window: int = 1000  # good steps after which the scale doubles
+    hysteresis: int = 2  # overflows until it halves
+    consecutive_hysteresis: bool = False  # a good step, and not only a doubling, forgives earlier overflows
     minimum: float = 1.0
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a run. None means: what the model's parameters have.
+    """Dtypes of a run. None means: what the model's parameters have."""
 
-    Attributes:
-        compute: dtype of parameters and activations; a 16-bit one keeps an fp32 master for the update.
-        communicate: dtype of gradients on the wire; None is the parameters' dtype.
-        accumulate: dtype in which gradients are summed and kept; None is fp32 for 16-bit parameters,
-            else the parameters' dtype.
-        buffers: dtype of floating-point buffers; None keeps the dtype of each, in 16-bit runs too.
-        autocast: run the forward under ``torch.autocast`` with this dtype, parameters unchanged.
-        cast_inputs: cast floating-point inputs of the model to ``compute``.
-        loss_scale: the fp16 loss scale; None where the loss is not scaled.
-    """
-
-    compute: torch.dtype | None = None
-    communicate: torch.dtype | None = None
-    accumulate: torch.dtype | None = None
-    buffers: torch.dtype | None = None
-    autocast: torch.dtype | None = None
-    cast_inputs: bool = True
-    loss_scale: LossScale | None = None
+    compute: torch.dtype | None = None  # parameters and activations; a 16-bit one keeps fp32 masters for the update
+    communicate: torch.dtype | None = None  # gradients on the wire
+    accumulate: torch.dtype | None = None  # sums of gradients; None is fp32 for 16-bit parameters
+    buffers: torch.dtype | None = None  # floating-point buffers; None keeps the dtype of each, in 16-bit runs too
+    autocast: torch.dtype | None = None  # the forward runs under ``torch.autocast``, parameters unchanged
+    cast_inputs: bool = True  # floating-point inputs of the model are cast to ``compute``
+    loss_scale: LossScale | None = None  # None where the loss is not scaled

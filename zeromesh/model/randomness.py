@@ -10,7 +10,8 @@ import torch
 
 
 def _generators(device: torch.device) -> list[Any]:
-    """Getters and setters of the states of default generators: the CPU's, and the device's own."""
+    """Return getters and setters of the states of default generators: the CPU's, and the device's own."""
+    # A forward on a device may draw on the CPU as well.
     return [torch.random] if device.type == "cpu" else [torch.random, torch.get_device_module(device)]
 
 

@@ -1,8 +1,4 @@
-"""Split of a parameter along one dim over the ranks of the tensor axis.
-
-Pure arithmetic. A rank has one or more intervals of the whole dim, one after the other: two of a fused gate-up weight,
-three of a fused qkv weight, one of most others. Ranks with the same intervals hold copies.
-"""
+"""Split of a parameter along one dim over the ranks of the tensor axis. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -18,34 +14,21 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Split:
-    """One parameter's.
-
-    Attributes:
-        dim: which dim is cut.
-        size: of the whole dim.
-        length: of the dim on each rank; what its intervals do not fill, at the end, is padding.
-        intervals: by rank, ranges ``[start, stop)`` of the whole dim, in the order in which the rank has them.
-    """
+    """Cut of one parameter. Ranks with the same intervals hold copies."""
 
     dim: int
-    size: int
-    length: int
+    size: int  # of the whole dim
+    length: int  # of the dim on each rank; what its intervals do not fill, at the end, is padding
+    # By rank, ranges of the whole dim in the order in which the rank has them: two of a fused gate-up weight, three of
+    # a fused qkv weight, one of most others.
     intervals: tuple[tuple[Interval, ...], ...]
 
     @classmethod
     def even(cls, dim: int, sections: Sequence[int], ranks: int, block: int = 1) -> Split:
-        """Each of several sections of the dim, such as q, k and v, is cut on its own into equal parts.
+        """Cut each of several sections of the dim, such as q, k and v, on its own into equal parts.
 
-        Args:
-            dim: which one.
-            sections: lengths of the sections, in order; one for a weight that is not fused.
-            ranks: of the tensor axis.
-            block: entries that stay together, such as the width of a head. A section with fewer blocks than ranks, but
-                by a whole factor, is held in copies: neighbouring ranks share a block, as heads of keys and values do
-                (Shazeer, "Fast Transformer Decoding", 2019; Ainslie et al., "GQA", 2023).
-
-        Raises:
-            ValueError: a section that the ranks do not divide, with the arithmetic and what would work.
+        ``block`` entries, such as the width of a head, stay together. Raises ValueError for a section that the ranks do
+        not divide, with the arithmetic and what would work.
         """
         parts: list[list[Interval]] = [[] for _ in range(ranks)]
         begin = 0
@@ -55,6 +38,8 @@ class Split:
                 raise ValueError(f"{section} entries are no whole number of blocks of {block}")
             if blocks % ranks and ranks % blocks:
                 raise ValueError(_indivisible(section, blocks, block, ranks))
+            # With fewer blocks than ranks, neighbouring ranks share one, as heads of keys and
+            # values (Shazeer, "Fast Transformer Decoding", 2019; Ainslie et al., "GQA", 2023).
             for rank in range(ranks):
                 each = max(1, blocks // ranks)
                 first = rank * blocks // ranks
@@ -65,18 +50,18 @@ class Split:
 
     @classmethod
     def padded(cls, dim: int, size: int, ranks: int) -> Split:
-        """Equal lengths, of which the last ranks may fill less, or nothing: a vocabulary of any size."""
+        """Cut into equal lengths, of which the last ranks may fill less, or nothing: a vocabulary of any size."""
         length = -(-size // ranks)
         starts = [min(rank * length, size) for rank in range(ranks)]
         return cls(dim, size, length, tuple(((start, min(start + length, size)),) for start in starts))
 
     @property
     def ranks(self) -> int:
-        """Split along the tensor axis."""
+        """Number of ranks along the tensor axis."""
         return len(self.intervals)
 
     def holders(self, start: int, stop: int) -> list[int]:
-        """The ranks that have the interval ``[start, stop)``, neighbours, in order; the first of them owns it."""
+        """Return the ranks that have the interval ``[start, stop)``, in order; the first of them owns it."""
         return [rank for rank, part in enumerate(self.intervals) if (start, stop) in part]
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
@@ -84,7 +69,7 @@ class Split:
         return (*whole[: self.dim], self.length, *whole[self.dim + 1 :])
 
     def boxes(self, rank: int) -> list[tuple[int, int, int]]:
-        """Yield a rank's entries of the dim: (start in its own part, start in the whole, count)."""
+        """Return a rank's entries of the dim: (start in its own part, start in the whole, count)."""
         found, place = [], 0
         for start, stop in self.intervals[rank]:
             if start < stop:
@@ -93,35 +78,26 @@ class Split:
         return found
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """A rank's part of a whole parameter; padding is zero."""
-        part = whole.new_zeros(self.shape(whole.shape))
+        """Return a rank's part of a whole parameter."""
+        part = whole.new_zeros(self.shape(whole.shape))  # padding is zero
         for at, start, count in self.boxes(rank):
             part.narrow(self.dim, at, count).copy_(whole.narrow(self.dim, start, count))
         return part
 
 
-READ = 1 << 22
-"""Elements of a whole parameter that are read at a time where this rank keeps a part of each row."""
+READ = 1 << 22  # elements of a whole parameter that are read at a time where this rank keeps a part of each row
 
 
 @dataclass(frozen=True)
 class Held:
-    """Part of one parameter that this rank holds along the tensor axis.
+    """Part of one parameter that this rank holds along the tensor axis."""
 
-    Attributes:
-        whole: shape of the whole parameter.
-        split: how it is cut; None where all ranks hold all of it.
-        rank: this one, along the tensor axis.
-        ranks: along the tensor axis.
-        partial: whether the ranks use what all of them hold in different ways, and each has a share of its gradient: as
-            of a norm on their own heads, or on parts of the sequence. Of a split parameter this is always so where
-            several ranks hold the same, as heads of queries share a head of keys.
-    """
-
-    whole: tuple[int, ...]
-    split: Split | None = None
-    rank: int = 0
+    whole: tuple[int, ...]  # shape of the whole parameter
+    split: Split | None = None  # None where all ranks hold all of it
+    rank: int = 0  # this one, along the tensor axis
     ranks: int = 1
+    # Whether ranks use what all of them hold in different ways, and each has a share of its gradient: as of a norm on
+    # their own heads, or on parts of the sequence. Of a split parameter this is always so where several hold the same.
     partial: bool = False
 
     @property
@@ -142,7 +118,7 @@ class Held:
             whole.narrow(self.split.dim, start, count).copy_(part.narrow(self.split.dim, at, count))
 
     def boxes(self, start: int, stop: int) -> Iterator[HeldBox]:
-        """Boxes of the whole, and what of them lies in elements ``[start, stop)`` of what is here, flattened."""
+        """Yield boxes of the whole, and what of them lies in elements ``[start, stop)`` of what is here, flattened."""
         if self.split is None:
             if start < stop:
                 sharers, offsets = self.ranks if self.partial else 1, (0,) * len(self.whole)
@@ -169,10 +145,7 @@ class Held:
                 yield HeldBox(offsets, sizes, first, first + elements, runs, holders[0] == self.rank, len(holders))
 
     def read(self, source: Callable[[int, int], Tensor], start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of what is here, flattened, from a function that reads ranges of the whole.
-
-        Where rows are cut, whole rows are read, some at a time.
-        """
+        """Return elements ``[start, stop)`` of what is here, flattened; ``source`` reads ranges of the whole."""
         if self.split is None:
             return source(start, stop)
         dim, shape = self.split.dim, self.shape
@@ -186,6 +159,7 @@ class Held:
                     found = value.new_zeros(stop - start) if found is None else found
                     found[low - start : high - start] = value
             return source(0, 0).new_zeros(stop - start) if found is None else found
+        # Where rows are cut, whole rows are read, some at a time: a read for each piece of a row would take far longer.
         width, whole_width = math.prod(shape[dim:]), math.prod(self.whole[dim:])
         row = Split(1, self.split.size, self.split.length, self.split.intervals)
         first, last, step = start // width, -(-stop // width), max(1, READ // whole_width)
@@ -199,23 +173,15 @@ class Held:
 
 @dataclass(frozen=True)
 class HeldBox:
-    """A part of a box of a whole parameter that a rank holds.
+    """A part of a box of a whole parameter that a rank holds."""
 
-    Attributes:
-        offsets, sizes: of the box in the whole, by dim.
-        start, stop: the range of the flattened box.
-        runs: where these elements lie in what the rank holds, flattened, in order.
-        owned: whether this rank is the first of those that hold them: what is counted or written once, it is here.
-        sharers: so many neighbouring ranks have shares of these elements' gradient, which are to be summed.
-    """
-
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # of the box in the whole, by dim
     sizes: tuple[int, ...]
-    start: int
+    start: int  # the range of the flattened box
     stop: int
-    runs: tuple[tuple[int, int], ...]
-    owned: bool
-    sharers: int
+    runs: tuple[tuple[int, int], ...]  # where these elements lie in what the rank holds, flattened, in order
+    owned: bool  # the first of those that hold them: what is counted or written once, it is here
+    sharers: int  # so many neighbouring ranks have shares of these elements' gradient, which are to be summed
 
 
 def _indivisible(section: int, blocks: int, block: int, ranks: int) -> str:

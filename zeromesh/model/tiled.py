@@ -17,23 +17,19 @@ _TILE = re.compile(r"(.*?)tiles\.(\d+)\.(\d+)\.(weight|bias)$")
 
 
 class Tile(nn.Linear):
-    """A part of the inputs and outputs of a ``TiledLinear``; a unit of its own.
-
-    Args:
-        inputs, outputs: of this part.
-        bias: whether the part has one.
-        fan_in: inputs of the whole layer, by which initial values are scaled.
-    """
+    """A part of the inputs and outputs of a ``TiledLinear``; a unit of its own."""
 
     def __init__(
         self, inputs: int, outputs: int, bias: bool, fan_in: int,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
+        # Before torch's own constructor, which draws the initial values.
         self._fan_in = fan_in
         super().__init__(inputs, outputs, bias, device, dtype)
 
     def reset_parameters(self) -> None:
         """Draw the values as torch draws the whole layer's."""
+        # The whole layer's inputs scale the initial values, or a tile would begin with larger ones.
         bound = 1 / math.sqrt(self._fan_in)
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
@@ -42,15 +38,14 @@ class Tile(nn.Linear):
 class TiledLinear(nn.Module):
     """Linear layer whose weight is in ``out_splits`` x ``in_splits`` tiles, never in memory all at once.
 
-    Shapes are those of ``nn.Linear``: ``(..., in_features)`` to ``(..., out_features)``. Outputs of the tiles of a row
-    are added from left to right; their inputs' gradients by autograd.
+    Shapes are those of ``nn.Linear``: ``(..., in_features)`` to ``(..., out_features)``.
 
     Args:
         in_features, out_features, bias, device, dtype: as in ``nn.Linear``.
         in_splits, out_splits: into how many parts inputs and outputs are cut; sizes differ by one at the most.
 
     Attributes:
-        tiles: by part of the outputs, then of the inputs. The first of each row has the bias.
+        tiles: by part of the outputs, then of the inputs.
 
     Raises:
         ValueError: there would be empty tiles.
@@ -78,7 +73,7 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, in_splits: int, out_splits: int) -> TiledLinear:
-        """A layer that computes what ``linear`` does; the weights are copied, a tile at a time."""
+        """Return a layer that computes what ``linear`` does; the weights are copied, a tile at a time."""
         weight, bias = linear.weight, linear.bias
         sizes = linear.in_features, linear.out_features
         tiled = cls(*sizes, bias is not None, in_splits, out_splits, device="meta", dtype=weight.dtype)
@@ -94,19 +89,20 @@ class TiledLinear(nn.Module):
         return tiled
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., in_features)`` to ``(..., out_features)``."""
+        """Map ``(..., in_features)`` to ``(..., out_features)``."""
         parts = x.split(self.in_sizes, -1)
         rows = []
         for row in self.tiles:
             assert isinstance(row, nn.ModuleList)
-            total = row[0](parts[0])
+            # From left to right: a fixed order makes sums equal on all runs.
+            total = row[0](parts[0])  # the first tile of a row has the bias
             for tile, part in zip(row[1:], parts[1:], strict=True):
                 total = total + tile(part)
             rows.append(total)
         return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
 
     def extra_repr(self) -> str:
-        """The sizes."""
+        """Return the sizes, as torch prints them."""
         return f"{self.in_features}, {self.out_features}, tiles={len(self.out_sizes)} x {len(self.in_sizes)}"
 
 
@@ -135,6 +131,7 @@ def tile_linears(model: nn.Module, most_elements: int) -> list[str]:
             users[id(parameter)] = users.get(id(parameter), 0) + 1
     found = []
     for name, module in list(model.named_modules()):
+        # A subclass may compute something else, and a shared weight is read by others.
         if type(module) is not nn.Linear or module.weight.numel() <= most_elements or users[id(module.weight)] > 1:
             continue
         if module.weight.is_meta:
@@ -144,6 +141,8 @@ def tile_linears(model: nn.Module, most_elements: int) -> list[str]:
         if not name:
             raise ValueError("the model itself is a linear layer, which cannot be replaced in place; use TiledLinear")
         inputs, outputs = module.in_features, module.out_features
+        # Outputs are cut first, and inputs where one output's row is too large: sums over tiles
+        # cost more.
         in_splits = -(-inputs // most_elements)
         width = -(-inputs // in_splits)
         tiled = TiledLinear.of(module, in_splits, min(outputs, -(-outputs // max(1, most_elements // width))))
@@ -154,7 +153,7 @@ def tile_linears(model: nn.Module, most_elements: int) -> list[str]:
 
 
 def join_tiles(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's state with whole weights, under the names that they had before they were in tiles."""
+    """Return a model's state with whole weights, under the names that they had before they were in tiles."""
     joined: dict[str, Tensor] = {}
     parts: dict[str, dict[tuple[int, int], Tensor]] = {}
     for name, value in state.items():

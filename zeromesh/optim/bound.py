@@ -25,14 +25,9 @@ class Updates(Protocol):
 
 
 def bind(optimizer: Optimizer, engine: Updates) -> Callable[[], None]:
-    """Let ``optimizer.step()`` be an update of the engine, and ``optimizer.zero_grad()`` drop the engine's gradients.
-
-    The optimizer itself holds pieces of parameters, whose gradients exist only during an update.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Let ``optimizer.step()`` be an update of the engine, and ``zero_grad()`` drop its gradients; return the undo."""
     alive = ref(engine)  # the optimizer may outlive the engine
+    # The optimizer itself holds pieces of parameters, whose gradients exist only during an update.
     handle = optimizer.register_step_pre_hook(partial(_update_first, alive))
     optimizer.zero_grad = partial(_zero_grad, alive)  # type: ignore[method-assign]
 
@@ -44,7 +39,7 @@ def bind(optimizer: Optimizer, engine: Updates) -> Callable[[], None]:
 
 
 def _update_first(engine: ref[Updates], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hook before the optimizer's step. A step of the user's finds no gradients afterwards, and does nothing."""
+    """Update before a step of the user's, which then finds no gradients and does nothing."""
     alive = engine()
     if alive is None or alive.updating:
         return
@@ -62,11 +57,8 @@ def _zero_grad(engine: ref[Updates], set_to_none: bool = True) -> None:
 
 
 def answer(optimizer: Optimizer | None, scale: float, overflow: bool) -> None:
-    """Let ``optimizer.cur_scale``, ``.loss_scale`` and ``.overflow`` tell how the last update went.
-
-    Programs written for DeepSpeed read them. An attribute that the optimizer's own class has is left alone. ``scale``
-    is of the next backward, 1 where the loss is not scaled; an update with a gradient that is not finite overflows.
-    """
+    """Let ``optimizer.cur_scale``, ``.loss_scale`` and ``.overflow`` tell how the last update went."""
+    # Programs written for DeepSpeed read them. An attribute that the optimizer's own class has is left alone.
     for name, value in (("cur_scale", scale), ("loss_scale", scale), ("overflow", overflow)):
         if optimizer is not None and not hasattr(type(optimizer), name):
             setattr(optimizer, name, value)

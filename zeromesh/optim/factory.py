@@ -1,8 +1,4 @@
-"""Construction of optimizers over the pieces that this rank updates, from a name or from a user's optimizer.
-
-An optimizer that works element by element is right on any piece. One that looks at more is right only where whole
-parameters are here, or where it is one of ours that asks the other ranks.
-"""
+"""Construction of optimizers over the pieces that this rank updates, from a name or from a user's optimizer."""
 
 from __future__ import annotations
 
@@ -26,25 +22,15 @@ from zeromesh.optim.values import checked, unknown_parameter, without_auto
 
 _log = logging.getLogger(__name__)
 
+# An optimizer that works element by element is right on any piece. One that looks at more is right only where whole
+# parameters are here, or where it is one of ours that asks the other ranks.
 _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    {
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.Adamax,
-        torch.optim.AdamW,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-        Lion,
-    }
-)
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+) | {Lion}
 
+# Optimizers that get the parts of whole parameters from other ranks.
 _EXCHANGING: frozenset[type[Optimizer]] = frozenset({Lamb, Muon})
-"""Optimizers that get the parts of whole parameters from other ranks."""
 
 _NEVER: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: "it evaluates the loss several times per step; use it without an engine",
@@ -58,13 +44,14 @@ _WHOLE: dict[type[Optimizer], str] = {
 }
 """Optimizers of torch that are right only on whole parameters, and the remedy where parameters are sharded."""
 
+# Not SGD: with momentum, torch's fails when a parameter's first gradient comes late.
 _FUSED: dict[type[Optimizer], frozenset[str]] = {
     torch.optim.Adam: frozenset({"cpu", "cuda"}),
     torch.optim.AdamW: frozenset({"cpu", "cuda"}),
     torch.optim.Adagrad: frozenset({"cpu"}),
     Muon: frozenset({"cpu", "cuda"}),
 }
-"""Devices with a fused update. Not SGD: with momentum, torch's fails when a parameter's first gradient comes late."""
+"""Devices with a fused update."""
 
 
 @dataclass(frozen=True)
@@ -91,36 +78,26 @@ _FOREIGN: dict[str, _Foreign] = {
     "ns_method": _Foreign(frozenset({"muon"}), "both compute the same", ("standard", "gram")),
 }
 
+_ONE_BIT = "it belongs to the 1-bit optimizers, which are not offered"
+
 _REFUSED_PARAMS: dict[str, str] = {
     "max_grad_norm": f"set `{CLIPPING}` at the top level of the config",
-    "freeze_step": "it belongs to the 1-bit optimizers, which are not offered",
-    "cuda_aware": "it belongs to the 1-bit optimizers, which are not offered",
-    "comm_backend_name": "it belongs to the 1-bit optimizers, which are not offered",
+    **dict.fromkeys(("freeze_step", "cuda_aware", "comm_backend_name"), _ONE_BIT),
 }
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """A parameter group as this rank sees it; all ranks have the same groups in the same order.
+    """Parameter group as this rank sees it; all ranks have the same groups in the same order."""
 
-    Attributes:
-        pieces: this rank's pieces of the group's parameters; may be empty.
-        options: hyperparameters of this group, which override those of the optimizer.
-    """
-
-    pieces: tuple[Piece, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    pieces: tuple[Piece, ...]  # this rank's; may be empty
+    options: Mapping[str, Any] = field(default_factory=dict)  # they override those of the optimizer
 
 
 def build(
-    type: str,
-    params: Mapping[str, Any],
-    groups: Sequence[ParameterGroup],
-    exchange: PieceExchange,
-    sharded: bool,
-    allow_untested: bool = False,
-    matrices: frozenset[str] = frozenset(),
-) -> Optimizer:
+    type: str, params: Mapping[str, Any], groups: Sequence[ParameterGroup], exchange: PieceExchange, sharded: bool,
+    allow_untested: bool = False, matrices: frozenset[str] = frozenset(),
+) -> Optimizer:  # fmt: skip
     """Make the optimizer that a config names, over pieces.
 
     Args:
@@ -132,25 +109,32 @@ def build(
         sharded: whether pieces may be less than whole parameters.
         allow_untested: take classes not known to be right on pieces.
         matrices: names of the parameters that Muon is to update as matrices.
-
-    Raises:
-        ValueError: for an unknown type or parameter, a value that cannot be had, or an optimizer that would be wrong
-            on pieces.
     """
     given = without_auto(params)
-    cls, defaults = _find_class(type, given)
+    ours = {cls.__name__.lower(): cls for cls in (Lamb, Lion, Muon)}
+    classes: dict[str, Any] = public_classes(torch.optim, Optimizer) | ours
+    cls, defaults = classes[type.lower()], {}
+    # DeepSpeed's Adam has decoupled weight decay unless it is told otherwise, and none by default.
+    if type.lower() == "adam" and given.get("adam_w_mode", True):
+        cls, defaults = torch.optim.AdamW, {"weight_decay": 0.0}
     _check_class(cls, sharded, allow_untested)
+    # What the configuration does not say: our own optimizers get it beside their parameters.
     context: dict[str, Any] = {"exchange": exchange, "pieces": [piece for group in groups for piece in group.pieces]}
     if cls is Muon:
         context["matrices"] = matrices
     declared = inspect.signature(cls).parameters
     accepted = {key: declared[key] for key in declared if key not in {"params", "groups", *context}}
     arguments = defaults | _accept(type, given, accepted)
+    # It may look at shapes, and whole parameters can have theirs.
     if not sharded and cls not in _ELEMENTWISE | _EXCHANGING:
         _give_shapes(piece for group in groups for piece in group.pieces)
-    param_groups = [_group_dict(group) for group in groups]
+    param_groups = [
+        {"params": [piece.parameter for piece in group.pieces]}
+        | {key: _plain(value) for key, value in without_auto(group.options).items()}
+        for group in groups
+    ]
     try:
-        optimizer = cls(param_groups, **(context if cls in _EXCHANGING else {}), **arguments)
+        optimizer: Optimizer = cls(param_groups, **(context if cls in _EXCHANGING else {}), **arguments)
     except (TypeError, ValueError) as error:
         raise ValueError(f"optimizer {type} with {OPTIMIZER_PARAMS} = {dict(given)}: {error}") from error
     _fuse(optimizer)
@@ -158,21 +142,10 @@ def build(
 
 
 def adopt(
-    optimizer: Optimizer,
-    pieces_by_parameter: Mapping[nn.Parameter, Piece | None],
-    sharded: bool,
+    optimizer: Optimizer, pieces_by_parameter: Mapping[nn.Parameter, Piece | None], sharded: bool,
     allow_untested: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Make an optimizer that was built over a model's parameters update this rank's pieces of them, in place.
-
-    Its groups, their order and their hyperparameters stay the same objects, so a scheduler may already hold it.
-    Parameters of which this rank has no piece, and frozen ones, leave their group.
-
-    Args:
-        optimizer: not stepped yet.
-        pieces_by_parameter: for every trainable parameter of the model this rank's piece of it, if it has one.
-        sharded: whether pieces may be less than whole parameters.
-        allow_untested: take classes not known to be right on pieces.
 
     Raises:
         ValueError: if the optimizer would be wrong on pieces, has been stepped, or holds foreign parameters.
@@ -181,46 +154,43 @@ def adopt(
     check_users(optimizer, pieces_by_parameter, sharded, allow_untested)
     if not sharded and cls not in _ELEMENTWISE | _EXCHANGING:
         _give_shapes(piece for piece in pieces_by_parameter.values() if piece is not None)
+    # The same group objects, since a scheduler may already hold them.
     for group in optimizer.param_groups:
         kept = [(p, piece) for p in group["params"] if (piece := pieces_by_parameter.get(p)) is not None]
         for parameter in group["params"]:
-            _move_state(optimizer, parameter, pieces_by_parameter.get(parameter))
+            state, piece = optimizer.state.pop(parameter, None), pieces_by_parameter.get(parameter)
+            if not state or piece is None:
+                continue
+            # Cut what an optimizer such as Adagrad makes at construction.
+            optimizer.state[piece.parameter] = {
+                key: piece.cut(value).to(piece.parameter, copy=True).view_as(piece.parameter)
+                if torch.is_tensor(value) and key != "step" and value.shape == piece.shape
+                else value
+                for key, value in state.items()
+            }
+        # Parameters of which this rank has no piece, and frozen ones, leave their group.
         group["params"] = [piece.parameter for _, piece in kept]
         if "param_names" in group:
             group["param_names"] = [piece.name for _, piece in kept]
     _fuse(optimizer)
 
 
-def _find_class(name: str, given: Mapping[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The class, and defaults that differ from its own."""
-    lower = name.lower()
-    if lower == "adam" and given.get("adam_w_mode", True):
-        return torch.optim.AdamW, {"weight_decay": 0.0}
-    ours = {cls.__name__.lower(): cls for cls in (Lamb, Lion, Muon)}
-    classes: dict[str, Any] = public_classes(torch.optim, Optimizer) | ours
-    return classes[lower], {}
-
-
 def _accept(name: str, given: Mapping[str, Any], accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """The arguments for the class, after every parameter has been checked."""
+    """Return the arguments for the class, after every parameter has been checked."""
     arguments: dict[str, Any] = {}
     for key, value in given.items():
+        foreign = _FOREIGN.get(key)
         if key in accepted:
             arguments[key] = _plain(checked(f"{OPTIMIZER_PARAMS}.{key}", value, accepted[key]))
         elif key in _REFUSED_PARAMS:
             raise ValueError(f"{OPTIMIZER_PARAMS}.{key} of {name} is not taken: {_REFUSED_PARAMS[key]}")
+        elif foreign is None or name.lower() not in foreign.optimizers:
+            raise unknown_parameter(OPTIMIZER_PARAMS, key, name, accepted)
+        elif foreign.harmless is not None and value not in foreign.harmless:
+            raise ValueError(f"{OPTIMIZER_PARAMS}.{key} of {name} cannot be {value!r}: {foreign.remedy}")
         else:
-            _check_foreign(name, key, value, accepted)
+            _log.info("%s.%s of %s has no further effect", OPTIMIZER_PARAMS, key, name)
     return arguments
-
-
-def _check_foreign(name: str, key: str, value: Any, accepted: Iterable[str]) -> None:
-    foreign = _FOREIGN.get(key)
-    if foreign is None or name.lower() not in foreign.optimizers:
-        raise unknown_parameter(OPTIMIZER_PARAMS, key, name, accepted)
-    if foreign.harmless is not None and value not in foreign.harmless:
-        raise ValueError(f"{OPTIMIZER_PARAMS}.{key} of {name} cannot be {value!r}: {foreign.remedy}")
-    _log.info("%s.%s of %s has no further effect", OPTIMIZER_PARAMS, key, name)
 
 
 def _plain(value: Any) -> Any:
@@ -230,41 +200,18 @@ def _plain(value: Any) -> Any:
     return tuple(float(item) for item in value)
 
 
-def _group_dict(group: ParameterGroup) -> dict[str, Any]:
-    options = {key: _plain(value) for key, value in without_auto(group.options).items()}
-    return {"params": [piece.parameter for piece in group.pieces], **options}
-
-
 def check_users(
     optimizer: Optimizer, parameters: Container[nn.Parameter], sharded: bool, allow_untested: bool = False
 ) -> None:
     """Raise what ``adopt`` raises, of a model with these trainable ``parameters``."""
+    kind = type(optimizer).__name__
     _check_class(type(optimizer), sharded, allow_untested)
-    _check_fresh(optimizer)
-    _check_members(optimizer, parameters)
-
-
-def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool) -> None:
-    if cls in _NEVER:
-        raise ValueError(f"{cls.__name__} cannot be used: {_NEVER[cls]}")
-    if sharded and cls in _WHOLE:
-        raise ValueError(f"{cls.__name__} would be wrong on sharded parameters: {_WHOLE[cls]}")
-    if sharded and not (allow_untested or cls in _ELEMENTWISE | _EXCHANGING):
-        raise ValueError(
-            f"{cls.__name__} is not known to update each element by itself, as it must where parameters are sharded; "
-            f"use {UNSHARDED}, or set `{UNTESTED_OPTIMIZER}` to true if it does"
-        )
-
-
-def _check_fresh(optimizer: Optimizer) -> None:
+    # Its state is of whole parameters. Some optimizers make theirs, with a step of 0, when they are built.
     if any(state and float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
         raise ValueError(
-            f"{type(optimizer).__name__} has been stepped or loaded before; give a new one, and load its state "
-            "with the engine's `load_checkpoint`"
+            f"{kind} has been stepped or loaded before; give a new one, and load its state with the engine's "
+            "`load_checkpoint`"
         )
-
-
-def _check_members(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> None:
     foreign = [
         f"group {number}, parameter {place}"
         + (f" ({group['param_names'][place]})" if "param_names" in group else "")
@@ -280,23 +227,23 @@ def _check_members(optimizer: Optimizer, parameters: Container[nn.Parameter]) ->
         )
 
 
-def _move_state(optimizer: Optimizer, parameter: nn.Parameter, piece: Piece | None) -> None:
-    """Cut what an optimizer such as Adagrad makes at construction to the piece."""
-    state = optimizer.state.pop(parameter, None)
-    if not state or piece is None:
-        return
-    optimizer.state[piece.parameter] = {
-        key: piece.cut(value).to(piece.parameter, copy=True).view_as(piece.parameter)
-        if torch.is_tensor(value) and key != "step" and value.shape == piece.shape
-        else value
-        for key, value in state.items()
-    }
+def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool) -> None:
+    if cls in _NEVER:
+        raise ValueError(f"{cls.__name__} cannot be used: {_NEVER[cls]}")
+    if sharded and cls in _WHOLE:
+        raise ValueError(f"{cls.__name__} would be wrong on sharded parameters: {_WHOLE[cls]}")
+    if sharded and not (allow_untested or cls in _ELEMENTWISE | _EXCHANGING):
+        raise ValueError(
+            f"{cls.__name__} is not known to update each element by itself, as it must where parameters are sharded; "
+            f"use {UNSHARDED}, or set `{UNTESTED_OPTIMIZER}` to true if it does"
+        )
 
 
 def _give_shapes(pieces: Iterable[Piece]) -> None:
-    """Give whole parameters their shape back for an optimizer that may look at it. Their storage stays."""
+    """Give whole parameters their shape back for an optimizer that may look at it."""
     for piece in pieces:
         assert piece.whole, f"{piece.name} is not whole"
+        # A view, because the storage is a part of the flat master.
         piece.parameter.data = piece.parameter.data.view(piece.shape)
 
 

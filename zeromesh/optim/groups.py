@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
+# End of the names of norm classes: torch's, as LayerNorm and BatchNorm2d, and models' own, as LlamaRMSNorm.
 _NORM = re.compile(r"norm(\d*d)?$", re.IGNORECASE)
-"""End of the names of norm classes: torch's, as LayerNorm and BatchNorm2d, and models' own, as LlamaRMSNorm."""
 
+# Names of modules at a model's tokens or classes, as ``embed_in``, ``lm_head`` and ``heads.0``.
 _EDGE = re.compile(r"embed|(^|[._])heads?(\.|$)", re.IGNORECASE)
-"""Names of modules at a model's tokens or classes, as ``embed_in``, ``lm_head`` and ``heads.0``."""
 
 
 def no_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -41,18 +41,16 @@ def no_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any
 
 
 def hidden_matrices(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters that Muon should update: hidden matrices, no embeddings, heads, biases or norms.
-
-    A parameter's attribute ``use_muon`` (True or False) decides where it is set. A parameter tied to an embedding or
-    a head is none.
-    """
+    """Return the names of the parameters that Muon should update: no embeddings, heads, biases or norms."""
     edges = _edges(model)
     chosen: dict[nn.Parameter, str] = {}
     excluded: set[nn.Parameter] = set()
     for module_name, owner, name, parameter in _owned_parameters(model, remove_duplicate=False):
+        # The user's word on the parameter itself decides.
         use_muon = getattr(parameter, "use_muon", None)
         if use_muon is None:
             use_muon = parameter.ndim == 2 and owner not in edges and not _is_bias_or_norm(owner, name)
+        # Tied to an embedding or a head it is none, whichever name comes first.
         if not use_muon:
             excluded.add(parameter)
         chosen.setdefault(parameter, f"{module_name}.{name}".removeprefix("."))
@@ -62,10 +60,11 @@ def hidden_matrices(model: nn.Module) -> frozenset[str]:
 def _owned_parameters(
     model: nn.Module, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Trainable parameters as (module name, module, name in it, parameter)."""
+    """Yield trainable parameters as (module name, module, name in it, parameter)."""
     seen: set[nn.Parameter] = set()
     for module_name, module in model.named_modules(remove_duplicate=remove_duplicate):
         for name, parameter in module.named_parameters(recurse=False):
+            # A tied parameter would be updated twice by an optimizer that has it in two groups.
             if parameter.requires_grad and not (remove_duplicate and parameter in seen):
                 seen.add(parameter)
                 yield module_name, module, name, parameter
@@ -76,12 +75,9 @@ def _is_bias_or_norm(owner: nn.Module, name: str) -> bool:
 
 
 def _edges(model: nn.Module) -> set[nn.Module]:
-    """The modules where the model meets tokens or classes, by what is known of each.
-
-    That is by type, by name, by what Hugging Face models say, and by position: the last linear layer that is in no
-    numbered container, as the blocks are.
-    """
+    """Return the modules where the model meets tokens or classes: by type, name, what the model says, and position."""
     modules = dict(model.named_modules())
+    # Blocks are in numbered containers; the last linear layer outside of them is the head.
     outside = [
         module
         for name, module in modules.items()

@@ -22,13 +22,8 @@ def states_of(
 ) -> Callable[[Parameter], Sequence[str]]:  # fmt: skip
     """Return a function from a parameter to the names of its states that the kernel updates, in order.
 
-    Args:
-        optimizer: whose.
-        place: what the kernel is needed for, and what to do without it, for the message.
-        remedy: see ``place``.
-
-    Raises:
-        ValueError: there is none for some parameters, as the kernel does not know the optimizer or its options.
+    It raises ValueError where the kernel does not know the optimizer or its options: the message says what the kernel
+    is needed for (``place``), and what to do without it (``remedy``).
     """
     for number, group in enumerate(optimizer.param_groups):
         if group["params"] and rule_of(type(optimizer), group) is None:
@@ -56,12 +51,7 @@ def count_states(optimizer: Optimizer | None) -> int:
 
 
 class HostSteps:
-    """Update parameters of an optimizer as its own ``step`` would, which can continue with the states.
-
-    Args:
-        optimizer: with its groups as they are in this update.
-        factor: gradients are multiplied with it.
-    """
+    """Updates of an optimizer's parameters as its own ``step`` would do them, which can continue with the states."""
 
     def __init__(self, optimizer: Optimizer, factor: float) -> None:
         self.factor = factor
@@ -79,7 +69,7 @@ class HostSteps:
         return group is not None and on_host and rule_of(type(self._optimizer), group) is not None
 
     def step(self, inputs: Sequence[StepInput]) -> None:
-        """One step, of parameters that ``takes`` is true for; all tensors of one have the same number of elements."""
+        """Take one step of parameters that ``takes`` is true for; all tensors of one have as many elements."""
         steps: dict[tuple[int, int], UpdateStep] = {}
         pieces = []
         for parameter, gradient, output, halves in inputs:
@@ -94,7 +84,7 @@ class HostSteps:
         update(pieces, self.factor)
 
     def coming(self, parameter: Parameter) -> tuple[UpdateStep, tuple[torch.Tensor, ...]] | None:
-        """The next step of a parameter, with the numbers as they are now, and its states; None if it has none yet."""
+        """Return the next step of a parameter, and its states; None if it has none yet."""
         group = self._groups[id(parameter)]
         rule, state = rule_of(type(self._optimizer), group), self._optimizer.state.get(parameter, {})
         if rule is None:
@@ -102,6 +92,8 @@ class HostSteps:
         states = tuple(state.get(name) for name in RULES[rule].states(group))
         if not all(isinstance(value, torch.Tensor) for value in states) or (rule in COUNTED and "step" not in state):
             return None
+        # The numbers as they are now: whether they still hold is compared when the update is asked
+        # for.
         numbers = {key: group[key] for key in HYPERPARAMETERS if key in group}
         # SGD only tells the first step from the others, by its momentum.
         return UpdateStep(rule, numbers, int(state["step"]) + 1 if rule in COUNTED else 2), states
@@ -117,7 +109,7 @@ class HostSteps:
             state["step"] = state["step"] + 1
 
     def _states(self, parameter: Parameter, rule: str, group: dict[str, Any]) -> tuple[tuple[torch.Tensor, ...], int]:
-        """The parameter's states, made if it has none yet, and which step this is."""
+        """Return the parameter's states, made if it has none yet, and which step this is."""
         state, names = self._optimizer.state[parameter], RULES[rule].states(group)
         first = any(state.get(name) is None for name in names)
         for name in names if first else ():
@@ -129,16 +121,13 @@ class HostSteps:
         return tuple(state[name].view(-1) for name in names), number
 
 
-COUNTED = frozenset({"adam", "adamw", "adagrad"})
-"""Rules whose optimizers count steps, under the name ``step``. SGD only tells the first one from the others."""
+COUNTED = frozenset({"adam", "adamw", "adagrad"})  # rules whose optimizers count steps, under the name ``step``
 
-HYPERPARAMETERS = (
-    *("lr", "betas", "eps", "weight_decay", "maximize"),
-    *("momentum", "dampening", "nesterov", "lr_decay"),
-)
-"""Options of groups that rules compute with."""
+# Options of groups that rules compute with.
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "maximize", "momentum", "dampening", "nesterov", "lr_decay")
 
 
 def _number(value: Any) -> Any:
-    """Return a number of its own, because a learning rate that is a tensor may be changed in place."""
+    """Return a number of its own."""
+    # A learning rate that is a tensor may be changed in place while the step is still being computed.
     return float(value) if isinstance(value, torch.Tensor) else value

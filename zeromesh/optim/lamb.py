@@ -14,14 +14,13 @@ from zeromesh.optim.lion import StepOptimizer
 class Lamb(StepOptimizer):
     """LAMB (You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020).
 
-    The trust ratio is the norm of the whole parameter over the norm of its whole update, whatever part of it this
-    rank holds: one sum over the ranks per step, of two float64 numbers per parameter. It is clamped to
-    ``[min_coeff, max_coeff]``, and 1 where either norm is zero.
+    The trust ratio is the norm of the whole parameter over the norm of its whole update, clamped to ``[min_coeff,
+    max_coeff]``, and 1 where either norm is zero. It costs one sum over the ranks per step.
 
     Args:
         groups: parameter groups; their parameters are those of ``pieces``.
         pieces: every piece this rank updates.
-        exchange: how to reach the other pieces. A rank that holds no piece at all sums zeros that lie on the CPU.
+        exchange: how to reach the other pieces.
         lr: learning rate.
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
@@ -31,29 +30,14 @@ class Lamb(StepOptimizer):
     """
 
     def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        pieces: Iterable[Piece],
-        exchange: PieceExchange,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        bias_correction: bool = True,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-        }
-        super().__init__(groups, defaults)
+        self, groups: Iterable[dict[str, Any]], pieces: Iterable[Piece], exchange: PieceExchange, lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+        bias_correction: bool = True, max_coeff: float = 10.0, min_coeff: float = 0.01,
+    ) -> None:  # fmt: skip
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
+        super().__init__(groups, defaults | {"max_coeff": max_coeff, "min_coeff": min_coeff})
         self._exchange = exchange
+        # Every rank sums a vector of all parameters, in one order, whatever it holds of them.
         places = {name: place for place, name in enumerate(name for bucket in exchange.buckets for name in bucket)}
         self._pieces = {piece.parameter: piece for piece in pieces}
         self._places = {parameter: places[piece.name] for parameter, piece in self._pieces.items()}
@@ -70,11 +54,12 @@ class Lamb(StepOptimizer):
         for parameter, (direction, group) in updates.items():
             weight_norm, update_norm = norms[:, self._places[parameter]]
             ratio = (weight_norm / update_norm).clamp(group["min_coeff"], group["max_coeff"])
+            # As in the paper: an update of zero, or of a parameter that is zero, is not scaled.
             ratio = torch.where((weight_norm > 0) & (update_norm > 0), ratio, 1.0)
             parameter.sub_(direction.mul_(ratio * group["lr"]))
 
     def _direction(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """The update before it is scaled: Adam's, plus weight decay."""
+        """Return the update before it is scaled: Adam's, plus weight decay."""
         state = self.state[parameter]
         if not state:
             zeros = torch.zeros_like
@@ -90,12 +75,14 @@ class Lamb(StepOptimizer):
         return (first / correction1).div_(denominator).add_(parameter, alpha=group["weight_decay"])
 
     def _norms(self, directions: dict[torch.nn.Parameter, torch.Tensor]) -> torch.Tensor:
-        """Norms of whole parameters and whole updates, shape (2, parameters), float64; zero where no rank has one."""
+        """Return norms of whole parameters and updates, shape (2, parameters), float64; zero where no rank has one."""
+        # A rank that holds no piece at all sums zeros that lie on the CPU.
         device = next((parameter.device for parameter in self._places), torch.device("cpu"))
         squares = torch.zeros(2, self._count, dtype=torch.float64, device=device)
         for parameter, direction in directions.items():
             for row, tensor in enumerate((parameter, direction)):
                 for part in self._pieces[parameter].owned(tensor):
+                    # In fp64: squares of many small elements vanish in fp32.
                     norm = torch.linalg.vector_norm(part, dtype=torch.float64)
                     squares[row, self._places[parameter]] += norm.square()
         return self._exchange.sum(squares.view(-1)).view(2, -1).sqrt()

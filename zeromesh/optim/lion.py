@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -39,27 +38,20 @@ class Lion(StepOptimizer):
     """
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-    ) -> None:
+        self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def _update(self) -> None:
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._move(parameter, parameter.grad, group)
-
-    def _move(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(parameter)
-        momentum = state["exp_avg"]
-        weight, decay = group["betas"]
-        direction = torch.lerp(gradient, momentum, weight).sign_()
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(direction, alpha=-group["lr"])
-        momentum.lerp_(gradient, 1 - decay)
+            weight, decay = group["betas"]
+            for parameter in (one for one in group["params"] if one.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                momentum = state["exp_avg"]
+                # Before the momentum takes the gradient in: Lion's update weighs it more than its memory does.
+                direction = torch.lerp(parameter.grad, momentum, weight).sign_()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(direction, alpha=-group["lr"])
+                momentum.lerp_(parameter.grad, 1 - decay)

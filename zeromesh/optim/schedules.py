@@ -1,7 +1,6 @@
 """Learning-rate schedules: each a function from the number of updates done to a learning rate.
 
-``SCHEDULES`` has DeepSpeed's, with its parameters and its timing: the n-th update, counted from 0, uses position n - 1,
-and position -1 is the start. The keyword arguments of a function are the schedule's parameters; their names, types and
+``SCHEDULES`` has DeepSpeed's. The keyword arguments of a function are the schedule's parameters; their names, types and
 defaults are read from its signature. Torch's schedules are used as they are.
 """
 
@@ -23,23 +22,18 @@ from zeromesh.optim.values import checked, unknown_parameter, without_auto
 
 _log = logging.getLogger(__name__)
 
+# Learning rate and first beta, from a position and a group's own learning rate; None leaves the betas.
 Curve = Callable[[int, float], tuple[float, float | None]]
-"""Learning rate and first beta, from a position and a group's own learning rate; None leaves the betas."""
 
-SECOND_BETA = 0.99
-"""The second beta of an optimizer whose first one a schedule moves, as in DeepSpeed."""
+# DeepSpeed's timing: the n-th update, counted from 0, uses position n - 1, and position -1 is the start.
+
+SECOND_BETA = 0.99  # the second beta of an optimizer whose first one a schedule moves, as in DeepSpeed
 
 
 class RateSchedule:
-    """Move an optimizer's hyperparameters along one curve per parameter group.
+    """Schedule that moves hyperparameters along one curve per parameter group; position -1 is the beginning."""
 
-    Args:
-        optimizer: its groups are set at once, and again by every ``step``.
-        curves: one per group.
-        last_batch_iteration: position to start from; -1 is the beginning.
-        name: of the curves, for messages.
-    """
-
+    # Not torch's LambdaLR: it multiplies the group's rate by a factor, which rounds rates that are given as they are.
     def __init__(
         self, optimizer: Optimizer, curves: Sequence[Curve], last_batch_iteration: int = -1, name: str = "Schedule"
     ) -> None:
@@ -47,7 +41,12 @@ class RateSchedule:
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
         self._curves = curves
-        _separate_tensors(optimizer)
+        seen: set[int] = set()
+        for group in optimizer.param_groups:
+            # Torch lets groups share the tensor of the optimizer's defaults; each needs a rate of its own.
+            if id(group["lr"]) in seen:
+                group["lr"] = _copied(group["lr"])
+            seen.add(id(group["lr"]))
         # The same key as torch's: schedules made one after the other start from one learning rate.
         self._own = [float(group.setdefault("initial_lr", _copied(group["lr"]))) for group in optimizer.param_groups]
         self._apply()
@@ -58,7 +57,7 @@ class RateSchedule:
         self._apply()
 
     def get_last_lr(self) -> list[float]:
-        """The learning rate of each group, as set last."""
+        """Return the learning rate of each group, as set last."""
         return list(self._last_lr)
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,6 +72,7 @@ class RateSchedule:
     def _apply(self) -> None:
         position = self.last_batch_iteration
         groups = self.optimizer.param_groups
+        # All values first, so that one that cannot be computed leaves the groups alike.
         values = [curve(position, own) for curve, own in zip(self._curves, self._own, strict=True)]
         self._last_lr = [lr for lr, _ in values]
         for group, (lr, momentum) in zip(groups, values, strict=True):
@@ -84,27 +84,8 @@ class RateSchedule:
                 group["betas"] = (momentum, SECOND_BETA, *group["betas"][2:])
 
 
-def _require_rates(optimizer: Optimizer, name: str) -> None:
-    """Raise ValueError unless each group has a learning rate that a schedule can move."""
-    lacking = [number for number, group in enumerate(optimizer.param_groups) if "lr" not in group]
-    if lacking:
-        raise ValueError(
-            f"scheduler {name} moves learning rates, but group {lacking[0]} of {optimizer.__class__.__name__} has no "
-            "'lr'; give it one, or leave the scheduler out"
-        )
-
-
 def _copied(lr: Any) -> Any:
     return lr.clone() if isinstance(lr, torch.Tensor) else lr
-
-
-def _separate_tensors(optimizer: Optimizer) -> None:
-    """Give each group a tensor of its own: torch lets groups share the one of the optimizer's defaults."""
-    seen: set[int] = set()
-    for group in optimizer.param_groups:
-        if id(group["lr"]) in seen:
-            group["lr"] = _copied(group["lr"])
-        seen.add(id(group["lr"]))
 
 
 def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> RateSchedule | lr_scheduler.LRScheduler:
@@ -119,19 +100,36 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> RateSch
     Raises:
         ValueError: for an unknown parameter, one that is missing, or a value that cannot be.
     """
-    given = without_auto(params)
-    _require_rates(optimizer, type)
+    given, groups = without_auto(params), optimizer.param_groups
+    lacking = [number for number, group in enumerate(groups) if "lr" not in group]
+    if lacking:
+        raise ValueError(
+            f"scheduler {type} moves learning rates, but group {lacking[0]} of {optimizer.__class__.__name__} has no "
+            "'lr'; give it one, or leave the scheduler out"
+        )
     ours = {name.lower(): rate for name, rate in SCHEDULES.items()}.get(type.lower())
     if ours is None:
-        return _build_torch(type, given, optimizer)
+        cls: Any = public_classes(lr_scheduler, lr_scheduler.LRScheduler)[type.lower()]
+        given = _check_params(type, given, cls)
+        try:
+            made: lr_scheduler.LRScheduler = cls(optimizer, **given)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"scheduler {type} with {SCHEDULER_PARAMS} = {dict(given)}: {error}") from error
+        return made
     start = given.pop("last_batch_iteration", -1)
     if not isinstance(start, int) or isinstance(start, bool) or start < -1:
         raise ValueError(f"{SCHEDULER_PARAMS}.last_batch_iteration = {start!r} must be a whole number of at least -1")
-    given = _check_params(type, given, ours, _LEAST)
-    groups = optimizer.param_groups
+    given = _check_params(type, given, ours)
     if type.lower() == "warmuplr" and given.get("warmup_max_lr") is None:
         given = {**given, "warmup_max_lr": _first_rate(optimizer)}
-    curves = [partial(ours, **_of_group(type, given, number, len(groups))) for number in range(len(groups))]
+    curves = []
+    for number in range(len(groups)):
+        own = {}
+        for key, value in given.items():
+            if isinstance(value, list) and len(value) != len(groups):
+                raise ValueError(f"scheduler {type}: {key} has {len(value)} values for {len(groups)} parameter groups")
+            own[key] = value[number] if isinstance(value, list) else value
+        curves.append(partial(ours, **own))
     # The first call also raises for values that do not fit together, before any group is changed.
     if any([curve(start, 1.0)[1] is not None for curve in curves]):
         _tell_betas(type, optimizer)
@@ -139,7 +137,7 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> RateSch
 
 
 def _first_rate(optimizer: Optimizer) -> float:
-    """The first group's learning rate, which is all groups' where ``warmup_max_lr`` is not given, as in DeepSpeed."""
+    """Return the first group's learning rate, which is all groups' where ``warmup_max_lr`` is not given."""
     rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
     if len(set(rates)) > 1:
         _log.warning(
@@ -167,16 +165,6 @@ def _tell_betas(name: str, optimizer: Optimizer) -> None:
         )
 
 
-def _build_torch(name: str, given: Mapping[str, Any], optimizer: Optimizer) -> lr_scheduler.LRScheduler:
-    cls: Any = public_classes(lr_scheduler, lr_scheduler.LRScheduler)[name.lower()]
-    given = _check_params(name, given, cls)
-    try:
-        made: lr_scheduler.LRScheduler = cls(optimizer, **given)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"scheduler {name} with {SCHEDULER_PARAMS} = {dict(given)}: {error}") from error
-    return made
-
-
 _LEAST: dict[str, int] = {
     "warmup_num_steps": 0,
     "decay_num_steps": 0,
@@ -185,14 +173,13 @@ _LEAST: dict[str, int] = {
     "cycle_first_step_size": 1,
     "cycle_second_step_size": 0,
     "lr_range_test_step_size": 1,
+    "step_size": 1,  # by which torch's StepLR divides
 }
-"""The smallest value of whole numbers in our schedules."""
+"""Smallest values of whole numbers."""
 
 
-def _check_params(
-    name: str, given: Mapping[str, Any], make: Callable[..., Any], least: Mapping[str, int] | None = None
-) -> dict[str, Any]:
-    """The arguments, each known and of the type that is declared for it; none is missing."""
+def _check_params(name: str, given: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
+    """Return the arguments, each known and of the type that is declared for it; none is missing."""
     declared = inspect.signature(make).parameters
     known = {key: value for key, value in declared.items() if key not in ("optimizer", "position", "own")}
     for key in given:
@@ -201,29 +188,19 @@ def _check_params(
     missing = [key for key, value in known.items() if value.default is value.empty and key not in given]
     if missing:
         raise ValueError(f"scheduler {name} needs {', '.join(map(repr, missing))}; add it to {SCHEDULER_PARAMS}")
-    if least is None:
-        rules = {"step_size": 1}  # by which StepLR divides
-        return {k: checked(f"{SCHEDULER_PARAMS}.{k}", value, known[k], rules.get(k)) for k, value in given.items()}
-    arguments = {}
+    arguments: dict[str, Any] = {}
     for key, value in given.items():
-        # Of these a list gives one value per parameter group.
-        values = value if isinstance(value, (list, tuple)) else [value]
-        plain = [checked(f"{SCHEDULER_PARAMS}.{key}", item, known[key], least.get(key)) for item in values]
-        arguments[key] = plain if isinstance(value, (list, tuple)) else plain[0]
+        # Of ours a list gives one value per parameter group; torch's take lists of their own meanings.
+        listed = isinstance(value, list | tuple) and make in SCHEDULES.values()
+        path, least = f"{SCHEDULER_PARAMS}.{key}", _LEAST.get(key)
+        found = [checked(path, item, known[key], least) for item in (value if listed else [value])]
+        arguments[key] = found if listed else found[0]
     return arguments
 
 
-def _of_group(name: str, given: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:
-    """One group's arguments from those of all."""
-    for key, value in given.items():
-        if isinstance(value, (list, tuple)) and len(value) != count:
-            raise ValueError(f"scheduler {name}: {key} has {len(value)} values for {count} parameter groups")
-    return {key: value[number] if isinstance(value, (list, tuple)) else value for key, value in given.items()}
-
-
 def _warmup(position: int, kind: str, steps: int) -> float:
-    """Return the part of the way from 0 to 1. At least two steps, as the logarithm needs."""
-    done, steps = max(position, 0), max(2, steps)
+    """Return the part of the way from 0 to 1."""
+    done, steps = max(position, 0), max(2, steps)  # by the logarithm of 1 it would be divided
     if kind == "log":
         return min(1.0, math.log(done + 1) / math.log(steps))
     if kind == "linear":
@@ -232,29 +209,18 @@ def _warmup(position: int, kind: str, steps: int) -> float:
 
 
 def _warmup_lr(
-    position: int,
-    own: float,
-    *,
-    warmup_min_lr: float = 0.0,
-    warmup_max_lr: float | None = None,
-    warmup_num_steps: int = 1000,
-    warmup_type: str = "log",
-) -> tuple[float, None]:
+    position: int, own: float, *, warmup_min_lr: float = 0.0, warmup_max_lr: float | None = None,
+    warmup_num_steps: int = 1000, warmup_type: str = "log",
+) -> tuple[float, None]:  # fmt: skip
     """Rise to ``warmup_max_lr`` (by default the first group's own rate), then stay."""
     top = own if warmup_max_lr is None else warmup_max_lr
     return warmup_min_lr + (top - warmup_min_lr) * _warmup(position, warmup_type, warmup_num_steps), None
 
 
 def _warmup_decay_lr(
-    position: int,
-    own: float,
-    *,
-    total_num_steps: int,
-    warmup_min_lr: float = 0.0,
-    warmup_max_lr: float = 0.001,
-    warmup_num_steps: int = 1000,
-    warmup_type: str = "log",
-) -> tuple[float, None]:
+    position: int, own: float, *, total_num_steps: int, warmup_min_lr: float = 0.0, warmup_max_lr: float = 0.001,
+    warmup_num_steps: int = 1000, warmup_type: str = "log",
+) -> tuple[float, None]:  # fmt: skip
     """Rise to ``warmup_max_lr``, then fall in a line to ``warmup_min_lr`` at ``total_num_steps``."""
     steps, part = max(2, warmup_num_steps), _warmup(position, warmup_type, warmup_num_steps)
     if position >= steps:
@@ -263,20 +229,12 @@ def _warmup_decay_lr(
 
 
 def _warmup_cosine_lr(
-    position: int,
-    own: float,
-    *,
-    total_num_steps: int,
-    warmup_min_ratio: float = 0.0,
-    warmup_num_steps: int = 1000,
-    cos_min_ratio: float = 0.0001,
-    warmup_type: str = "log",
-) -> tuple[float, None]:
-    """Rise to the group's own learning rate, then fall along half a cosine to ``cos_min_ratio`` of it.
-
-    The first update has a rate of 0, the second one ``warmup_min_ratio`` of the group's, as in DeepSpeed.
-    """
+    position: int, own: float, *, total_num_steps: int, warmup_min_ratio: float = 0.0, warmup_num_steps: int = 1000,
+    cos_min_ratio: float = 0.0001, warmup_type: str = "log",
+) -> tuple[float, None]:  # fmt: skip
+    """Rise to the group's own learning rate, then fall along half a cosine to ``cos_min_ratio`` of it."""
     steps, warmed = max(2, warmup_num_steps), _warmup(position, warmup_type, warmup_num_steps)
+    # As in DeepSpeed: the first update has a rate of 0, the second one ``warmup_min_ratio`` of the group's.
     if position < 0:
         return 0.0, None
     if position < steps:
@@ -286,27 +244,12 @@ def _warmup_cosine_lr(
 
 
 def _one_cycle(
-    position: int,
-    own: float,
-    *,
-    cycle_min_lr: float,
-    cycle_max_lr: float,
-    decay_lr_rate: float = 0.0,
-    cycle_first_step_size: int = 2000,
-    cycle_second_step_size: int | None = None,
-    cycle_first_stair_count: int = 0,
-    cycle_second_stair_count: int | None = None,
-    decay_step_size: int = 0,
-    cycle_momentum: bool = True,
-    cycle_min_mom: float = 0.8,
-    cycle_max_mom: float = 0.9,
-    decay_mom_rate: float = 0.0,
-) -> tuple[float, float | None]:
-    """Rise and fall in lines, then decay; the momentum does the opposite (Smith 2018, arXiv 1803.09820).
-
-    With a stair count above 0, rate and momentum stay on each of so many stairs of that half of the cycle. The
-    momentum begins at its minimum and the second beta is ``SECOND_BETA``, as in DeepSpeed.
-    """
+    position: int, own: float, *, cycle_min_lr: float, cycle_max_lr: float, decay_lr_rate: float = 0.0,
+    cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
+    cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
+    cycle_min_mom: float = 0.8, cycle_max_mom: float = 0.9, decay_mom_rate: float = 0.0,
+) -> tuple[float, float | None]:  # fmt: skip
+    """Rise and fall in lines, then decay; the momentum does the opposite (Smith 2018, arXiv 1803.09820)."""
     first, stairs = cycle_first_step_size, cycle_first_stair_count
     second = first if cycle_second_step_size is None else cycle_second_step_size
     if position < first + second:
@@ -315,8 +258,10 @@ def _one_cycle(
         if part > first:
             part, whole = first + second - part, second
             stairs = stairs if cycle_second_stair_count is None else cycle_second_stair_count
+        # On stairs, rate and momentum stay for each of so many parts of that half of the cycle.
         height = part * stairs // whole / stairs if stairs > 0 else part / whole
         lr = cycle_min_lr + (cycle_max_lr - cycle_min_lr) * height
+        # DeepSpeed's begins at its minimum, and not at the maximum that belongs to the lowest rate.
         momentum = cycle_min_mom if position < 0 else cycle_max_mom - (cycle_max_mom - cycle_min_mom) * height
     else:
         intervals = (position - first - second + 1) / decay_step_size if decay_step_size else 0.0
@@ -326,14 +271,9 @@ def _one_cycle(
 
 
 def _lr_range_test(
-    position: int,
-    own: float,
-    *,
-    lr_range_test_min_lr: float = 1e-3,
-    lr_range_test_step_size: int = 2000,
-    lr_range_test_step_rate: float = 1.0,
-    lr_range_test_staircase: bool = False,
-) -> tuple[float, None]:
+    position: int, own: float, *, lr_range_test_min_lr: float = 1e-3, lr_range_test_step_size: int = 2000,
+    lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False,
+) -> tuple[float, None]:  # fmt: skip
     """Rise without end, to find where training breaks (Smith 2018, arXiv 1803.09820)."""
     intervals = (position + 1) / lr_range_test_step_size
     if lr_range_test_staircase:
@@ -343,26 +283,18 @@ def _lr_range_test(
 
 _WSD_DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
+    # Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", 2024.
     "sqrt": lambda progress: 1 - math.sqrt(progress),
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
 }
 
 
 def _wsd(
-    position: int,
-    own: float,
-    *,
-    total_num_steps: int,
-    warmup_num_steps: int = 0,
-    decay_num_steps: int | None = None,
-    min_ratio: float = 0.0,
-    decay_type: str = "linear",
-) -> tuple[float, None]:
-    """Warm up in a line, stay at the group's own rate, fall to ``min_ratio`` of it at the end (warmup, stable, decay).
-
-    The decay takes a tenth of all steps unless given. Hu et al., "MiniCPM", 2024; ``sqrt`` (1 - sqrt) from Hägele et
-    al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", 2024.
-    """
+    position: int, own: float, *, total_num_steps: int, warmup_num_steps: int = 0, decay_num_steps: int | None = None,
+    min_ratio: float = 0.0, decay_type: str = "linear",
+) -> tuple[float, None]:  # fmt: skip
+    """Warm up in a line, stay at the group's own rate, fall to ``min_ratio`` of it (Hu et al., "MiniCPM", 2024)."""
+    # A tenth of all steps is what MiniCPM found to suffice.
     decay_steps = max(1, round(total_num_steps / 10)) if decay_num_steps is None else decay_num_steps
     if decay_type not in _WSD_DECAYS:
         raise ValueError(f"decay_type is {decay_type!r}; it must be one of {', '.join(map(repr, _WSD_DECAYS))}")

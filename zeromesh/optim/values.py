@@ -22,8 +22,8 @@ OTHER_NAMES: dict[str, str] = {
 }
 """Names of parameters in other libraries."""
 
+# Parameters that torch's CyclicLR takes as a list, one value per group, although it declares a number.
 PER_GROUP = ("base_momentum", "max_momentum")
-"""Parameters that torch's CyclicLR takes as a list, one value per group, although it declares a number."""
 
 
 def without_auto(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def without_auto(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_parameter(section: str, key: str, owner: str, known: Iterable[str]) -> ValueError:
-    """An error about a parameter that does not exist, with the one that was probably meant, and all of them."""
+    """Return an error about a parameter that does not exist, with the one that was probably meant."""
     choices = sorted(known)
     other = OTHER_NAMES.get(key)
     suggestion = other if other in choices else nearest(key, choices)
@@ -41,20 +41,12 @@ def unknown_parameter(section: str, key: str, owner: str, known: Iterable[str]) 
 
 
 def checked(path: str, value: Any, declared: inspect.Parameter, least: int | None = None) -> Any:
-    """A value as its parameter wants it.
-
-    Args:
-        path: dotted path of the key.
-        value: as it came from JSON.
-        declared: the parameter in the constructor's signature. What says nothing about its type takes anything.
-        least: the smallest whole number that it may be.
-
-    Raises:
-        ValueError: if it is of another type, or too small a whole number.
-    """
+    """Return a value from JSON as its parameter wants it; raise ValueError for another type, or less than ``least``."""
     kind, default = str(getattr(declared.annotation, "__name__", declared.annotation)), declared.default
+    # What says nothing about its type takes anything.
     if value is None and (default is None or "None" in kind):
         return value
+    # Annotations of torch are texts or types, and the default says more than many of them.
     if kind.removesuffix(" | None") == "int":
         return _whole(path, value, least)
     if isinstance(default, bool) or (default is None and "bool" in kind):
@@ -97,6 +89,7 @@ def _is_number(value: Any) -> bool:
 
 def _unquote(value: Any) -> str:
     try:
+        # A number in quotes is the usual mistake in hand-written JSON.
         float(value if isinstance(value, str) else "")
     except ValueError:
         return ""

@@ -9,15 +9,10 @@ from zeromesh.model.precision import LossScale
 
 
 class LossScaler:
-    """Follows a loss-scale policy (Micikevicius et al., "Mixed Precision Training", 2018).
-
-    Every rank must see the same sequence of overflows, and then has the same scale.
-
-    Args:
-        policy: a static scale, or how the dynamic one moves.
-    """
+    """Follows a loss-scale policy (Micikevicius et al., "Mixed Precision Training", 2018)."""
 
     def __init__(self, policy: LossScale) -> None:
+        # No exchange: every rank sees the same sequence of overflows, and then has the same scale.
         self._policy = policy
         self._scale = 2.0**policy.initial_power if policy.static is None else float(policy.static)
         self._hysteresis = policy.hysteresis
@@ -39,15 +34,18 @@ class LossScaler:
         Raises:
             FloatingPointError: on an overflow that cannot be answered with a smaller scale.
         """
-        if self._policy.static is not None:
+        if not self.is_dynamic:
             return
-        if overflow:
-            self._shrink()
-        else:
-            self._grow()
-
-    def _shrink(self) -> None:
+        if not overflow:
+            full_window = self._good_steps > 0 and self._good_steps % self._policy.window == 0
+            if full_window:
+                self._scale *= 2
+            if full_window or self._policy.consecutive_hysteresis:
+                self._hysteresis = self._policy.hysteresis
+            self._good_steps += 1
+            return
         self._good_steps = 0
+        # The first few are forgiven: a single bad batch should not halve the scale for a whole window.
         if self._hysteresis > 1:
             self._hysteresis -= 1
             return
@@ -59,20 +57,13 @@ class LossScaler:
             )
         self._scale = max(self._scale / 2, self._policy.minimum)
 
-    def _grow(self) -> None:
-        full_window = self._good_steps > 0 and self._good_steps % self._policy.window == 0
-        if full_window:
-            self._scale *= 2
-        if full_window or self._policy.consecutive_hysteresis:
-            self._hysteresis = self._policy.hysteresis
-        self._good_steps += 1
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run starts from."""
         return {"scale": self._scale, "hysteresis": self._hysteresis, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``. A static scale stays as configured."""
+        """Continue from ``state_dict()``."""
+        # A static scale stays as configured.
         if self._policy.static is None:
             self._scale = float(state["scale"])
             self._hysteresis = int(state["hysteresis"])

@@ -32,38 +32,23 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-USUAL_STATES = 2
-"""Number of states of an optimizer that the kernel does not know: as many as Adam has."""
+USUAL_STATES = 2  # number of states of an optimizer that the kernel does not know: as many as Adam has
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Offloaded states, before the model is laid out.
+    """Offloaded states, before the model is laid out."""
 
-    Attributes:
-        disk: where masters and optimizer states are that rest on NVMe; None where none do.
-        form: in which they rest there, or on the host.
-        stored: where parameters are that do; None where none do.
-        limit: bytes of host memory that all ranks of a node may use for what rests there; None: what is available.
-        early: share of the states that is updated during the backward; None: all on an accelerator, where there is
-            plenty of room.
-        pinned: whether host memory for files is page-locked where there is a GPU.
-    """
-
-    disk: Disk | None
-    stored: Disk | None
-    form: StateForm
-    limit: int | None
-    early: float | None
-    pinned: bool = True
+    disk: Disk | None  # where masters and optimizer states rest on NVMe; None where none do
+    stored: Disk | None  # where parameters do
+    form: StateForm  # of masters and states that rest off the device
+    limit: int | None  # bytes of host memory for all ranks of a node; None: what is available
+    early: float | None  # share of states updated during the backward; None: all, where there is plenty of room
+    pinned: bool  # whether host memory for files is page-locked where there is a GPU
 
 
 def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
-    """Return the offload that the configuration asks for with this optimizer.
-
-    Raises:
-        ValueError: its states cannot rest there.
-    """
+    """Return the offload that the configuration asks for; raise ValueError if these states cannot rest there."""
     zero, limit = settings.zero_optimization, settings.host_memory_limit
     stored, early = _disk(zero.offload_param, settings), zero.early_share
     form, pinned = StateForm(0, settings.row.split), zero.pins
@@ -76,6 +61,7 @@ def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
     if counted is None:
         if disk is not None and failure is not None:
             raise failure
+        # Only the kernel updates early, and it does not know this optimizer.
         return Offload(None, stored, StateForm(USUAL_STATES), limit, 0.0, pinned)
     return Offload(disk, stored, replace(form, states=counted), limit, early, pinned)
 
@@ -90,7 +76,8 @@ def _disk(chosen: OffloadOptimizer | OffloadParam | None, settings: Resolved) ->
 
 
 def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
-    """Sees that host memory suffices, and opens this rank's files; if one rank cannot, all raise."""
+    """Return what checks that host memory suffices, and opens this rank's files; if one rank cannot, all raise."""
+    # Counted now, because sharding frees it: memory of the model itself is available to what takes its place.
     moves = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == "cpu")
 
     def open_files(budget: MemoryBudget, early: Sequence[Flat]) -> Tiers:
@@ -118,14 +105,21 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
         parts = budget.host(states, buffers, early)
         sizes = torch.tensor([*(parts.get(name, 0) for name in PARTS), moves], dtype=torch.float64)
         rows = mesh.group("world").exchange(sizes)
+        # Ranks of one node share its memory, so that what counts is their sum.
         here = [rank for rank, node in enumerate(mesh.node_of) if node == mesh.node_of[mesh.rank]]
         *found, freed = map(int, rows[here].sum(0).tolist())
         total = {name: size for name, size in zip(PARTS, found, strict=True) if size}
-        available = _available() if total else None
-        most = None if available is None else available + freed
-        if offload.early is None and NEXT in total and not _is_plenty(sum(total.values()), most, offload.limit):
-            early = []
-            del total[NEXT]
+        most = None
+        if total:
+            machine = memory()
+            known = [machine[key] for key in ("available_bytes", "limit_bytes") if machine[key] is not None]
+            most = min(known) + freed if known else None
+        if offload.early is None and NEXT in total:
+            needed, limit = sum(total.values()), offload.limit
+            # Half of the host's memory stays with others unless the user asks for more.
+            if most is None or 2 * needed > most or (limit is not None and needed > limit):
+                early = []
+                del total[NEXT]
         opened, failure = catch(lambda: open_files(budget, early))
         tiers = opened or Tiers()
         if failure is None and total and most is not None:
@@ -138,15 +132,3 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
         return tiers
 
     return prepare
-
-
-def _is_plenty(total: int, available: int | None, limit: int | None) -> bool:
-    """Return whether so many bytes leave half of the host's memory to others, and are allowed."""
-    return available is not None and 2 * total <= available and (limit is None or total <= limit)
-
-
-def _available() -> int | None:
-    """Bytes of host memory that processes of this node can still take; None where it is unknown."""
-    found = memory()
-    known = [found[key] for key in ("available_bytes", "limit_bytes") if found[key] is not None]
-    return min(known, default=None)
