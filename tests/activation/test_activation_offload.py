@@ -28,8 +28,6 @@ INPUT = ROWS * WIDTH * 4
 
 
 class Block(nn.Module):
-    """It takes tensors in containers and by name."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down, self.dropout = nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH), nn.Dropout(0.2)
@@ -196,8 +194,6 @@ def test_after_a_backward_that_raises_the_next_step_is_right() -> None:
 
 
 class Changing(nn.Module):
-    """Changes what a block was given, after it or in it."""
-
     def __init__(self, inside: bool, rows: int) -> None:
         super().__init__()
         self.block, self.inside, self.rows = Block(), inside, rows
@@ -232,8 +228,6 @@ def test_an_input_that_is_changed_in_place_is_right_or_refused(rows: int) -> Non
 
 
 class Twice(nn.Module):
-    """Gives two blocks the same tensor, changed between, or copies of it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.copies = False
@@ -350,9 +344,6 @@ def test_the_pool_holds_no_more_than_was_lent_at_once() -> None:
         assert pool._held <= pool.peak
     again = pool.take(1)
     assert pool.take(1).data_ptr() != again.data_ptr()
-
-
-# On the engine.
 
 
 def steps(ranks_config: dict[str, Any], model: str = "llama") -> Any:

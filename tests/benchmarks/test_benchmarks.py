@@ -30,7 +30,6 @@ OURS = [
 
 
 def losses(name: str, case_name: str, steps: int) -> list[float]:
-    """The means over ranks."""
     case = CASES[case_name]
     step, engine = VARIANTS[name].make(case, make_model(case), torch.device("cpu"))
     tokens = batch_of(case, VARIANTS[name].whole, dist.get_rank(), dist.get_world_size())
@@ -167,8 +166,6 @@ def test_an_environment_that_is_not_there_is_said(tmp_path: Path) -> None:
         run(tmp_path / "missing" / "bin" / "python", 2, {}, {}, 1.0)
 
 
-# One command, with a DeepSpeed that is none: what it shares with the real one is the calls.
-
 FAKE = """
 import torch
 
@@ -200,7 +197,6 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def benchmark(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder with the results of a small benchmark, and what was printed."""
     folder = tmp_path_factory.mktemp("benchmark")
     home, out = folder / "fake", folder / "out"
     (home / "bin").mkdir(parents=True)

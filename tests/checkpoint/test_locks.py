@@ -34,7 +34,6 @@ with locked(Path(sys.argv[1])):
 
 @contextmanager
 def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Let another process hold the folder's lock."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -58,7 +57,6 @@ def test_a_folder_is_held_by_one_process_and_free_when_that_is_killed(tmp_path: 
 
 
 def take(folder: str, counter: str) -> None:
-    """Add one to a number in a file, many times, each time under the lock."""
     for _ in range(50):
         while True:
             try:

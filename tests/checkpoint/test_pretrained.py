@@ -32,8 +32,7 @@ FAST = ("gpt2", "llama", "mixtral", "bert", "t5", "resnet")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def leave_the_group() -> Iterator[None]:
-    """Some tests here are the only rank."""
+def leave_the_group() -> Iterator[None]:  # some tests here are the only rank
     yield
     shutdown()
 
@@ -64,7 +63,6 @@ def start(model: nn.Module, row: int, **further: Any) -> Any:
 
 
 def read_and_write(name: str, folder: Path, output: Path, row: int, largest: int = 10**9) -> dict[str, Any]:
-    """Load a checkpoint, place it, write it; what the rank saw."""
     cls = getattr(transformers(), MODELS[name].name)
     read: list[int] = []
     reading = FileTensor.read
@@ -185,8 +183,7 @@ def test_settings_of_generation_travel_with_the_model(tmp_path: Path) -> None:
         zeromesh.from_pretrained(folder)
 
 
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Not the model's own, which is computed in fp32."""
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:  # not the model's own, which is computed in fp32
     logits = model(input_ids=tokens).logits
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -296,7 +293,6 @@ def test_a_configuration_alone_gives_initial_values(tmp_path: Path) -> None:
 
 
 def with_two_heads(folder: Path, difference: float) -> None:
-    """A checkpoint with a head of its own, whose configuration says that the head is the embedding."""
     saved("llama", folder)
     state = load_file(folder / SINGLE)
     state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
@@ -317,9 +313,6 @@ def test_a_head_that_differs_from_what_it_is_tied_to_is_refused(tmp_path: Path) 
         zeromesh.from_pretrained(tmp_path / "other")
     state = start(zeromesh.from_pretrained(tmp_path / "other", tie_word_embeddings=False), 3).state_dict()
     require_equal(state, load_file(tmp_path / "other" / SINGLE))
-
-
-# What cannot be read.
 
 
 def truncated(folder: Path) -> None:

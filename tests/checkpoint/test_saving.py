@@ -19,7 +19,6 @@ PART = 3
 
 
 def resume(folder: str, settings: dict[str, Any]) -> None:
-    """An undisturbed run, one that goes back to the checkpoint, and a new one that loads it, end in the same state."""
     engine = start(1, settings)
     seed_everything(10 + engine.mesh.rank)
     train(engine, PART)
@@ -59,11 +58,7 @@ def test_a_resumed_run_continues_bit_for_bit(settings: dict[str, Any], tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"global_step{PART}", "latest"]
 
 
-# Other layouts.
-
-
 def train_part(folder: str, first: int, settings: dict[str, Any]) -> Any:
-    """Three updates from where the last part stopped; the loss of each, and all of the model."""
     engine = zeromesh.initialize(model=build_net(torch.float64), config=settings)[0]
     if first:
         engine.load_checkpoint(folder)
@@ -112,9 +107,6 @@ def assert_close(got: dict[str, torch.Tensor], model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         error = ((got[name] - parameter).abs() / (1 + parameter.abs())).max().item()
         assert error <= 1e-9, f"{name} is off by {error}"
-
-
-# What a checkpoint holds, and what of it is taken.
 
 
 def groups_of(model: Net) -> list[dict[str, Any]]:

@@ -107,9 +107,6 @@ def test_what_no_file_holds_is_an_error(tmp_path: Path) -> None:
         reader.read("a", 1, 5, torch.empty(4))
 
 
-# Damage.
-
-
 def damaged(tmp_path: Path) -> tuple[Reader, Path]:
     values = torch.arange(24.0)
     reader = write(tmp_path / "run", [*ranges("a", values), *ranges("b", values)], ranges("c", values, 10))

@@ -28,7 +28,6 @@ def whole(ranks: int, batch: int, drop: bool = False, length: int = SAMPLES) -> 
 
 
 def together(loaders: list[Loader]) -> Iterator[list[int]]:
-    """The samples of all ranks, batch by batch."""
     for batches in zip(*loaders, strict=True):
         yield torch.cat(batches).tolist()
 
@@ -50,7 +49,6 @@ def test_a_pass_is_that_of_torchs_sampler(length: int, drop: bool) -> None:
 @pytest.mark.parametrize("length", [36, 40, 41])
 @pytest.mark.parametrize("taken", [0, 1, 2, 3, 4])
 def test_what_is_left_of_a_pass_is_taken_by_any_number_of_ranks(taken: int, length: int, drop: bool) -> None:
-    """Batches of 12 over all ranks; then the whole of the next pass."""
     single = loader_of(length=length)
     orders = [torch.cat(list(single)).tolist() for _ in range(2)]
     position = Position(0, min(12 * taken, length))
@@ -98,12 +96,7 @@ def test_the_number_of_the_next_pass_may_be_set_again_but_another_one_begins_ane
     assert torch.cat(list(loader)).tolist() == passes[0]
 
 
-# Runs.
-
-
 class Points(torch.utils.data.Dataset[Any]):
-    """Numbered samples of a model that draws random numbers."""
-
     def __init__(self, length: int = SAMPLES) -> None:
         generator = torch.Generator().manual_seed(5)
         self.values = torch.randn(length, 6, dtype=torch.float64, generator=generator)
@@ -116,8 +109,6 @@ class Points(torch.utils.data.Dataset[Any]):
 
 
 class Model(nn.Module):
-    """Notes the samples that it sees."""
-
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
@@ -131,7 +122,6 @@ class Model(nn.Module):
 def begin(
     ranks: int, accumulation: int = 2, dropout: float = 0.0, length: int = SAMPLES, seed: int = 1234
 ) -> zeromesh.Engine:
-    """Eight samples an update, whatever the ranks are."""
     torch.manual_seed(0)
     settings = {
         "train_batch_size": 8,
@@ -147,7 +137,6 @@ def begin(
 
 
 def by_loop(engine: zeromesh.Engine, updates: int, folder: str | None = None) -> list[Any]:
-    """Passes over the loader; saved, if so, at the top of the loop, with a batch in hand that is not trained on yet."""
     losses = []
     last = engine.global_steps + updates
     while True:
@@ -173,7 +162,6 @@ WAYS = {"loop": by_loop, "train_batch": by_batches}
 
 
 def straight_on(folder: str, way: str, before: int, after: int) -> tuple[list[float], list[int]]:
-    """An undisturbed run that saves on its way; then, in the same ranks, one that loads and is equal bit for bit."""
     train = WAYS[way]
     engine = begin(2, dropout=0.3)
     train(engine, before, folder)
@@ -196,7 +184,6 @@ def straight_on(folder: str, way: str, before: int, after: int) -> tuple[list[fl
 def test_a_resumed_run_sees_the_samples_of_the_undisturbed_one_bit_for_bit(
     way: str, before: int, tmp_path: Path
 ) -> None:
-    """Within a pass, at its end, and in the next one; with dropout."""
     found = run_ranks(straight_on, 2, str(tmp_path), way, before, 5)
     both = [sample for _, seen in found for sample in seen]
     assert len(both) == 5 * 8

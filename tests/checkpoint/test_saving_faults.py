@@ -136,9 +136,6 @@ def test_after_a_kill_while_it_saves_a_run_goes_on_from_the_checkpoint_before(wh
     run_ranks(look, 2, str(tmp_path))
 
 
-# Checkpoints that are damaged.
-
-
 def flip(path: Path, place: int) -> None:
     data = bytearray(path.read_bytes())
     data[place] ^= 16

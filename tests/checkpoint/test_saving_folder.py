@@ -106,9 +106,6 @@ def test_names_of_the_folders_own_files_are_no_tags(tmp_path: Path) -> None:
     run_ranks(refuse_tags, 2, str(tmp_path))
 
 
-# What goes away.
-
-
 def save_series(folder: str) -> None:
     root = Path(folder)
     engine = start(1, config(1) | {"checkpoint": {"keep_last": 2}})
@@ -231,9 +228,6 @@ def test_of_a_link_to_a_checkpoint_only_the_link_is_replaced(tmp_path: Path) -> 
 def test_what_is_packed_comes_back() -> None:
     for value in ({"a": (1, [2.5, None])}, {1: "x", (2, 3): {}}, {"__tuple__": 5}, {"x": {"__items__": [1]}}):
         assert unpack(json.loads(json.dumps(pack(value)))) == value
-
-
-# Folders that are not the same on all ranks.
 
 
 def load_from_own_folders(folder: str) -> dict[str, str]:

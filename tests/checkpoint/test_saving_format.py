@@ -44,15 +44,13 @@ def settings(row: int) -> dict[str, Any]:
 
 
 def update(engine: zeromesh.Engine, step: int) -> float:
-    """The same on any number of ranks."""
     loss = engine(torch.arange(10.0, dtype=torch.float64).view(2, 5) / (1 + step))
     engine.backward(loss)
     engine.step()
     return loss.item()
 
 
-def write_again() -> None:
-    """How the files were made, by the version before format 2, with torchrun on two processes."""
+def write_again() -> None:  # how the files were made, by the version before format 2, with torchrun on two processes
     engine, *_ = zeromesh.initialize(model=build(), config=settings(3))
     torch.manual_seed(7 + engine.mesh.rank)
     random.seed(engine.mesh.rank)

@@ -26,8 +26,6 @@ class Mine(torch.optim.AdamW):
 
 
 class Momenta(torch.optim.SGD):
-    """Keeps states of no particular shape."""
-
     def step(self, closure: Any = None) -> None:
         super().step()
         for parameter in self.param_groups[0]["params"]:
@@ -120,8 +118,6 @@ def test_states_of_other_shapes_are_not_cut(tmp_path: Path) -> None:
 
 
 class Hollow(nn.Module):
-    """Has parameters and a buffer without elements."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 2)
@@ -170,9 +166,6 @@ def test_single_numbers_of_an_optimizer_come_back_where_torch_puts_them(
         parameter.double(), torch.tensor(4.0, dtype=torch.float64), 0, [{"params": [0], **group}], key
     )
     assert (number.device, number.dtype) == (torch_own.device, torch_own.dtype)
-
-
-# Learning rates.
 
 
 def start_moving(scheduler: Callable[[Any], Any] | None, rate: Any, betas: Any = (0.9, 0.999)) -> zeromesh.Engine:

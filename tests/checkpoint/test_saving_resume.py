@@ -22,8 +22,6 @@ FP16 = {"enabled": True, "initial_scale_power": 17, "hysteresis": 1, "loss_scale
 
 
 class Tied(nn.Module):
-    """Tied and frozen weights, a parameter without dimensions, and buffers that a forward reads and writes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 6)
@@ -115,7 +113,6 @@ def test_all_of_the_state_comes_back_and_the_losses_are_those_of_the_undisturbed
 
 
 def assert_same_run(first: Reader, second: Reader) -> None:
-    """Whatever the layout, the same tensors bit for bit, and the same numbers."""
     names = {name for name in first.names if not name.startswith("random/")}
     assert names == {name for name in second.names if not name.startswith("random/")}
     assert {"parameter/frozen.weight", "buffer/calls", "optimizer/exp_avg/embed.weight"} <= names
@@ -128,9 +125,6 @@ def assert_same_run(first: Reader, second: Reader) -> None:
     assert got == wanted
     assert wanted["data"]["samples"] == BEFORE * GLOBAL_BATCH
     assert (wanted["skipped_steps"] > 0) == (wanted["loss_scaler"] is not None)
-
-
-# Random states.
 
 
 def draw_after(folder: str, save: bool) -> list[float]:

@@ -83,9 +83,6 @@ def test_client_states_come_back_as_they_were(tmp_path: Path) -> None:
     run_ranks(keeps, 2, str(tmp_path))
 
 
-# Manifests.
-
-
 def boxes(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return [box for shard in manifest["shards"] for box in shard["boxes"]]
 

@@ -23,14 +23,12 @@ Result = dict[str, Any]
 
 
 def values(rank: int, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What this rank has: numbers whose sum depends on the order in which they are added."""
     generator = torch.Generator().manual_seed(rank)
     wide = torch.randn(elements, generator=generator, dtype=torch.float64)
     return (wide * 10.0 ** torch.randint(-3, 4, (elements,), generator=generator)).to(dtype)
 
 
 def in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The plain sum, first to last."""
     total = parts[0].to(dtype)
     for part in parts[1:]:
         total = (total + part).to(dtype)
@@ -46,9 +44,6 @@ def on_ranks(fn: Callable[..., Result], ranks: int, *args: Any) -> list[Result]:
 
 
 every_size = pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-
-
-# All-gather.
 
 
 def gather(ranks: int, alias: bool, dtype: torch.dtype) -> Result:
@@ -70,11 +65,7 @@ def test_all_gather_puts_every_ranks_shard_in_its_place(ranks: int, alias: bool)
         assert all(torch.equal(result["full"], expected) for result in on_ranks(gather, ranks, alias, dtype))
 
 
-# Reduce-scatter.
-
-
-def scatter(ranks: int) -> Result:
-    """All kinds of results: by (dtype of the buffer, dtype of the result, alias, add)."""
+def scatter(ranks: int) -> Result:  # all kinds of results: by (dtype of the buffer, dtype of the result, alias, add)
     group = line(ranks).shard
     found = {}
     for dtype, out_dtype in product((torch.float64, torch.float32, torch.bfloat16, torch.float16), repeat=2):
@@ -102,7 +93,6 @@ def test_reduce_scatter_is_the_plain_sum_in_the_order_of_ranks(ranks: int) -> No
 
 
 def overlapping(ranks: int) -> Result:
-    """Many at once, waited for in another order than they were started in, and that on each rank."""
     group = line(ranks).shard
     fulls = [values(17 * number + group.rank, ranks * LENGTH) for number in range(6)]
     outs = [torch.empty(LENGTH) for _ in fulls]
@@ -124,8 +114,6 @@ def test_collectives_that_overlap_do_not_mix() -> None:
             parts = [values(17 * number + other, 3 * LENGTH).chunk(3)[rank] for other in range(3)]
             assert torch.equal(out, in_order(parts, torch.float32))
 
-
-# All-reduce, exchange, broadcast.
 
 LENGTHS = (1, 2, 7, 12, 25)
 SUMMED_IN = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -163,7 +151,6 @@ def tell(ranks: int) -> Result:
 
 
 def pass_on(ranks: int, through_host: bool) -> tuple[list[torch.Tensor], int]:
-    """Each rank sends to the next one, and twice as much to the one before; both messages are under way at once."""
     mesh = line(ranks)
     group = mesh.shard
     group._through_host = through_host  # as on an accelerator without its own backend
@@ -193,9 +180,6 @@ def test_exchange_and_broadcast_tell_every_rank_the_same(ranks: int) -> None:
         assert torch.equal(found["rows"], torch.stack([values(rank, 3) for rank in range(ranks)]))
         for root, tensor in enumerate(found["tensors"]):
             assert torch.equal(tensor, values(10 * root + root, 4).view(2, 2))
-
-
-# Traffic.
 
 
 def count(ranks: int) -> Result:
@@ -235,9 +219,6 @@ def test_traffic_is_counted_as_what_the_formulas_say(ranks: int) -> None:
 
 def test_one_rank_sends_nothing() -> None:
     assert not any(on_ranks(count, 1)[0].values())
-
-
-# The mesh.
 
 
 def arrange(sizes: dict[str, int]) -> Result:

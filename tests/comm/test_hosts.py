@@ -51,7 +51,6 @@ BEST_BY_DEFAULT = [
 
 @pytest.fixture(scope="module", params=BEST_BY_DEFAULT)
 def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
-    """2 hosts with 2 ranks each."""
     asked = os.environ.get(VARIABLE)
     if asked not in (None, "", request.param):
         pytest.skip(f"{VARIABLE} is {asked}")
@@ -61,9 +60,6 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
         pytest.skip(f"the stand-in runs these tests; no namespaces here: {error}")
     if request.param != hosts_module.best_kind():
         close_session_hosts(request.param)
-
-
-# The hosts themselves.
 
 
 def place() -> tuple[float, dict[str, str]]:
@@ -87,7 +83,6 @@ def test_ranks_are_numbered_as_torchrun_does_and_each_host_has_variables_of_its_
 
 
 def send(messages: list[tuple[int, int]], nbytes: int) -> tuple[int, float, bool]:
-    """What this rank's host has sent over its link meanwhile, for how long, and whether all that came was right."""
     tensor, group, works = torch.full((nbytes,), dist.get_rank(), dtype=torch.uint8), dist.group.WORLD, []
     dist.barrier()
     before = sent_by_this_host()
@@ -165,9 +160,6 @@ def test_commands_run_on_hosts(hosts: Hosts) -> None:
         assert hosts.address(0) not in shown
 
 
-# Training.
-
-
 @dataclass(frozen=True)
 class Variant:
     """How ranks share their states over 2 x 2.
@@ -220,8 +212,6 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Moved:
-    """During some updates: what this rank's host has sent over its link, and this rank's report."""
-
     sent: int
     report: dict[str, dict[str, float]]
 
@@ -271,9 +261,6 @@ def test_bytes_on_the_link_are_those_of_the_formulas_and_of_the_report(hosts: Ho
             told = sum(entry["across_nodes"] for rank in own for entry in rank.report.values())
             limit = 0 if hosts.kind == "throttle" else 0.02 * told
             assert own[0].sent == pytest.approx(told, abs=limit), f"row {row}"
-
-
-# What goes wrong.
 
 
 def fail_on(rank: int) -> None:

@@ -39,9 +39,6 @@ def mesh_of(nodes: list[int], sizes: dict[str, int] | None = None, **options: An
     return Mesh(sizes or {"data": len(nodes)}, CPU, Links(nodes[dist.get_rank()], **options))
 
 
-# Who sends to whom.
-
-
 def test_topology_of_ranks_that_are_dealt_to_the_nodes_in_turn() -> None:
     topology = Topology.of([0, 1, 0, 1], 3, None)
     assert topology.nodes == ((0, 2), (1, 3))
@@ -58,11 +55,7 @@ def test_uneven_nodes_are_flat_and_refused_where_two_steps_are_asked_for() -> No
         Topology.of([0, 0, 1], 0, True)
 
 
-# Exact collectives.
-
-
 def gather_and_scatter(nodes: list[int]) -> dict[Any, Any]:
-    """By dtype: what an all-gather and two reduce-scatters give, all under way at once and waited for in turn."""
     group = mesh_of(nodes).shard
     size, found = group.size, {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
@@ -99,7 +92,6 @@ def test_two_steps_give_the_sums_of_the_nodes_in_order(name: str) -> None:
 
 
 def same_tag_twice() -> torch.Tensor:
-    """Two reduce-scatters with one tag, the second begun while the first is under way."""
     group = mesh_of([0, 0, 1, 1]).shard
     outs, pendings, kept = [], [], []
     for turn in range(20):
@@ -116,9 +108,6 @@ def same_tag_twice() -> torch.Tensor:
 def test_collectives_with_one_tag_do_not_mix() -> None:
     for sums in run_ranks(same_tag_twice, 4):
         assert sums[:, 0].tolist() == [1111.0 * (turn + 1) for turn in range(20)]
-
-
-# Bytes.
 
 
 def traffic(hierarchical: bool | None, form: str | None, length: int) -> dict[str, Any]:
@@ -160,9 +149,6 @@ def test_bytes_between_nodes_are_those_of_the_formula(
             assert sent - crossing == inside * length
             limit = {None: 0.0, "16bit": 2**-8, "8bit": 0.01}[form]
             assert (error is None) if form is None else (0 < error < limit)
-
-
-# Fewer bits.
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
@@ -235,8 +221,6 @@ def test_a_step_on_a_stream_keeps_its_buffers_until_it_has_been_waited_for(monke
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any tensor that is made."""
-
     elements = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -272,9 +256,6 @@ def test_all_ranks_have_the_same_numbers_after_a_gather_in_fewer_bits(form: str,
     assert all(torch.equal(full, expected) for full in results)
 
 
-# Where replicas lie.
-
-
 def arrangement(nodes: list[int]) -> tuple[list[int], list[int], int]:
     mesh = mesh_of(nodes, {"replicate": 2, "data": 2})
     rows = [group.exchange(torch.tensor([mesh.rank])).flatten().tolist() for group in (mesh.shard, mesh.replicate)]
@@ -288,9 +269,6 @@ def test_shard_groups_lie_inside_nodes_and_replicas_across(nodes: list[int]) -> 
         assert nodes[shard[0]] == nodes[shard[1]]
         assert nodes[replicas[0]] != nodes[replicas[1]]
     assert sorted(data_rank for _, _, data_rank in results) == [0, 1, 2, 3]
-
-
-# The engine.
 
 
 class Net(torch.nn.Module):
@@ -358,9 +336,6 @@ def test_hybrid_sharding_reduces_its_replicas_in_fewer_bits() -> None:
     assert all(torch.equal(masters[0], other) for other in masters)
 
 
-# Bad input.
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -395,8 +370,6 @@ def refused() -> str:
         train({"communication": {"ranks_per_node": 3}})
     return str(caught.value)
 
-
-# The end of a process.
 
 ENDS = """
 import torch, zeromesh

@@ -59,8 +59,6 @@ def test_the_launcher_and_the_ranks_of_one_node_listen_on_loopback_only(tmp_path
 
 
 class Touch:
-    """Makes a file when it is unpickled."""
-
     def __init__(self, path: str) -> None:
         self.path = path
 

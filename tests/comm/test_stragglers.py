@@ -36,8 +36,6 @@ def train(slow: int | None, pause: float) -> list[str]:
 
 @dataclass
 class FourRanks:
-    """A mesh of four ranks, or of two stages of two, and a clock; this process is the first of them."""
-
     stages: int = 1
     now: float = 0.0
     waited: float | None = 0.0
@@ -50,7 +48,6 @@ class FourRanks:
 
 
 def warned(mesh: FourRanks, busy: list[float], updates: int) -> list[str]:
-    """Return the warnings of updates in which ranks compute so many seconds each."""
     said: list[str] = []
     watched = stragglers.Stragglers(cast(Any, mesh), lambda: mesh.now)
     with patch.object(stragglers._log, "warning", lambda text, *values: said.append(text % values)):

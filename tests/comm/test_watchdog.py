@@ -58,8 +58,6 @@ def one_rank_calls_a_barrier() -> None:
 
 
 class Store(dict[str, str]):
-    """A process group's store, with the state of another rank that has waited for long."""
-
     def __init__(self) -> None:
         super().__init__({"zeromesh/waits/1": '{"what": "something", "number": 1}'})
         self["zeromesh/signs/1"] = "given"

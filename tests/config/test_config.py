@@ -34,9 +34,6 @@ def problems(source: Any, *overrides: str) -> tuple[str, ...]:
     return caught.value.problems
 
 
-# Files as users have them
-
-
 @pytest.mark.parametrize("path", ACCEPTED, ids=lambda path: path.stem)
 def test_real_files_load_from_path_string_and_dict_alike(path: Path) -> None:
     settings = Settings.load(path)
@@ -71,9 +68,6 @@ def test_the_configs_of_the_tests_use_most_of_what_users_write() -> None:
     """The files above would prove little if they had few keys."""
     written = {path for path in entries() for file in ACCEPTED if look_up(json.loads(file.read_text()), path)[0]}
     assert len(written) > 120
-
-
-# Unknown and repeated keys
 
 
 @pytest.mark.parametrize(
@@ -143,9 +137,6 @@ def test_names_of_keys_for_messages_are_names_of_keys() -> None:
     named = [word for text in texts for word in re.findall(r"[a-z_]+[._][a-z_.]*[a-z]", text)]
     assert len(named) >= len(texts)
     assert [word for word in named if not any(f".{path}".endswith(f".{word}") for path in entries())] == []
-
-
-# Wrong values
 
 
 @pytest.mark.parametrize(
@@ -263,9 +254,6 @@ def test_a_folder_is_refused_as_a_file(tmp_path: Path) -> None:
     assert "cannot be read" in problems(tmp_path)[0]
 
 
-# Values that are let through
-
-
 @pytest.mark.parametrize("path", [path for path, entry in entries().items() if not entry.required])
 def test_auto_means_unset_for_every_key(path: str) -> None:
     document = nested(path, "auto")
@@ -350,9 +338,6 @@ def test_sections_that_are_gone_are_refused_with_a_remedy(section: str) -> None:
     assert problem == f"{section} is not available; {GONE[section]}"
 
 
-# The tables
-
-
 @pytest.mark.parametrize("path", [*WITHOUT_EFFECT, *NOT_YET, *OURS])
 def test_every_row_of_the_tables_is_about_a_key(path: str) -> None:
     assert path in entries()
@@ -421,9 +406,6 @@ def test_keys_without_effect_are_still_checked(path: str) -> None:
     assert any(problem.startswith(path) for problem in problems(nested(path, {"no_such_key": 1})))
 
 
-# Overrides
-
-
 def test_an_override_changes_one_key_and_creates_its_section() -> None:
     document = {"zero_optimization": {"stage": 1, "mics_shard_size": 2}}
     settings = Settings.load(document, ["zero_optimization.stage=3", "optimizer.type=sgd", "optimizer.params.lr=1e-2"])
@@ -478,9 +460,6 @@ def test_overrides_of_settings_keep_what_else_was_set() -> None:
 )
 def test_a_wrong_override_gets_the_same_errors(override: str, expected: str) -> None:
     assert expected in problems({}, override)[0]
-
-
-# What the engine reads
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -19,7 +19,6 @@ CONFIGS = Path(__file__).parent / "configs"
 def test_any_consistent_subset_of_the_sizes_gives_all(
     micro: int, accumulation: int, data_size: int, given: tuple[bool, bool, bool]
 ) -> None:
-    """Whatever is left out is worked out; what cannot be, is 1."""
     train = micro * accumulation * data_size
     three = (train if given[0] else None, micro if given[1] else None, accumulation if given[2] else None)
     if given == (False, False, True):

@@ -28,8 +28,6 @@ OTHER_DEFAULTS = {
 
 
 class Asked:
-    """The keys of a recorder, of which each test for membership is recorded."""
-
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
 
@@ -41,8 +39,6 @@ class Asked:
 
 
 class Recorder(dict[str, Any]):
-    """A configuration that remembers which keys it was asked for."""
-
     def __init__(self, prefix: str, seen: set[str], items: dict[str, Any]) -> None:
         self.prefix, self.seen = prefix, seen
         super().__init__(
@@ -72,7 +68,6 @@ class Recorder(dict[str, Any]):
 
 
 def read_by_deepspeed() -> set[str]:
-    """Dotted paths of all that DeepSpeed looks for in a configuration whose sections are all there."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     seen: set[str] = set()
@@ -119,7 +114,6 @@ def models_of_deepspeed() -> dict[str, type[BaseModel]]:
 
 
 def fields(path: str, model: type[BaseModel]) -> Iterator[tuple[str, Any]]:
-    """Dotted paths of a model's fields, under all their names, with their defaults."""
     for name, field in model.model_fields.items():
         names = {name, field.alias or name}
         for each in names:

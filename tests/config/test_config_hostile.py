@@ -80,15 +80,13 @@ WORDS = 3000
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_rank() -> Iterator[None]:
-    """The engines here run in this process; other tests need its process group gone."""
+def _one_rank() -> Iterator[None]:  # the engines here run in this process; other tests need its process group gone
     yield
     shutdown()
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder with some text in it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("one two three " * 500)
@@ -96,7 +94,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy with ``value`` at a dotted path."""
     document = copy.deepcopy(document)
     *parents, last = path.split(".")
     section = document
@@ -134,7 +131,6 @@ def work_out(document: Any) -> None:
 
 
 def document_for(path: str, value: Any) -> dict[str, Any]:
-    """A configuration with ``value`` in one key, in which that key matters."""
     top, section = path.split(".")[0], path.rpartition(".")[0]
     document: dict[str, Any] = {"optimizer": TRAINS["optimizer"]}
     if top in TRAINS:

@@ -25,7 +25,6 @@ def published() -> Schema:
 
 
 def options(part: Schema, whole: Schema) -> list[Schema]:
-    """The alternatives of a schema, with references followed."""
     if "$ref" in part:
         target: Schema = whole["$defs"][part["$ref"].rpartition("/")[2]]
         return [target]
@@ -33,7 +32,6 @@ def options(part: Schema, whole: Schema) -> list[Schema]:
 
 
 def accepts(part: Schema, value: Any, whole: Schema) -> bool:
-    """What a validator of JSON schemas would say, for the few words that ours uses."""
     return any(accepts_option(option, value, whole) for option in options(part, whole))
 
 

@@ -18,8 +18,6 @@ from zeromesh.config.settings import Settings
 
 
 class Tables(nn.Module):
-    """Two embeddings with sparse gradients, and one without."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(8, 4, sparse=True)
@@ -41,17 +39,13 @@ ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_rank() -> Iterator[None]:
-    """The engines here run in this process; other tests need its process group gone."""
+def _one_rank() -> Iterator[None]:  # the engines here run in this process; other tests need its process group gone
     yield
     shutdown()
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-# "auto".
 
 
 def test_initialize_names_what_auto_has_become(caplog: pytest.LogCaptureFixture) -> None:
@@ -85,8 +79,6 @@ def test_nothing_is_said_where_nothing_is_auto(caplog: pytest.LogCaptureFixture)
     zeromesh.initialize(model=nn.Linear(2, 1), config=ADAM)
     assert warnings(caplog) == []
 
-
-# Sections that are not here.
 
 ON: list[dict[str, Any]] = [
     {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
@@ -128,12 +120,7 @@ def test_a_misplaced_size_of_the_vocabulary_is_told_where_it_belongs() -> None:
         Settings.load({"vocabulary_size": 50257})
 
 
-# The size of micro-batches.
-
-
 class Any2d(nn.Module):
-    """Takes tensors of all shapes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))

@@ -46,8 +46,7 @@ def context(traffic: list[Any] | None = None) -> Group:
     return mesh.group("context")
 
 
-def fake(size: int, rank: int = 0) -> Any:
-    """A group for what sends nothing."""
+def fake(size: int, rank: int = 0) -> Any:  # A group for what sends nothing
     return SimpleNamespace(size=size, rank=rank, purposes={})
 
 
@@ -55,7 +54,6 @@ def operands(
     dtype: torch.dtype, heads: int, key_heads: int, batch: int = 2, length: int = 16, width: int = 8,
     value_width: int | None = None, seed: int = 0,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """q, k, v, and the gradient of the result."""
     generator = torch.Generator().manual_seed(seed)
     last = value_width or width
     shapes = [(heads, width), (key_heads, width), (key_heads, last), (heads, last)]
@@ -68,14 +66,12 @@ def results(out: torch.Tensor, xs: list[torch.Tensor], upstream: torch.Tensor) -
 
 
 def expected(dtype: torch.dtype, shape: Shape, **more: int) -> list[torch.Tensor]:
-    """The result and the gradients of q, k and v, in one process and in float64."""
     *xs, upstream = (x.double() for x in operands(dtype, **shape, **more))
     xs = [x.requires_grad_() for x in xs]
     return results(F.scaled_dot_product_attention(*xs, is_causal=True, enable_gqa=True), xs, upstream)
 
 
 def spread(strategy: str, group: Group, dtype: torch.dtype, shape: Shape, **more: int) -> list[torch.Tensor]:
-    """The same of this rank's part."""
     *xs, upstream = (keep(x, group.rank, group.size, 2) for x in operands(dtype, **shape, **more))
     xs = [x.requires_grad_() for x in xs]
     return results(attend(strategy, *xs, group, TAG), xs, upstream)
@@ -144,7 +140,6 @@ def test_random_shapes(ranks: int, count: int) -> None:
 
 
 def watch(strategy: str) -> dict[str, Any]:
-    """One forward and backward: what was sent, the pairs of queries and keys that were computed, and what came when."""
     traffic: list[Any] = []
     group = context(traffic)
     pairs, events = {"attend": 0.0, "gradients": 0.0}, []
@@ -244,8 +239,6 @@ def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
         ulysses(*xs, fake(4), TAG)
 
 
-# Blocks.
-
 BLOCKS = [(4, 4, 6, 6, True), (4, 2, 6, 3, False), (4, 1, 3, 6, False), (6, 3, 1, 1, True)]
 
 
@@ -299,9 +292,6 @@ def test_operators_of_cuda_compute_what_plain_products_do(sizes: Any, dtype: tor
     found = blocks.gradients(block, upstream, out, lse)
     for one, two in zip(found, PRODUCTS.gradients(block, upstream, out, lse), strict=True):
         torch.testing.assert_close(one, two, **close)
-
-
-# Cutting.
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -18,7 +18,6 @@ NODES = dict(re.findall(r'(\w+)\["(.+?)"\]', STEP))
 
 
 def definition(place: str) -> ast.AST:
-    """The function or method of ``file: Class.name``."""
     file, _, name = place.partition(": ")
     node: ast.AST = ast.parse((ROOT / "zeromesh" / file).read_text())
     for part in name.split("."):

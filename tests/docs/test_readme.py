@@ -40,7 +40,6 @@ class Block:
 
 
 def blocks_of(page: str) -> list[Block]:
-    """All blocks of a page, the hidden ones as Python."""
     blocks = []
     reason = None
     for match in PART.finditer(page):

@@ -36,9 +36,7 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-class Net(nn.Module):
-    """10 million parameters: a root with an embedding and a frozen head, and blocks that grow."""
-
+class Net(nn.Module):  # 10 million parameters: a root with an embedding and a frozen head, and blocks that grow
     def __init__(self, growth: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(1500, WIDTH)
@@ -55,8 +53,6 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A run on 2 ranks, or on 2 x 2 with ``replicas``."""
-
     row: int
     bf16: bool = False
     accumulation: int = 1
@@ -71,7 +67,6 @@ class Case:
 
     @property
     def width(self) -> int:
-        """Bytes of a parameter as computed with."""
         return 2 if self.bf16 else 4
 
     @property
@@ -109,11 +104,7 @@ USUAL = {Case(0), Case(1, bf16=True), Case(2, bf16=True, accumulation=3), Case(3
 
 
 def others_in_full(cases: Sequence[Case]) -> list[Any]:
-    """Return the parameters of a test, of which the usual ones are run by default."""
     return [case if case in USUAL else pytest.param(case, marks=pytest.mark.full) for case in cases]
-
-
-# The formulas, from the shapes alone.
 
 
 def padded(sizes: list[int], width: int) -> int:
@@ -184,7 +175,6 @@ def expected_memory(case: Case) -> dict[str, int]:
 
 
 def expected_at_rest(case: Case) -> int:
-    """Of these, what is there between updates."""
     size, most = sizes(case), expected_memory(case)
     if case.row < 3:  # all but the embedding's gradient, where that is as wide as sums are kept
         late = case.accumulation > 1 or case.row == 0
@@ -193,7 +183,6 @@ def expected_at_rest(case: Case) -> int:
 
 
 def expected_traffic(case: Case) -> int:
-    """Bytes that a rank sends per update, along all axes."""
     size, width, m = sizes(case), case.width, case.accumulation
     whole = sum(size.trainable)
     if case.row < 2:
@@ -213,13 +202,8 @@ def expected_traffic(case: Case) -> int:
     return inside + across
 
 
-# The measurement.
-
-
 @dataclass
-class Measured:
-    """One rank's; all bytes. ``sent`` is for ``STEPS`` updates, ``peak`` the most during one of them."""
-
+class Measured:  # one rank's; all bytes. ``sent`` is for ``STEPS`` updates, ``peak`` the most during one of them
     report: dict[str, Any]
     traffic: dict[str, dict[str, int]]
     resting: int
@@ -237,7 +221,6 @@ def update(engine: zeromesh.Engine, tokens: torch.Tensor) -> None:
 
 
 def quiet(engine: zeromesh.Engine, tokens: torch.Tensor) -> None:
-    """Nothing is on its way any more."""
     if engine.config.zero_optimization.stage < 3:
         with torch.no_grad():
             engine(tokens)
@@ -281,7 +264,6 @@ def measure(case: Case, heap: Heap) -> Measured:
 
 @functools.cache
 def measured(replicas: int, usual: bool) -> dict[Case, list[Measured]]:
-    """By case and rank; the usual cases in one call, and the others in another."""
     cases = [case for case in (HYBRID if replicas > 1 else CASES) if (case in USUAL) == usual]
     by_rank = run_ranks(measure_all, SHARDS * replicas, cases, timeout=250)
     return {case: list(ranks) for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True)}
@@ -389,9 +371,6 @@ def test_the_loopback_interface_carries_what_is_reported(case: Case) -> None:
     assert quietest == pytest.approx(2 * expected_traffic(case), rel=0.03)
 
 
-# Calls and resets.
-
-
 def count_calls() -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]], dict[str, dict[str, int]]]:
     case = Case(2)
     engine, *_ = zeromesh.initialize(model=Net(case.growth), config=case.config)
@@ -444,7 +423,6 @@ class Keeper(nn.Module):
 
 
 def dropped(row: int, bf16: bool) -> list[bool]:
-    """Whether the engine, the model and its parameters are gone when nobody refers to them any more."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.BatchNorm1d(64), Keeper())
     settings = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": row}, "bf16": {"enabled": bf16}}
     engine = zeromesh.initialize(model=model, config=settings)[0]

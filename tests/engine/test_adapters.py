@@ -39,8 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def leave_the_group() -> Iterator[None]:
-    """Some tests here are the only rank."""
+def leave_the_group() -> Iterator[None]:  # some tests here are the only rank
     yield
     shutdown()
 
@@ -58,15 +57,13 @@ def batches() -> list[torch.Tensor]:
     return [torch.randint(0, VOCABULARY, (4, 8), generator=generator) for _ in range(STEPS)]
 
 
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Not the model's own, which is computed in fp32."""
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:  # not the model's own, which is computed in fp32
     logits = model(input_ids=tokens).logits
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 @cache
 def plain(folder: Path, kind: str) -> tuple[list[float], Any]:
-    """Plain PEFT in one process."""
     import transformers
 
     model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -83,7 +80,6 @@ def plain(folder: Path, kind: str) -> tuple[list[float], Any]:
 
 
 def train(folder: Path, output: Path, kind: str, row: int, dtype: torch.dtype, deferring: bool, bf16: bool) -> Any:
-    """Train on the ranks, and write adapters and the merged model. Returns the losses and the base weights after."""
     import transformers
 
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -214,7 +210,6 @@ TIED: dict[str, dict[str, Any]] = {
 
 
 def tied(output: Path) -> dict[str, torch.Tensor]:
-    """Adapt a model whose head is its embedding in every way of the table, and write it; the logits before."""
     import peft
     import transformers
 

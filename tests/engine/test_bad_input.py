@@ -51,7 +51,6 @@ def train(engine: zeromesh.Engine, steps: range) -> None:
 
 
 def state(engine: zeromesh.Engine) -> dict[str, torch.Tensor]:
-    """This rank's masters and moments."""
     found = {}
     for piece in engine.sharded.pieces.values():
         if piece is not None:
@@ -65,8 +64,6 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], value) for name, value in expected.items())
 
-
-# Before anything else.
 
 BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("an unknown key", {"gradient_cliping": 1.0}, "gradient_cliping.*gradient_clipping"),
@@ -146,8 +143,6 @@ def test_a_model_that_cannot_be_trained_is_refused(make: Callable[[], nn.Module]
 
 
 class Deep(nn.Module):
-    """Blocks of two layers each, in a body."""
-
     def __init__(self) -> None:
         super().__init__()
         blocks = [nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4))) for _ in range(3)]
@@ -159,7 +154,6 @@ class Deep(nn.Module):
 
 
 def compile_parts(model: Deep, kind: str) -> list[str]:
-    """Compile parts in one of the ways there are; the units."""
     options = {"backend": "eager"}
     match kind:
         case "the body":
@@ -292,9 +286,6 @@ def test_a_function_that_makes_such_a_scheduler_is_refused() -> None:
         assert "ReduceLROnPlateau.step needs metrics" in found
 
 
-# What does not fit together.
-
-
 def misfits() -> dict[str, str]:
     def with_arguments(make: Callable[[Net], dict[str, Any]], **changes: Any) -> Callable[[], Any]:
         model = build_net(torch.float32)
@@ -335,9 +326,6 @@ def test_what_does_not_fit_together_is_refused_on_every_rank() -> None:
         assert "model_parameters is empty" in found["no parameters"]
         assert "there is no optimizer" in found["scheduler"]
         assert "Adafactor would be wrong on sharded parameters" in found["whole matrices"]
-
-
-# Ranks that do not agree.
 
 
 def differing(kind: str) -> str:
@@ -406,9 +394,6 @@ def test_what_one_rank_cannot_read_the_others_hear_of(kind: str, text: str) -> N
     assert "rank 1 could not" in first
 
 
-# Losses and steps.
-
-
 def losses_of_all_kinds(row: int) -> dict[str, str]:
     engine = start(row)
     other = start(row)
@@ -460,11 +445,7 @@ def test_a_step_without_a_backward_is_refused() -> None:
     run_ranks(steps_that_are_too_many, 2, timeout=LIMIT)
 
 
-# Numbers that are not finite.
-
-
 def poison(engine: zeromesh.Engine, loss: torch.Tensor, kind: str) -> torch.Tensor:
-    """The loss made not finite, or finite with a gradient that is not."""
     if kind == "loss":
         return loss * float("nan")
     weight = engine.module.temperature
@@ -553,9 +534,6 @@ def test_an_infinite_gradient_is_skipped_and_ten_in_a_row_stop_all(row: int, opt
         assert "not finite in 10 updates in a row, the last is 14" in last
     named = [bool(first) and "temperature" in first[0] and "temperature" in last for first, last in ranks]
     assert any(named), "the parameter is named, by the ranks that have it"
-
-
-# Checkpoints.
 
 
 def load_what_cannot_be(folder: str) -> dict[str, str]:

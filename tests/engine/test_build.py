@@ -23,11 +23,7 @@ def config(**more: Any) -> dict[str, Any]:
     return {"optimizer": SGD, "train_micro_batch_size_per_gpu": 2, **more}
 
 
-# The loader.
-
-
 def orders(seed: int) -> tuple[list[list[int]], list[list[int]]]:
-    """This rank's samples in four passes over the loader, then in pass 1 and the next one again."""
     loader = zeromesh.initialize(nn.Linear(1, 1), config=config(seed=seed), training_data=torch.arange(24))[2]
     passes = [torch.cat(list(loader)).tolist() for _ in range(4)]
     loader.sampler.set_epoch(1)
@@ -42,9 +38,6 @@ def test_every_pass_over_the_loader_has_an_order_of_its_own_that_follows_from_th
     assert again == first[1:3]
     assert run_ranks(orders, 2, 7)[0][0] == first
     assert run_ranks(orders, 2, 8)[0][0] != first
-
-
-# The optimizer's defaults.
 
 
 def decay(type: str, params: dict[str, Any]) -> tuple[str, float]:
@@ -69,12 +62,7 @@ def test_weights_decay_as_in_torch_unless_the_configuration_says_how(
     assert run_ranks(decay, 1, type, params) == [expected]
 
 
-# Inputs of 16-bit runs.
-
-
 class Inputs(nn.Module):
-    """Remembers the dtype of its input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
@@ -95,9 +83,6 @@ def seen(key: str, **options: Any) -> list[torch.dtype]:
 def test_inputs_are_cast_unless_auto_cast_is_false(key: str, dtype: torch.dtype) -> None:
     assert run_ranks(seen, 1, key) == [[dtype]]
     assert run_ranks(seen, 1, key, auto_cast=False) == [[torch.float32]]
-
-
-# Groups that were started otherwise.
 
 
 def other_groups(backend: str | None, mesh: dict[str, int]) -> list[torch.Tensor]:
@@ -146,9 +131,6 @@ def test_inputs_that_are_finite_stay_finite_in_fp16(dtype: torch.dtype) -> None:
     assert run_ranks(seen_by_the_model, 2, dtype)[1] == [-65504.0, 65504.0, float("-inf"), 2.0]
 
 
-# What fails leaves the model as it was.
-
-
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(int, 1)
@@ -164,7 +146,6 @@ def fails() -> Any:
 
 
 def mistakes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """What the message says, what is wrong in the configuration, and among the arguments."""
     other, used = nn.Linear(3, 4), torch.optim.SGD(model.parameters(), lr=0.1)
     used.state[model[0][0].weight]["step"] = 2
     groups = [{"params": model[0].parameters()}, {"params": model[1:].parameters()}]

@@ -62,7 +62,6 @@ def test_an_error_of_one_ranks_data_is_shown_and_not_that_of_its_peers(tmp_path:
 
 
 def losses_of_a_short_pass() -> list[tuple[float, list[float]]]:
-    """Return the losses and samples of two passes over five samples, in micro-batches of two on two ranks."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 2.0)
@@ -94,8 +93,6 @@ def test_what_is_left_of_a_pass_is_divided_evenly_so_that_every_update_is_a_mean
 
 
 class Hungry(nn.Module):
-    """Asks for more memory than there is."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(1000, 1000)

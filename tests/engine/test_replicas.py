@@ -55,7 +55,6 @@ def said(engine: zeromesh.Engine, what: str, folder: str) -> str:
 
 
 def faults(folder: str) -> dict[str, str]:
-    """By case, what the rank was told."""
     found = {}
     cases: dict[str, tuple[int, dict[str, Any], str, str]] = {
         "row 0, at a save": (0, {}, "save", "0.weight"),

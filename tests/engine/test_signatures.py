@@ -20,8 +20,7 @@ from zeromesh.engine import Engine
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_rank() -> Iterator[None]:
-    """The engines here run in this process; other tests need its process group gone."""
+def _one_rank() -> Iterator[None]:  # the engines here run in this process; other tests need its process group gone
     yield
     shutdown()
 
@@ -190,8 +189,6 @@ def test_arguments_that_ask_for_nothing_are_accepted() -> None:
 
 
 class Partly(nn.Module):
-    """One frozen layer, one trained one, and a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.frozen = nn.Linear(2, 2, bias=False).requires_grad_(False)

@@ -41,8 +41,6 @@ def batch(number: int, rank: int) -> torch.Tensor:
 
 
 class Torch:
-    """One process: what each rank computes, averaged over the ranks."""
-
     def __init__(self, ranks: int, accumulation: int = 1) -> None:
         self.model = make()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, weight_decay=0.1)
@@ -71,8 +69,6 @@ class Torch:
 
 
 class Mesh(Torch):
-    """The engine, on one of several ranks."""
-
     def __init__(self, row: int, accumulation: int = 1, config: dict[str, Any] | None = None) -> None:
         settings = {
             "train_micro_batch_size_per_gpu": 4,
@@ -109,9 +105,7 @@ class Mesh(Torch):
                 action()
 
 
-class Plainly(Mesh):
-    """The engine, with a loop in which nothing but the forward is the engine's."""
-
+class Plainly(Mesh):  # the engine, with a loop in which nothing but the forward is the engine's
     def backward(self, number: int, scale: float = 1.0) -> None:
         loss = self.engine(batch(number, self.engine.data_rank)).square().mean() * scale
         self.engine.scale(loss).backward()
@@ -120,9 +114,6 @@ class Plainly(Mesh):
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
-
-
-# Programs. Each is run by all of these.
 
 
 def drops(t: Torch, drop: Callable[[Torch], None]) -> None:
@@ -269,9 +260,6 @@ def test_torchs_lines_count_on_other_numbers_of_ranks(ranks: int, row: int) -> N
 def test_torchs_lines_count_where_updates_begin_during_the_backward(ranks: int) -> None:
     offload = {"device": "cpu", "update_during_backward": 1}
     check(ranks, 2, {"zero_optimization": {"stage": 2, "offload_optimizer": offload}})
-
-
-# Hooks, second optimizers, losses through several engines, fp16.
 
 
 def assigns_between_micro_batches(row: int) -> list[list[torch.Tensor]]:

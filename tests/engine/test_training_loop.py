@@ -29,7 +29,6 @@ def config(row: int, **more: Any) -> dict[str, Any]:
 
 
 def rows_of(rank: int, micro_batch: int = 0) -> slice:
-    """Six rows of the global batch."""
     start = 6 * (micro_batch * RANKS + rank)
     return slice(start, start + 6)
 
@@ -42,9 +41,6 @@ def assert_close(got: dict[str, torch.Tensor], model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         error = ((got[name] - parameter.detach()).abs() / (1 + parameter.detach().abs())).max().item()
         assert error <= 1e-9, f"{name} is off by {error}"
-
-
-# Optimizers and schedules of the user.
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -60,7 +56,6 @@ SCHEDULE = {"type": "WarmupDecayLR", "params": SETTINGS}
 
 
 def plain_parts(kind: str, model: Net) -> tuple[torch.optim.Optimizer, Any]:
-    """The optimizer and the schedule, as torch alone would have them."""
     trained = [p for p in model.parameters() if p.requires_grad]
     match kind:
         case "objects":
@@ -85,7 +80,6 @@ def plain_parts(kind: str, model: Net) -> tuple[torch.optim.Optimizer, Any]:
 
 
 def arguments(kind: str, model: Net) -> dict[str, Any]:
-    """The same for ``initialize``."""
     match kind:
         case "objects" | "named parameters" | "frozen parameters too":
             optimizer, scheduler = plain_parts(kind, model)
@@ -171,11 +165,7 @@ def test_optimizers_and_schedules_of_the_user_do_as_in_torch(row: int) -> None:
         assert_close(state, model)
 
 
-# Micro-batches by hand.
-
-
 def train_by_hand(row: int, precision: str, way: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Updates from 3 micro-batches each; ``way`` is how the engine knows."""
     told = {"gradient_accumulation_steps": {"config": 3, "boundary": 2}.get(way, 1)}
     bf16 = {"bf16": {"enabled": True}} if precision == "bf16" else {}
     model = build_net(torch.float64 if precision == "float64" else torch.float32)
@@ -269,12 +259,7 @@ def test_a_batch_size_that_does_not_divide_is_refused() -> None:
     run_ranks(sizes_that_do_not_fit, RANKS)
 
 
-# Whole batches.
-
-
 class Logits(nn.Module):
-    """Returns what it is told to: logits, or the loss in one of the forms that models have."""
-
     def __init__(self, form: str) -> None:
         super().__init__()
         self.form = form
@@ -384,8 +369,6 @@ def test_tensors_in_mappings_of_any_kind_are_cast() -> None:
 
 
 class Taken(nn.Module):
-    """Keeps what it is given."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
@@ -486,8 +469,6 @@ def test_outputs_of_hugging_face_models_among_the_inputs_stay_what_they_are() ->
 
 
 class Frozen(nn.Module):
-    """One of its normalisations is in evaluation mode for good."""
-
     def __init__(self) -> None:
         super().__init__()
         self.trained, self.frozen = nn.BatchNorm1d(5), nn.BatchNorm1d(5)
@@ -521,12 +502,7 @@ def test_the_batches_here_are_parts_of_the_global_batch() -> None:
     assert rows_of(1, 2).stop == both_ranks(2).stop == BATCH
 
 
-# Compiling, and functions of functions.
-
-
 class Functional(nn.Module):
-    """Uses a transformation of ``torch.func`` in a block's forward, or one around the whole block."""
-
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how

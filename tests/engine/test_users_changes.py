@@ -76,9 +76,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
 
 
-# Writing to parameters.
-
-
 def halve(model: nn.Module, how: str) -> None:
     for parameter in model.parameters():
         with torch.no_grad():
@@ -185,8 +182,6 @@ def test_writing_what_was_there_leaves_the_masters_last_bits(row: int) -> None:
 
 
 class Momentum(Net):
-    """Its forward moves frozen copies of its blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.slow = nn.ModuleList(copy.deepcopy(block).requires_grad_(False) for block in self.blocks)
@@ -226,9 +221,6 @@ def test_frozen_parameters_that_a_forward_moves_keep_what_they_became(row: int) 
         optimizer.step()
         optimizer.zero_grad()
     assert_same(run_ranks(train_with_momentum, RANKS, row)[0], model.state_dict())
-
-
-# Copies of the model, and views of its parameters.
 
 
 def copies(row: int, folder: str) -> list[Tensors]:
@@ -338,9 +330,6 @@ def test_saved_tensors_go_through_the_users_own_hooks(row: int) -> None:
     assert found[0][0] > 12
 
 
-# Changes that cannot be taken.
-
-
 def refusals(row: int) -> dict[str, str]:
     found = {}
 
@@ -403,9 +392,6 @@ def test_gradients_from_before_initialize_do_not_count(row: int) -> None:
     assert run_ranks(train_from_old_gradients, RANKS, row) == pytest.approx([expected] * RANKS, rel=1e-12)
 
 
-# Whole states.
-
-
 def states(row: int, bf16: bool) -> dict[str, Any]:
     dtype = torch.float32 if bf16 else torch.float64
     engine = start(row, build(dtype=dtype), bf16={"enabled": bf16})
@@ -443,8 +429,6 @@ def test_whole_states_are_taken_and_loaded_and_leave_nothing_behind(row: int, bf
 
 
 class Adapted(Net):
-    """Its blocks and one weight of the root are frozen."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks.requires_grad_(False)
@@ -488,9 +472,6 @@ def test_frozen_parameters_are_neither_lost_with_a_view_nor_kept_from_being_load
         assert found == dict.fromkeys(found, True)
 
 
-# Accumulation that does not go as planned.
-
-
 class Interruption(Exception):
     pass
 
@@ -507,7 +488,6 @@ def raise_in_backward(engine: zeromesh.Engine) -> None:
 
 
 def accumulate(row: int, what: str) -> tuple[list[int], Tensors]:
-    """Each ends with one update from the micro-batches 0 and 1, whatever happens before."""
     engine = start(row, gradient_accumulation_steps=1 if what == "size" else 2)
     updates = []
 
@@ -581,9 +561,7 @@ class WithMethod(Net):
         return self(x)
 
 
-class Interrupted(nn.Linear):
-    """Is interrupted, as by Ctrl-C, of which torch tells no hooks, when ``now`` is set."""
-
+class Interrupted(nn.Linear):  # is interrupted, as by Ctrl-C, of which torch tells no hooks, when ``now`` is set
     now = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -658,9 +636,6 @@ def test_what_an_optimizer_changed_before_it_failed_on_one_rank_is_what_all_comp
         torch.testing.assert_close(found, model(inputs(2, 0)), rtol=1e-12, atol=1e-12)
 
 
-# Sums that change their dtype, or differ between ranks, on the way.
-
-
 class Repeating(nn.Module):
     """Uses its blocks once or twice, with reentrant checkpoints: twice, gradients add up while others are reduced.
 
@@ -679,8 +654,7 @@ class Repeating(nn.Module):
         return last(before(x))
 
 
-def sample(number: int, rank: int) -> torch.Tensor:
-    """Its gradient is wanted, as else a reentrant checkpoint has none."""
+def sample(number: int, rank: int) -> torch.Tensor:  # its gradient is wanted, as else a reentrant checkpoint has none
     return inputs(number, rank).float().requires_grad_()
 
 

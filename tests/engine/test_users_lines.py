@@ -139,9 +139,6 @@ def test_they_do_what_they_do_in_plain_torch(row: int) -> None:
             assert_same(found[name], model, name)
 
 
-# Compilation after initialize.
-
-
 def compiled(row: int, ways: list[str], depth: int) -> dict[str, list[torch.Tensor]]:
     found = {}
     for way in ways:
@@ -181,9 +178,6 @@ def test_models_that_are_compiled_after_initialize_train(row: int, ways: list[st
     for found in run_ranks(compiled, 2, row, ways, depth, timeout=200):
         for way in ways:
             assert_same(found[way], model, way)
-
-
-# What is refused.
 
 
 def calls_past_the_engine() -> None:

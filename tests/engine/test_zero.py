@@ -27,8 +27,6 @@ from zeromesh.shard.materialise import materialiser
 
 
 class Applied(nn.Module):
-    """Its weights are set again by a function that is applied to all modules, as many models do."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.linear = nn.Embedding(20, 8, padding_idx=3), nn.Linear(8, 30)
@@ -66,8 +64,6 @@ class Tied(nn.Module):
 
 
 class Pieces(nn.Module):
-    """Weights that are made of others, and filled slice by slice."""
-
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(16, 48)
@@ -89,8 +85,6 @@ class Pieces(nn.Module):
 
 
 class Looks(nn.Module):
-    """Looks at values, and at where they are."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(20, 20)
@@ -176,7 +170,6 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, whose names say what is tied."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
@@ -252,8 +245,6 @@ def test_init_of_a_model_that_exists_and_init_switched_off_do_nothing() -> None:
             assert not nn.Linear(200, 200).weight.is_meta
 
 
-# Through initialize.
-
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
@@ -289,7 +280,6 @@ class Blocks(nn.Module):
 
 
 def build_in(how: str, row: int, large: int) -> dict[str, torch.Tensor]:
-    """The weights of an engine whose model was built in some way, after two steps of training."""
     torch.manual_seed(4)
     with patch.object(deferred, "LARGE", large):
         if how == "meta":
@@ -351,8 +341,6 @@ def test_weights_from_initialisers_depend_on_the_seed() -> None:
 
 
 class Plain(nn.Module):
-    """Has no way to make its values again."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Module()
@@ -360,8 +348,6 @@ class Plain(nn.Module):
 
 
 class Forgetful(nn.Linear):
-    """Its initialiser leaves the bias out."""
-
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
@@ -373,8 +359,6 @@ class Table(nn.Linear):
 
 
 class Around(nn.Module):
-    """Initialises what it knows, as Hugging Face models do."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.part = nn.Linear(4, 4), Plain()
@@ -409,8 +393,6 @@ def test_a_model_around_a_module_has_the_last_word_on_its_values() -> None:
             assert float(a.detach().std()) == pytest.approx(float(b.detach().std()), rel=0.2, abs=1e-3), name
 
 
-# Memory while building.
-
 MIB = 1 << 20
 BLOCKS = 12
 
@@ -424,9 +406,7 @@ def big(width: int) -> nn.Module:
     return nn.ModuleList([nn.Embedding(4 * width, width), *(block() for _ in range(BLOCKS))])
 
 
-class Heap:
-    """Bytes in malloc's blocks that are in use, and the most of them that was seen."""
-
+class Heap:  # bytes in malloc's blocks that are in use, and the most of them that was seen
     class Info(ctypes.Structure):
         _fields_ = [
             (name, ctypes.c_size_t)
@@ -495,9 +475,6 @@ def test_building_never_holds_more_than_a_unit_beyond_the_rank_share(how: str) -
     for most, after in run_ranks(building, 2, how, {"bf16": {"enabled": True}}):
         assert after == pytest.approx(whole / 2, abs=0.5)
         assert most <= whole / 2 + unit + 0.5
-
-
-# Gathered parameters.
 
 
 def gather_and_change(row: int) -> dict[str, Any]:
@@ -569,12 +546,7 @@ def test_reading_a_parameter_outside_says_how_to() -> None:
         assert "GatheredParameters" in message
 
 
-# Access to whole tensors.
-
-
-class Sparsely(nn.Module):
-    """Has a frozen parameter, one that nothing uses, one that only odd ranks use, and a tie."""
-
+class Sparsely(nn.Module):  # has a frozen parameter, one that nothing uses, one that only odd ranks use, and a tie
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
@@ -609,7 +581,6 @@ def kept(value: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def changed(value: torch.Tensor) -> torch.Tensor:
-    """Every element another, and not the same everywhere."""
     return value * 0.5 + torch.arange(value.numel(), dtype=value.dtype).view(value.shape) / 100
 
 
@@ -617,7 +588,6 @@ CHANGED = ("blocks.0.weight", "blocks.0.bias", "scale", "odd")
 
 
 def plain_access(ranks: int, accumulation: int) -> list[Tensors]:
-    """What the functions are to return, in order, from plain torch."""
     model, found = make_sparsely(), []
     named = dict(model.named_parameters())
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAM)

@@ -23,7 +23,6 @@ TYPES = list(native.TYPES)
 
 @pytest.fixture(params=["native", "torch"])
 def either(request: pytest.FixtureRequest) -> None:
-    """With the library and without."""
     if request.param == "torch":
         request.getfixturevalue("missing")
 
@@ -125,7 +124,6 @@ def test_checksums_are_the_same_without_the_library(size: int, tmp_path: Path, m
 
 
 def sources(folder: Path) -> Path:
-    """What an installation is made of, without the other packages."""
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     ignored = shutil.ignore_patterns("*.so", "__pycache__")

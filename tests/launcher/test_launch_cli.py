@@ -199,7 +199,6 @@ def test_whole_lines_come_through_a_pipe_that_rank_0_writes_to(tmp_path: Path) -
 def running(
     script: Path, mode: str, folder: Path, *options: str, ranks: int = 2
 ) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A launch and its ranks' process numbers, once both ranks have come to the end of their script."""
     process = subprocess.Popen(
         [*LAUNCH, "--nproc", "2", *options, str(script), mode, str(folder)],
         stdout=subprocess.PIPE,

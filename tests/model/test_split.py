@@ -11,7 +11,6 @@ WHOLE = torch.arange(12 * 5).view(12, 5)
 
 
 def join(split: Split, whole: torch.Tensor) -> torch.Tensor:
-    """A tensor put together from all ranks' parts."""
     joined = torch.full_like(whole, -1)
     for rank in range(split.ranks):
         Held(tuple(whole.shape), split, rank, split.ranks).place(split.take(whole, rank), joined)

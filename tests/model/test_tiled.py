@@ -91,7 +91,6 @@ def test_what_cannot_be_put_in_tiles_is_left_or_refused() -> None:
 
 
 def train(zero: dict[str, Any], tiles: bool, units: list[str]) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Losses, the model at the end, and the bytes of slots."""
     model = build()
     if tiles:
         tile_linears(model, MOST)

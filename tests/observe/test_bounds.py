@@ -68,7 +68,6 @@ def test_breakdowns_are_put_together_by_their_updates() -> None:
 
 
 def reported(zero: dict[str, Any], slow: float = 0.0, every: bool = True) -> Any:
-    """Of six updates; ``slow``: seconds that each request to the disk takes longer."""
     read = swap_file.SwapFile.read
 
     def slowly(self: Any, *args: Any) -> None:
@@ -104,7 +103,6 @@ def test_a_disk_that_is_slow_bounds_the_run(tmp_path: Path) -> None:
 
 
 def test_what_moves_is_what_the_formulas_say() -> None:
-    """By two ranks: gradients to the host, and what an update reads and writes there."""
     for _, found in run_ranks(reported, 2, {"stage": 3, "offload_optimizer": {"device": "cpu"}}):
         uses = found["uses"]
         elements = sum(p.numel() for p in start({"stage": 0}).module.parameters()) / 2

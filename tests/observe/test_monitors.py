@@ -28,7 +28,6 @@ RATE = 0.01
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """The engine runs in this process."""
     yield
     shutdown()
 
@@ -55,7 +54,6 @@ def make_engine(**more: Any) -> zeromesh.engine.Engine:
 
 
 def train(engine: Any, updates: int) -> list[list[float]]:
-    """The losses of this rank's micro-batches, by update."""
     found = []
     for _ in range(updates):
         losses = []

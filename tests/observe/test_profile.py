@@ -36,8 +36,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, the first of them frozen."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
@@ -63,7 +61,6 @@ def config(row: int, **more: Any) -> dict[str, Any]:
 
 
 def trained(row: int, updates: int, more: dict[str, Any], model: type[nn.Module] = Model) -> Any:
-    """An engine after some updates."""
     torch.manual_seed(0)
     engine = zeromesh.initialize(model=model(), config=config(row, **more))[0]
     for update in range(updates):
@@ -75,7 +72,6 @@ def trained(row: int, updates: int, more: dict[str, Any], model: type[nn.Module]
 
 
 def logged(action: Any) -> list[str]:
-    """What the library logs meanwhile, at INFO and above."""
     found: list[str] = []
 
     class Listener(logging.Handler):
@@ -94,12 +90,7 @@ def logged(action: Any) -> list[str]:
     return found
 
 
-# Spans and the breakdown.
-
-
 class Ticks:
-    """A clock that moves on by one with every look at it."""
-
     def __init__(self) -> None:
         self.now = 0
 
@@ -196,8 +187,7 @@ def test_spans_go_to_the_engine_whose_phase_it_is_and_end_with_exceptions() -> N
     assert outer.open == inner.open == []
 
 
-def test_spans_of_another_thread_belong_to_the_phase() -> None:
-    """As in a backward on an accelerator."""
+def test_spans_of_another_thread_belong_to_the_phase() -> None:  # as in a backward on an accelerator
     import threading
 
     spans = ticking()
@@ -274,9 +264,7 @@ def test_without_an_interval_there_is_a_breakdown_every_ten_updates() -> None:
     assert [line.splitlines()[0].split(",")[0] for line in lines if "ms each" in line] == ["update 10: 10 updates"]
 
 
-class FakeEvent:
-    """Of an accelerator: known only after it has been waited for."""
-
+class FakeEvent:  # of an accelerator: known only after it has been waited for
     now = 0.0
 
     def __init__(self, device: torch.device, enable_timing: bool) -> None:
@@ -321,8 +309,6 @@ def phases_of_a_save(folder: str) -> list[str]:
     engine.destroy()
     return [phase.kind for phase in engine.observer.spans.phases]
 
-
-# Traces.
 
 EVERYWHERE = {
     "forward", "backward", "step", "accumulate", "reduce", "wait_reduce", "norm", "agree", "take_changes", "clip",
@@ -397,9 +383,6 @@ def test_a_trace_does_not_end_the_users_own(tmp_path: Path) -> None:
     assert any("nothing is recorded on rank 0: another profiler is at work" in line for line in lines)
     assert not list(tmp_path.iterdir())
     assert recorded == 4 * 2 * BLOCKS
-
-
-# Operations.
 
 
 def test_operations_of_a_linear_layer_by_hand() -> None:

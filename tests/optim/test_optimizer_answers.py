@@ -18,8 +18,7 @@ from zeromesh.comm.environment import shutdown
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_rank() -> Iterator[None]:
-    """The engines here run in this process; other tests need its process group gone."""
+def _one_rank() -> Iterator[None]:  # the engines here run in this process; other tests need its process group gone
     yield
     shutdown()
 
@@ -32,7 +31,6 @@ def start(row: int = 0, optimizer: Any = None, **keys: Any) -> Any:
 
 
 def overflow(row: int, dynamic: bool) -> tuple[list[Any], int, bool, list[torch.Tensor]]:
-    """The scale and whether it overflowed after each update; the loss of the second is bad on the last rank alone."""
     scale = {"initial_scale_power": 4, "hysteresis": 1} if dynamic else {"loss_scale": 16}
     engine, optimizer = start(row, fp16={"enabled": True, **scale})
     seen: list[Any] = [(optimizer.cur_scale, optimizer.loss_scale, optimizer.overflow)]
@@ -80,9 +78,7 @@ def test_the_scale_of_a_checkpoint_is_answered_and_the_optimizer_stays_what_it_w
     pickle.loads(pickle.dumps(fresh))
 
 
-class Own(torch.optim.Optimizer):
-    """Steps of one size, without a learning rate; its ``loss_scale`` is its own."""
-
+class Own(torch.optim.Optimizer):  # steps of one size, without a learning rate; its ``loss_scale`` is its own
     loss_scale = 7
 
     def __init__(self, parameters: Any) -> None:

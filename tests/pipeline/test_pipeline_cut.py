@@ -90,7 +90,6 @@ def made(case: Model) -> tuple[nn.Module, Call]:
 
 
 def names_of(case: Model) -> list[str]:
-    """The blocks, by the table, that are not inside of others."""
     outer = {
         kind: n for kind, n in case.blocks.items() if not any(kind.startswith(f"{other}.") for other in case.blocks)
     }
@@ -145,14 +144,10 @@ def test_blocks_that_are_called_several_times_or_read_by_the_loss_are_refused() 
         examine(MODELS["mixtral"].build())
 
 
-# Plain models.
-
 WIDTH, VOCABULARY = 8, 20
 
 
 class Known(nn.Module):
-    """A model that tells its inputs, as those of transformers do."""
-
     main_input_name = "input_ids"
 
     def __init__(self) -> None:
@@ -223,8 +218,6 @@ def test_parameters_are_where_a_forward_uses_them() -> None:
 
 
 class Adding(Decoder):
-    """The sum is outside of the blocks."""
-
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embedding(input_ids)
         for block in (*self.halves["first"], *self.halves["last"]):
@@ -233,8 +226,6 @@ class Adding(Decoder):
 
 
 class Skipping(Decoder):
-    """What comes before the second block is read after the third."""
-
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embedding(input_ids)
         a, b, c, d = (*self.halves["first"], *self.halves["last"])
@@ -243,8 +234,6 @@ class Skipping(Decoder):
 
 
 class Stacking(Decoder):
-    """Written into memory that was there before."""
-
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embedding(input_ids)
         kept = x.new_empty(4, *x.shape)
@@ -443,12 +432,7 @@ def test_a_model_that_is_not_there_yet_is_examined_as_it_will_be() -> None:
     assert [parameter.device.type for parameter in model.parameters()] == devices
 
 
-# Samples of the user's.
-
-
 class Plain(Decoder):
-    """Nothing tells its inputs."""
-
     main_input_name = config = None  # type: ignore[assignment]
 
     def forward(self, numbers: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -476,7 +460,6 @@ def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def mean_of(batch: Any, model: Any) -> Tensor:
-    """As where the model returns its loss."""
     return loss_of(batch, lambda *args, **kwargs: model(*args, **kwargs).mean())
 
 
@@ -528,9 +511,6 @@ def test_a_sample_that_the_model_does_not_take_is_not_all_that_is_tried() -> Non
     guessed = examine(Decoder(), sample=wrong)
     assert (guessed, guessed.operations is None) == (examine(Decoder()), False)
     assert examine(build(Plain), sample=wrong) == examine(build(Plain))
-
-
-# What blocks cost.
 
 
 def texts(length: int) -> ModelInput:
@@ -658,8 +638,6 @@ class PassesOn(nn.Module):
 
 
 class ScaledBySecond(nn.Module):
-    """A block of that, which may change the second one."""
-
     def __init__(self, in_place: bool) -> None:
         super().__init__()
         self.linear, self.in_place = nn.Linear(4, 4), in_place

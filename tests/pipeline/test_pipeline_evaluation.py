@@ -59,7 +59,6 @@ def test_no_micro_batch_is_refused() -> None:
 
 
 def held(count: int) -> int:
-    """The most outputs of this rank's stage that are alive when it begins with another micro-batch."""
     engine = start(2)
     assert engine.pipelined is not None
     outputs: list[weakref.ref[torch.Tensor]] = []

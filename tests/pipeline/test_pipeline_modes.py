@@ -33,8 +33,6 @@ class Model(nn.Module):
 
 
 class Context(Model):
-    """Calls its blocks where it has set itself whether there are gradients."""
-
     def __init__(self, mode: Callable[[], Any]) -> None:
         super().__init__()
         self.mode = mode
@@ -62,8 +60,6 @@ class Added(nn.Module):
 
 
 class Normed(nn.Module):
-    """All blocks are given the normalised inputs, for which means are kept, but no parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH, affine=False)
@@ -77,8 +73,6 @@ class Normed(nn.Module):
 
 
 class Clamped(Model):
-    """Writes to parameters before it uses them, outside of blocks and in them, in many ways."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Clamping() for _ in range(4))
@@ -100,8 +94,6 @@ class Clamped(Model):
 
 
 class Decaying(Model):
-    """Writes something else each time."""
-
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         self.first.weight.data.mul_(0.99)
         return super().forward(x, y)
@@ -126,8 +118,6 @@ class Numbered(nn.Module):
 
 
 class Keys(nn.Module):
-    """Its blocks return mappings whose keys are numbers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Numbered() for _ in range(4))
@@ -170,7 +160,6 @@ def given(step: int, samples: int = SAMPLES) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def numbers(kind: str, pipeline: int, schedule: str = "1f1b", row: int = 0, freezes: tuple[bool, ...] = ()) -> Any:
-    """Losses and norms; before each update some layers are frozen, or not."""
     engine = start(kind, pipeline, row, schedule if pipeline > 1 else "1f1b")
     found = []
     for step in range(3):
@@ -240,7 +229,6 @@ def test_what_stands_in_for_a_parameter_drops_what_is_written_and_refuses_to_cou
 
 
 def evaluate() -> list[int]:
-    """How many forwards are taken for such that a backward may follow, before and after evaluations."""
     engine = start("plain", 2, row=3)
     order = engine.sharded.events.order
     engine.train_batch(given(0))
@@ -258,8 +246,6 @@ def test_an_evaluation_fetches_the_same_whether_or_not_its_shapes_are_new() -> N
 
 
 class Here:
-    """Messages of a pipeline of one rank, which has none."""
-
     def is_here(self, stage: int) -> bool:
         return True
 
@@ -268,8 +254,6 @@ class Here:
 
 
 class Losses:
-    """Notes what is to be differentiated."""
-
     def __init__(self, model: nn.Module) -> None:
         self.model, self.roots = model, []
 

@@ -36,8 +36,6 @@ WIDTH, WORDS, LENGTH, SAMPLES = 16, 40, 6, 4
 
 
 class Block(nn.Module):
-    """Given a tuple and gives one: the activation, what tells padding, and positions that are of the same form."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -70,7 +68,6 @@ def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def decoder(blocks: int = 6, **options: Any) -> PipelineModule:
-    """A tied embedding, blocks with tuples between them, and functions."""
     torch.manual_seed(0)
     layers = [
         TiedLayerSpec("embedding", nn.Embedding, WORDS, WIDTH, forward_fn=enter),
@@ -112,15 +109,12 @@ def advance(engine: zeromesh.Engine, steps: int) -> list[float]:
 
 
 def train(stages: int | None = None, data: int = 1, options: dict[str, Any] | None = None, **further: Any) -> Any:
-    """Losses, norms, the whole model's state, and the names of what this rank holds."""
     engine = start(decoder(num_stages=stages, **(options or {})), data=data, **further)
     found = [float(engine.eval_batch(micro_batches(100, 4, engine.data_rank, engine.data_size)))]
     found += advance(engine, STEPS)
     names = [name for name, _ in engine.module.named_parameters()]
     return found, engine.state_dict(), names
 
-
-# The same numbers.
 
 CASES: dict[str, dict[str, Any]] = {
     "whole, row 3, 2 ranks": {"data": 2, "zero_optimization": {"stage": 3}},
@@ -166,15 +160,11 @@ def test_stages_train_to_the_numbers_of_one_process(case: str) -> None:
     assert seen == set(names)
 
 
-# Built stage by stage.
-
 LARGE, ENTRIES, BLOCKS, STAGES = 512, 4096, 8, 4
 MIB = 1 << 20
 
 
-class Wide(nn.Module):
-    """A block of 8 MiB."""
-
+class Wide(nn.Module):  # A block of 8 MiB
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(LARGE, 4 * LARGE, bias=False), nn.Linear(4 * LARGE, LARGE, bias=False)
@@ -184,8 +174,6 @@ class Wide(nn.Module):
 
 
 class Ordinary(nn.Module):
-    """A tied embedding and blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(ENTRIES, LARGE)
@@ -232,7 +220,6 @@ def llama() -> nn.Module:
 
 
 def build_stage(how: str, folder: str) -> Any:
-    """Bytes of each parameter here, the most that were live while the model was built, and what was read of files."""
     heap, read, reading = Heap(), [], FileTensor.read
 
     def noted(self: FileTensor, start: int, stop: int) -> Tensor:
@@ -280,9 +267,6 @@ def test_no_rank_ever_holds_more_than_its_stages_and_one_tensor(how: str, tmp_pa
         assert (own <= read <= own + MIB // 4) if how == "from_pretrained" else read == 0
 
 
-# What is given, and what becomes of it.
-
-
 def test_values_and_names_are_those_of_an_ordinary_construction() -> None:
     sizes = (64, 256), (256, 64)
     torch.manual_seed(5)
@@ -315,8 +299,6 @@ def test_layers_are_seeded_one_by_one() -> None:
 
 
 class Noise(nn.Module):
-    """A layer with dropout that counts its calls."""
-
     calls: ClassVar[list[int]] = []
 
     def __init__(self, number: int) -> None:
@@ -361,9 +343,6 @@ def test_layers_of_every_stage_are_recomputed_with_the_same_random_numbers(
     assert calls == dict.fromkeys(range(5), 4 * STEPS * times)
 
 
-# Saving.
-
-
 def save(folder: str) -> list[float]:
     engine = start(decoder(num_stages=2, partition_method="uniform"), zero_optimization={"stage": 1})
     advance(engine, 1)
@@ -383,9 +362,6 @@ def test_a_checkpoint_goes_on_with_another_number_of_stages(tmp_path: Path) -> N
     for stages in (4, 1):
         for found in run_ranks(resume, stages, str(tmp_path), stages, timeout=LIMIT):
             assert found == pytest.approx(expected, rel=1e-9)
-
-
-# A script as DeepSpeed's users write it.
 
 
 def script(config: dict[str, Any]) -> Any:
@@ -411,7 +387,6 @@ def test_a_script_of_deepspeeds_users_runs_with_the_import_changed() -> None:
 
 
 def fed(shuffled: bool) -> Any:
-    """The samples of two passes that the ranks are fed, in turn, and where a saved position goes on."""
     layer = nn.Linear(1, 1)
     model = nn.Sequential(layer) if shuffled else PipelineModule([layer], loss_fn=lambda outputs, labels: outputs.sum())
     data = [torch.tensor([float(number)]) for number in range(9)]
@@ -440,7 +415,6 @@ def sum_of(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def losses_of() -> list[float]:
-    """By the model's own function, by ``initialize``'s, and by the last layer."""
     settings = {"train_batch_size": 1}
     model = PipelineModule([nn.Linear(2, 2)], loss_fn=lambda outputs, labels: outputs.mean() * 0 + 3)
     given = [(torch.ones(1, 2), torch.ones(1))]
@@ -463,9 +437,7 @@ def test_the_loss_is_the_last_layers_or_the_functions_and_initializes_wins() -> 
     assert run_ranks(losses_of, 1) == [[3.0, 7.0, 5.0]]
 
 
-class Topology:
-    """As DeepSpeed's: an axis that is not there has the size 0."""
-
+class Topology:  # as DeepSpeed's: an axis that is not there has the size 0
     def __init__(self, **sizes: int) -> None:
         self.sizes = sizes
 

@@ -43,8 +43,6 @@ def test_what_is_computed_again_trains_to_the_numbers_of_one_process(
 
 
 class Noisy(nn.Module):
-    """Random numbers in its forward, and buffers that it changes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)

@@ -30,7 +30,6 @@ MICROBATCHES = 8
 
 
 def record(folder: Path | None, schedule: str, chunks: int | None = None, data: int = 1, steps: int = 3) -> Any:
-    """What was recorded, what was logged, and the losses."""
     lines: list[str] = []
 
     class Note(logging.Handler):
@@ -159,7 +158,6 @@ MANY = 12
 
 
 def sent_and_kept() -> tuple[int, int]:
-    """Messages of an update, and those of them that are in memory until its end."""
     settings = {
         "train_batch_size": SAMPLES * MANY,
         "train_micro_batch_size_per_gpu": SAMPLES,
@@ -197,8 +195,6 @@ def test_messages_that_were_received_are_not_kept_until_the_end_of_the_update() 
     assert last[1] <= 6, "of gradients, which have one tensor each, the latest"
 
 
-# Times that are known.
-
 TEXT = """
 microbatches: 2
 placement: 0 1
@@ -207,8 +203,7 @@ rank 1: RA1.0 F1.0 B1.0 SG1.0 RA1.1 F1.1 B1.1 SG1.1
 """
 
 
-def an_example() -> Recorded:
-    """Forwards take 1 s, backwards 2 s, messages 0.5 s."""
+def an_example() -> Recorded:  # forwards take 1 s, backwards 2 s, messages 0.5 s
     timeline = simulate(parse(TEXT), Costs(1.0, latency=0.5))
     waits: list[tuple[TimedAction, ...]] = []
     for steps in timeline.ranks:
@@ -291,9 +286,6 @@ def test_waiting_is_told_apart_from_computing(monkeypatch: pytest.MonkeyPatch) -
         pass
     times = [[value - recorder._moment for value in row] for row in recorder.times()]
     assert times == [pytest.approx([1.0, 3.0, 7.0]), pytest.approx([8.0, 8.0, 9.0])]
-
-
-# Pictures.
 
 
 def test_a_picture_has_timelines_one_above_the_other_on_one_axis() -> None:

@@ -17,9 +17,7 @@ from harness import run_ranks
 WIDTH = 4
 
 
-class Squares(nn.Linear):
-    """Its operations grow with the length squared."""
-
+class Squares(nn.Linear):  # its operations grow with the length squared
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH, bias=False)
 
@@ -27,9 +25,7 @@ class Squares(nn.Linear):
         return x @ x.transpose(1, 2) @ x + super().forward(x)
 
 
-class Model(nn.Module):
-    """Nothing tells what it takes. Its last block is as dear as two others where texts are short."""
-
+class Model(nn.Module):  # nothing tells what it takes. Its last block is as dear as two others where texts are short
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5)), Squares()])
@@ -41,9 +37,7 @@ class Model(nn.Module):
         return (x - labels).square().mean()
 
 
-class Adding(Model):
-    """What passes by the blocks would be lost."""
-
+class Adding(Model):  # what passes by the blocks would be lost
     def forward(self, numbers: Tensor, labels: Tensor) -> Tensor:
         x = numbers
         for block in self.blocks:
@@ -52,8 +46,6 @@ class Adding(Model):
 
 
 class Noise(Dataset[Any]):
-    """Draws random numbers when it is read."""
-
     def __init__(self, length: int) -> None:
         self.length, self.read = length, []
 
@@ -66,8 +58,6 @@ class Noise(Dataset[Any]):
 
 
 class Broken(Noise):
-    """Its first samples cannot be read."""
-
     def __getitem__(self, number: int) -> Tensor:
         raise OSError("not yet")
 

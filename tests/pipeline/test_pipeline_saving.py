@@ -26,8 +26,6 @@ LAYERS, WORDS = 5, 20
 
 
 class Block(nn.Module):
-    """Keeps a mean of what it has seen, in a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(8)
@@ -41,8 +39,6 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Has buffers in its blocks, before them and after them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, 8)
@@ -86,7 +82,6 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
 def start(
     kind: str, row: int = 0, pipeline: int = 1, tensor: int = 1, schedule: dict[str, Any] | None = None
 ) -> zeromesh.Engine:
-    """An engine of four micro-batches per update."""
     settings = {
         "train_batch_size": 8,
         "gradient_accumulation_steps": 4,
@@ -112,13 +107,9 @@ def train(engine: zeromesh.Engine, updates: int) -> list[float]:
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint but the states of generators."""
     reader = Reader(folder)
     reader.verify()
     return {name: reader.tensor(name) for name in reader.names if not name.startswith("random/")}
-
-
-# Checkpoints.
 
 
 def begin(kind: str, folder: str) -> None:
@@ -169,7 +160,6 @@ def test_a_checkpoint_goes_from_any_number_of_stages_to_any_other(kind: str, tmp
 
 
 def save_and_go_on(folder: str) -> None:
-    """A run goes on where its checkpoint was written, and one that loads it does, too."""
     engine = start("decoder", row=2, pipeline=2)
     train(engine, 2)
     torch.manual_seed(engine.mesh.rank)
@@ -196,7 +186,6 @@ def continue_from(folder: str, pipeline: int, updates: int, save: bool) -> list[
 
 
 def test_losses_after_a_change_of_stages_are_those_of_the_undisturbed_run(tmp_path: Path) -> None:
-    """With buffers before and after the blocks, which every stage has and only one computes with."""
     expected = run_ranks(undisturbed, 1)[0]
     run_ranks(continue_from, 2, str(tmp_path), 2, 2, True)
     found = run_ranks(continue_from, 1, str(tmp_path), 1, 2, False)[0]
@@ -238,7 +227,6 @@ class Scale(nn.Module):
 
 
 def share_buffers(folder: str, pipeline: int) -> Any:
-    """Losses and what is saved and shown of a model whose blocks share a module, and a buffer under two names."""
     torch.manual_seed(0)
     model, scale = Decoder(), Scale()
     for number, layer in enumerate(model.layers):
@@ -270,7 +258,6 @@ def test_a_buffer_that_blocks_of_several_stages_have_is_one(tmp_path: Path) -> N
 
 
 def load_into_other(folder: str) -> list[str]:
-    """Models that lack a layer on the last stage, or have one more; then what is in both is taken."""
     said = []
     for layers in (4, 6):
         torch.manual_seed(0)
@@ -299,7 +286,6 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_names_of_all_stages(tmp
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """One group that the last stage has nothing of, and one that the first has nothing of."""
     early = [*model.embed.parameters(), *model.first.parameters()]
     late = [*model.last.parameters(), *model.head.parameters()]
     rest = [*model.layers.parameters()]
@@ -341,12 +327,7 @@ def test_groups_that_a_stage_has_nothing_of_stay_as_they_are(tmp_path: Path) -> 
     assert first[0][1][0]["lr"] == 0.05
 
 
-# Position in the data.
-
-
 class Numbers(torch.utils.data.Dataset):
-    """Samples that are told apart by their first word."""
-
     def __len__(self) -> int:
         return 20
 
@@ -383,9 +364,6 @@ def test_the_data_go_on_where_the_checkpoint_was_written(tmp_path: Path) -> None
     assert first[0] == first[1]
     assert run_ranks(read_data, 2, str(tmp_path), 2, True) == first
     assert run_ranks(read_data, 1, str(tmp_path), 1, True)[0] == first[0]
-
-
-# Whole models.
 
 
 def save_whole(kind: str, folder: str, settings: dict[str, int]) -> dict[str, torch.Tensor]:

@@ -28,8 +28,6 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """How late it is, the parameters that were there at each call of the model, and the blocks that ran."""
-
     now: float
     parameters: list[tuple[int, set[torch.dtype]]]
     runs: list[float]
@@ -37,15 +35,12 @@ class Clock:
 
 @contextmanager
 def stopped() -> Iterator[None]:
-    """In this context only ``Spend`` takes time."""
     Clock.now, Clock.parameters, Clock.runs = 0.0, [], []
     with mock.patch.object(timing, "perf_counter", side_effect=lambda: Clock.now):
         yield
 
 
 class Spend(torch.autograd.Function):
-    """Takes time in the forward, and twice as much in the backward."""
-
     @staticmethod
     def forward(context: Any, x: Tensor, time: float) -> Tensor:
         context.time = time
@@ -63,8 +58,6 @@ def spend(x: Tensor, time: float) -> Tensor:
 
 
 class Slow(nn.Module):
-    """What it is says how long it takes."""
-
     def __init__(self, time: float) -> None:
         super().__init__()
         self.linear, self.time = nn.Linear(WIDTH, WIDTH), time
@@ -79,8 +72,6 @@ class Slow(nn.Module):
 
 
 class Model(nn.Module):
-    """Before its blocks, after the second one and after all there is more that takes time."""
-
     def __init__(self, times: list[float]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(10, WIDTH)
@@ -106,8 +97,6 @@ def loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Loss(nn.Module):
-    """Knows how often it was called."""
-
     calls = 0
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -165,8 +154,6 @@ def test_parameters_of_one_block_are_there_at_a_time_as_training_has_them(dtype:
 
 
 class Recurrent(nn.Module):
-    """Whose lists have their parameters, too; the first blocks are frozen."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH) for _ in range(3))
@@ -180,7 +167,6 @@ class Recurrent(nn.Module):
 
 @pytest.mark.full
 def test_blocks_of_all_kinds_can_be_measured() -> None:
-    """Parameters that are tied, handed over or frozen; routing by values; running statistics."""
     cases: list[tuple[nn.Module, ModelInput | None]] = [
         (MODELS[kind].build().to(MODELS[kind].dtype), None) for kind in ("gpt2", "deberta", "qwen3_moe", "resnet", "t5")
     ]
@@ -201,8 +187,6 @@ class Numbers(Dataset[Any]):
 
 
 class Uneven(Model):
-    """The ranks measure different times: of the first block, or of the last one."""
-
     def __init__(self) -> None:
         rank = torch.distributed.get_rank()
         super().__init__([400 - 399 * rank, 50, 50, 50, 1 + 399 * rank])

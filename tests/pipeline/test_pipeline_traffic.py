@@ -17,7 +17,6 @@ MICROBATCHES, DATA, LENGTH, BYTES = 4, 2, 6, 8
 def sent(
     kind: str, row: int, schedule: str, chunks: int | None, slots: int | None = None
 ) -> tuple[dict[str, Any], list[int], list[int]]:
-    """Of an update, what a rank sends; the sizes of its units in bytes; and by stage, which units it has."""
     settings = {
         "train_batch_size": SAMPLES * MICROBATCHES,
         "train_micro_batch_size_per_gpu": SAMPLES // DATA,

@@ -17,7 +17,6 @@ from zeromesh.pipeline.runtime.weights import postpone, roots_of
 
 
 def kept_by_stages(further: dict[str, Any], tensor: int) -> list[tuple[int, list[str]]]:
-    """Of each backward of weights: how many layers it is of, and the parameters that it gives gradients to."""
     settings = {
         "train_batch_size": SAMPLES * 4,
         "train_micro_batch_size_per_gpu": SAMPLES,
@@ -108,7 +107,6 @@ def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
 
 
 def gradient(given: Tensor, later: bool, inner: bool | None = None) -> Tensor | None:
-    """Of a weight; with a gradient inside of the forward, perhaps with a graph."""
     torch.manual_seed(0)
     weight, x = nn.Parameter(torch.randn(3, 3)), given.clone().requires_grad_()
     kept: Kept | None = [] if later else None

@@ -97,7 +97,6 @@ def test_what_is_held_is_what_the_formulas_say(ranks: int) -> None:
 
 
 def test_the_table_says_what_is_so() -> None:
-    """Bubbles and what is held, as the command shows them beside what comes out."""
     for (name, row), ranks, microbatches in product(ROWS.items(), (1, 2, 4), (4, 8, 12)):
         shape = shape_of(name, ranks, microbatches)
         schedule = generate(name, ranks, microbatches)

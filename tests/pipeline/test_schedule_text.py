@@ -27,7 +27,6 @@ rank 1: F1.0 B1.0 F1.1 B1.1
 
 @cache
 def known() -> dict[str, Schedule]:
-    """File name -> what it holds."""
     found = {
         f"{name}-{ranks}x{microbatches}": generate(name, ranks, microbatches)
         for name in NAMES

@@ -17,8 +17,6 @@ WIDTH = 6
 
 
 class Holder(nn.Module):
-    """A linear layer and one buffer; before each forward ``change`` gets the module and the number of the forward."""
-
     def __init__(self, value: torch.Tensor | None, change: Callable[[Holder, int], None] | None = None) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -43,8 +41,6 @@ def train(engine: zeromesh.Engine, steps: int = 1) -> None:
         engine.backward(engine(torch.ones(2, WIDTH)))
         engine.step()
 
-
-# What they are.
 
 DTYPES = [
     torch.int16, torch.uint16, torch.bool, torch.complex64, torch.complex128, torch.bfloat16, torch.float8_e4m3fn,
@@ -96,9 +92,6 @@ def test_a_sparse_buffer_is_refused_unless_it_is_no_state() -> None:
         start(Holder(torch.eye(2).to_sparse()))
 
 
-# How they change.
-
-
 def at_the_address(module: Holder, like: torch.Tensor) -> torch.Tensor:
     """A copy of ``like`` that has the ``id`` of the module's buffer, which is gone then."""
     wanted, module.value = id(module.value), None
@@ -109,7 +102,6 @@ def at_the_address(module: Holder, like: torch.Tensor) -> torch.Tensor:
 
 
 def becomes(kind: str) -> list[Any]:
-    """The buffer after each of four updates."""
     rank = dist.get_rank()
 
     def change(module: Holder, forward: int) -> None:
@@ -164,8 +156,6 @@ def test_a_buffer_that_is_replaced_is_the_first_ranks_after_every_update(kind: s
 
 
 def broadcasts() -> list[int]:
-    """After each of three updates, how often the first rank sent a buffer."""
-
     def change(module: Holder, forward: int) -> None:
         if forward == 1:
             module.value += 1
@@ -212,12 +202,7 @@ def test_a_buffer_that_is_registered_late_stays_each_ranks_own() -> None:
     assert run_ranks(registered_late, 2) == [0.0, 1.0]
 
 
-# In 16-bit runs.
-
-
 class Positions(nn.Module):
-    """Adds a table to its input, normalises, and turns by frequencies that 16 bits cannot hold."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.full((WIDTH,), 0.3162))

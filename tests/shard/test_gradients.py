@@ -59,8 +59,7 @@ def test_states_follow_the_way_of_a_gradient() -> None:
     assert found.forget() == [slot]
 
 
-def held(kind: str) -> tuple[Gradient, torch.Tensor, Any]:
-    """A gradient that must be copied, and who else is there."""
+def held(kind: str) -> tuple[Gradient, torch.Tensor, Any]:  # A gradient that must be copied, and who else is there
     if kind == "of another dtype":
         return gradient((8, 8)), torch.ones(8, 8, dtype=torch.bfloat16), None
     if kind == "with gaps around it":
@@ -98,8 +97,6 @@ def test_a_gradient_that_is_not_alone_in_memory_as_it_should_be_is_copied(kind: 
 
 
 class Shared(torch.autograd.Function):
-    """The sum of two matrices; both get the same memory as their gradient."""
-
     @staticmethod
     def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         return first + second
@@ -163,8 +160,6 @@ def test_gradients_that_share_memory_are_each_counted_once(row: int) -> None:
 
 
 class Looked(Pair):
-    """On one rank the loss depends on a weight that was used outside of its unit."""
-
     def forward(self, x: torch.Tensor, look: bool = False) -> torch.Tensor:
         h = self.second(x) + self.third(x) + self.first(x)
         return h.square().mean() + (self.first.weight.square().mean() if look else 0.0)

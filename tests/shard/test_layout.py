@@ -22,7 +22,6 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 
 
 def layouts() -> Iterator[Layout]:
-    """Of random shapes, among them scalars and parameters without elements."""
     chance = random.Random(0)
     for trial in range(300):
         shapes = [
@@ -86,9 +85,6 @@ def test_who_holds_the_whole_buffer_owns_whole_parameters() -> None:
     for layout in layouts():
         full = [(i, s.start, s.stop) for i, s in enumerate(layout.segments) if s.shape.numel()]
         assert layout.owned(0, layout.size) == full
-
-
-# Slots.
 
 
 def test_a_pool_lends_the_smallest_slot_that_fits_and_nothing_smaller() -> None:

@@ -36,7 +36,6 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def limits(name: str, folder: str, precision: dict[str, Any]) -> list[str]:
-    """What a run needs by its report, and what is said with one byte less for both ranks, and with just as much."""
     places = PLACES[name].items()
     zero = {key: {**value, "nvme_path": folder} if isinstance(value, dict) else value for key, value in places}
     engine = start(zero, **precision)

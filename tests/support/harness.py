@@ -1,6 +1,6 @@
 """Tests on several ranks: worker processes that are started once per session, and commands with a time limit.
 
-``run_ranks`` is what most tests use, ``run_mpi_ranks`` does the same on ranks that ``mpiexec`` starts, ``spawn_ranks``
+``run_ranks`` is what most tests use (``on_ranks`` where all asserts are made on the ranks), ``run_mpi_ranks`` does the same on ranks that ``mpiexec`` starts, ``spawn_ranks``
 is for tests that kill ranks, ``run_command`` for command lines.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import pickle
 import shutil
@@ -381,6 +382,38 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     """
     __tracebackhide__ = True
     return _values(fn, session_pool().run(fn, world_size, args, kwargs, timeout))
+
+
+class _Body:
+    """The test that ``on_ranks`` wraps, pickled as a name: in its module the wrapper has that name."""
+
+    def __init__(self, test: Callable[..., None]) -> None:
+        self.test, self.__name__ = test, test.__name__
+
+    def __call__(self, **arguments: Any) -> None:
+        self.test(**arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
+        return _body_of, (self.test.__module__, self.test.__name__)
+
+
+def _body_of(module: str, name: str) -> Callable[..., None]:
+    body: Callable[..., None] = getattr(importlib.import_module(module), name).__wrapped__
+    return body
+
+
+def on_ranks(world_size: int, timeout: float = 180) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test whose body runs, with its asserts, on every rank; fixtures and parameters are pickled."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def on_all(**arguments: Any) -> None:
+            __tracebackhide__ = True
+            run_ranks(_Body(test), world_size, timeout=timeout, **arguments)
+
+        return on_all
+
+    return decorate
 
 
 def run_mpi_ranks(

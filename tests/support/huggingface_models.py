@@ -89,9 +89,6 @@ def without_dropout(config: Any) -> None:
             without_dropout(value)
 
 
-# Batches.
-
-
 def tokens(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, shape or (SAMPLES, LENGTH), generator=generator)
 
@@ -270,8 +267,6 @@ MODELS = {
     ),
 }  # fmt: skip
 
-
-# Their documentation.
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 INTRODUCTION = """# Tested Hugging Face models

@@ -72,8 +72,6 @@ def random_number() -> float:
 
 
 class Circle:
-    """Refers to itself, so that only the garbage collector finds that nobody else does."""
-
     def __init__(self) -> None:
         self.itself = self
 
@@ -102,7 +100,6 @@ def traces() -> list[str]:
 
 
 def alive(pid: int) -> bool:
-    """Whether it runs; one that has ended may wait for its parent to take notice."""
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
     return bool(state) and not state.startswith("Z")
 

@@ -89,8 +89,7 @@ def test_losses_in_chunks_train_as_plain_torch(name: str, settings: dict[str, An
             assert torch.allclose(state[key], want, rtol=1e-9, atol=1e-9), key
 
 
-def peak(chunked: bool) -> int:
-    """Bytes that were live at most in a step, above what rested."""
+def peak(chunked: bool) -> int:  # bytes that were live at most in a step, above what rested
     heap = Heap(smallest=1 << 20)
     engine, *_ = zeromesh.initialize(
         model=build("llama", vocab_size=32000, max_position_embeddings=2048, num_hidden_layers=1),

@@ -22,7 +22,6 @@ SEQUENCE, WIDTH, INNER = 4, 6, 8
 
 
 def weights(transposed: bool) -> dict[str, torch.Tensor]:
-    """Of a gated MLP."""
     torch.manual_seed(5)
     shapes = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}
     found = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
@@ -46,9 +45,7 @@ def own(whole: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     return whole.detach().chunk(group.size, dim)[group.rank].clone().requires_grad_()
 
 
-class Split:
-    """The same MLP, of which each rank has a part."""
-
+class Split:  # the same MLP, of which each rank has a part
     def __init__(self, transposed: bool, dim: int | None) -> None:
         self.mesh = Mesh({"tensor": dist.get_world_size()}, torch.device("cpu"))
         self.group, self.dim, self.transposed = self.mesh.group("tensor"), dim, transposed
@@ -107,7 +104,6 @@ def test_split_layers_compute_what_whole_ones_do(ranks: int, transposed: bool, d
 
 
 def order() -> list[str]:
-    """What happens in a backward, in order."""
     mlp, heard = Split(False, None), []
     y = mlp(inputs())
     mlp.mesh.traffic.listener = lambda collective, axis, sent: heard.append(f"{collective} {sent}")
@@ -129,7 +125,6 @@ def test_the_input_gradient_is_summed_once_and_travels_while_weight_gradients_ar
 
 
 def keep_nothing() -> int:
-    """Tickets, and with them inputs, that are left after a backward, and after a forward without one."""
     mlp = Split(False, None)
     gc.collect()
     gc.disable()  # so that circles show

@@ -134,9 +134,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-class Square(torch.autograd.Function):
-    """One of a user's own, of which torch tells its arguments nothing."""
-
+class Square(torch.autograd.Function):  # one of a user's own, of which torch tells its arguments nothing
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -164,7 +162,6 @@ def gradients(value: Tensor, *of: Tensor) -> list[Tensor]:
 
 
 def all_cases() -> dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]]:
-    """By name: what is computed of logits and labels, and whether that does without values."""
     cases: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {}
     for name, (change, fit) in REMEMBERED.items():
         cases["loss", name] = (lambda x, y, c=change, f=fit: F.cross_entropy(c(x), f(y)), True)
@@ -511,9 +508,7 @@ def test_a_listener_hears_of_what_is_computed() -> None:
     assert again[0] is logits.materialise()
 
 
-class Asked(torch.nn.Parameter):
-    """As an engine's that is not in memory: its class is asked before any operation."""
-
+class Asked(torch.nn.Parameter):  # as an engine's that is not in memory: its class is asked before any operation
     count = 0
 
     @classmethod
@@ -535,8 +530,6 @@ def test_the_parameter_is_used_itself_when_something_is_computed() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that is made."""
-
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
@@ -564,8 +557,6 @@ def test_the_memory_of_a_loss_is_that_of_a_chunk(flat: bool) -> None:
     assert largest.bytes == 600 * 32000 * 4
 
 
-# Models of Hugging Face.
-
 VOCABULARY = 97
 COHERE = Model("CohereForCausalLM", "CohereConfig", {**GROUPED, **SPECIAL, "logit_scale": 0.25}, text, {})
 ROBERTA = Model("RobertaForMaskedLM", "RobertaConfig", {**USUAL, **SPECIAL}, masked, {})
@@ -584,7 +575,6 @@ FAMILIES: dict[str, tuple[Model, str, dict[str, Any]]] = {
 
 
 def make(family: str, dtype: torch.dtype) -> tuple[Any, dict[str, Tensor], Any]:
-    """The model, a batch, and its head."""
     model, name, options = FAMILIES[family]
     torch.manual_seed(5)
     built = replace(model, options={**model.options, **options, "vocab_size": VOCABULARY}).build().double()
@@ -607,7 +597,6 @@ def forward(model: Any, batch: dict[str, Tensor], dtype: torch.dtype) -> Any:
 
 
 def lazily(family: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, Any]:
-    """The loss, gradients of the parameters, of the head's own rows and bias, and the logits, on this rank."""
     group = tensor_group()
     model, batch, head = make(family, dtype)
     cut = Split.padded(0, VOCABULARY, group.size)

@@ -38,7 +38,6 @@ def operands(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Te
 
 
 def expected(hidden: Any, weight: Any, bias: Any, labels: Any, **options: Any) -> torch.Tensor:
-    """With all logits at once."""
     logits = F.linear(hidden, weight, bias) * options.pop("scale", 1.0)
     cap, z = options.pop("softcap", None), options.pop("z_loss", 0.0)
     if cap is not None:
@@ -86,8 +85,6 @@ def test_a_graph_may_be_used_twice_and_what_needs_no_gradient_gets_none() -> Non
 
 
 class Products(TorchDispatchMode):
-    """Counts the products of matrices."""
-
     def __init__(self) -> None:
         super().__init__()
         self.count = 0

@@ -34,7 +34,6 @@ def apply_all() -> dict[tuple[str, int], tuple[torch.Tensor, ...]]:
 
 
 def expected(what: str, values: list[torch.Tensor], rank: int, dim: int) -> torch.Tensor:
-    """By the table."""
     total = torch.stack(values).sum(0)
     return {
         "nothing": lambda: values[rank],

@@ -46,9 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Attending(nn.Module):
-    """An attention between layers of its own, so that gradients of what it is given count."""
-
+class Attending(nn.Module):  # an attention between layers of its own, so that gradients of what it is given count
     def __init__(self, case: dict[str, Any]) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -110,7 +108,6 @@ def given(case: dict[str, Any], step: int) -> torch.Tensor:
 
 
 def trained(case: dict[str, Any], tensor: int) -> tuple[list[float], dict[str, torch.Tensor], list[int], float]:
-    """Losses, parameters, the shape of this rank's weight, and a loss without gradients."""
     model = Attending(case).double()
     engine, *_ = zeromesh.initialize(
         model=model,
@@ -163,8 +160,6 @@ def test_attention_of_torch_is_split_by_heads_whatever_it_is_asked_for(name: str
 
 
 class Translator(nn.Module):
-    """Torch's own encoder and decoder."""
-
     def __init__(self, batch_first: bool = True, dropout: float = 0.0, **more: Any) -> None:
         super().__init__()
         torch.manual_seed(0)

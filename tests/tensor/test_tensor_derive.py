@@ -18,8 +18,6 @@ QUERIES = HEADS * HEAD
 
 
 class Layers(nn.Module):
-    """Linear layers by name, of (inputs, outputs), and attributes."""
-
     def __init__(self, layers: dict[str, tuple[int, int] | nn.Module], **attributes: Any) -> None:
         super().__init__()
         for name, one in layers.items():
@@ -29,8 +27,6 @@ class Layers(nn.Module):
 
 
 class Model(nn.Module):
-    """A list of blocks."""
-
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
@@ -38,7 +34,6 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The classes of this file are taken to compute what their layers' names say."""
     monkeypatch.setattr("zeromesh.tensor.derive.KNOWN", (*KNOWN, __name__))
 
 
@@ -107,7 +102,6 @@ def test_a_sequence_of_layers_is_split_as_an_mlp_if_what_lies_between_works_on_e
 
 
 def test_gated_queries_of_a_plan_are_cut_by_heads() -> None:
-    """They are as many as queries, keys and values together."""
     model = Model(attention(q_proj=(WIDTH, 2 * QUERIES)))
     plan = parse({**{f"blocks.*.{name}": "colwise" for name in APART}, "blocks.*.o_proj": "rowwise"})
     split = resolve(model, plan, {}, 0, 4).held["blocks.0.q_proj.weight"].split

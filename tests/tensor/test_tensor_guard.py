@@ -16,8 +16,6 @@ WIDTH, HEADS, LENGTH = 32, 4, 8
 
 
 class Between(nn.Module):
-    """Two linear layers, and something in between that depends on ``kind``."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
@@ -48,8 +46,6 @@ class Between(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks of one kind."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Between(kind) for _ in range(2))
@@ -60,9 +56,7 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-class Scores(nn.Module):
-    """Attention whose scores have three dims; its output layer is in a module beside, as BERT's."""
-
+class Scores(nn.Module):  # attention whose scores have three dims; its output layer is in a module beside, as BERT's
     def __init__(self) -> None:
         super().__init__()
         self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
@@ -78,8 +72,6 @@ class Scores(nn.Module):
 
 
 class Output(nn.Module):
-    """The layer that is split by rows."""
-
     def __init__(self) -> None:
         super().__init__()
         self.dense = nn.Linear(WIDTH, WIDTH)
@@ -89,8 +81,6 @@ class Output(nn.Module):
 
 
 class Attention(nn.Module):
-    """Both."""
-
     def __init__(self) -> None:
         super().__init__()
         self.self = Scores()
@@ -101,8 +91,6 @@ class Attention(nn.Module):
 
 
 class Bert(nn.Module):
-    """A block, whose attention is called as BERT's, so that its plan is found."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.attention = Attention()

@@ -53,7 +53,6 @@ def test_logits_may_be_far_apart_on_different_ranks() -> None:
 
 
 def accumulated(mesh: dict[str, int], row: int, look: bool, **options: Any) -> Any:
-    """Two updates of two micro-batches; ``look`` asks for a whole gradient between these, which sums what there is."""
     settings = config(1, row, gradient_accumulation_steps=2, mesh=mesh, gradient_clipping=0.1)
     settings["tensor_parallel"] = {"sequence": mesh.get("tensor", 1) > 1}
     engine = zeromesh.initialize(model=llama(num_hidden_layers=1, **options), config=settings)[0]
@@ -115,7 +114,6 @@ def test_the_clipped_norm_does_not_depend_on_the_loss_scale() -> None:
 
 
 def masks_of_attention() -> list[torch.Tensor]:
-    """What is dropped of the weights of attention, by layer and step."""
     model = gpt2(attn_pdrop=0.5, attn_implementation="eager")
     engine = zeromesh.initialize(model=model, config=config(2))[0]
     found, dropout = [], nn.functional.dropout
@@ -174,7 +172,6 @@ def test_attention_of_torch_drops_other_weights_on_each_rank() -> None:
 
 
 def padded_embedding(tensor: int, padding: int) -> torch.Tensor:
-    """The gradient of an embedding whose padding is among the tokens."""
     torch.manual_seed(0)
 
     class Model(nn.Module):

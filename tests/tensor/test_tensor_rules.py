@@ -78,15 +78,11 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def trained(model: Any, settings: dict[str, Any], vocabulary: int = 96, **arguments: Any) -> tuple[list[float], Any]:
-    """On every rank: losses and the whole state."""
     engine = zeromesh.initialize(model=model, config=settings, **arguments)[0]
     losses = [step(engine, batch(number, vocabulary)) for number in range(STEPS)]
     state = whole(engine)
     engine.destroy()
     return losses, state
-
-
-# 5, 6: vocabularies that do not divide.
 
 
 def odd_vocabulary(tensor: int, tied: bool, row: int = 0) -> Any:
@@ -114,9 +110,6 @@ def unknown_id() -> str:
 def test_an_id_that_is_in_no_part_of_the_vocabulary_is_refused() -> None:
     for message in run_ranks(unknown_id, 2, timeout=LIMIT):
         assert message == "the id 96 is not in the vocabulary of 96 entries: ids are 0 to 95"
-
-
-# 10, 13: groups, and optimizers that look at whole parameters.
 
 
 def with_optimizer(tensor: int, row: int, optimizer: str, groups: bool) -> Any:
@@ -151,9 +144,6 @@ def test_groups_and_optimizers_of_whole_parameters_see_the_same(
         assert_close(state, expected[1], tolerance)
 
 
-# 11: an overflow on one rank.
-
-
 def overflow() -> Any:
     settings = config(2, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
     engine = zeromesh.initialize(model=llama(torch.float32), config=settings)[0]
@@ -171,11 +161,7 @@ def test_an_overflow_of_one_ranks_part_skips_the_update_on_all() -> None:
     assert run_ranks(overflow, 2, timeout=LIMIT) == [(1, 8.0, True)] * 2
 
 
-# 14: random numbers.
-
-
 def masks(sequence: bool) -> list[tuple[int, torch.Tensor]]:
-    """Of each dropout of a forward: the number of dims, and what was dropped."""
     import transformers
 
     torch.manual_seed(0)
@@ -318,9 +304,6 @@ def test_columns_after_columns_are_told() -> None:
         assert "colwise_gather_output" in message
 
 
-# 15: initial weights.
-
-
 def initial(tensor: int, row: int) -> dict[str, torch.Tensor]:
     import transformers
 
@@ -338,8 +321,6 @@ def test_initial_weights_do_not_depend_on_how_the_model_is_split() -> None:
         for state in run_ranks(initial, ranks, tensor, row, timeout=LIMIT):
             assert all(torch.equal(value, expected[name]) for name, value in state.items())
 
-
-# Precision.
 
 PRECISIONS = {
     "bf16": {"bf16": {"enabled": True}},
@@ -368,9 +349,6 @@ def test_16_bits_train_as_on_one_rank_up_to_their_rounding(precision: str) -> No
         for losses, _ in run_ranks(narrow, 2, 2, precision, sequence, timeout=LIMIT):
             assert losses == pytest.approx(expected, rel=ROUNDOFF[precision])
             assert abs(losses[-1] - losses[0]) > 0.03  # more than the rounding
-
-
-# Checkpoints.
 
 
 def begin(tensor: int, row: int, folder: str) -> None:
@@ -447,9 +425,6 @@ def test_a_split_model_is_written_for_transformers_and_read_into_its_parts(tmp_p
             assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
-# Whole tensors of split parameters.
-
-
 def change() -> Any:
     engine = zeromesh.initialize(model=llama(), config=config(2, 3))[0]
     weight = engine.module.model.layers[0].mlp.down_proj.weight
@@ -477,9 +452,6 @@ def test_whole_tensors_of_split_parameters_are_read_and_changed() -> None:
     results = run_ranks(change, 4, timeout=LIMIT)
     assert all(result[:4] == (True, True, True, True) for result in results)
     assert len({result[4] for result in results}) == 1
-
-
-# Adapters and compiled blocks.
 
 
 def adapted(tensor: int) -> Any:
@@ -517,12 +489,7 @@ def test_blocks_may_be_compiled(sequence: bool) -> None:
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
-# Models of one's own.
-
-
 class Mixer(nn.Module):
-    """Attention as many write it: the width of a head follows from that of the input."""
-
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.n_head = heads
@@ -538,8 +505,6 @@ class Mixer(nn.Module):
 
 
 class Normed(nn.Module):
-    """An MLP that looks at all of its width in between."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -644,7 +609,6 @@ def test_logits_that_are_asked_for_after_the_update_are_refused() -> None:
 
 
 def start(settings: dict[str, Any], options: dict[str, Any]) -> str:
-    """What is wrong with the settings; the model is as it was then, and trains."""
     model = llama(**options)
     try:
         zeromesh.initialize(model=model, config=settings)

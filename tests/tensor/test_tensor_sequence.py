@@ -17,8 +17,6 @@ WIDTH, LENGTH = 32, 8
 
 
 class Block(nn.Module):
-    """A residual MLP; ``inside`` is what else it computes."""
-
     def __init__(self, inside: str) -> None:
         super().__init__()
         self.inside = inside
@@ -42,9 +40,7 @@ class Block(nn.Module):
         return x + self.down(self.up(y).relu())
 
 
-class Mixer(nn.Module):
-    """An MLP over tokens (Tolstikhin et al., "MLP-Mixer", 2021)."""
-
+class Mixer(nn.Module):  # an MLP over tokens (Tolstikhin et al., "MLP-Mixer", 2021)
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(LENGTH, 2 * LENGTH), nn.Linear(2 * LENGTH, LENGTH)
@@ -54,8 +50,6 @@ class Mixer(nn.Module):
 
 
 class Model(nn.Module):
-    """Three blocks; ``kind`` is how they are called, or what they compute inside."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
@@ -141,8 +135,7 @@ WRONG = {
 }
 
 
-def refused(kind: str, tensor: int) -> str:
-    """What a rank says; ranks that fail would have to be started again."""
+def refused(kind: str, tensor: int) -> str:  # what a rank says; ranks that fail would have to be started again
     try:
         trained(kind, tensor)
     except Exception as error:

@@ -17,8 +17,6 @@ ROWS, WIDTH, BAGS = 30, 8, 4
 
 
 class Recommender(nn.Module):
-    """Bags of ids in three ways, one of them with learned weights, and what they have in common."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

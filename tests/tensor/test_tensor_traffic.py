@@ -31,7 +31,6 @@ def llama() -> Any:
 
 
 def measured(settings: dict[str, Any], micro_batches: int = 1) -> tuple[dict[str, Any], int]:
-    """What an update with all its micro-batches sends, by the report, and by the kernel's counters of this rank."""
     engine, *_ = zeromesh.initialize(
         model=llama(),
         config={
@@ -62,7 +61,6 @@ def of_tensor(report: dict[str, Any]) -> int:
 
 
 def all_reduce(size: int, ranks: int) -> int:
-    """Bytes that each rank sends."""
     return 2 * size * (ranks - 1) // ranks
 
 

@@ -92,7 +92,6 @@ Outcome = tuple[dict[str, torch.Tensor], int]
 
 
 def result(streams: LateStreams | None, zero: dict[str, Any], accumulation: int, **more: Any) -> Outcome:
-    """What is trained with copies that run late, or at once."""
     with simulated(streams):
         engine = start(zero, accumulation, **more)
         train(engine, accumulation)
@@ -108,7 +107,6 @@ def result(streams: LateStreams | None, zero: dict[str, Any], accumulation: int,
 
 @contextmanager
 def simulated(streams: LateStreams | None) -> Iterator[None]:
-    """Engines that are made in here copy on these streams; slots that are given back hold NaN."""
     give = Pool.give
 
     def poison(pool: Pool, slot: Slot) -> None:
@@ -123,7 +121,6 @@ def simulated(streams: LateStreams | None) -> Iterator[None]:
 
 
 def both(zero: dict[str, Any]) -> list[tuple[Outcome, Outcome]]:
-    """At once and late, for each accumulation, precision and way to update."""
     cases: list[tuple[int, dict[str, Any]]] = [
         (accumulation, {"bf16": bf16, "optimizer": OPTIMIZERS[optimizer]})
         for accumulation in (1, 2, 3)
@@ -151,9 +148,6 @@ def test_what_is_copied_late_trains_to_the_same_bits(name: str, ranks: int) -> N
             assert expected.keys() == found.keys()
             different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
             assert not different, (number, different)
-
-
-# Each wait is needed.
 
 
 def without_waits_of_the_host() -> Any:
@@ -242,11 +236,7 @@ def test_a_wait_that_is_left_out_is_noticed(leave_out: Callable[[], Any]) -> Non
     assert isinstance(cut, str) or any(not torch.equal(value, cut[0][name]) for name, value in whole[0].items())
 
 
-# What is not waited for.
-
-
 def waits(zero: dict[str, Any]) -> list[tuple[int, int]]:
-    """By micro-batch: how often the host waits for copies in its forward and backward, and copies begun in them."""
     streams, found = LateStreams(), []
     with simulated(streams):
         engine = start(zero, 2)
@@ -287,7 +277,6 @@ def test_a_sum_is_added_after_those_that_came_before_it() -> None:
 
 
 def told(zero: dict[str, Any], late: bool) -> list[tuple[list[str], bool]]:
-    """By update: whose shards were said to be on their way, and whether they held in the end what they had then."""
     found: list[tuple[list[str], bool]] = []
     with simulated(LateStreams() if late else None):
         engine = start(zero, 2)

@@ -38,7 +38,6 @@ BLOCK = 16384
 
 
 def without_direct(patch: pytest.MonkeyPatch) -> None:
-    """Let no file system have direct I/O."""
     real = os.open
 
     def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
@@ -51,7 +50,6 @@ def without_direct(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["direct", "buffered"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileStore]:
-    """A store, with direct I/O where there is any, and without."""
     if request.param == "buffered":
         without_direct(monkeypatch)
     with FileStore(tmp_path, block_size=BLOCK, queue_depth=4) as store:
@@ -62,7 +60,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def filled(value: int, nbytes: int) -> Buffer:
-    """A buffer of bytes that depend on ``value`` and on their place."""
     buffer = Buffer(nbytes)
     buffer.memory.copy_(torch.arange(buffer.nbytes).mul_(value + 1).add_(value).remainder_(251))
     return buffer
@@ -87,9 +84,6 @@ def allocate(store: FileStore, *sizes: int, spare: int = 0) -> list[Region]:
     store.allocate_spare(sizes[0], spare)
     store.reserve()
     return regions
-
-
-# What is written comes back.
 
 
 def test_regions_of_any_size_come_back_and_the_file_has_the_size_that_is_reported(store: FileStore) -> None:
@@ -175,7 +169,6 @@ def test_several_requests_of_one_transfer_are_with_the_disk_at_once(
 
 
 def test_any_order_of_operations_reads_what_was_written_last(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many operations under way at once, on few regions and buffers, with a disk that takes its time."""
     draw = random.Random(0)
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda *given: (time.sleep(draw.choice([0, 0.002])), real(*given))[1])
@@ -278,9 +271,6 @@ def test_a_transfer_waits_for_what_an_accelerator_does_with_its_buffer(store: Fi
     buffer._used = Copy()  # type: ignore[assignment]
     store.write(region, buffer).wait()
     assert holds(store, region, 9)
-
-
-# Buffers and streams.
 
 
 def test_buffers_are_aligned_and_stay_within_their_budget(store: FileStore) -> None:
@@ -412,9 +402,6 @@ def test_a_stream_that_ends_early_or_fails_gives_all_buffers_back(
         for _ in stream(store, regions, pool):
             pass
     assert all_there()
-
-
-# Disks that fail.
 
 
 def test_a_folder_that_cannot_be_used_is_said(tmp_path: Path) -> None:
@@ -619,8 +606,6 @@ def test_a_store_that_is_forgotten_deletes_its_file_and_ends_its_threads(tmp_pat
     assert pending.done()
 
 
-# Processes that end.
-
 PROCESSES = """
 import os, sys, time
 from zeromesh.tiers.nvme import FileStore
@@ -733,9 +718,6 @@ def test_files_of_other_hosts_stay_where_locks_may_not_be_seen(
     assert f"{tmp_path / names[1]} (0 bytes) is another host's" in caplog.text
     monkeypatch.setattr(os, "major", lambda device: 8)
     assert sweep(tmp_path) == [tmp_path / names[1]]
-
-
-# What tells and measures.
 
 
 def test_the_checksum_sees_order_and_signs() -> None:

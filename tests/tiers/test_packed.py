@@ -28,7 +28,6 @@ def begin(folder: str, device: str, form: str, stage: int = 3, **more: Any) -> A
 
 
 def life(folder: str, device: str, form: str, optimizer: str) -> list[Any]:
-    """All that a run does with its states: updates, a checkpoint, looks and changes from outside."""
     params = {"lr": 1e-3, **({"momentum": 0.9, "dampening": 0.1} if optimizer == "SGD" else {})}
     params |= {"initial_accumulator_value": 0.1} if optimizer == "Adagrad" else {}
     engine = begin(
@@ -93,7 +92,6 @@ def states(engine: Any, name: str) -> list[torch.Tensor]:
 
 
 def resumed(folder: str, form: str, device: str) -> None:
-    """In a new engine, from what a run with these forms saved, and one without any of them."""
     for saved in (form, "whole"):
         engine = begin(folder, device, saved)
         for number in range(2):
@@ -155,7 +153,6 @@ def test_a_model_learns_with_each_form(tmp_path: Path) -> None:
 
 
 def kernel_calls(folder: str, form: str) -> list[tuple[set[str], set[str]]]:
-    """The dtypes of masters and states that the update is given."""
     from zeromesh.optim import host
 
     found, update_ = [], host.update
@@ -186,7 +183,6 @@ def test_the_update_reads_and_writes_what_rests(form: str, master: str, state: s
 
 
 def unused(folder: str) -> bool:
-    """A parameter that gets no gradient for a while keeps its states to the bit."""
     engine = begin(folder, "cpu", "split")
     for number in range(2):
         update(engine, number)
@@ -208,7 +204,6 @@ def test_what_has_no_gradient_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def after_one_update(folder: str, form: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Whole masters and shards, from weights that bf16 can hold."""
     engine = begin(folder, "cpu", form)
     torch.manual_seed(5)
     shapes = {name: value.shape for name, value in engine.state_dict().items()}

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVMe tier n
 
 
 def places(folder: Path | str, parameters: str, optimizer: str, buffers: int = 3) -> dict[str, Any]:
-    """Where a run in row 3 has its states."""
     more = {"nvme_path": str(folder), "buffer_count": buffers}
     return {
         "stage": 3,
@@ -34,12 +33,7 @@ def places(folder: Path | str, parameters: str, optimizer: str, buffers: int = 3
     }
 
 
-# The same numbers.
-
-
 class Part(nn.Module):
-    """Trained and frozen, some in fp32 in every run, and a codebook that the forward writes to, past autograd."""
-
     def __init__(self, width: int, number: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
@@ -90,7 +84,6 @@ def begin(settings: dict[str, Any], precision: str, deferred: bool = False) -> z
 
 
 def life(folder: str, parameters: str, optimizer: str, precision: str) -> list[Any]:
-    """All that a run does with its parameters: updates, evaluations, checkpoints, looks and changes from outside."""
     engine = begin(places(folder, parameters, optimizer), precision, deferred=parameters == "nvme")
     found: list[Any] = [update(engine, number) for number in range(3)]
     engine.eval()
@@ -148,7 +141,6 @@ def test_a_run_is_the_same_to_the_bit_as_with_parameters_on_the_host(
 
 
 def go_on(settings: dict[str, Any], folder: str) -> list[float]:
-    """Two updates, from a checkpoint if there is one, and another checkpoint."""
     engine = begin(settings, "bf16")
     engine.load_checkpoint(folder)
     found = [update(engine, number) for number in range(2)]
@@ -158,7 +150,6 @@ def go_on(settings: dict[str, Any], folder: str) -> list[float]:
 
 
 def test_a_checkpoint_does_not_know_where_parameters_rested(tmp_path: Path) -> None:
-    """Runs in turns, with files and without; each goes on from the one before."""
     nvme, plain = places(tmp_path, "nvme", "cpu", buffers=1), {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     turns = [run_ranks(go_on, 2, one, str(tmp_path / "turns")) for one in (nvme, plain, nvme)]
     assert turns == [run_ranks(go_on, 2, plain, str(tmp_path / "plain")) for _ in range(3)]
@@ -192,11 +183,7 @@ def test_weights_are_read_from_a_checkpoint_straight_into_the_file(tmp_path: Pat
     engine.destroy()
 
 
-# What goes over to the disk and comes from there.
-
-
 def watch_reads(patch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each read that was waited for had been begun before."""
     seen: list[bool] = []
     real = Stored._take
 
@@ -250,7 +237,6 @@ def test_what_is_frozen_is_written_only_if_somebody_changed_it(tmp_path: Path) -
     block = (stored.nbytes - embed) / 4
 
     def written() -> int:
-        """Bytes, with what is still to be written."""
         engine.sharded.rest()
         stored.read_ahead([])
         while stored._behind:
@@ -267,9 +253,6 @@ def test_what_is_frozen_is_written_only_if_somebody_changed_it(tmp_path: Path) -
     update(engine, 1)
     assert written() - before == 2 * embed + block
     engine.destroy()
-
-
-# What is counted.
 
 
 def on_tier(report: dict[str, Any], tier: str) -> int:
@@ -355,9 +338,6 @@ def test_under_a_limit_of_memory_too_small_for_the_parameters_it_trains(tmp_path
     assert "memory" in found["cpu"].stdout
     assert found["nvme"].returncode == 0, found["nvme"].stdout
     assert "second" in found["nvme"].stdout
-
-
-# What goes wrong.
 
 
 def test_what_cannot_be_used_is_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

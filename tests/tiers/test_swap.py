@@ -24,7 +24,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def life(folder: str, device: str, stage: int, optimizer: str, precision: str) -> list[Any]:
-    """All that a run does with its states: updates, a checkpoint, looks and changes from outside."""
     params = {"lr": 1e-3, **({"momentum": 0.9, "dampening": 0.1} if optimizer == "SGD" else {})}
     engine = start(
         {"stage": stage, "offload_optimizer": {"device": device, "nvme_path": folder, "buffer_count": 2}},
@@ -47,7 +46,6 @@ def life(folder: str, device: str, stage: int, optimizer: str, precision: str) -
 
 
 def last_of_life(engine: Any) -> list[Any]:
-    """Losses after what was changed, and what is left when all is changed once more."""
     found: list[Any] = [update(engine, 5), update(engine, 6)]
     values = engine.gathered_state_dict()
     engine.load_state_dict({name: value * 0.9 for name, value in engine.state_dict().items()})

@@ -71,11 +71,7 @@ def update(engine: zeromesh.Engine, number: int = 0) -> float:
     return loss.item()
 
 
-# What is counted.
-
-
 def reported(names: list[str]) -> dict[str, Any]:
-    """By what is offloaded: the report, and what the heap holds between updates beyond what was there before."""
     found, heap = {}, Heap()
     for name in [names[0], *names]:  # what libraries allocate once is there from the second on
         gc.collect()
@@ -152,11 +148,7 @@ def test_what_stays_on_the_device_is_of_the_units_whose_gradients_come_last() ->
     ]  # fmt: skip
 
 
-# Stores of their own.
-
-
 def apart(name: str) -> list[str]:
-    """What shares memory with what it must not share it with."""
     engine, shared = start(OFFLOADED[name]), []
     update(engine)
     with engine.sharded.gathered(engine.sharded.units):
@@ -183,11 +175,7 @@ def test_the_host_is_a_store_of_its_own_where_device_and_host_are_one_memory(nam
     assert run_ranks(apart, 2, name) == [[], []]
 
 
-# Together with all else.
-
-
 def trained(zero: dict[str, Any], folder: Path, before: Path | None, **more: Any) -> Any:
-    """Two updates, from a checkpoint if there is one: losses, and whole masters and moments by the accessors."""
     engine = start(zero, 4, **more)
     if before is not None:
         assert engine.load_checkpoint(before)[0] is not None
@@ -208,7 +196,6 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.full
 def test_a_checkpoint_goes_on_with_its_states_elsewhere(tmp_path: Path) -> None:
-    """Each continues from the one before; a run without offload continues from itself."""
     device, before, places = {"stage": 2}, None, ["optimizer of row 2", "all", "none", "optimizer of row 1"]
     plain_before = None
     for number, name in enumerate(places):
@@ -220,7 +207,6 @@ def test_a_checkpoint_goes_on_with_its_states_elsewhere(tmp_path: Path) -> None:
 
 
 def changed(zero: dict[str, Any]) -> list[torch.Tensor]:
-    """What becomes of parameters that users change by every way that there is."""
     engine = start(zero)
     update(engine)
     first, second, third = (block.up.weight for block in engine.module.blocks)

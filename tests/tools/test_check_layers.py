@@ -25,7 +25,6 @@ def tool() -> ModuleType:
 
 
 def tree(root: Path, **files: str) -> Path:
-    """A package under ``root``; the key ``shard__unit`` is the file zeromesh/shard/unit.py."""
     (root / "zeromesh").mkdir(parents=True, exist_ok=True)
     (root / "zeromesh" / "__init__.py").touch()
     for key, text in files.items():

@@ -15,7 +15,6 @@ import test_all  # type: ignore[import-not-found]
 
 
 def left(names: list[str], **options: str) -> list[str]:
-    """The tests that are left of those with these names."""
     config: Any = SimpleNamespace(
         getoption=lambda name: options.get(name.removeprefix("--")),
         hook=SimpleNamespace(pytest_deselected=lambda items: None),

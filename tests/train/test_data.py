@@ -160,7 +160,6 @@ def test_what_runs_write_is_no_text(folder: Path) -> None:
 
 
 def ids_of(part: TokenSet) -> list[list[int]]:
-    """The ids of each document of a set."""
     return [part.indexed.document(number).tolist() for number in part.numbers]
 
 

@@ -17,13 +17,11 @@ from zeromesh.config.settings import Settings
 
 
 def change(source: Any, **more: Any) -> dict[str, Any]:
-    """The section ``data`` of ``config`` with other sources, and no tokenizer to be trained."""
     return {"train": source, "suffixes": [], "vocabulary_size": "auto", "validation_fraction": 0.2} | more
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Sources of all kinds that one tokenizer fits."""
     folder = tmp_path_factory.mktemp("parts")
     chats = [{"messages": [CHAT[1], {**CHAT[2], "content": "x" * n}]} for n in range(16)]
     ids = np.random.default_rng(0).integers(0, 250, (30, 40)).tolist()

@@ -18,8 +18,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 
 def published(
     prefix: Path, documents: list[list[list[int]]], code: int = 8, kind: str = "H", modes: list[int] | None = None
-) -> None:
-    """Write documents of sequences of ids byte by byte, as the layout is published."""
+) -> None:  # write documents of sequences of ids byte by byte, as the layout is published
     sequences = [sequence for document in documents for sequence in document]
     width = struct.calcsize("<" + kind)
     data = b"".join(struct.pack(f"<{len(s)}{kind}", *s) for s in sequences)

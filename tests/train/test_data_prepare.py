@@ -139,7 +139,6 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def preparing(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that prepares text into ``tmp_path / "run"`` with two others, and has begun to write."""
     source = tmp_path / "corpus"
     source.mkdir()
     (source / "a.txt").write_text(words(30_000, 0) * 400)

@@ -63,7 +63,6 @@ def data(path: Path, **more: Any) -> TextData:
 
 
 def learned(part: TokenSet, tokenizer: TextTokenizer) -> list[tuple[str, str]]:
-    """Of each record, all that it holds and what of it is learned, special tokens by their names."""
     found = []
     for number in part.numbers:
         span = slice(part.indexed.bounds[number], part.indexed.bounds[number + 1])
@@ -74,7 +73,6 @@ def learned(part: TokenSet, tokenizer: TextTokenizer) -> list[tuple[str, str]]:
 
 
 def spell(ids: np.ndarray, tokenizer: TextTokenizer) -> str:
-    """Text in which the special tokens of the chat tokenizer, those above 255, have their names."""
     pieces, plain = [], []
     for token in [*ids.tolist(), None]:
         if token is None or token >= 256:

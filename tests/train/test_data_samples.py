@@ -26,7 +26,6 @@ PAD = 7777
 
 
 def write(prefix: Path, documents: list[np.ndarray], masks: list[np.ndarray] | None = None) -> TokenSet:
-    """A set of these documents, each of one sequence."""
     ends = np.ones(len(documents), dtype=bool)
     lengths = np.array([len(document) for document in documents], dtype=np.int32)
     for path, dtype, arrays in ((prefix, "<i4", documents), (file_of(prefix, ".mask"), "u1", masks or [])):
@@ -210,7 +209,6 @@ def blend(tmp_path: Path) -> PreparedData:
 
 
 def steps(whole: PreparedData, ranks: int, consumed: int, count: int, rows: int, micro_batches: int) -> list[list[int]]:
-    """The tokens of the samples of each step, gathered over the ranks in the order of the global batch."""
     shares = [Share(rank, ranks, rows, micro_batches) for rank in range(ranks)]
     streams = [training_batches(whole, 48, share, 7, consumed) for share in shares]
     found = []

@@ -39,8 +39,7 @@ STEPS = 4
 
 
 @pytest.fixture(autouse=True, scope="module")
-def leave_the_group() -> Iterator[None]:
-    """Some tests here are the only rank."""
+def leave_the_group() -> Iterator[None]:  # some tests here are the only rank
     yield
     shutdown()
 
@@ -76,7 +75,6 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def tuned(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run on two ranks."""
     folder = tmp_path_factory.mktemp("tuned")
     sample = {"prompts": ["What is rain?"], "length": 5, "chat": True}
     path = write(folder, settings(tiny, folder / "run", run={"sample": sample}))
@@ -86,7 +84,6 @@ def tuned(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run on two ranks that trained adapters."""
     folder = tmp_path_factory.mktemp("adapted")
     lora = {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"]}  # which is the embedding, too
     path = write(folder, settings(tiny, folder / "run", lora=lora, bf16={"enabled": True}))
@@ -165,7 +162,6 @@ def test_a_prompt_begins_as_a_text_does_in_training(tiny: Path, begin: int | Non
 
 @pytest.mark.full
 def test_a_tuned_run_goes_on_as_if_it_had_not_been_stopped(tiny: Path, tuned: Path, tmp_path: Path) -> None:
-    """And on one rank instead of two."""
     shutil.copytree(tuned, tmp_path / "run", ignore=shutil.ignore_patterns("global_step4", "latest", "model"))
     (tmp_path / "run" / "checkpoints" / "latest").write_text("global_step2")
     sample = {"prompts": ["What is rain?"], "length": 5, "chat": True}
@@ -285,11 +281,7 @@ def test_a_run_of_a_built_in_decoder_is_exported(tmp_path: Path) -> None:
     assert not (tmp_path / "merged").exists()
 
 
-# Attention within documents.
-
-
 def packed(name: str, folder: Path) -> float | str:
-    """How far the logits of a packed row are from those of its documents alone."""
     torch.manual_seed(3)
     MODELS[name].build().save_pretrained(folder)
     language = Transformer(HuggingFace(path=str(folder), sequence_length=16))
@@ -338,8 +330,6 @@ def causal(name: str, folder: Path) -> str:
 def test_models_that_look_ahead_are_refused(name: str, refused: bool, tmp_path: Path) -> None:
     assert ("is no causal model" in causal(name, tmp_path)) == refused
 
-
-# What is refused before the start.
 
 SHAPE = {"hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}
 

@@ -31,7 +31,6 @@ STEPS = 6
 
 
 def config(corpus: Path, folder: Path, **changes: Any) -> Path:
-    """A configuration file with a tiny model; ``changes`` are by section, ``None`` drops one."""
     settings: dict[str, Any] = {
         "train_batch_size": 4,
         "train_micro_batch_size_per_gpu": 1,
@@ -76,7 +75,6 @@ def call(*arguments: str | Path) -> Result:
 
 @pytest.fixture(scope="module")
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run on one rank, in this process."""
     folder = tmp_path_factory.mktemp("finished")
     result = call("train", config(corpus, folder))
     assert result.exit_code == 0, result.output
@@ -84,7 +82,6 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
-    """What of the metrics does not depend on the clock."""
     kept = ("kind", "step", "samples", "tokens", "loss", "learning_rate", "gradient_norm", "bits_per_byte")
     return [{key: record[key] for key in kept if key in record} for record in read_metrics(run / "metrics.jsonl")]
 
@@ -331,7 +328,6 @@ def test_a_run_may_be_resumed_on_other_ranks_and_with_settings_that_change_nothi
 
 
 def begun(finished: Path, copy: Path) -> None:
-    """Copy a run as after an end before its first checkpoint."""
     shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("global_step*", "latest", "model"))
 
 

@@ -56,7 +56,6 @@ def config(corpus: Path, folder: Path, **changes: Any) -> Path:
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
-    """What of the metrics does not depend on the clock."""
     kept = ("step", "samples", "tokens", "loss", "learning_rate", "gradient_norm", "bits_per_byte")
     return [{key: record[key] for key in kept if key in record} for record in read_metrics(run / "metrics.jsonl")]
 

@@ -68,14 +68,12 @@ def operations(dtype: torch.dtype) -> list[str]:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit; float8 has no comparison, and numbers that are none are equal here."""
     return one.dtype == other.dtype and torch.equal(
         one.contiguous().view(torch.uint8).view(-1), other.contiguous().view(torch.uint8).view(-1)
     )
 
 
 def groups() -> list[tuple[Any, list[int]]]:
-    """The groups that this rank is in: all, and some of 3, 2 and 1 ranks, also out of order."""
     world = dist.get_world_size()
     choices = [list(range(world)), [0, 2, 3], [1, 3], [0, 1], [2]]
     made = [(dist.new_group(ranks), ranks) for ranks in choices if max(ranks) < world]
@@ -174,7 +172,6 @@ def uneven() -> None:
 
 
 def views() -> None:
-    """Tensors that do not lie one element after the other, on both sides."""
     rank, size = dist.get_rank(), dist.get_world_size()
     strided = torch.zeros(6, 4).t()
     strided.copy_(torch.full((4, 6), float(rank)))
@@ -206,7 +203,6 @@ def test_what_lies_unevenly_arrives(check: Callable[[], None]) -> None:
 
 
 def waits_in_other_orders() -> list[float]:
-    """Every rank waits for its works in an order of its own, with sub-groups in between, and sleeps between issues."""
     rank, size = dist.get_rank(), dist.get_world_size()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([0, 3]), dist.new_group([1, 2])]
     mine = [group for group in pairs if group != dist.GroupMember.NON_GROUP_MEMBER]
@@ -226,7 +222,6 @@ def waits_in_other_orders() -> list[float]:
 
 
 def nobody_waits() -> None:
-    """The second stage of a sum runs while nobody asks for it; and a future tells."""
     tensor = torch.full((100_000,), float(dist.get_rank()))
     work = dist.all_reduce(tensor, async_op=True)
     future = work.get_future().then(lambda done: done.value()[0][0].item() + 1)
@@ -257,8 +252,6 @@ def begun_by_who_issues_them() -> None:
     from zeromesh.comm.mpi.work import runtime
 
     class Hurried(dict[int, Any]):
-        """Works under way, at which another thread looks in the moment in which one is added."""
-
         def __setitem__(self, number: int, work: Any) -> None:
             super().__setitem__(number, work)
             looking = threading.Thread(target=runtime.advance)
@@ -281,7 +274,6 @@ def test_messages_find_their_way_whatever_the_order(check: Callable[[], None]) -
 
 
 def torch_on_top() -> None:
-    """What torch builds on process groups: meshes, objects, functional collectives, DDP, FSDP2."""
     from torch.distributed import _functional_collectives as functional
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -339,7 +331,6 @@ def a_store_and_gloo_beside() -> None:
 
 
 def state_from_one_rank() -> None:
-    """What asks the group for its devices: a checkpoint that is written meanwhile, weights that rank 0 alone has."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import fully_shard
@@ -413,7 +404,6 @@ def too_late() -> None:
 
 
 def unlike() -> None:
-    """A message that is longer than what it is to be received into."""
     if dist.get_rank() == 0:
         dist.send(torch.ones(100), 1)
     elif dist.get_rank() == 1:
@@ -421,8 +411,7 @@ def unlike() -> None:
             dist.recv(torch.ones(10), 0)
 
 
-def too_short() -> None:
-    """What MPI itself takes for right: a message that does not fill what it is received into."""
+def too_short() -> None:  # what MPI itself takes for right: a message that does not fill what it is received into
     if dist.get_rank() == 0:
         dist.send(torch.ones(5, dtype=torch.bfloat16), 1)
     elif dist.get_rank() == 1:
@@ -431,7 +420,6 @@ def too_short() -> None:
 
 
 def interrupted() -> None:
-    """What Ctrl-C breaks off is not done well, whoever looks at it afterwards."""
     from zeromesh.comm.mpi.work import MpiWork, Program
 
     def program() -> Program:
@@ -482,11 +470,7 @@ def test_what_is_wrong_is_said(check: Callable[[], None]) -> None:
     run_mpi_ranks(check, 4)
 
 
-# How ranks end.
-
-
 def run_script(folder: Path, body: str, ranks: int = 2) -> tuple[int, str]:
-    """Run a script on ranks of mpiexec: its exit status and what it printed; no rank waits for ever."""
     head = """
         import sys, time, torch
         import torch.distributed as dist
@@ -575,7 +559,6 @@ def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_ranks_that_end_one_after_the_other_end_well(tmp_path: Path) -> None:
-    """Without a word to the process group, while another still gathers; and with a message that is not waited for."""
     status, said = run_script(
         tmp_path,
         """
