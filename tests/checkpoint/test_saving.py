@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from numerics import BATCH, MESHES, Net, batch, build_net, make_optimizers
 from runs import assert_same, config, everything, seed_everything, start, train
 
@@ -143,7 +143,13 @@ def test_groups_that_a_rank_has_nothing_of_stay_as_they_are(tmp_path: Path) -> N
     assert_same(second, first)
 
 
-def resume_tiny(folder: str, optimizer: str) -> dict[str, torch.Tensor]:
+@pytest.mark.some(1)
+@pytest.mark.parametrize("optimizer", ["NAdam", "Adadelta", "ASGD", "RAdam"])
+@on_ranks(3)
+def test_single_numbers_in_optimizer_states_are_kept_for_ranks_that_have_no_parameter(
+    optimizer: str, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
     settings = {"zero_optimization": {"stage": 1}, "optimizer": {"type": optimizer, "params": {"lr": 0.1}}}
     for load in (False, True):
         model = nn.Linear(2, 1, bias=False).double()
@@ -158,18 +164,11 @@ def resume_tiny(folder: str, optimizer: str) -> dict[str, torch.Tensor]:
             engine.step()
             expected = engine.gathered_state_dict()
     assert_same(engine.gathered_state_dict(), expected)
-    return expected
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("optimizer", ["NAdam", "Adadelta", "ASGD", "RAdam"])
-def test_single_numbers_in_optimizer_states_are_kept_for_ranks_that_have_no_parameter(
-    optimizer: str, tmp_path: Path
-) -> None:
-    run_ranks(resume_tiny, 3, str(tmp_path), optimizer)
-
-
-def choose(folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_is_chosen_by_tag_and_in_part(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     engine = start(1, config(3))
     seed_everything(engine.mesh.rank)
     train(engine, 1)
@@ -187,7 +186,3 @@ def choose(folder: str) -> None:
     assert fresh.lr_scheduler.last_epoch == 0
     assert_same(fresh.gathered_state_dict(), first)
     assert engine.load_checkpoint(Path(folder) / "none") == (None, {})
-
-
-def test_a_checkpoint_is_chosen_by_tag_and_in_part(tmp_path: Path) -> None:
-    run_ranks(choose, 2, str(tmp_path))

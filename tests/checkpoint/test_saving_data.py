@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data.distributed import DistributedSampler
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import train_on_the_loader
 from zeromesh.training_data import Loader, Position, Sampler
 
@@ -210,7 +210,9 @@ def test_other_numbers_of_ranks_go_on_in_the_same_order_with_no_sample_lost_or_s
         assert sorted(first + second + rest) == list(range(SAMPLES)), "the pass has each sample once"
 
 
-def refuse(folder: str) -> None:
+@on_ranks(1)
+def test_a_position_in_other_data_is_refused_or_left_out(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     engine = begin(1)
     by_batches(engine, 2, folder)
     for other, words in (
@@ -228,7 +230,3 @@ def refuse(folder: str) -> None:
         assert other.global_steps == 2
         assert other.training_dataloader.position == (0, 8), "the loader is where it was"
         assert other.data_position == (0, 8)
-
-
-def test_a_position_in_other_data_is_refused_or_left_out(tmp_path: Path) -> None:
-    run_ranks(refuse, 1, str(tmp_path))

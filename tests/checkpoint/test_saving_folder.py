@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import assert_same, config, everything, seed_everything, start, train
 from zeromesh.checkpoint import folder as folders
 from zeromesh.checkpoint.packing import pack, unpack
@@ -21,7 +21,11 @@ from zeromesh.checkpoint.packing import pack, unpack
 # Runs that were cut off.
 
 
-def continue_after_a_crash(folder: str) -> None:
+@on_ranks(1)
+def test_a_process_that_dies_as_it_replaces_a_checkpoint_leaves_one_that_can_be_loaded_and_replaced(
+    tmp_path: Path,
+) -> None:
+    folder = str(tmp_path)
     root = Path(folder)
     engine = start(1, config(0, mesh="1"))
     seed_everything(0)
@@ -39,12 +43,6 @@ def continue_after_a_crash(folder: str) -> None:
     again.save_checkpoint(root, tag="tag")
     assert sorted(path.name for path in root.iterdir()) == ["latest", "tag"]
     assert again.load_checkpoint(root)[0] == f"{folder}/tag"
-
-
-def test_a_process_that_dies_as_it_replaces_a_checkpoint_leaves_one_that_can_be_loaded_and_replaced(
-    tmp_path: Path,
-) -> None:
-    run_ranks(continue_after_a_crash, 1, str(tmp_path))
 
 
 def write_manifest(folder: Path, when: int) -> None:
@@ -82,7 +80,9 @@ def test_where_the_latest_is_not_there_the_newest_complete_one_is_taken(
     assert folders.latest(tmp_path / "nothing") is None
 
 
-def refuse_tags(folder: str) -> None:
+@on_ranks(2)
+def test_names_of_the_folders_own_files_are_no_tags(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     engine = start(1, config(1))
     for tag in ("latest", "mine.old", "mine.draft", ".", "..", "../beside", "a/b", str(Path(folder).parent / "beside")):
         with pytest.raises(ValueError, match=f"cannot have the tag '{re.escape(tag)}'"):
@@ -102,11 +102,9 @@ def refuse_tags(folder: str) -> None:
     assert {path.name for path in Path(folder).iterdir()} == {path.name for path in users}
 
 
-def test_names_of_the_folders_own_files_are_no_tags(tmp_path: Path) -> None:
-    run_ranks(refuse_tags, 2, str(tmp_path))
-
-
-def save_series(folder: str) -> None:
+@on_ranks(2)
+def test_of_each_series_the_last_are_kept_and_nothing_else_is_deleted(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     root = Path(folder)
     engine = start(1, config(1) | {"checkpoint": {"keep_last": 2}})
     seed_everything(engine.mesh.rank)
@@ -143,10 +141,6 @@ def save_series(folder: str) -> None:
     engine.global_steps = 2
     assert save(None) == kept | {"global_step4", "global_step2", "epoch1"}
     assert start(2, config(3)).load_checkpoint(root)[0] == str(root / "global_step2")
-
-
-def test_of_each_series_the_last_are_kept_and_nothing_else_is_deleted(tmp_path: Path) -> None:
-    run_ranks(save_series, 2, str(tmp_path))
 
 
 def test_an_old_one_that_cannot_be_removed_is_a_warning(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import assert_same, config, everything, start, train
 from zeromesh.checkpoint.contents import scheduler_name
 from zeromesh.checkpoint.folder import write_manifest
@@ -129,7 +129,10 @@ class Hollow(nn.Module):
         return self.linear(x).sum() + self.rows.sum() + self.columns.sum()
 
 
-def resume_hollow(folder: str, row: int) -> None:
+@pytest.mark.parametrize("row", [0, 1, 3])
+@on_ranks(2)
+def test_parameters_without_elements_need_nothing_in_a_checkpoint(row: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     settings = config(row) | {"scheduler": None}
     engine, again = (zeromesh.initialize(model=Hollow().double(), config=settings)[0] for _ in range(2))
     engine.backward(engine(torch.ones(2, 3, dtype=torch.float64)))
@@ -137,11 +140,6 @@ def resume_hollow(folder: str, row: int) -> None:
     engine.save_checkpoint(folder)
     again.load_checkpoint(folder)
     assert_same(again.gathered_state_dict(), engine.gathered_state_dict())
-
-
-@pytest.mark.parametrize("row", [0, 1, 3])
-def test_parameters_without_elements_need_nothing_in_a_checkpoint(row: int, tmp_path: Path) -> None:
-    run_ranks(resume_hollow, 2, str(tmp_path), row)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +180,9 @@ def move(engine: zeromesh.Engine) -> list[float]:
     return engine.get_lr()
 
 
-def resume_tensor_rates(folder: str) -> None:
+@on_ranks(2)
+def test_learning_rates_that_are_tensors_are_restored_in_place(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     betas = (torch.tensor(0.8), torch.tensor(0.99))
     engine = start_moving(None, torch.tensor(0.1), betas)
     engine.optimizer.param_groups[0]["lr"].fill_(0.02)
@@ -202,10 +202,6 @@ def resume_tensor_rates(folder: str) -> None:
     assert isinstance(plain.optimizer.param_groups[0]["lr"], float)
 
 
-def test_learning_rates_that_are_tensors_are_restored_in_place(tmp_path: Path) -> None:
-    run_ranks(resume_tensor_rates, 2, str(tmp_path))
-
-
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
     "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.3**step),
@@ -217,7 +213,13 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def resume_schedule(folder: str, kind: str, tensor: bool) -> None:
+@pytest.mark.some(2)
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@on_ranks(1)
+def test_a_schedule_goes_on_without_the_optimizers_states(kind: str, tensor: bool, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+
     def begin() -> zeromesh.Engine:
         return start_moving(SCHEDULERS[kind], torch.tensor(0.1) if tensor else 0.1)
 
@@ -231,13 +233,6 @@ def resume_schedule(folder: str, kind: str, tensor: bool) -> None:
         again.load_checkpoint(folder, load_optimizer_states=optimizer_states)
         assert again.get_lr() == now
         assert [move(again), move(again)] == later
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_a_schedule_goes_on_without_the_optimizers_states(kind: str, tensor: bool, tmp_path: Path) -> None:
-    run_ranks(resume_schedule, 1, str(tmp_path), kind, tensor)
 
 
 def resume_with_another_schedule(folder: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import assert_same, config, start, train
 from zeromesh.checkpoint.manifest import MANIFEST, signed
 
@@ -134,7 +134,9 @@ CHANGES: dict[Callable[[dict[str, Any]], None], str] = {
 }
 
 
-def refuses(folder: str) -> None:
+@on_ranks(1)
+def test_altered_manifests_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     root = Path(folder)
     engine = start(1, config(0, mesh="1"))
     train(engine, 1)
@@ -154,7 +156,3 @@ def refuses(folder: str) -> None:
     path.write_text(written)
     engine.load_checkpoint(root, "tag")
     train(engine, 1)
-
-
-def test_altered_manifests_are_refused_before_anything_is_read(tmp_path: Path) -> None:
-    run_ranks(refuses, 1, str(tmp_path))

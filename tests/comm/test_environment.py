@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import FOLDERS, run_command, run_ranks
+from harness import FOLDERS, on_ranks, run_command, run_ranks
 from zeromesh.comm.environment import (
     VARIABLES,
     Environment,
@@ -148,17 +148,14 @@ def test_more_ranks_than_devices_are_refused_for_a_group_with_nccl(monkeypatch: 
         device_of_group(Environment(3, 3, 0, 4, 4))
 
 
-def backends_of_a_group_without_a_name() -> tuple[str, dict[str, str], dict[str, str]]:
+@on_ranks(2)
+def test_a_group_and_its_parts_name_their_backends() -> None:
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group()
-    return dist.get_backend(), backends(), backends(dist.new_group([0, 1]))
-
-
-def test_a_group_and_its_parts_name_their_backends() -> None:
-    for name, whole, part in run_ranks(backends_of_a_group_without_a_name, 2):
-        assert name != "gloo"
-        assert whole["cpu"] == part["cpu"] == "gloo"
+    name, whole, part = dist.get_backend(), backends(), backends(dist.new_group([0, 1]))
+    assert name != "gloo"
+    assert whole["cpu"] == part["cpu"] == "gloo"
 
 
 def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
@@ -203,15 +200,12 @@ def test_the_group_is_started_once_on_the_loopback_interface(world_size: int) ->
         assert interface.startswith("lo")
 
 
-def single() -> tuple[Environment, int]:
+@on_ranks(1)
+def test_a_single_process_needs_no_variables() -> None:
     dist.destroy_process_group()
     for name in VARIABLES:
         os.environ.pop(name, None)
-    return init_distributed(), dist.get_world_size()
-
-
-def test_a_single_process_needs_no_variables() -> None:
-    assert run_ranks(single, 1) == [(Environment(), 1)]
+    assert (init_distributed(), dist.get_world_size()) == (Environment(), 1)
 
 
 def join_others_group() -> Environment:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeromesh
-from harness import run_command, run_ranks
+from harness import on_ranks, run_command, run_ranks
 from test_collectives import in_order, values
 from zeromesh.comm.formats import BLOCK, FORMATS
 from zeromesh.comm.mesh import Links, Mesh
@@ -360,15 +360,12 @@ def test_settings_that_cannot_be_are_refused(config: dict[str, Any], message: st
         Settings.load(config)
 
 
+@on_ranks(2)
 def test_ranks_per_node_that_do_not_divide_the_ranks_are_refused_on_every_rank() -> None:
-    for text in run_ranks(refused, 2):
-        assert text.startswith("communication.ranks_per_node is 3, which does not divide the 2 ranks; set it to")
-
-
-def refused() -> str:
     with pytest.raises(ValueError, match="ranks_per_node") as caught:
         train({"communication": {"ranks_per_node": 3}})
-    return str(caught.value)
+    text = str(caught.value)
+    assert text.startswith("communication.ranks_per_node is 3, which does not divide the 2 ranks; set it to")
 
 
 ENDS = """

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from harness import run_mpi_ranks, run_ranks
+from harness import on_ranks, run_mpi_ranks, run_ranks
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.context import blocks
@@ -204,19 +204,16 @@ def test_bytes_are_those_of_the_formulas(ranks: int) -> None:
         assert found["both"] == {"all_to_all": 2 * swapped}
 
 
-def differentiate_twice() -> str:
+@on_ranks(2)
+def test_a_second_derivative_of_the_ring_is_refused() -> None:
     group = context()
     *xs, _ = (keep(x, group.rank, group.size, 2) for x in operands(torch.float64, **SHAPES[0]))
     out = ring(*[x.requires_grad_() for x in xs], group, TAG)
     with pytest.raises(RuntimeError) as caught:
         torch.autograd.grad(out.sum(), xs[0], create_graph=True)
-    return str(caught.value)
-
-
-def test_a_second_derivative_of_the_ring_is_refused() -> None:
-    for message in run_ranks(differentiate_twice, 2):
-        assert "differentiated once only" in message
-        assert "use the strategy ulysses" in message
+    message = str(caught.value)
+    assert "differentiated once only" in message
+    assert "use the strategy ulysses" in message
 
 
 def mixed_dtypes(strategy: str) -> list[torch.Tensor]:

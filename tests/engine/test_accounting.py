@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from heap import Heap
 from wire import sent_by_this_process, sent_over_loopback
 
@@ -371,7 +371,8 @@ def test_the_loopback_interface_carries_what_is_reported(case: Case) -> None:
     assert quietest == pytest.approx(2 * expected_traffic(case), rel=0.03)
 
 
-def count_calls() -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]], dict[str, dict[str, int]]]:
+@on_ranks(2)
+def test_calls_are_counted_until_the_count_is_reset() -> None:
     case = Case(2)
     engine, *_ = zeromesh.initialize(model=Net(case.growth), config=case.config)
     engine.traffic_report(reset=True)
@@ -380,29 +381,22 @@ def count_calls() -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]],
     engine.backward(engine(tokens))
     engine.step()
     first = engine.traffic_report()
-    return nothing, first, engine.traffic_report(reset=True)
+    nothing, first, again = nothing, first, engine.traffic_report(reset=True)
+    assert nothing == {}
+    assert first == again
+    assert first["reduce_scatter/data"]["calls"] == first["all_gather/data"]["calls"] == 9
+    assert first["exchange/world"]["calls"] == 1
 
 
-def test_calls_are_counted_until_the_count_is_reset() -> None:
-    for nothing, first, again in run_ranks(count_calls, 2):
-        assert nothing == {}
-        assert first == again
-        assert first["reduce_scatter/data"]["calls"] == first["all_gather/data"]["calls"] == 9
-        assert first["exchange/world"]["calls"] == 1
-
-
-def measure_alone() -> dict[str, Any]:
+@on_ranks(1)
+def test_one_rank_moves_nothing_and_the_process_is_measured_beside_the_report() -> None:
     engine, *_ = zeromesh.initialize(model=Net(0), config={**Case(3).config, "mesh": {"data": 1}})
     tokens = torch.randint(0, 1500, (2, 4))
     engine.traffic_report(reset=True)
     engine.backward(engine(tokens))
     engine.step()
     assert not any(entry["bytes"] for entry in engine.traffic_report().values())
-    return engine.memory_report()
-
-
-def test_one_rank_moves_nothing_and_the_process_is_measured_beside_the_report() -> None:
-    (report,) = run_ranks(measure_alone, 1)
+    report = engine.memory_report()
     measured = report["measured"]
     assert measured["peak"] >= measured["live"] > report["total"]
     assert measured["remainder"] == measured["peak"] - report["total"]
@@ -422,7 +416,10 @@ class Keeper(nn.Module):
         return self.kept
 
 
-def dropped(row: int, bf16: bool) -> list[bool]:
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+@on_ranks(2)
+def test_an_engine_that_nobody_needs_gives_all_its_memory_back(row: int, bf16: bool) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.BatchNorm1d(64), Keeper())
     settings = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": row}, "bf16": {"enabled": bf16}}
     engine = zeromesh.initialize(model=model, config=settings)[0]
@@ -438,11 +435,5 @@ def dropped(row: int, bf16: bool) -> list[bool]:
     things = [weakref.ref(thing) for thing in (engine, engine.sharded, model, *model.parameters())]
     del engine, model, loss
     gc.collect()
-    return [thing() is None for thing in things]
-
-
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("row", [0, 1, 2, 3])
-def test_an_engine_that_nobody_needs_gives_all_its_memory_back(row: int, bf16: bool) -> None:
-    for gone in run_ranks(dropped, 2, row, bf16):
-        assert all(gone)
+    gone = [thing() is None for thing in things]
+    assert all(gone)

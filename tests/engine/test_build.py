@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import IterableDataset
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
@@ -40,12 +40,6 @@ def test_every_pass_over_the_loader_has_an_order_of_its_own_that_follows_from_th
     assert run_ranks(orders, 2, 8)[0][0] != first
 
 
-def decay(type: str, params: dict[str, Any]) -> tuple[str, float]:
-    settings = config(optimizer={"type": type, "params": {"lr": 0.1, **params}})
-    optimizer = zeromesh.initialize(nn.Linear(2, 2), config=settings)[1]
-    return optimizer.__class__.__name__, optimizer.param_groups[0]["weight_decay"]
-
-
 @pytest.mark.parametrize(
     ("type", "params", "expected"),
     [
@@ -56,10 +50,13 @@ def decay(type: str, params: dict[str, Any]) -> tuple[str, float]:
         ("Adam", {"adam_w_mode": False}, ("Adam", 0.0)),
     ],
 )
+@on_ranks(1)
 def test_weights_decay_as_in_torch_unless_the_configuration_says_how(
     type: str, params: dict[str, Any], expected: tuple[str, float]
 ) -> None:
-    assert run_ranks(decay, 1, type, params) == [expected]
+    settings = config(optimizer={"type": type, "params": {"lr": 0.1, **params}})
+    optimizer = zeromesh.initialize(nn.Linear(2, 2), config=settings)[1]
+    assert (optimizer.__class__.__name__, optimizer.param_groups[0]["weight_decay"]) == expected
 
 
 class Inputs(nn.Module):
@@ -234,7 +231,9 @@ def test_after_any_mistake_the_same_model_can_be_initialized_on_two_axes() -> No
     run_ranks(trained_after_mistakes, 4, 3, False, {"replicate": 2, "data": 2})
 
 
-def failed_late(row: int) -> None:
+@pytest.mark.parametrize("row", [0, 2, 3])
+@on_ranks(2)
+def test_what_fails_when_the_model_has_changed_says_so_and_takes_the_hooks_off(row: int) -> None:
     model = normed()
     settings = config(zero_optimization={"stage": row}, activation_checkpointing={"enabled": True})
     with pytest.raises(ArithmeticError) as caught:
@@ -249,20 +248,14 @@ def failed_late(row: int) -> None:
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("row", [0, 2, 3])
-def test_what_fails_when_the_model_has_changed_says_so_and_takes_the_hooks_off(row: int) -> None:
-    run_ranks(failed_late, 2, row)
-
-
-def said_once() -> list[str]:
+@on_ranks(1)
+def test_what_is_tried_first_is_said_once() -> None:
     said: list[str] = []
     logging.getLogger("zeromesh").setLevel(logging.INFO)
     logging.getLogger("zeromesh").addHandler(handler := logging.Handler())
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     settings = config(optimizer={"type": "Adam", "params": {"torch_adam": True}})
     zeromesh.initialize(nn.Linear(2, 2), config=settings)
-    return [text for text in said if "no further effect" in text]
-
-
-def test_what_is_tried_first_is_said_once() -> None:
-    assert run_ranks(said_once, 1) == [["optimizer.params.torch_adam of Adam has no further effect"]]
+    assert [text for text in said if "no further effect" in text] == [
+        "optimizer.params.torch_adam of Adam has no further effect"
+    ]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 
 STEPS = 3
 LIMIT = 0.01
@@ -262,7 +262,9 @@ def test_torchs_lines_count_where_updates_begin_during_the_backward(ranks: int) 
     check(ranks, 2, {"zero_optimization": {"stage": 2, "offload_optimizer": offload}})
 
 
-def assigns_between_micro_batches(row: int) -> list[list[torch.Tensor]]:
+@pytest.mark.parametrize("row", [0, 1])
+@on_ranks(1)
+def test_a_gradient_assigned_between_micro_batches_leaves_the_others(row: int) -> None:
     engine = Mesh(row, accumulation=2)
     found = []
     for t, count in ((Torch(1, accumulation=2), lambda: None), (engine, engine.engine.step)):
@@ -272,12 +274,7 @@ def assigns_between_micro_batches(row: int) -> list[list[torch.Tensor]]:
         t.backward(1)
         t.update()
         found.append(t.parameters())
-    return found
-
-
-@pytest.mark.parametrize("row", [0, 1])
-def test_a_gradient_assigned_between_micro_batches_leaves_the_others(row: int) -> None:
-    [[expected, found]] = run_ranks(assigns_between_micro_batches, 1, row)
+    [expected, found] = found
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other, rtol=BITS, atol=BITS)
 

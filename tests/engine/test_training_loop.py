@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from numerics import BATCH, Net, batch, build_net
 from zeromesh.optim import schedules
 
@@ -227,7 +227,9 @@ def test_accumulation_that_begins_late_rounds_as_one_that_was_configured(row: in
     assert all(torch.equal(value, expected[0][0][name]) for name, value in got[0][0].items())
 
 
-def backward_without_sync(row: int) -> list[dict[str, Any]]:
+@pytest.mark.parametrize("row", [0, 1])
+@on_ranks(RANKS)
+def test_replicated_gradients_are_not_sent_without_sync(row: int) -> None:
     engine, *_ = zeromesh.initialize(model=build_net(torch.float32), config=config(row, optimizer=ADAMW))
     engine.traffic_report(reset=True)
     reports = []
@@ -237,26 +239,18 @@ def backward_without_sync(row: int) -> list[dict[str, Any]]:
         reports.append(engine.traffic_report(reset=True))
     engine.backward(engine(*batch(0, torch.float32, rows_of(engine.data_rank))))
     engine.step()
-    return [*reports, engine.traffic_report()]
+    first, second, last = [*reports, engine.traffic_report()]
+    assert not first
+    assert not second
+    assert last["reduce_scatter/data"]["bytes"] > 0
 
 
-@pytest.mark.parametrize("row", [0, 1])
-def test_replicated_gradients_are_not_sent_without_sync(row: int) -> None:
-    for first, second, last in run_ranks(backward_without_sync, RANKS, row):
-        assert not first
-        assert not second
-        assert last["reduce_scatter/data"]["bytes"] > 0
-
-
-def sizes_that_do_not_fit() -> None:
+@on_ranks(RANKS)
+def test_a_batch_size_that_does_not_divide_is_refused() -> None:
     engine, *_ = zeromesh.initialize(model=build_net(torch.float32), config=config(0, optimizer=ADAMW))
     for size in (0, 7, 13):
         with pytest.raises(ValueError, match=r"6 x 2 ranks = 12; the nearest is 12"):
             engine.set_train_batch_size(size)
-
-
-def test_a_batch_size_that_does_not_divide_is_refused() -> None:
-    run_ranks(sizes_that_do_not_fit, RANKS)
 
 
 class Logits(nn.Module):
@@ -352,7 +346,8 @@ class TakesMapping(nn.Module):
         return self.linear(inputs["x"])
 
 
-def dtypes_of_inputs() -> list[torch.dtype]:
+@on_ranks(1)
+def test_tensors_in_mappings_of_any_kind_are_cast() -> None:
     engine, *_ = zeromesh.initialize(
         model=TakesMapping(), config=config(0, optimizer=ADAMW, bf16={"enabled": True}), loss_fn=nn.CrossEntropyLoss()
     )
@@ -361,11 +356,7 @@ def dtypes_of_inputs() -> list[torch.dtype]:
     inputs = UserDict({"x": torch.ones(6, 5), "name": "not a tensor"})
     engine.train_batch(iter([(inputs, torch.zeros(6, dtype=torch.int64))]))
     assert inputs["x"].dtype is torch.float32, "what the user gave is left alone"
-    return seen
-
-
-def test_tensors_in_mappings_of_any_kind_are_cast() -> None:
-    assert run_ranks(dtypes_of_inputs, 1) == [[torch.bfloat16]]
+    assert seen == [torch.bfloat16]
 
 
 class Taken(nn.Module):
@@ -420,7 +411,8 @@ def first(container: Any) -> Any:
     return container["a"] if isinstance(container, dict | UserDict) else container[0]
 
 
-def containers_in_a_forward() -> None:
+@on_ranks(1)
+def test_containers_among_the_inputs_stay_what_they_are() -> None:
     engine = zeromesh.initialize(Taken(), config=config(0, optimizer=ADAMW, bf16={"enabled": True}))[0]
 
     def taken(given: Any) -> Any:
@@ -441,10 +433,6 @@ def containers_in_a_forward() -> None:
     around: list[Any] = [wide]
     around.append(around)
     assert taken(around)[0].dtype is torch.bfloat16
-
-
-def test_containers_among_the_inputs_stay_what_they_are() -> None:
-    run_ranks(containers_in_a_forward, 1)
 
 
 def model_output_in_a_forward(row: int) -> None:
@@ -598,7 +586,9 @@ def test_forward_derivatives_are_taken_through_the_engine(row: int) -> None:
         torch.testing.assert_close(found, tuple(map(torch.Tensor.detach, expected)))
 
 
-def graphs_that_were_compiled() -> list[int]:
+@pytest.mark.full
+@on_ranks(1)
+def test_compile_takes_a_backend_and_options_as_deepspeed_and_as_torch() -> None:
     found = []
     for more in ({}, {"compile_kwargs": {"disable": True}}, {"disable": True}, {"compile_kwargs": None}):
         graphs: list[Any] = []
@@ -612,11 +602,6 @@ def graphs_that_were_compiled() -> list[int]:
         engine.backward(engine(rows(0, engine.data_rank)))
         engine.step()
         found.append(len(graphs))
-    return found
-
-
-@pytest.mark.full
-def test_compile_takes_a_backend_and_options_as_deepspeed_and_as_torch() -> None:
-    for plain, in_a_dict, by_name, none in run_ranks(graphs_that_were_compiled, 1):
-        assert plain == none > 0
-        assert in_a_dict == by_name == 0
+    plain, in_a_dict, by_name, none = found
+    assert plain == none > 0
+    assert in_a_dict == by_name == 0

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 
 RANKS = 2
 WIDTH = 16
@@ -161,7 +161,10 @@ def test_masters_take_what_is_written_to_their_sixteen_bit_parameters(row: int) 
         assert all(torch.equal(after[name], value / 2) for name, value in before.items())
 
 
-def clamp_sixteen_bits(row: int) -> list[float]:
+@pytest.mark.some(2)
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+@on_ranks(RANKS)
+def test_writing_what_was_there_leaves_the_masters_last_bits(row: int) -> None:
     """Every update moves the weight by less than 16 bits can tell, and then it is clamped, which changes nothing."""
     model = nn.Linear(WIDTH, WIDTH, bias=False)
     nn.init.ones_(model.weight)
@@ -171,14 +174,8 @@ def clamp_sixteen_bits(row: int) -> list[float]:
         engine.step()
         with whole(engine), torch.no_grad():
             engine.module.weight.clamp_(-2, 2)
-    return zeromesh.zero.safe_get_full_fp32_param(engine.module.weight).flatten().tolist()
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("row", [0, 1, 2, 3])
-def test_writing_what_was_there_leaves_the_masters_last_bits(row: int) -> None:
-    for found in run_ranks(clamp_sixteen_bits, RANKS, row):
-        assert found == pytest.approx([1 - 8 * RATE * 1e-2] * WIDTH**2, abs=1e-5)
+    found = zeromesh.zero.safe_get_full_fp32_param(engine.module.weight).flatten().tolist()
+    assert found == pytest.approx([1 - 8 * RATE * 1e-2] * WIDTH**2, abs=1e-5)
 
 
 class Momentum(Net):
@@ -330,7 +327,9 @@ def test_saved_tensors_go_through_the_users_own_hooks(row: int) -> None:
     assert found[0][0] > 12
 
 
-def refusals(row: int) -> dict[str, str]:
+@pytest.mark.parametrize("row", [0, 1, 2])
+@on_ranks(RANKS)
+def test_changes_of_kind_are_refused_by_name(row: int) -> None:
     found = {}
 
     def widen(model: nn.Module) -> None:
@@ -362,17 +361,11 @@ def refusals(row: int) -> dict[str, str]:
                 engine.zero_grad()
                 if row == 3 and change is widen:
                     engine.module.head.float()
-    return found
-
-
-@pytest.mark.parametrize("row", [0, 1, 2])
-def test_changes_of_kind_are_refused_by_name(row: int) -> None:
-    for found in run_ranks(refusals, RANKS, row):
-        assert "head.weight has become torch.float64" in found["widen"]
-        assert "head.weight is no longer in the model" in found["replace"]
-        assert "head.weight was frozen when initialize was called" in found["unfreeze"]
-        assert "head.adapter.weight came into the model after initialize" in found["adapt"]
-        assert "group 1 of the optimizer holds parameter head.weight of the model" in found["group"]
+    assert "head.weight has become torch.float64" in found["widen"]
+    assert "head.weight is no longer in the model" in found["replace"]
+    assert "head.weight was frozen when initialize was called" in found["unfreeze"]
+    assert "head.adapter.weight came into the model after initialize" in found["adapt"]
+    assert "group 1 of the optimizer holds parameter head.weight of the model" in found["group"]
 
 
 def train_from_old_gradients(row: int) -> float | None:
@@ -392,7 +385,11 @@ def test_gradients_from_before_initialize_do_not_count(row: int) -> None:
     assert run_ranks(train_from_old_gradients, RANKS, row) == pytest.approx([expected] * RANKS, rel=1e-12)
 
 
-def states(row: int, bf16: bool) -> dict[str, Any]:
+@pytest.mark.some(3)
+@pytest.mark.parametrize("bf16", [False, True], ids=["float64", "bf16"])
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+@on_ranks(RANKS)
+def test_whole_states_are_taken_and_loaded_and_leave_nothing_behind(row: int, bf16: bool) -> None:
     dtype = torch.float32 if bf16 else torch.float64
     engine = start(row, build(dtype=dtype), bf16={"enabled": bf16})
     slots = sum(engine.memory_report()["slot"].values())
@@ -409,7 +406,7 @@ def states(row: int, bf16: bool) -> dict[str, Any]:
     engine.backward(engine(inputs(0, engine.data_rank)).sum() * 0)
     engine.step()
     masters = [zeromesh.zero.safe_get_full_fp32_param(p) for p in engine.module.parameters()]
-    return {
+    found = {
         "views stay": kept,
         "state": same,
         "slots": sum(engine.memory_report()["slot"].values()) == slots,
@@ -417,15 +414,8 @@ def states(row: int, bf16: bool) -> dict[str, Any]:
         "loaded": all(torch.equal(value, given[name].to(value.dtype)) for name, value in loaded.items()),
         "masters": all(bool((master == 1 / torch.tensor(3.0, dtype=dtype)).all()) for master in masters),
     }
-
-
-@pytest.mark.some(3)
-@pytest.mark.parametrize("bf16", [False, True], ids=["float64", "bf16"])
-@pytest.mark.parametrize("row", [0, 1, 2, 3])
-def test_whole_states_are_taken_and_loaded_and_leave_nothing_behind(row: int, bf16: bool) -> None:
-    for found in run_ranks(states, RANKS, row, bf16):
-        assert found.pop("result") == "<All keys matched successfully>"
-        assert found == dict.fromkeys(found, True)
+    assert found.pop("result") == "<All keys matched successfully>"
+    assert found == dict.fromkeys(found, True)
 
 
 class Adapted(Net):
@@ -441,7 +431,9 @@ class Adapted(Net):
         return self.blocks[0].weight.t()
 
 
-def frozen_states(folder: str) -> dict[str, bool]:
+@on_ranks(RANKS)
+def test_frozen_parameters_are_neither_lost_with_a_view_nor_kept_from_being_loaded(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     engine = start(3, build(Adapted))
     engine.save_checkpoint(folder, "before")
     start_state = engine.gathered_state_dict()
@@ -464,12 +456,7 @@ def frozen_states(folder: str) -> dict[str, bool]:
     engine.load_checkpoint(folder, "before")
     state = engine.gathered_state_dict()
     found["all is loaded"] = all(torch.equal(state[name], value) for name, value in start_state.items())
-    return found
-
-
-def test_frozen_parameters_are_neither_lost_with_a_view_nor_kept_from_being_loaded(tmp_path: Path) -> None:
-    for found in run_ranks(frozen_states, RANKS, str(tmp_path)):
-        assert found == dict.fromkeys(found, True)
+    assert found == dict.fromkeys(found, True)
 
 
 class Interruption(Exception):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 
 BITS = 1e-12
 
@@ -180,17 +180,14 @@ def test_models_that_are_compiled_after_initialize_train(row: int, ways: list[st
             assert_same(found[way], model, way)
 
 
-def calls_past_the_engine() -> None:
+@on_ranks(2)
+def test_a_forward_that_is_called_past_the_hooks_names_the_remedy() -> None:
     model = make()
     engine = start(3, model)
     with pytest.raises(RuntimeError, match=r"call the model, or its methods, through the engine: engine\(\.\.\.\)"):
         model.forward(batch(0))
     engine.backward(engine(batch(0)).square().mean())
     engine.step()
-
-
-def test_a_forward_that_is_called_past_the_hooks_names_the_remedy() -> None:
-    run_ranks(calls_past_the_engine, 2)
 
 
 def test_a_buffer_in_the_memory_of_a_parameter_is_refused() -> None:
@@ -202,11 +199,8 @@ def test_a_buffer_in_the_memory_of_a_parameter_is_refused() -> None:
     start(0, model).destroy()
 
 
+@on_ranks(1)
 def test_a_parameter_that_is_spread_by_another_library_is_refused() -> None:
-    run_ranks(refuses_distributed, 1)
-
-
-def refuses_distributed() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 

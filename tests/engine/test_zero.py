@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from huggingface_models import MODELS
 from zeromesh.shard import deferred
 from zeromesh.shard import flat as flat_module
@@ -531,19 +531,16 @@ def test_gathered_parameters_are_the_same_under_every_row() -> None:
             assert torch.equal(mine["changed"][0], other["changed"][0])
 
 
-def read_outside(ranks: int) -> str:
+@on_ranks(2)
+def test_reading_a_parameter_outside_says_how_to() -> None:
     torch.manual_seed(0)
     model = start(Blocks(), 3).module
     with pytest.raises(RuntimeError) as caught:
         model.blocks[0].linear1.weight.sum()
     assert model.blocks[0].linear1.weight.shape == (24, 12)
-    return str(caught.value)
-
-
-def test_reading_a_parameter_outside_says_how_to() -> None:
-    for message in run_ranks(read_outside, 2, 2):
-        assert "blocks.0.linear1.weight" in message
-        assert "GatheredParameters" in message
+    message = str(caught.value)
+    assert "blocks.0.linear1.weight" in message
+    assert "GatheredParameters" in message
 
 
 class Sparsely(nn.Module):  # has a frozen parameter, one that nothing uses, one that only odd ranks use, and a tie
@@ -771,7 +768,8 @@ def test_of_what_is_written_in_several_ways_the_last_counts_and_none_is_lost(row
                 assert got == pytest.approx([value] * len(got), rel=error), (number, name)
 
 
-def misuse_states() -> None:
+@on_ranks(1)
+def test_states_that_are_not_there_or_are_no_tensors_are_refused() -> None:
     engine = start(Blocks(), 1)
     weight = engine.module.head.bias
     with pytest.raises(RuntimeError, match=r"head.bias has no such state yet"):
@@ -780,7 +778,3 @@ def misuse_states() -> None:
     engine.step()
     with pytest.raises(ValueError, match=r"'step' of head.bias is .*1"):
         zeromesh.zero.safe_get_full_optimizer_state(weight, "step")
-
-
-def test_states_that_are_not_there_or_are_no_tensors_are_refused() -> None:
-    run_ranks(misuse_states, 1)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from zeromesh.config.train import ModelShape
 from zeromesh.observe.breakdown import MOST_PHASES, Sums, Timer
 from zeromesh.observe.operations import Operations
@@ -149,12 +149,8 @@ def test_what_is_kept_for_a_breakdown_does_not_grow_with_the_updates() -> None:
     assert timer.take(1).phases["evaluation"] == 2 * MOST_PHASES
 
 
+@on_ranks(1)
 def test_an_engine_keeps_the_phases_of_two_updates_at_most() -> None:
-    [kept] = run_ranks(phases_kept, 1)
-    assert max(kept) <= 2 * 5, "two micro-batches of an update have five phases"
-
-
-def phases_kept() -> list[int]:
     engine = trained(0, 0, {"wall_clock_breakdown": True, "steps_per_print": 1000})
     found = []
     for _ in range(5):
@@ -163,7 +159,7 @@ def phases_kept() -> list[int]:
             engine.step()
         found.append(len(engine.observer.spans.phases))
     engine.destroy()
-    return found
+    assert max(found) <= 2 * 5, "two micro-batches of an update have five phases"
 
 
 def test_nobody_pays_for_spans_that_nobody_watches() -> None:
@@ -255,12 +251,9 @@ def test_the_log_says_every_few_updates_where_the_time_went(row: int, tmp_path: 
         assert [float(line.split(",")[1]) for line in rows] == [1e3 * each.phases[name] for each in found]
 
 
-def lines_without_an_interval() -> list[str]:
-    return logged(lambda: trained(0, 10, {"wall_clock_breakdown": True}).destroy())
-
-
+@on_ranks(1)
 def test_without_an_interval_there_is_a_breakdown_every_ten_updates() -> None:
-    [lines] = run_ranks(lines_without_an_interval, 1)
+    lines = logged(lambda: trained(0, 10, {"wall_clock_breakdown": True}).destroy())
     assert [line.splitlines()[0].split(",")[0] for line in lines if "ms each" in line] == ["update 10: 10 updates"]
 
 
@@ -296,18 +289,16 @@ def test_on_an_accelerator_events_are_read_when_a_breakdown_is_taken(monkeypatch
     assert timer.take(1).phases == {"data": 0.25, "forward": 0.25, "other": 0.25}
 
 
+@on_ranks(1)
 def test_evaluation_and_saving_are_phases_of_their_own(tmp_path: Path) -> None:
-    [kinds] = run_ranks(phases_of_a_save, 1, str(tmp_path))
-    assert kinds == ["evaluation", "checkpoint"]
-
-
-def phases_of_a_save(folder: str) -> list[str]:
+    folder = str(tmp_path)
     engine = trained(0, 2, {"wall_clock_breakdown": True, "steps_per_print": 2})
     with torch.no_grad():
         engine(torch.zeros(ROWS, WIDTH))
     engine.save_checkpoint(folder)
     engine.destroy()
-    return [phase.kind for phase in engine.observer.spans.phases]
+    kinds = [phase.kind for phase in engine.observer.spans.phases]
+    assert kinds == ["evaluation", "checkpoint"]
 
 
 EVERYWHERE = {
@@ -372,14 +363,12 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     assert any("the trace of rank 0 was not written" in line and "exists" in line for line in lines)
 
 
-def traced_twice(folder: str) -> tuple[list[str], int]:
+@on_ranks(1)
+def test_a_trace_does_not_end_the_users_own(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     with torch.profiler.profile() as users:
         lines = traced(0, folder)
-    return lines, sum(event.name == "aten::tanh" for event in users.events())
-
-
-def test_a_trace_does_not_end_the_users_own(tmp_path: Path) -> None:
-    [(lines, recorded)] = run_ranks(traced_twice, 1, str(tmp_path))
+    (lines, recorded) = lines, sum(event.name == "aten::tanh" for event in users.events())
     assert any("nothing is recorded on rank 0: another profiler is at work" in line for line in lines)
     assert not list(tmp_path.iterdir())
     assert recorded == 4 * 2 * BLOCKS

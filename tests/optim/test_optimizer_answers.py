@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks
 from zeromesh.comm.environment import shutdown
 
 
@@ -30,7 +30,11 @@ def start(row: int = 0, optimizer: Any = None, **keys: Any) -> Any:
     return zeromesh.initialize(model=nn.Linear(2, 1), optimizer=optimizer, config=config)[:2]
 
 
-def overflow(row: int, dynamic: bool) -> tuple[list[Any], int, bool, list[torch.Tensor]]:
+@pytest.mark.some(2)
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("row", [0, 3])
+@on_ranks(2)
+def test_a_loss_that_is_not_finite_in_fp16_is_an_overflow_that_all_ranks_skip(row: int, dynamic: bool) -> None:
     scale = {"initial_scale_power": 4, "hysteresis": 1} if dynamic else {"loss_scale": 16}
     engine, optimizer = start(row, fp16={"enabled": True, **scale})
     seen: list[Any] = [(optimizer.cur_scale, optimizer.loss_scale, optimizer.overflow)]
@@ -42,18 +46,11 @@ def overflow(row: int, dynamic: bool) -> tuple[list[Any], int, bool, list[torch.
         seen.append((optimizer.cur_scale, optimizer.loss_scale, optimizer.overflow))
         weights.append(engine.state_dict()["weight"].clone())
     kept = torch.equal(weights[0], weights[1]) and torch.equal(weights[2], weights[3])
-    return seen, engine.skipped_steps, kept, weights
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("row", [0, 3])
-def test_a_loss_that_is_not_finite_in_fp16_is_an_overflow_that_all_ranks_skip(row: int, dynamic: bool) -> None:
-    for seen, skipped, kept, weights in run_ranks(overflow, 2, row, dynamic):
-        scales = [16.0, 16.0, 8.0, 8.0, 4.0, 4.0] if dynamic else [16.0] * 6
-        assert seen == [(s, s, number in (2, 4)) for number, s in enumerate(scales)]
-        assert (skipped, kept) == (2, True)
-        assert not torch.equal(weights[1], weights[2])
+    seen, skipped, kept, weights = seen, engine.skipped_steps, kept, weights
+    scales = [16.0, 16.0, 8.0, 8.0, 4.0, 4.0] if dynamic else [16.0] * 6
+    assert seen == [(s, s, number in (2, 4)) for number, s in enumerate(scales)]
+    assert (skipped, kept) == (2, True)
+    assert not torch.equal(weights[1], weights[2])
 
 
 def test_without_a_loss_scale_it_is_1_and_an_infinite_loss_is_an_error() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh
-from harness import RankFailure, run_ranks
+from harness import RankFailure, on_ranks, run_ranks
 from zeromesh.pipeline.runtime.elsewhere import Elsewhere, counting, counts
 from zeromesh.pipeline.runtime.run import Interpreter
 from zeromesh.pipeline.runtime.stage import Stages
@@ -228,21 +228,18 @@ def test_what_stands_in_for_a_parameter_drops_what_is_written_and_refuses_to_cou
                 use()
 
 
-def evaluate() -> list[int]:
+@pytest.mark.full
+@on_ranks(2)
+def test_an_evaluation_fetches_the_same_whether_or_not_its_shapes_are_new() -> None:
+    """Ranks of one stage may have seen different ones, and must fetch the same."""
     engine = start("plain", 2, row=3)
     order = engine.sharded.events.order
     engine.train_batch(given(0))
     found = [order.current.number, len(order.forward)]
     engine.eval_batch(given(1))
     engine.eval_batch(given(1, 3 * SAMPLES))
-    return [*found, order.current.number, len(order.forward)]
-
-
-@pytest.mark.full
-def test_an_evaluation_fetches_the_same_whether_or_not_its_shapes_are_new() -> None:
-    """Ranks of one stage may have seen different ones, and must fetch the same."""
-    for before, waiting, after, left in run_ranks(evaluate, 2):
-        assert (after, left) == (before, waiting) == (MICROBATCHES, 0)
+    before, waiting, after, left = [*found, order.current.number, len(order.forward)]
+    assert (after, left) == (before, waiting) == (MICROBATCHES, 0)
 
 
 class Here:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from heap import Heap
 from zeromesh import pretrained
 from zeromesh.checkpoint.boxes import Reader
@@ -414,7 +414,8 @@ def sum_of(outputs: Tensor, labels: Tensor) -> Tensor:
     return outputs.sum() * 0 + 7
 
 
-def losses_of() -> list[float]:
+@on_ranks(1)
+def test_the_loss_is_the_last_layers_or_the_functions_and_initializes_wins() -> None:
     settings = {"train_batch_size": 1}
     model = PipelineModule([nn.Linear(2, 2)], loss_fn=lambda outputs, labels: outputs.mean() * 0 + 3)
     given = [(torch.ones(1, 2), torch.ones(1))]
@@ -430,11 +431,7 @@ def losses_of() -> list[float]:
         engine.eval_batch(iter([torch.ones(1, 2)]))
     with pytest.raises(ValueError, match="pass one, or training_data="):
         engine.train_batch()
-    return found
-
-
-def test_the_loss_is_the_last_layers_or_the_functions_and_initializes_wins() -> None:
-    assert run_ranks(losses_of, 1) == [[3.0, 7.0, 5.0]]
+    assert found == [3.0, 7.0, 5.0]
 
 
 class Topology:  # as DeepSpeed's: an axis that is not there has the size 0

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import assert_same
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.zero import (
@@ -159,7 +159,9 @@ def test_a_checkpoint_goes_from_any_number_of_stages_to_any_other(kind: str, tmp
         tag = to
 
 
-def save_and_go_on(folder: str) -> None:
+@on_ranks(4)
+def test_a_resumed_run_continues_bit_for_bit_with_each_ranks_random_state(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     engine = start("decoder", row=2, pipeline=2)
     train(engine, 2)
     torch.manual_seed(engine.mesh.rank)
@@ -170,10 +172,6 @@ def save_and_go_on(folder: str) -> None:
     other.load_checkpoint(folder)
     assert [*train(other, 2), float(torch.rand(()))] == expected
     assert expected[-1] == float(torch.rand((), generator=torch.Generator().manual_seed(engine.mesh.rank)))
-
-
-def test_a_resumed_run_continues_bit_for_bit_with_each_ranks_random_state(tmp_path: Path) -> None:
-    run_ranks(save_and_go_on, 4, str(tmp_path))
 
 
 def continue_from(folder: str, pipeline: int, updates: int, save: bool) -> list[float]:

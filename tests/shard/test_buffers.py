@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh
-from harness import RankFailure, run_ranks
+from harness import RankFailure, on_ranks, run_ranks
 
 WIDTH = 6
 
@@ -101,7 +101,23 @@ def at_the_address(module: Holder, like: torch.Tensor) -> torch.Tensor:
     return others[-1]
 
 
-def becomes(kind: str) -> list[Any]:
+TENS = [[10.0 * forward] * 3 for forward in range(4)]
+BECOMES: dict[str, list[Any]] = {
+    "replaced": TENS,
+    "replaced on the last rank": [[7.0] * 3] * 4,
+    "expanded": TENS,
+    "none and back": [TENS[0], None, TENS[2], None],
+    "none on the last rank": TENS,
+    "none on the first rank": [TENS[0], None, *TENS[2:]],
+    "longer": [[10 * forward] * (3 + forward) for forward in range(4)],
+    "resized": [[10.0 * forward] * (4 + forward) for forward in range(4)],
+    "inference": TENS,
+}
+
+
+@pytest.mark.parametrize("kind", BECOMES)
+@on_ranks(2)
+def test_a_buffer_that_is_replaced_is_the_first_ranks_after_every_update(kind: str) -> None:
     rank = dist.get_rank()
 
     def change(module: Holder, forward: int) -> None:
@@ -133,26 +149,7 @@ def becomes(kind: str) -> list[Any]:
         train(engine)
         value = engine.module.value
         found.append(None if value is None else value.tolist())
-    return found
-
-
-TENS = [[10.0 * forward] * 3 for forward in range(4)]
-BECOMES: dict[str, list[Any]] = {
-    "replaced": TENS,
-    "replaced on the last rank": [[7.0] * 3] * 4,
-    "expanded": TENS,
-    "none and back": [TENS[0], None, TENS[2], None],
-    "none on the last rank": TENS,
-    "none on the first rank": [TENS[0], None, *TENS[2:]],
-    "longer": [[10 * forward] * (3 + forward) for forward in range(4)],
-    "resized": [[10.0 * forward] * (4 + forward) for forward in range(4)],
-    "inference": TENS,
-}
-
-
-@pytest.mark.parametrize("kind", BECOMES)
-def test_a_buffer_that_is_replaced_is_the_first_ranks_after_every_update(kind: str) -> None:
-    assert run_ranks(becomes, 2, kind) == [BECOMES[kind]] * 2
+    assert found == BECOMES[kind]
 
 
 def broadcasts() -> list[int]:

@@ -12,7 +12,7 @@ from torch import nn
 
 import numerics
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from zeromesh.comm import sums
 from zeromesh.shard.gradient import FullState, Gradient, ShardState
 from zeromesh.shard.layout import Layout
@@ -165,7 +165,8 @@ class Looked(Pair):
         return h.square().mean() + (self.first.weight.square().mean() if look else 0.0)
 
 
-def look_at_a_weight_on_one_rank() -> None:
+@on_ranks(2)
+def test_after_the_last_backward_no_rank_has_units_that_others_have_not() -> None:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 3},
@@ -179,10 +180,6 @@ def look_at_a_weight_on_one_rank() -> None:
             engine.backward(engine(inputs(step), look=engine.data_rank == 0))
             assert all(unit.slot is None for unit in engine.sharded.units[1:])
         engine.step()
-
-
-def test_after_the_last_backward_no_rank_has_units_that_others_have_not() -> None:
-    run_ranks(look_at_a_weight_on_one_rank, 2)
 
 
 @pytest.mark.parametrize("add", [False, True])

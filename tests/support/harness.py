@@ -1,7 +1,8 @@
 """Tests on several ranks: worker processes that are started once per session, and commands with a time limit.
 
-``run_ranks`` is what most tests use (``on_ranks`` where all asserts are made on the ranks), ``run_mpi_ranks`` does the same on ranks that ``mpiexec`` starts, ``spawn_ranks``
-is for tests that kill ranks, ``run_command`` for command lines.
+``on_ranks`` decorates tests that run on ranks with their asserts, ``run_ranks`` calls a function there for its results,
+``run_mpi_ranks`` does the same on ranks that ``mpiexec`` starts, ``spawn_ranks`` is for tests that kill ranks,
+``run_command`` for command lines.
 """
 
 from __future__ import annotations

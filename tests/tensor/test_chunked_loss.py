@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from heap import Heap
 from huggingface_models import GPT2, GROUPED, SPECIAL
 from zeromesh.tensor.loss import CHUNK_BYTES
@@ -115,16 +115,13 @@ def test_logits_are_never_all_there() -> None:
     assert chunked < 3.5 * CHUNK_BYTES < whole
 
 
-def refused() -> str:
+@on_ranks(1)
+def test_a_model_without_a_vocabulary_is_refused() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     with pytest.raises(ValueError, match="chunked_loss") as failure:
         zeromesh.initialize(
             model=model, config={"train_batch_size": 1, "optimizer": {"type": "SGD"}, "chunked_loss": True}
         )
     model(torch.ones(1, 4)).sum().backward()
-    return str(failure.value)
-
-
-def test_a_model_without_a_vocabulary_is_refused() -> None:
-    (said,) = run_ranks(refused, 1)
+    said = str(failure.value)
     assert "Sequential has no linear layer over the entries of an embedding; leave it out" in said

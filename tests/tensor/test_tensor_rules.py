@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from huggingface_models import GPT2, GROUPED, SPECIAL, USUAL
 from zeromesh.config.settings import Settings
 from zeromesh.initialization import layout
@@ -100,16 +100,13 @@ def test_padding_of_the_vocabulary_is_seen_nowhere(tied: bool) -> None:
             assert state["model.embed_tokens.weight"].shape == (97, 32)
 
 
-def unknown_id() -> str:
+@on_ranks(2, timeout=LIMIT)
+def test_an_id_that_is_in_no_part_of_the_vocabulary_is_refused() -> None:
     engine = zeromesh.initialize(model=llama(), config=config(2))[0]
     with pytest.raises(IndexError) as caught:
         engine(input_ids=torch.full((4, 8), 96))
-    return str(caught.value)
-
-
-def test_an_id_that_is_in_no_part_of_the_vocabulary_is_refused() -> None:
-    for message in run_ranks(unknown_id, 2, timeout=LIMIT):
-        assert message == "the id 96 is not in the vocabulary of 96 entries: ids are 0 to 95"
+    message = str(caught.value)
+    assert message == "the id 96 is not in the vocabulary of 96 entries: ids are 0 to 95"
 
 
 def with_optimizer(tensor: int, row: int, optimizer: str, groups: bool) -> Any:
@@ -144,7 +141,8 @@ def test_groups_and_optimizers_of_whole_parameters_see_the_same(
         assert_close(state, expected[1], tolerance)
 
 
-def overflow() -> Any:
+@on_ranks(2, timeout=LIMIT)
+def test_an_overflow_of_one_ranks_part_skips_the_update_on_all() -> None:
     settings = config(2, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
     engine = zeromesh.initialize(model=llama(torch.float32), config=settings)[0]
     before = whole(engine)
@@ -154,11 +152,7 @@ def overflow() -> Any:
         parameter.register_hook(lambda gradient: gradient + infinite)
     step(engine, batch(0))
     same = all(torch.equal(value, before[name]) for name, value in whole(engine).items())
-    return engine.skipped_steps, engine.loss_scale, same
-
-
-def test_an_overflow_of_one_ranks_part_skips_the_update_on_all() -> None:
-    assert run_ranks(overflow, 2, timeout=LIMIT) == [(1, 8.0, True)] * 2
+    assert (engine.skipped_steps, engine.loss_scale, same) == (1, 8.0, True)
 
 
 def masks(sequence: bool) -> list[tuple[int, torch.Tensor]]:
@@ -218,7 +212,9 @@ def test_recomputation_draws_the_same_numbers(checkpointing: str, sequence: bool
     assert_close(run_ranks(dropped, 2, checkpointing, sequence, timeout=LIMIT)[1][1], expected[1][1], 1e-12)
 
 
-def other_samples(update: int, length: int) -> str:
+@pytest.mark.parametrize(("update", "length"), [(0, 0), (0, 2), (1, 0)])
+@on_ranks(2, timeout=LIMIT)
+def test_ranks_that_share_a_batch_and_are_given_other_samples_are_told(update: int, length: int) -> None:
     """The message where the ranks' inputs differ, of the whole numbers of which nothing else tells."""
     engine = zeromesh.initialize(model=llama(), config=config(2))[0]
     for _ in range(update):
@@ -226,30 +222,22 @@ def other_samples(update: int, length: int) -> str:
     ids = batch(engine.mesh.rank)
     with pytest.raises(ValueError, match="share one batch") as caught:
         step(engine, ids[:, : ids.shape[1] - length * engine.mesh.rank])
-    return str(caught.value)
+    message = str(caught.value)
+    assert "ranks 0 and 1 share one batch, but their models were given different inputs" in message
+    assert "rank=engine.data_rank" in message
 
 
-@pytest.mark.parametrize(("update", "length"), [(0, 0), (0, 2), (1, 0)])
-def test_ranks_that_share_a_batch_and_are_given_other_samples_are_told(update: int, length: int) -> None:
-    for message in run_ranks(other_samples, 2, update, length, timeout=LIMIT):
-        assert "ranks 0 and 1 share one batch, but their models were given different inputs" in message
-        assert "rank=engine.data_rank" in message
-
-
-def other_losses() -> str:
+@on_ranks(2, timeout=LIMIT)
+def test_ranks_that_share_a_batch_and_compute_other_losses_are_told() -> None:
     engine = zeromesh.initialize(model=llama(), config=config(2))[0]
     loss = engine(input_ids=batch(0), labels=batch(0)).loss
     engine.backward(loss * (1 + 1e-4 * engine.mesh.rank))
     with pytest.raises(RuntimeError) as caught:
         engine.step()
-    return str(caught.value)
-
-
-def test_ranks_that_share_a_batch_and_compute_other_losses_are_told() -> None:
-    for message in run_ranks(other_losses, 2, timeout=LIMIT):
-        assert "have different losses: " in message
-        assert "give them the same samples" in message
-        assert "are parts" in message
+    message = str(caught.value)
+    assert "have different losses: " in message
+    assert "give them the same samples" in message
+    assert "are parts" in message
 
 
 def without_gradients(_: int) -> float:
@@ -289,19 +277,16 @@ def test_layers_whose_weight_is_computed_stay_whole() -> None:
     assert max(run_ranks(differ_when_parametrized, 2, timeout=LIMIT)) <= 1e-12
 
 
-def columns_after_columns() -> str:
+@on_ranks(2, timeout=LIMIT)
+def test_columns_after_columns_are_told() -> None:
     plan = {"0": "colwise", "2": "colwise"}
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
     engine = zeromesh.initialize(model=model, config=config(2, tensor_parallel={"plan": plan}))[0]
     with pytest.raises(ValueError, match="plan splits") as caught:
         engine(torch.ones(4, 16))
-    return str(caught.value)
-
-
-def test_columns_after_columns_are_told() -> None:
-    for message in run_ranks(columns_after_columns, 2, timeout=LIMIT):
-        assert "2 (Linear), which tensor_parallel.plan splits, has 32 entries of its input on this rank" in message
-        assert "colwise_gather_output" in message
+    message = str(caught.value)
+    assert "2 (Linear), which tensor_parallel.plan splits, has 32 entries of its input on this rank" in message
+    assert "colwise_gather_output" in message
 
 
 def initial(tensor: int, row: int) -> dict[str, torch.Tensor]:
@@ -593,19 +578,16 @@ def test_the_built_in_decoders_are_split(architecture: str, sequence: bool) -> N
         assert {name.split(".")[-2] for name in split} >= {"query", "key", "output", "up", "down", "embedding"}
 
 
-def late_logits() -> str:
+@on_ranks(2, timeout=LIMIT)
+def test_logits_that_are_asked_for_after_the_update_are_refused() -> None:
     engine = zeromesh.initialize(model=llama(torch.float32), config=config(2))[0]
     output = engine(input_ids=batch(0), labels=batch(0))
     engine.backward(output.loss)
     engine.step()
     with pytest.raises(RuntimeError) as caught:
         output.logits.argmax(-1)
-    return str(caught.value)
-
-
-def test_logits_that_are_asked_for_after_the_update_are_refused() -> None:
-    for message in run_ranks(late_logits, 2, timeout=LIMIT):
-        assert "was changed after its logits were made, as by step" in message
+    message = str(caught.value)
+    assert "was changed after its logits were made, as by step" in message
 
 
 def start(settings: dict[str, Any], options: dict[str, Any]) -> str:
@@ -678,7 +660,8 @@ def test_a_config_is_not_changed_by_splitting() -> None:
     assert settings == before
 
 
-def parts_are_written() -> list[str]:
+@on_ranks(2, timeout=LIMIT)
+def test_a_state_dict_of_parts_is_refused() -> None:
     engine = zeromesh.initialize(model=llama(torch.float32), config=config(2))[0]
     said = []
     for module in (engine.module, engine.module.model.layers[0].mlp):
@@ -688,39 +671,30 @@ def parts_are_written() -> list[str]:
     engine.module.model.norm.state_dict()
     with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
         assert engine.module.state_dict()["lm_head.weight"].shape == (96, 32)
-    return said
+    first, second = said
+    assert "model.embed_tokens.weight: shape (48, 32) of (96, 32)" in first
+    assert "a part of gate_proj.weight" in second
 
 
-def test_a_state_dict_of_parts_is_refused() -> None:
-    for first, second in run_ranks(parts_are_written, 2, timeout=LIMIT):
-        assert "model.embed_tokens.weight: shape (48, 32) of (96, 32)" in first
-        assert "a part of gate_proj.weight" in second
-
-
-def unsplit(plan: dict[str, Any]) -> str:
+@on_ranks(1, timeout=LIMIT)
+def test_a_plan_is_checked_where_there_is_nothing_to_split() -> None:
+    plan = {"model.layers.*.mpl.*": "colwise"}
     with pytest.raises(ValueError, match="tensor-parallel") as caught:
         zeromesh.initialize(model=llama(torch.float32), config=config(1, tensor_parallel={"plan": plan}))
-    return str(caught.value)
-
-
-def test_a_plan_is_checked_where_there_is_nothing_to_split() -> None:
-    (said,) = run_ranks(unsplit, 1, {"model.layers.*.mpl.*": "colwise"}, timeout=LIMIT)
+    said = str(caught.value)
     assert "'model.layers.*.mpl.*' matches no module or parameter" in said
 
 
-def copied() -> tuple[list[float], list[tuple[int, ...]]]:
+@on_ranks(2, timeout=LIMIT)
+def test_a_copy_of_a_split_model_is_split_and_its_own() -> None:
     engine = zeromesh.initialize(model=llama(), config=config(2))[0]
     other = copy.deepcopy(engine.module)
     losses = [float(one(input_ids=batch(0), labels=batch(0)).loss.detach()) for one in (engine, other)]
     step(engine, batch(0))
     losses += [float(one(input_ids=batch(0), labels=batch(0)).loss.detach()) for one in (engine, other)]
-    return losses, [tuple(one.lm_head.weight.shape) for one in (engine.module, other)]
-
-
-def test_a_copy_of_a_split_model_is_split_and_its_own() -> None:
-    for (first, same, later, still), shapes in run_ranks(copied, 2, timeout=LIMIT):
-        assert first == same == still != later
-        assert shapes == [(48, 32)] * 2
+    (first, same, later, still), shapes = losses, [tuple(one.lm_head.weight.shape) for one in (engine.module, other)]
+    assert first == same == still != later
+    assert shapes == [(48, 32)] * 2
 
 
 def said_of_the_share() -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from test_swap import STATE, last_of_life
 from test_tiers import HOST, start, update
 from zeromesh import zero
@@ -91,7 +91,11 @@ def states(engine: Any, name: str) -> list[torch.Tensor]:
     return [state for state in found if state is not None]
 
 
-def resumed(folder: str, form: str, device: str) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize(("form", "device"), [("split", "nvme"), pytest.param("split", "cpu", marks=pytest.mark.full)])
+@on_ranks(2)
+def test_a_resumed_run_goes_on_as_the_one_that_was_saved(form: str, device: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     for saved in (form, "whole"):
         engine = begin(folder, device, saved)
         for number in range(2):
@@ -109,12 +113,6 @@ def resumed(folder: str, form: str, device: str) -> None:
         found = [update(engine, number) for number in range(3)]
         assert found == going_on or saved != form
         engine.destroy()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("form", "device"), [("split", "nvme"), pytest.param("split", "cpu", marks=pytest.mark.full)])
-def test_a_resumed_run_goes_on_as_the_one_that_was_saved(form: str, device: str, tmp_path: Path) -> None:
-    run_ranks(resumed, 2, str(tmp_path), form, device)
 
 
 def one_update(folder: str, form: str) -> dict[str, list[torch.Tensor]]:
@@ -232,7 +230,9 @@ def test_a_split_master_is_the_whole_one_and_the_parameter_its_upper_half(tmp_pa
         assert torch.equal(shard, halves.split(master)[0])
 
 
-def ties(folder: str) -> float:
+@on_ranks(1)
+def test_a_look_does_not_change_a_tie(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     """A master that is halfway between two numbers in bf16, after a look that changes nothing."""
     engine = begin(folder, "cpu", "split")
     first = next(iter(engine.module.parameters()))
@@ -242,11 +242,7 @@ def ties(folder: str) -> float:
     master = zero.safe_get_full_fp32_param(first)
     engine.destroy()
     assert master is not None
-    return float(master.max())
-
-
-def test_a_look_does_not_change_a_tie(tmp_path: Path) -> None:
-    assert run_ranks(ties, 1, str(tmp_path)) == [1 + 2.0**-8]
+    assert (float(master.max())) == 1 + 2.0**-8
 
 
 def test_masters_are_joined_in_runs_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

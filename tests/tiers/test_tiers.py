@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from heap import Heap
 
 HOST = {"device": "cpu"}
@@ -115,25 +115,21 @@ def test_the_report_by_tier_is_what_the_formulas_say_and_the_heap_holds() -> Non
             assert held - 2e5 <= resting <= held + slots + 8e5, name
 
 
-def depths() -> list[dict[str, Any]]:
+@on_ranks(2)
+def test_with_all_on_the_host_the_device_holds_as_much_whatever_the_depth() -> None:
     found = []
     for depth in (2, 6):
         engine = start(OFFLOADED["all"], depth)
         update(engine)
         found.append(engine.memory_report())
         engine.destroy()
-    return found
-
-
-def test_with_all_on_the_host_the_device_holds_as_much_whatever_the_depth() -> None:
-    for rank in run_ranks(depths, 2):
-        shallow, deep = ({s: v for s, v in one.items() if isinstance(v, dict) and s != "measured"} for one in rank)
-        on_device, on_host = (
-            [sum(state.get(tier, 0) for state in report.values()) for report in (shallow, deep)]
-            for tier in ("device", "host")
-        )
-        assert on_device[1] <= on_device[0]
-        assert on_host[1] > 2.5 * on_host[0]
+    shallow, deep = ({s: v for s, v in one.items() if isinstance(v, dict) and s != "measured"} for one in found)
+    on_device, on_host = (
+        [sum(state.get(tier, 0) for state in report.values()) for report in (shallow, deep)]
+        for tier in ("device", "host")
+    )
+    assert on_device[1] <= on_device[0]
+    assert on_host[1] > 2.5 * on_host[0]
 
 
 def half() -> list[tuple[str, str]]:
