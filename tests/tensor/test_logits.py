@@ -325,7 +325,7 @@ def test_copies_files_and_trees_have_the_values() -> None:
     assert f"{logits[0, 0, 0]:.4f}" == f"{plain[0, 0, 0]:.4f}"
 
 
-def test_changes_in_place_reach_views_and_no_copies() -> None:
+def test_changes_in_place_reach_views_and_no_copies_or_are_refused() -> None:
     hidden, weight, bias, labels = operands()
 
     def changed(logits: Tensor) -> list[Tensor]:
@@ -339,10 +339,6 @@ def test_changes_in_place_reach_views_and_no_copies() -> None:
     for got, want in zip(changed(Logits(hidden, weight, bias)), of_torch, strict=True):
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(gradients(got, hidden, weight), gradients(want, hidden, weight))
-
-
-def test_a_change_in_place_that_would_be_lost_is_refused() -> None:
-    hidden, weight, bias, _ = operands()
     with torch.no_grad():
         logits = Logits(hidden, weight, bias)
         with pytest.raises(RuntimeError, match="aten.add_.Tensor would change logits that have no memory"):
@@ -651,7 +647,7 @@ def test_models_of_hugging_face_have_the_losses_and_gradients_of_torch(
                 torch.testing.assert_close(sum(parts), parameter.grad, **near)
 
 
-def test_the_label_smoother_of_hugging_face_has_the_values() -> None:
+def test_outputs_of_hugging_face_are_trees_and_its_label_smoother_has_the_values() -> None:
     trainer = pytest.importorskip("transformers.trainer_pt_utils")
     modeling = pytest.importorskip("transformers.modeling_outputs")
     hidden, weight, bias, labels = operands()
@@ -661,15 +657,9 @@ def test_the_label_smoother_of_hugging_face_has_the_values() -> None:
         smoothed = trainer.LabelSmoother(0.1)(output, labels, shift_labels=True)
         found.append([smoothed, *gradients(smoothed, hidden, weight, bias)])
     torch.testing.assert_close(*found)
-
-
-def test_outputs_of_hugging_face_are_handled_as_trees() -> None:
-    modeling = pytest.importorskip("transformers.modeling_outputs")
-    hidden, weight, bias, _ = operands()
     output = modeling.CausalLMOutput(logits=Logits(hidden, weight, bias))
     assert output.to_tuple()[0] is output[0] is output.logits
-    same = tree_map(lambda x: x.double(), output)
-    assert isinstance(same, modeling.CausalLMOutput)
+    assert isinstance(tree_map(lambda x: x.double(), output), modeling.CausalLMOutput)
     assert output.logits.lazy
     with torch.no_grad():
         output = modeling.CausalLMOutput(logits=Logits(hidden, weight, bias))
