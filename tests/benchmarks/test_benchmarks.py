@@ -17,7 +17,7 @@ import torch.distributed as dist
 import gpu_check
 import gpu_offload
 from cases import CASES, batch_of, make_model
-from harness import run_command, run_ranks
+from harness import on_ranks, run_command, run_ranks
 from page import case_table, differing, offload_table, ratios, spans_table, write
 from ranks import RunFailed, run
 from variants import VARIANTS
@@ -40,25 +40,22 @@ def losses(name: str, case_name: str, steps: int) -> list[float]:
     return (found / dist.get_world_size()).tolist()
 
 
-def all_losses(case_name: str, steps: int) -> dict[str, list[float]]:
-    return {name: losses(name, case_name, steps) for name in OURS}
-
-
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("case", "tolerance"),
     [pytest.param("tiny-fp32", 1e-5, marks=pytest.mark.full), ("tiny-clip", 1e-5), ("tiny-bf16", 2**-8)],
 )
+@on_ranks(2, timeout=120)
 def test_all_variants_of_a_case_have_the_same_losses(case: str, tolerance: float) -> None:
     """Up to their rounding.
 
     A loss is eight times the largest logit. A logit has some 27 roundings on its way in bf16, which are of either sign
     and add up to five or six unit roundoffs of it: less than one of the loss.
     """
-    for found in run_ranks(all_losses, 2, case, 6, timeout=120):
-        for name in OURS:
-            assert found[name] == pytest.approx(found["DDP"], rel=tolerance), name
-        assert found["DDP"][-1] < found["DDP"][0]
+    found = {name: losses(name, case, 6) for name in OURS}
+    for name in OURS:
+        assert found[name] == pytest.approx(found["DDP"], rel=tolerance), name
+    assert found["DDP"][-1] < found["DDP"][0]
 
 
 @pytest.mark.full

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks
 from zeromesh.checkpoint.boxes import Reader
 
 FOLDER = Path(__file__).parent / "data" / "format_1"
@@ -59,7 +59,10 @@ def write_again() -> None:  # how the files were made, by the version before for
     engine.save_checkpoint(FOLDER, client_state={"seen": (1, 2)})
 
 
-def go_on(row: int) -> None:
+@pytest.mark.some(1)
+@pytest.mark.parametrize(("ranks", "row"), [(1, 0), (2, 3), (3, 1)])
+@on_ranks("ranks")
+def test_a_checkpoint_of_format_1_goes_on(ranks: int, row: int) -> None:
     straight, *_ = zeromesh.initialize(model=build(), config=settings(row))
     losses = [update(straight, step) for step in range(4)]
     engine, *_ = zeromesh.initialize(model=build(), config=settings(row))
@@ -73,12 +76,6 @@ def go_on(row: int) -> None:
         assert drawn == random.random()
     assert engine.module.seen.item() == 2
     assert [update(engine, step) for step in (2, 3)] == pytest.approx(losses[2:], rel=1e-12)
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize(("ranks", "row"), [(1, 0), (2, 3), (3, 1)])
-def test_a_checkpoint_of_format_1_goes_on(ranks: int, row: int) -> None:
-    run_ranks(go_on, ranks, row)
 
 
 def test_a_reader_knows_the_dtypes_of_format_1_and_finds_damage(tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ def test_two_steps_give_the_sums_of_the_nodes_in_order(name: str) -> None:
             assert torch.equal(added, total), (name, dtype, rank)
 
 
-def same_tag_twice() -> torch.Tensor:
+@on_ranks(4)
+def test_collectives_with_one_tag_do_not_mix() -> None:
     group = mesh_of([0, 0, 1, 1]).shard
     outs, pendings, kept = [], [], []
     for turn in range(20):
@@ -102,12 +103,8 @@ def same_tag_twice() -> torch.Tensor:
         kept += [mine, received]
     for pending in pendings:
         pending.wait()
-    return torch.stack(outs)
-
-
-def test_collectives_with_one_tag_do_not_mix() -> None:
-    for sums in run_ranks(same_tag_twice, 4):
-        assert sums[:, 0].tolist() == [1111.0 * (turn + 1) for turn in range(20)]
+    sums = torch.stack(outs)
+    assert sums[:, 0].tolist() == [1111.0 * (turn + 1) for turn in range(20)]
 
 
 def traffic(hierarchical: bool | None, form: str | None, length: int) -> dict[str, Any]:

@@ -342,7 +342,12 @@ def test_another_optimizer_of_the_users_updates_or_is_refused() -> None:
         run_ranks(with_another_optimizer, 2, row)
 
 
-def through_several(row: int, plainly: bool) -> list[list[torch.Tensor]]:
+@pytest.mark.parametrize(
+    ("row", "plainly"),
+    [(0, True), *(pytest.param(*one, marks=pytest.mark.full) for one in ((0, False), (2, True), (2, False)))],
+)
+@on_ranks(2)
+def test_one_loss_trains_several_engines(row: int, plainly: bool) -> None:
     parts = [Mesh(row, accumulation=2), Mesh(row, accumulation=2), Mesh(3 - row)]
     for step in range(4):
         x = batch(step, parts[0].engine.data_rank)
@@ -353,14 +358,7 @@ def through_several(row: int, plainly: bool) -> list[list[torch.Tensor]]:
             parts[1].engine.backward(loss)
         for part in parts:
             part.engine.step()
-    return [part.parameters() for part in parts]
-
-
-@pytest.mark.parametrize(
-    ("row", "plainly"),
-    [(0, True), *(pytest.param(*one, marks=pytest.mark.full) for one in ((0, False), (2, True), (2, False)))],
-)
-def test_one_loss_trains_several_engines(row: int, plainly: bool) -> None:
+    results = [part.parameters() for part in parts]
     parts = [Torch(2), Torch(2), Torch(2)]
     for step in range(4):
         for rank in range(2):
@@ -372,10 +370,9 @@ def test_one_loss_trains_several_engines(row: int, plainly: bool) -> None:
             for parameter in part.model.blocks.parameters():
                 parameter.grad.mul_(0.5)
             part.update()
-    for results in run_ranks(through_several, 2, row, plainly):
-        for found, part in zip(results, parts, strict=True):
-            for got, want in zip(found, part.parameters(), strict=True):
-                torch.testing.assert_close(got, want, rtol=BITS, atol=BITS)
+    for found, part in zip(results, parts, strict=True):
+        for got, want in zip(found, part.parameters(), strict=True):
+            torch.testing.assert_close(got, want, rtol=BITS, atol=BITS)
 
 
 def in_fp16(row: int) -> None:

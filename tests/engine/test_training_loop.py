@@ -467,7 +467,8 @@ class Frozen(nn.Module):
         return self.frozen(self.trained(x)).square().mean()
 
 
-def modes_after_evaluation() -> list[dict[str, bool]]:
+@on_ranks(1)
+def test_evaluation_leaves_each_module_in_its_mode_even_if_it_fails() -> None:
     engine, *_ = zeromesh.initialize(model=Frozen(), config=config(0, optimizer=ADAMW))
     engine.module.frozen.eval()
     found = []
@@ -478,12 +479,8 @@ def modes_after_evaluation() -> list[dict[str, bool]]:
             found.append({})
         found.append({name: module.training for name, module in engine.module.named_modules()})
         assert not engine.module.trained.num_batches_tracked
-    return found
-
-
-def test_evaluation_leaves_each_module_in_its_mode_even_if_it_fails() -> None:
     modes = {"": True, "trained": True, "frozen": False}
-    assert run_ranks(modes_after_evaluation, 1) == [[modes, {}, modes]]
+    assert found == [modes, {}, modes]
 
 
 def test_the_batches_here_are_parts_of_the_global_batch() -> None:
@@ -538,7 +535,15 @@ def rows(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
 
 
-def train_functional(how: str, row: int) -> dict[str, torch.Tensor]:
+FUNCTIONS = [(row, how) for how in ("vmap", "vmap around") for row in (0, 3)] + [
+    (row, how) for how in ("grad", "grad of activations", "grad around") for row in (2, 3)
+]
+
+
+@pytest.mark.some(3)
+@pytest.mark.parametrize(("row", "how"), FUNCTIONS)
+@on_ranks(RANKS)
+def test_functional_transformations_are_trained_as_in_torch(row: int, how: str) -> None:
     engine, *_ = zeromesh.initialize(model=build_functional(how), config=config(row, optimizer=ADAMW))
     gathered = row == 3 and how.startswith("grad")
     for step in range(3):
@@ -547,17 +552,7 @@ def train_functional(how: str, row: int) -> dict[str, torch.Tensor]:
             loss = engine(rows(step, engine.data_rank))
         engine.backward(loss)
         engine.step()
-    return engine.gathered_state_dict()
-
-
-FUNCTIONS = [(row, how) for how in ("vmap", "vmap around") for row in (0, 3)] + [
-    (row, how) for how in ("grad", "grad of activations", "grad around") for row in (2, 3)
-]
-
-
-@pytest.mark.some(3)
-@pytest.mark.parametrize(("row", "how"), FUNCTIONS)
-def test_functional_transformations_are_trained_as_in_torch(row: int, how: str) -> None:
+    found = engine.state_dict()
     model = build_functional(how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(3):
@@ -565,25 +560,22 @@ def test_functional_transformations_are_trained_as_in_torch(row: int, how: str) 
         for rank in range(RANKS):
             (model(rows(step, rank)) / RANKS).backward()
         optimizer.step()
-    assert_close(run_ranks(train_functional, RANKS, how, row)[0], model)
+    assert_close(found, model)
 
 
-def forward_derivative(row: int) -> tuple[torch.Tensor, torch.Tensor]:
+@pytest.mark.some(1)
+@pytest.mark.parametrize("row", [0, 3])
+@on_ranks(RANKS)
+def test_forward_derivatives_are_taken_through_the_engine(row: int) -> None:
     engine, *_ = zeromesh.initialize(model=build_functional(""), config=config(row, optimizer=ADAMW))
     x = rows(0, 0)
     found = torch.func.jvp(engine, (x,), (torch.ones_like(x),))
     engine.backward(engine(x))  # and nothing is left behind
     engine.step()
-    return found[0].detach(), found[1].detach()
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("row", [0, 3])
-def test_forward_derivatives_are_taken_through_the_engine(row: int) -> None:
+    found = found[0].detach(), found[1].detach()
     x = rows(0, 0)
     expected = torch.func.jvp(build_functional(""), (x,), (torch.ones_like(x),))
-    for found in run_ranks(forward_derivative, RANKS, row):
-        torch.testing.assert_close(found, tuple(map(torch.Tensor.detach, expected)))
+    torch.testing.assert_close(found, tuple(map(torch.Tensor.detach, expected)))
 
 
 @pytest.mark.full

@@ -94,31 +94,30 @@ def whole(engine: zeromesh.Engine) -> Iterator[None]:
         yield
 
 
-def halve_between_steps(row: int, how: str) -> list[Tensors]:
+@pytest.mark.some(4)
+@pytest.mark.parametrize("how", ["in place", "new data", "through data"])
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+@on_ranks(RANKS)
+def test_what_is_written_to_parameters_between_steps_is_trained_on(row: int, how: str) -> None:
     engine = start(row)
     found = []
     for number in range(4):
         train(engine, number)
         with whole(engine):
             halve(engine.module, how)
-        found.append(engine.gathered_state_dict())
-    return found
-
-
-@pytest.mark.some(4)
-@pytest.mark.parametrize("how", ["in place", "new data", "through data"])
-@pytest.mark.parametrize("row", [0, 1, 2, 3])
-def test_what_is_written_to_parameters_between_steps_is_trained_on(row: int, how: str) -> None:
+        found.append(engine.state_dict())
     model = build()
     optimizer = sgd(model)
-    found = run_ranks(halve_between_steps, RANKS, row, how)[0]
     for number in range(4):
         train_plain(model, optimizer, number)
         halve(model, how)
         assert_same(found[number], model.state_dict())
 
 
-def write_while_parameters_are_on_their_way(row: int, folder: str) -> tuple[Tensors, list[Tensors]]:
+@pytest.mark.parametrize("row", [0, 1, 2])
+@on_ranks(RANKS)
+def test_what_is_written_while_parameters_are_on_their_way_stays(row: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     engine = start(row)
     late = engine.optimizer.register_step_post_hook(lambda *rest: time.sleep(0.3 * engine.data_rank))
     train(engine, 0)  # the first rank is here long before the other sends it anything
@@ -131,14 +130,9 @@ def write_while_parameters_are_on_their_way(row: int, folder: str) -> tuple[Tens
     with torch.no_grad():
         engine(inputs(1, 0))
         computed = {name: parameter.detach().clone() for name, parameter in named.items()}
-    return masters, computed
-
-
-@pytest.mark.parametrize("row", [0, 1, 2])
-def test_what_is_written_while_parameters_are_on_their_way_stays(row: int, tmp_path: Path) -> None:
-    for found in run_ranks(write_while_parameters_are_on_their_way, RANKS, row, str(tmp_path)):
-        for values in found:
-            assert_same(values, {name: torch.full_like(value, 0.25) for name, value in build().state_dict().items()})
+    found = masters, computed
+    for values in found:
+        assert_same(values, {name: torch.full_like(value, 0.25) for name, value in build().state_dict().items()})
 
 
 def halve_sixteen_bits(row: int) -> list[Tensors]:
@@ -199,15 +193,13 @@ class Momentum(Net):
         return super().forward(x) - y.mean(1, keepdim=True)
 
 
-def train_with_momentum(row: int) -> Tensors:
+@pytest.mark.parametrize("row", [0, 1, 3])
+@on_ranks(RANKS)
+def test_frozen_parameters_that_a_forward_moves_keep_what_they_became(row: int) -> None:
     engine = start(row, build(Momentum))
     for number in range(4):
         train(engine, number)
-    return engine.gathered_state_dict()
-
-
-@pytest.mark.parametrize("row", [0, 1, 3])
-def test_frozen_parameters_that_a_forward_moves_keep_what_they_became(row: int) -> None:
+    found = engine.state_dict()
     model = build(Momentum)
     optimizer = sgd(model)
     for number in range(4):
@@ -217,7 +209,7 @@ def test_frozen_parameters_that_a_forward_moves_keep_what_they_became(row: int) 
             (model(inputs(number, rank)).square().mean() / RANKS).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert_same(run_ranks(train_with_momentum, RANKS, row)[0], model.state_dict())
+    assert_same(found, model.state_dict())
 
 
 def copies(row: int, folder: str) -> list[Tensors]:
@@ -521,7 +513,9 @@ def test_accumulation_begins_anew_after_what_interrupts_it(row: int, what: str) 
     assert_same(state, model.state_dict())
 
 
-def update_after_a_failed_one(row: int) -> Tensors:
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+@on_ranks(RANKS)
+def test_gradients_of_an_update_that_the_optimizer_failed_are_not_in_the_next(row: int) -> None:
     engine = start(row)
     failures = [Interruption()]
 
@@ -533,14 +527,10 @@ def update_after_a_failed_one(row: int) -> Tensors:
     with pytest.raises(Interruption):
         train(engine, 9)
     train(engine, 0)
-    return engine.gathered_state_dict()
-
-
-@pytest.mark.parametrize("row", [0, 1, 2, 3])
-def test_gradients_of_an_update_that_the_optimizer_failed_are_not_in_the_next(row: int) -> None:
+    found = engine.state_dict()
     model = build()
     train_plain(model, sgd(model), 0)
-    assert_same(run_ranks(update_after_a_failed_one, RANKS, row)[0], model.state_dict())
+    assert_same(found, model.state_dict())
 
 
 class WithMethod(Net):
@@ -645,17 +635,15 @@ def sample(number: int, rank: int) -> torch.Tensor:  # its gradient is wanted, a
     return inputs(number, rank).float().requires_grad_()
 
 
-def gradients_of_repeating(row: int) -> Tensors:
+@pytest.mark.some(2)
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+@on_ranks(RANKS)
+def test_narrow_gradients_that_are_added_up_in_one_backward_are_right(row: int) -> None:
     engine = start(row, build(Repeating, torch.float32), bf16={"enabled": True})
     engine.backward(engine(sample(0, engine.data_rank), 1).float().square().mean())
     engine.step()  # all ranks agree on the order of use, and nothing was added up so far
     engine.backward(engine(sample(1, engine.data_rank), 2).float().square().mean())
-    return {name: zeromesh.zero.safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("row", [0, 1, 2, 3])
-def test_narrow_gradients_that_are_added_up_in_one_backward_are_right(row: int) -> None:
+    found = {name: zeromesh.zero.safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
     model = build(Repeating, torch.float32)
     optimizer = sgd(model)
     for times in (1, 2):
@@ -664,9 +652,8 @@ def test_narrow_gradients_that_are_added_up_in_one_backward_are_right(row: int) 
         if times == 1:
             optimizer.step()
             optimizer.zero_grad()
-    for found in run_ranks(gradients_of_repeating, RANKS, row):
-        for name, parameter in model.named_parameters():
-            assert float((found[name] - parameter.grad).norm() / parameter.grad.norm()) < 0.02, name
+    for name, parameter in model.named_parameters():
+        assert float((found[name] - parameter.grad).norm() / parameter.grad.norm()) < 0.02, name
 
 
 class Skipping(Net):
@@ -676,24 +663,22 @@ class Skipping(Net):
         return self.head(x)
 
 
-def train_without_sync_after_sync(row: int) -> Tensors:
+@pytest.mark.some(2)
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+@on_ranks(RANKS)
+def test_ranks_may_differ_in_what_waits_for_its_reduction(row: int) -> None:
     engine = start(row, build(Skipping))
     engine.backward(engine(inputs(0, engine.data_rank)).square().mean())
     with engine.no_sync():
         engine.backward(engine(inputs(1, engine.data_rank), engine.data_rank == 1).square().mean())
     engine.step()
-    return engine.gathered_state_dict()
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("row", [0, 1, 2, 3])
-def test_ranks_may_differ_in_what_waits_for_its_reduction(row: int) -> None:
+    found = engine.state_dict()
     model = build(Skipping)
     for rank in range(RANKS):
         (model(inputs(0, rank)).square().mean() / RANKS).backward()
         (model(inputs(1, rank), rank == 1).square().mean() / RANKS).backward()
     sgd(model).step()
-    assert_same(run_ranks(train_without_sync_after_sync, RANKS, row)[0], model.state_dict())
+    assert_same(found, model.state_dict())
 
 
 def smallest_gradient(row: int) -> float:

@@ -139,7 +139,15 @@ def test_they_do_what_they_do_in_plain_torch(row: int) -> None:
             assert_same(found[name], model, name)
 
 
-def compiled(row: int, ways: list[str], depth: int) -> dict[str, list[torch.Tensor]]:
+WAYS = ["torch.compile(model)", "torch.compile(engine)", "model.compile()", "block.compile()"]
+
+
+@pytest.mark.parametrize(
+    ("row", "ways", "depth"),
+    [(3, WAYS[:1], 3), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, WAYS, 3), (3, WAYS, 12)))],
+)
+@on_ranks(2, timeout=200)
+def test_models_that_are_compiled_after_initialize_train(row: int, ways: list[str], depth: int) -> None:
     found = {}
     for way in ways:
         torch._dynamo.reset()
@@ -158,26 +166,14 @@ def compiled(row: int, ways: list[str], depth: int) -> dict[str, list[torch.Tens
             engine.backward(call(batch(number)).square().mean())
             engine.step()
         found[way] = whole(model)
-    return found
-
-
-WAYS = ["torch.compile(model)", "torch.compile(engine)", "model.compile()", "block.compile()"]
-
-
-@pytest.mark.parametrize(
-    ("row", "ways", "depth"),
-    [(3, WAYS[:1], 3), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, WAYS, 3), (3, WAYS, 12)))],
-)
-def test_models_that_are_compiled_after_initialize_train(row: int, ways: list[str], depth: int) -> None:
     model = make(depth=depth)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(2):
         optimizer.zero_grad()
         model(batch(number)).square().mean().backward()
         optimizer.step()
-    for found in run_ranks(compiled, 2, row, ways, depth, timeout=200):
-        for way in ways:
-            assert_same(found[way], model, way)
+    for way in ways:
+        assert_same(found[way], model, way)
 
 
 @on_ranks(2)

@@ -438,7 +438,9 @@ def test_building_never_holds_more_than_a_unit_beyond_the_rank_share(how: str) -
             assert most <= whole / 2 + unit + 0.5
 
 
-def gather_and_change(row: int) -> dict[str, Any]:
+@pytest.mark.parametrize(("row", "ranks"), [(3, 1), (0, 2), (1, 2), (2, 2), (3, 2)])
+@on_ranks("ranks")
+def test_gathered_parameters_are_whole_and_one_ranks_changes_count(row: int, ranks: int) -> None:
     torch.manual_seed(0)
     engine, gather = start(Blocks().double(), row), zeromesh.zero.GatheredParameters
     model, rank = engine.module, engine.data_rank
@@ -464,23 +466,17 @@ def gather_and_change(row: int) -> dict[str, Any]:
     engine.backward(loss)
     engine.step()
     found["loss"] = loss.item()
-    return found
-
-
-@pytest.mark.parametrize(("row", "ranks"), [(3, 1), (0, 2), (1, 2), (2, 2), (3, 2)])
-def test_gathered_parameters_are_whole_and_one_ranks_changes_count(row: int, ranks: int) -> None:
     torch.manual_seed(0)
     model = Blocks().double()
     first, last = model.blocks[0].linear1.weight, model.blocks[3].norm1.bias
     read, inner = first.detach().clone(), last.detach().clone()
     first.data.fill_(ranks)
     last.data[2:5] = ranks + 4
-    for found in run_ranks(gather_and_change, ranks, row):
-        assert torch.equal(found["read"], read)
-        assert torch.equal(found["inner"], inner)
-        assert torch.equal(found["changed"][0], first)
-        assert torch.equal(found["changed"][1], last)
-        assert found["loss"] == pytest.approx(model(torch.arange(10).view(2, 5)).item(), rel=1e-12)
+    assert torch.equal(found["read"], read)
+    assert torch.equal(found["inner"], inner)
+    assert torch.equal(found["changed"][0], first)
+    assert torch.equal(found["changed"][1], last)
+    assert found["loss"] == pytest.approx(model(torch.arange(10).view(2, 5)).item(), rel=1e-12)
 
 
 @on_ranks(2)
@@ -658,7 +654,13 @@ def write(parameter: nn.Parameter, value: float, how: str) -> None:
             parameter.data = torch.full(parameter.shape, value, dtype=parameter.dtype)
 
 
-def write_both_ways(row: int, bf16: bool, how: str) -> list[Tensors]:
+@pytest.mark.some(5)
+@pytest.mark.parametrize("bf16", [False, True], ids=["float64", "bf16"])
+@pytest.mark.parametrize(
+    ("row", "how"), [*((row, "in place") for row in (0, 1, 2)), *((row, "new data") for row in (0, 1, 2, 3))]
+)
+@on_ranks(2)
+def test_of_what_is_written_in_several_ways_the_last_counts_and_none_is_lost(row: int, bf16: bool, how: str) -> None:
     zero = zeromesh.zero
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -688,24 +690,14 @@ def write_both_ways(row: int, bf16: bool, how: str) -> list[Tensors]:
             zero.safe_set_full_grad(first, torch.ones(7, 7))
         engine.step()
         found.append({name: zero.safe_get_full_fp32_param(p) for name, p in named.items()})
-    return found
-
-
-@pytest.mark.some(5)
-@pytest.mark.parametrize("bf16", [False, True], ids=["float64", "bf16"])
-@pytest.mark.parametrize(
-    ("row", "how"), [*((row, "in place") for row in (0, 1, 2)), *((row, "new data") for row in (0, 1, 2, 3))]
-)
-def test_of_what_is_written_in_several_ways_the_last_counts_and_none_is_lost(row: int, bf16: bool, how: str) -> None:
     narrow = 2**-8 if bf16 else 1e-6
-    for found in run_ranks(write_both_ways, 2, row, bf16, how):
-        for number, (values, third) in enumerate(zip(found, (0.25, 0.25, 0.125), strict=True)):
-            # What was set is not rounded. A master keeps its last bits where its parameter was what is written already.
-            exact = 1e-6 if number > 0 else narrow
-            expected = {"blocks.0.weight": (1 / 3, exact), "blocks.0.bias": (0.25, narrow), "odd": (0.5, narrow)}
-            for name, (value, error) in {**expected, "scale": (0.75, narrow), "blocks.2.bias": (third, narrow)}.items():
-                got = values[name].flatten().tolist()
-                assert got == pytest.approx([value] * len(got), rel=error), (number, name)
+    for number, (values, third) in enumerate(zip(found, (0.25, 0.25, 0.125), strict=True)):
+        # What was set is not rounded. A master keeps its last bits where its parameter was what is written already.
+        exact = 1e-6 if number > 0 else narrow
+        expected = {"blocks.0.weight": (1 / 3, exact), "blocks.0.bias": (0.25, narrow), "odd": (0.5, narrow)}
+        for name, (value, error) in {**expected, "scale": (0.75, narrow), "blocks.2.bias": (third, narrow)}.items():
+            got = values[name].flatten().tolist()
+            assert got == pytest.approx([value] * len(got), rel=error), (number, name)
 
 
 @on_ranks(1)

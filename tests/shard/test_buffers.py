@@ -52,39 +52,32 @@ def wide(value: torch.Tensor) -> torch.Tensor:
     return value.resolve_conj().to(torch.complex128 if value.is_complex() else torch.float64)
 
 
-def shared_at_first() -> dict[str, tuple[torch.dtype, torch.Tensor]]:
+@on_ranks(2)
+def test_every_rank_gets_the_first_ranks_values_whatever_their_dtype() -> None:
     found = {}
     for dtype in DTYPES:
         value = (torch.arange(8).view(2, 4) + 5 * dist.get_rank()).float().to(dtype)
         found[f"{dtype}"] = start(Holder(value.t())).module.value
         found[f"{dtype}, 0-dim"] = start(Holder(value[0, 0].clone())).module.value
     found["conjugate"] = start(Holder(torch.tensor([1j * (1 + dist.get_rank())]).conj())).module.value
-    return {name: (value.dtype, wide(value)) for name, value in found.items()}
+    found = {name: (value.dtype, wide(value)) for name, value in found.items()}
+    for dtype in DTYPES:
+        value = torch.arange(8).view(2, 4).float().to(dtype)
+        for name, expected in ((f"{dtype}", value.t()), (f"{dtype}, 0-dim", value[0, 0])):
+            assert found[name][0] == dtype
+            assert torch.equal(found[name][1], wide(expected)), name
+    assert found["conjugate"][1].tolist() == [-1j]
 
 
-def test_every_rank_gets_the_first_ranks_values_whatever_their_dtype() -> None:
-    for found in run_ranks(shared_at_first, 2):
-        for dtype in DTYPES:
-            value = torch.arange(8).view(2, 4).float().to(dtype)
-            for name, expected in ((f"{dtype}", value.t()), (f"{dtype}, 0-dim", value[0, 0])):
-                assert found[name][0] == dtype
-                assert torch.equal(found[name][1], wide(expected)), name
-        assert found["conjugate"][1].tolist() == [-1j]
-
-
-def expanded(row: int) -> list[torch.Tensor]:
+@pytest.mark.parametrize(("ranks", "row"), [(1, 0), (2, 1), (2, 3)])
+@on_ranks("ranks")
+def test_an_expanded_buffer_gets_memory_of_its_own(ranks: int, row: int) -> None:
     def add(module: Holder, forward: int) -> None:
         module.value[forward] += 1 + dist.get_rank()
 
     engine = start(Holder(torch.full((1,), 3.0 + dist.get_rank()).expand(4), add), row)
     train(engine, 2)
-    return [engine.module.value.clone()]
-
-
-@pytest.mark.parametrize(("ranks", "row"), [(1, 0), (2, 1), (2, 3)])
-def test_an_expanded_buffer_gets_memory_of_its_own(ranks: int, row: int) -> None:
-    for (value,) in run_ranks(expanded, ranks, row):
-        assert value.tolist() == [4.0, 4.0, 3.0, 3.0]
+    assert engine.module.value.tolist() == [4.0, 4.0, 3.0, 3.0]
 
 
 def test_a_sparse_buffer_is_refused_unless_it_is_no_state() -> None:

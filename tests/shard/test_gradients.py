@@ -12,7 +12,7 @@ from torch import nn
 
 import numerics
 import zeromesh
-from harness import on_ranks, run_ranks
+from harness import on_ranks
 from zeromesh.comm import sums
 from zeromesh.shard.gradient import FullState, Gradient, ShardState
 from zeromesh.shard.layout import Layout
@@ -128,7 +128,9 @@ def inputs(step: int) -> torch.Tensor:
     return torch.randn(4, 48, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
-def train(row: int) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize("row", range(4))
+@on_ranks(2)
+def test_gradients_that_share_memory_are_each_counted_once(row: int) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -141,11 +143,7 @@ def train(row: int) -> dict[str, torch.Tensor]:
     for step in range(6):
         engine.backward(engine(inputs(step).chunk(2)[engine.data_rank]))
         engine.step()
-    return engine.state_dict()
-
-
-@pytest.mark.parametrize("row", range(4))
-def test_gradients_that_share_memory_are_each_counted_once(row: int) -> None:
+    found = engine.state_dict()
     model = pair()
     for step in range(0, 6, 2):
         loss = (model(inputs(step)) + model(inputs(step + 1))) / 2
@@ -154,9 +152,8 @@ def test_gradients_that_share_memory_are_each_counted_once(row: int) -> None:
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), found, strict=True):
                 parameter -= 0.1 * value
-    for rank in run_ranks(train, 2, row):
-        for name, expected in model.state_dict().items():
-            assert torch.allclose(rank[name], expected, rtol=1e-12, atol=1e-14), name
+    for name, expected in model.state_dict().items():
+        assert torch.allclose(found[name], expected, rtol=1e-12, atol=1e-14), name
 
 
 class Looked(Pair):

@@ -403,14 +403,15 @@ def _body_of(module: str, name: str) -> Callable[..., None]:
     return body
 
 
-def on_ranks(world_size: int, timeout: float = 180) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a test whose body runs, with its asserts, on every rank; fixtures and parameters are pickled."""
+def on_ranks(world_size: int | str, timeout: float = 180) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test to run, with its asserts, on so many ranks, or as many as its parameter of that name says."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def on_all(**arguments: Any) -> None:
             __tracebackhide__ = True
-            run_ranks(_Body(test), world_size, timeout=timeout, **arguments)
+            ranks = arguments[world_size] if isinstance(world_size, str) else world_size
+            run_ranks(_Body(test), ranks, timeout=timeout, **arguments)
 
         return on_all
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from huggingface_models import MODELS
 from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config, gpt2, llama, trained, whole
 from zeromesh.comm.mesh import Mesh
@@ -279,21 +279,18 @@ def test_heads_of_keys_that_ranks_share_are_repeated_as_often_as_there_are_queri
 # 10, 13: what optimizers are told of parts.
 
 
-def with_groups() -> dict[str, torch.Tensor]:
+@on_ranks(2, timeout=LIMIT)
+def test_each_group_has_its_own_decay() -> None:
     model = llama(num_hidden_layers=1)
     settings = config(2, 1, optimizer={"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4, "weight_decay": 3.0}})
-    return trained(model, settings, model_parameters=no_decay_groups(model, 5.0))[1]
-
-
-def test_each_group_has_its_own_decay() -> None:
+    state = trained(model, settings, model_parameters=no_decay_groups(model, 5.0))[1]
     model = llama(num_hidden_layers=1)
     optimizer = torch.optim.AdamW(no_decay_groups(model, 5.0), lr=1e-2, eps=1e-4)
     for number in range(STEPS):
         model(input_ids=batch(number), labels=batch(number)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    for state in run_ranks(with_groups, 2, timeout=LIMIT):
-        assert_close(state, model.state_dict(), 1e-6)
+    assert_close(state, model.state_dict(), 1e-6)
 
 
 def with_lamb(tensor: int) -> dict[str, torch.Tensor]:

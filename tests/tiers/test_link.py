@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from late_copies import LateStreams
 from zeromesh.comm.collectives import Pending
 from zeromesh.shard import arrivals, flat, gradient_memory, sharded
@@ -276,7 +276,11 @@ def test_a_sum_is_added_after_those_that_came_before_it() -> None:
     assert shard.tolist() == [7.0, 7.0, 7.0]
 
 
-def told(zero: dict[str, Any], late: bool) -> list[tuple[list[str], bool]]:
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@on_ranks("ranks")
+def test_who_listens_is_told_of_each_home_once_it_lacks_nothing(ranks: int, late: bool) -> None:
+    zero = ZERO["row 3, all"]
     found: list[tuple[list[str], bool]] = []
     with simulated(LateStreams() if late else None):
         engine = start(zero, 2)
@@ -303,13 +307,6 @@ def told(zero: dict[str, Any], late: bool) -> list[tuple[list[str], bool]]:
             engine.step()
             shards.clear()
         engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-def test_who_listens_is_told_of_each_home_once_it_lacks_nothing(ranks: int, late: bool) -> None:
-    for rank in run_ranks(told, ranks, ZERO["row 3, all"], late):
-        for units, equal in rank:
-            assert sorted(units) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "embed"]
-            assert equal
+    for units, equal in found:
+        assert sorted(units) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "embed"]
+        assert equal

@@ -71,22 +71,6 @@ def update(engine: zeromesh.Engine, number: int = 0) -> float:
     return loss.item()
 
 
-def reported(names: list[str]) -> dict[str, Any]:
-    found, heap = {}, Heap()
-    for name in [names[0], *names]:  # what libraries allocate once is there from the second on
-        gc.collect()
-        before = heap.live()
-        engine = start(OFFLOADED[name])
-        update(engine)
-        update(engine)
-        engine.sharded.rest()
-        gc.collect()
-        found[name] = engine.memory_report(), heap.live() - before
-        engine.destroy()
-        del engine
-    return found
-
-
 def in_parameters(name: str) -> dict[str, dict[str, float]]:
     """Bytes per parameter by state and tier, on two ranks in bf16; sums of gradients of two ranks are in fp32."""
     on_host, half = "optimizer" in name or "all" in name, 0.5
@@ -101,18 +85,31 @@ def in_parameters(name: str) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 and Linux count")
+@on_ranks(2)
 def test_the_report_by_tier_is_what_the_formulas_say_and_the_heap_holds() -> None:
+    names = list(OFFLOADED)
+    found, heap = {}, Heap()
+    for name in [names[0], *names]:  # what libraries allocate once is there from the second on
+        gc.collect()
+        before = heap.live()
+        engine = start(OFFLOADED[name])
+        update(engine)
+        update(engine)
+        engine.sharded.rest()
+        gc.collect()
+        found[name] = engine.memory_report(), heap.live() - before
+        engine.destroy()
+        del engine
     elements = sum(parameter.numel() for parameter in Net().parameters())
-    for rank in run_ranks(reported, 2, list(OFFLOADED)):
-        for name, (report, resting) in rank.items():
-            for state, tiers in in_parameters(name).items():
-                assert set(tiers) <= set(report[state]), (name, state)
-                for tier, size in report[state].items():
-                    assert size / elements == pytest.approx(tiers.get(tier, 0.0), rel=0.01, abs=0.01), (name, state)
-            given_back = 4 * elements / 2 if name in ("none", "parameters") else 0  # sums of gradients in row 3
-            slots = sum(report["slot"].values())
-            held = report["total"] - slots - given_back
-            assert held - 2e5 <= resting <= held + slots + 8e5, name
+    for name, (report, resting) in found.items():
+        for state, tiers in in_parameters(name).items():
+            assert set(tiers) <= set(report[state]), (name, state)
+            for tier, size in report[state].items():
+                assert size / elements == pytest.approx(tiers.get(tier, 0.0), rel=0.01, abs=0.01), (name, state)
+        given_back = 4 * elements / 2 if name in ("none", "parameters") else 0  # sums of gradients in row 3
+        slots = sum(report["slot"].values())
+        held = report["total"] - slots - given_back
+        assert held - 2e5 <= resting <= held + slots + 8e5, name
 
 
 @on_ranks(2)
