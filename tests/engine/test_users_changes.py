@@ -76,6 +76,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
 
 
+def trained_plainly(updates: int, kind: type[nn.Module] = Net) -> Any:
+    model = build(kind)
+    optimizer = sgd(model)
+    for number in range(updates):
+        train_plain(model, optimizer, number)
+    return model
+
+
 def halve(model: nn.Module, how: str) -> None:
     for parameter in model.parameters():
         with torch.no_grad():
@@ -284,9 +292,7 @@ def train_with_views(row: int) -> tuple[Tensors, list[torch.Tensor]]:
 @pytest.mark.some(2)
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 def test_views_of_parameters_that_a_model_keeps_are_good(row: int) -> None:
-    model = build(Deep)
-    for number in range(3):
-        train_plain(model, sgd(model), number)
+    model = trained_plainly(3, Deep)
     outcomes = run_ranks(train_with_views, RANKS, row)
     assert_same(outcomes[0][0], model.state_dict())
     for _, views in outcomes:
@@ -312,8 +318,7 @@ def packed_elsewhere(row: int) -> tuple[int, Tensors]:
 
 @pytest.mark.parametrize("row", [0, 3])
 def test_saved_tensors_go_through_the_users_own_hooks(row: int) -> None:
-    model = build(Deep)
-    train_plain(model, sgd(model), 0)
+    model = trained_plainly(1, Deep)
     found = run_ranks(packed_elsewhere, RANKS, row)
     assert_same(found[0][1], model.state_dict())
     assert found[0][0] > 12
@@ -528,8 +533,7 @@ def test_gradients_of_an_update_that_the_optimizer_failed_are_not_in_the_next(ro
         train(engine, 9)
     train(engine, 0)
     found = engine.state_dict()
-    model = build()
-    train_plain(model, sgd(model), 0)
+    model = trained_plainly(1)
     assert_same(found, model.state_dict())
 
 
@@ -573,9 +577,7 @@ def interrupt(row: int, how: str) -> tuple[Tensors, list[int], str]:
 @pytest.mark.parametrize("how", ["engine", "model", "method"])
 @pytest.mark.parametrize("row", [0, 3])
 def test_an_interrupted_forward_leaves_no_traces(row: int, how: str) -> None:
-    model = build()
-    for number in range(3):
-        train_plain(model, sgd(model), number)
+    model = trained_plainly(3)
     outcomes = run_ranks(interrupt, RANKS, row, how)
     assert_same(outcomes[0][0], model.state_dict())
     for _, steps, message in outcomes:
@@ -603,10 +605,7 @@ def outputs_after_a_rank_failed(row: int) -> tuple[torch.Tensor, Tensors]:
 
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 def test_what_an_optimizer_changed_before_it_failed_on_one_rank_is_what_all_compute_with(row: int) -> None:
-    model = build()
-    optimizer = sgd(model)
-    for number in (0, 1):
-        train_plain(model, optimizer, number)
+    model = trained_plainly(2)
     outcomes = run_ranks(outputs_after_a_rank_failed, RANKS, row)
     assert_same(outcomes[0][1], model.state_dict())
     for found, _ in outcomes:
