@@ -93,7 +93,6 @@ def mark_the_rest_as_full(items: list[pytest.Item]) -> None:
             tests.setdefault((str(item.path), item.originalname), []).append(item)
     for cases in tests.values():
         marker = cases[0].get_closest_marker("some")
-        assert marker is not None
         settings = []
         for item in cases:
             found = {f"{name}:{number}" for name, number in item.callspec.indices.items()}

@@ -1,7 +1,5 @@
 """The benchmarks run, their variants learn the same, and what fails is said."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

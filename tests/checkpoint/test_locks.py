@@ -1,7 +1,5 @@
 """Two runs never write to one folder: the second is told which process has it, and where."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -35,7 +33,6 @@ with locked(Path(sys.argv[1])):
 @contextmanager
 def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     try:
         assert process.stdout.readline() == "held\n"
         yield process

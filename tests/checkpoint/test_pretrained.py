@@ -1,12 +1,10 @@
 """Hugging Face checkpoints are read into shards as they are, and what is written opens in transformers."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -418,9 +416,7 @@ def in_codes(folder: Path) -> None:
         (absent, "is no folder; name a local one"),
     ],
 )
-def test_what_cannot_be_read_is_named(
-    damage: Callable[[Path], None], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_is_named(damage, message, tmp_path, monkeypatch) -> None:
     folder = saved("llama", tmp_path / "in")
     damage(folder)
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks whether to run code that lies in a folder

@@ -1,7 +1,5 @@
 """A checkpoint continues the run that wrote it, exactly, on this layout and on others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +144,7 @@ def test_groups_that_a_rank_has_nothing_of_stay_as_they_are(tmp_path: Path) -> N
 @pytest.mark.some(1)
 @pytest.mark.parametrize("optimizer", ["NAdam", "Adadelta", "ASGD", "RAdam"])
 @on_ranks(3)
-def test_single_numbers_in_optimizer_states_are_kept_for_ranks_that_have_no_parameter(
-    optimizer: str, tmp_path: Path
-) -> None:
+def test_single_numbers_in_optimizer_states_are_kept_for_ranks_that_have_no_parameter(optimizer, tmp_path) -> None:
     folder = str(tmp_path)
     settings = {"zero_optimization": {"stage": 1}, "optimizer": {"type": optimizer, "params": {"lr": 0.1}}}
     for load in (False, True):

@@ -1,7 +1,5 @@
 """Boxes of tensors in files: any part of a tensor is read from whatever holds it, and damage is named."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -81,9 +79,7 @@ def test_a_dtype_that_the_files_cannot_hold_is_refused_by_name(tmp_path: Path) -
         ((), [((), ())]),
     ],
 )
-def test_parts_of_more_dimensions_hold_any_range_of_the_flattened_tensor(
-    shape: tuple[int, ...], parts: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_more_dimensions_hold_any_range_of_the_flattened_tensor(shape, parts, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(boxes, "PART", 16)
     monkeypatch.setattr(boxes, "BUFFER", 16)
     values = torch.arange(float(torch.Size(shape).numel())).view(shape)

@@ -1,7 +1,5 @@
 """The loader of ``training_data`` goes on where the checkpoint was written, on any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -181,9 +179,7 @@ def straight_on(folder: str, way: str, before: int, after: int) -> tuple[list[fl
 @pytest.mark.some(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("before", [3, 5, 7])
-def test_a_resumed_run_sees_the_samples_of_the_undisturbed_one_bit_for_bit(
-    way: str, before: int, tmp_path: Path
-) -> None:
+def test_a_resumed_run_sees_the_samples_of_the_undisturbed_one_bit_for_bit(way, before, tmp_path) -> None:
     found = run_ranks(straight_on, 2, str(tmp_path), way, before, 5)
     both = [sample for _, seen in found for sample in seen]
     assert len(both) == 5 * 8

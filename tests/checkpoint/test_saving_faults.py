@@ -1,7 +1,5 @@
 """Saves that fail or are killed leave what was there; checkpoints that are damaged are not loaded."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

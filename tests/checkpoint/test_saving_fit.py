@@ -1,7 +1,5 @@
 """Checkpoints of another model."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from types import SimpleNamespace

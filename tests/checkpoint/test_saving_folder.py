@@ -1,7 +1,5 @@
 """Folders of checkpoints: what is found in them, also after a crash, and what goes away."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -22,9 +20,7 @@ from zeromesh.checkpoint.packing import pack, unpack
 
 
 @on_ranks(1)
-def test_a_process_that_dies_as_it_replaces_a_checkpoint_leaves_one_that_can_be_loaded_and_replaced(
-    tmp_path: Path,
-) -> None:
+def test_a_process_that_dies_as_it_replaces_a_checkpoint_leaves_one_that_can_be_loaded_and_replaced(tmp_path) -> None:
     folder = str(tmp_path)
     root = Path(folder)
     engine = start(1, config(0, mesh="1"))
@@ -52,9 +48,7 @@ def write_manifest(folder: Path, when: int) -> None:
 
 
 @pytest.mark.parametrize(("text", "problem"), [("", "is empty"), ("gone", "names 'gone', which is no complete")])
-def test_where_the_latest_is_not_there_the_newest_complete_one_is_taken(
-    text: str, problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_the_latest_is_not_there_the_newest_complete_one_is_taken(text, problem, tmp_path, caplog) -> None:
     (tmp_path / "latest").write_text(text)
     (tmp_path / "gone").mkdir()
     (tmp_path / "gone" / "manifest.json").write_text('{"format": 2, "shards": [')
@@ -143,9 +137,7 @@ def test_of_each_series_the_last_are_kept_and_nothing_else_is_deleted(tmp_path: 
     assert start(2, config(3)).load_checkpoint(root)[0] == str(root / "global_step2")
 
 
-def test_an_old_one_that_cannot_be_removed_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, caplog, monkeypatch) -> None:
     for number in range(3):
         write_manifest(tmp_path / f"step{number}", 1000 + number)
     folders.write_latest(tmp_path, "step2")
@@ -184,9 +176,7 @@ def test_what_was_cut_off_is_never_taken_and_goes_away_with_the_next_save(tmp_pa
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == left - {"step4.old"}
 
 
-def test_a_checkpoint_takes_the_place_of_a_half_deleted_one_and_of_no_folder_of_a_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_takes_the_place_of_a_half_deleted_one_and_of_no_folder_of_a_users(tmp_path, monkeypatch) -> None:
     for tag in ("tag.old", "tag.draft"):
         write_manifest(tmp_path / tag, 1000)
     (tmp_path / "tag").mkdir()

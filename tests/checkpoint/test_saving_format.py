@@ -4,8 +4,6 @@
 module.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """States of optimizers, learning rates and schedules in a checkpoint."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -152,9 +150,7 @@ def test_parameters_without_elements_need_nothing_in_a_checkpoint(row: int, tmp_
         ("eta", {}, "meta", torch.float64),
     ],
 )
-def test_single_numbers_of_an_optimizer_come_back_where_torch_puts_them(
-    key: str, group: dict[str, Any], device: str, dtype: torch.dtype
-) -> None:
+def test_single_numbers_of_an_optimizer_come_back_where_torch_puts_them(key, group, device, dtype) -> None:
     # The device without memory stands for any that is not the host.
     parameter = nn.Parameter(torch.empty(3, device="meta"))
     number = state_number(key, [4.0, "float64"], parameter, group)

@@ -1,7 +1,5 @@
 """Client states of many types come back equal; manifests that were altered, and hashed anew, are refused."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -1,7 +1,5 @@
 """``zeromesh inspect``: what it says of checkpoints is what they hold."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """``zeromesh schedule``: what it prints is so, what it writes can be read, and what it is given wrong it names."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Collectives over one axis: exact sums in the order of ranks, and exactly the bytes that the formulas name."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence

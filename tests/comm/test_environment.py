@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -109,9 +107,7 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch, kind: str | None, devic
         ("mps", 1, "gloo", "cpu"),
     ],
 )
-def test_a_rank_gets_the_device_that_its_backend_serves(
-    monkeypatch: pytest.MonkeyPatch, kind: str | None, devices: int, backend: str, device: str
-) -> None:
+def test_a_rank_gets_the_device_that_its_backend_serves(monkeypatch, kind, devices, backend, device) -> None:
     pretend_accelerator(monkeypatch, kind, devices)
     assert device_for(Environment(3, 3, 0, 4, 4), backend) == torch.device(device)
 

@@ -3,8 +3,6 @@
 Here the nodes are groups of ranks on one machine; ``test_hosts.py`` has hosts with a link between them.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from itertools import product
@@ -136,9 +134,7 @@ def traffic(hierarchical: bool | None, form: str | None, length: int) -> dict[st
         (None, "8bit", 1 + 4 / BLOCK, 2 * 4),
     ],
 )
-def test_bytes_between_nodes_are_those_of_the_formula(
-    hierarchical: bool | None, form: str | None, across: float, inside: float
-) -> None:
+def test_bytes_between_nodes_are_those_of_the_formula(hierarchical, form, across, inside) -> None:
     length = 3 * BLOCK
     for result in run_ranks(traffic, 4, hierarchical, form, length):
         for sent, crossing, error in result.values():
@@ -151,9 +147,7 @@ def test_bytes_between_nodes_are_those_of_the_formula(
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("elements", [1, BLOCK - 1, BLOCK, 3 * BLOCK + 5])
-def test_messages_have_their_length_and_read_back_within_the_step_of_the_format(
-    form: Any, dtype: torch.dtype, elements: int
-) -> None:
+def test_messages_have_their_length_and_read_back_within_the_step_of_the_format(form, dtype, elements) -> None:
     vector = values(3, elements).to(dtype) / 100
     message, back = form.encode(vector), torch.empty(elements, dtype=dtype)
     assert message.nbytes == form.bytes_for(elements)

@@ -1,7 +1,5 @@
 """Launchers are reached from this machine only, or run nothing that is not signed."""
 
-from __future__ import annotations
-
 import base64
 import os
 import pickle

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 import os
 import shutil
@@ -284,9 +282,7 @@ def test_arguments_that_contradict_the_launcher_are_refused(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("7", 7.0), ("0.5", 0.5), (None, 300.0)])
-def test_the_limit_of_the_start_is_set_by_a_variable(
-    monkeypatch: pytest.MonkeyPatch, text: str | None, seconds: float
-) -> None:
+def test_the_limit_of_the_start_is_set_by_a_variable(monkeypatch, text, seconds) -> None:
     monkeypatch.delenv("ZEROMESH_START_TIMEOUT", raising=False)
     if text is not None:
         monkeypatch.setenv("ZEROMESH_START_TIMEOUT", text)

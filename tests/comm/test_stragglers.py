@@ -1,7 +1,5 @@
 """Ranks that compute longer than the others are named; reports of killed ranks name the step."""
 
-from __future__ import annotations
-
 import signal
 import time
 from dataclasses import dataclass
@@ -97,9 +95,7 @@ def test_the_report_of_a_killed_rank_names_its_step(tmp_path: Path, monkeypatch:
     assert "in step" not in str(first_failure(tmp_path, {0: -signal.SIGKILL}))
 
 
-def test_a_rank_that_ends_the_run_is_the_failure_and_not_those_that_are_killed_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_ends_the_run_is_the_failure_and_not_those_that_are_killed_with_it(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(FAILURES, str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     assert write_failure("rank 1 has given no sign of life", "the stack", 70, 12.5)

@@ -1,7 +1,5 @@
 """Reading a configuration: what is accepted, what is refused, and with which words."""
 
-from __future__ import annotations
-
 import json
 import logging
 import pickle
@@ -193,9 +191,7 @@ def test_names_of_keys_for_messages_are_names_of_keys() -> None:
         ),
     ],
 )
-def test_a_wrong_value_is_one_problem_with_key_value_rule_and_remedy(
-    document: dict[str, Any], expected: list[str]
-) -> None:
+def test_a_wrong_value_is_one_problem_with_key_value_rule_and_remedy(document, expected) -> None:
     (problem,) = problems(document)
     for part in expected:
         assert part in problem
@@ -495,9 +491,7 @@ def test_the_precision_of_a_configuration(document: dict[str, Any], expected: Pr
         ({"prescale_gradients": True, "gradient_predivide_factor": 2}, 4.0),
     ],
 )
-def test_what_gradients_are_divided_by_before_they_are_reduced(
-    document: dict[str, Any], expected: float | None
-) -> None:
+def test_what_gradients_are_divided_by_before_they_are_reduced(document, expected) -> None:
     resolved = Settings.load(document | {"train_micro_batch_size_per_gpu": 3}).resolve(4)
     assert resolved.gradient_predivide == expected
 

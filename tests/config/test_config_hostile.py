@@ -1,7 +1,5 @@
 """Values that nobody means, in every key: each is an error of one paragraph, or works; none ends in a traceback."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

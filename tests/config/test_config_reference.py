@@ -1,7 +1,5 @@
 """The reference page and the JSON schema say what the settings do."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -62,9 +60,7 @@ def test_the_published_files_are_up_to_date(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.full
-def test_the_check_finds_a_stale_page_shows_where_and_says_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_check_finds_a_stale_page_shows_where_and_says_what_to_do(tmp_path, capsys) -> None:
     assert main([str(tmp_path), "--check"]) == 1
     assert main([str(tmp_path)]) == 0
     assert main([str(tmp_path), "--check"]) == 0

@@ -1,7 +1,5 @@
 """Settings that would be dropped, changed or contradicted without a word are named, or refused."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -143,9 +141,7 @@ FED: list[tuple[list[tuple[int, ...]], int | None]] = [
 
 
 @pytest.mark.parametrize(("shapes", "told"), FED)
-def test_a_fed_micro_batch_is_compared_with_the_configured_one(
-    shapes: list[tuple[int, ...]], told: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fed_micro_batch_is_compared_with_the_configured_one(shapes, told, caplog) -> None:
     engine = zeromesh.initialize(model=Any2d(), config={**ADAM, "train_micro_batch_size_per_gpu": 16})[0]
     if shapes == [(4, 3)]:
         shapes = shapes * 3

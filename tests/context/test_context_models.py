@@ -1,7 +1,5 @@
 """Models whose sequences are spread over ranks: what they compute, and which are refused."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import re

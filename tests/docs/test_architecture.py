@@ -1,7 +1,5 @@
 """The drawings of docs/architecture.md and the table of CONTRIBUTING.md name existing code and real calls."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -5,8 +5,6 @@ page and in one empty folder beside the project's examples. ``<!-- not run: reas
 leaves it out; a comment ``<!-- before:`` with lines of Python runs them unseen by the reader, to set up what follows.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

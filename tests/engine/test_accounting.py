@@ -1,7 +1,5 @@
 """Reported memory and traffic equal the formulas, what malloc holds, and what the kernel counts on the wire."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

@@ -1,7 +1,5 @@
 """PEFT's adapters train under every row as in plain PEFT, and are written as PEFT writes them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
@@ -136,9 +134,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     + [("embedding", 3, True), ("head", 3, True)]
     + [pytest.param(k, row, d, marks=pytest.mark.full) for k in KINDS for row in range(4) for d in (False, True)],
 )
-def test_adapters_are_those_of_plain_peft(
-    kind: str, row: int, deferring: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_are_those_of_plain_peft(kind, row, deferring, folder, tmp_path, monkeypatch) -> None:
     import peft
     import transformers
 

@@ -1,7 +1,5 @@
 """What cannot work is refused on every rank, at once, with value, rule and remedy; training can go on after it."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Callable, Iterator

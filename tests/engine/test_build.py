@@ -1,7 +1,5 @@
 """What ``initialize`` makes of its arguments: the loader, the optimizer's defaults, the inputs of 16-bit runs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -51,9 +49,7 @@ def test_every_pass_over_the_loader_has_an_order_of_its_own_that_follows_from_th
     ],
 )
 @on_ranks(1)
-def test_weights_decay_as_in_torch_unless_the_configuration_says_how(
-    type: str, params: dict[str, Any], expected: tuple[str, float]
-) -> None:
+def test_weights_decay_as_in_torch_unless_the_configuration_says_how(type, params, expected) -> None:
     settings = config(optimizer={"type": type, "params": {"lr": 0.1, **params}})
     optimizer = zeromesh.initialize(nn.Linear(2, 2), config=settings)[1]
     assert (optimizer.__class__.__name__, optimizer.param_groups[0]["weight_decay"]) == expected
@@ -102,9 +98,7 @@ def other_groups(backend: str | None, mesh: dict[str, int]) -> list[torch.Tensor
 @pytest.mark.some(1)
 @pytest.mark.parametrize("backend", [None, "cpu:gloo"])
 @pytest.mark.parametrize("mesh", [{"data": 4}, {"replicate": 2, "data": 2}], ids=["one axis", "two axes"])
-def test_a_group_that_was_started_with_another_name_trains_as_with_gloo(
-    backend: str | None, mesh: dict[str, int]
-) -> None:
+def test_a_group_that_was_started_with_another_name_trains_as_with_gloo(backend, mesh) -> None:
     expected = run_ranks(other_groups, 4, "gloo", mesh)[0]
     for found, value in zip(run_ranks(other_groups, 4, backend, mesh)[0], expected, strict=True):
         assert torch.equal(found, value)

@@ -1,7 +1,5 @@
 """Faults of a run that no other file is about: killed ranks, loaders that raise, short batches, no memory."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Hugging Face models, as they are, train under every row as in plain torch."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Every combination trains to the same numbers as torch in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import combinations, product
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks whose forwards use blocks in different numbers and orders, some of them several times."""
 
-from __future__ import annotations
-
 import copy
 import random
 

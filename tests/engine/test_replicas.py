@@ -1,7 +1,5 @@
 """Copies that differ between ranks are named, by rank and tensor."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

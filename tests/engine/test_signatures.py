@@ -1,7 +1,5 @@
 """Calls by position mean what they mean in DeepSpeed 0.19, whose parameter orders are written down here, or fail."""
 
-from __future__ import annotations
-
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -137,7 +135,6 @@ def test_initialize_takes_deepspeed_positional_arguments(tmp_path: Path) -> None
         given = (None, None, data, None, None, None, None, collate, config(), None, None)
         engine, _, loader, _ = zeromesh.initialize(first, nn.Linear(2, 1), *given)
         assert engine.get_lr() == [0.5]
-        assert loader is not None
         assert loader.collate_fn is collate
         engine.destroy()
 

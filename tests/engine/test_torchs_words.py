@@ -1,7 +1,5 @@
 """Lines of plain torch around the engine do what they do in torch, or say what to write instead."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -163,7 +161,6 @@ def changes_in_place(t: Torch) -> None:
         t.backward(step)
         if t.sharded:
             gradient = t.model.blocks[0].weight.grad
-            assert gradient is not None
             assert gradient.shape == (6, 6)
             t.refused(r"gradient of blocks.0.weight is sharded over \d ranks", partial(gradient.mul_, 2))
             t.refused("safe_get_full_grad", gradient.norm)
@@ -283,7 +280,6 @@ def halved_by_hooks(row: int) -> list[torch.Tensor]:
     mesh, seen = Mesh(row, accumulation=2), []
 
     def halve(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
         seen.append(parameter)
         parameter.grad.mul_(0.5)
 

@@ -1,7 +1,5 @@
 """What a user's loop may do: own optimizers and schedules, micro-batches by hand, whole batches."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

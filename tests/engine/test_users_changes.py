@@ -1,7 +1,5 @@
 """What users do to the model behind the engine's back is taken, or refused with a reason; never lost in silence."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Iterator

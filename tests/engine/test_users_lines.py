@@ -1,7 +1,5 @@
 """Lines of users' programs at stage 3: conversions, single parts of the model, compilation, freezing, odd outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Building without holding, gathered parameters, and access to whole tensors of any row."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """The native update computes what torch's optimizers do, whatever the types, sizes, threads and instructions."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import subprocess
@@ -376,9 +374,7 @@ def test_out_of_place_without_the_library(missing: None) -> None:
     assert same_bits([found[0], *found[2:]], [before[0], *before[2:]])
 
 
-def test_a_library_of_another_version_is_not_used(
-    missing: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_library_of_another_version_is_not_used(missing, tmp_path, caplog) -> None:
     source = tmp_path / "other.c"
     source.write_text("int zeromesh_interface(void) { return 7; }\n")
     name = f"_native{native.EXTENSION_SUFFIXES[0]}"

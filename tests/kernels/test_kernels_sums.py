@@ -1,7 +1,5 @@
 """Sums and checksums of the native library, and that it is part of what is distributed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The same script gives the same losses however its ranks are started."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

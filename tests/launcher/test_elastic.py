@@ -1,7 +1,5 @@
 """Runs that go on after a rank, or a node, is gone."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy
@@ -161,9 +159,7 @@ def test_a_run_goes_on_when_a_node_leaves_and_when_one_joins(tmp_path: Path) -> 
         ((None, 2, 4), 3, BatchSizes(24, 2, 4)),
     ],
 )
-def test_the_global_batch_is_kept_on_any_world(
-    given: tuple[int | None, int | None, int | None], ranks: int, wanted: BatchSizes
-) -> None:
+def test_the_global_batch_is_kept_on_any_world(given, ranks, wanted) -> None:
     assert solve_batch(*given, ranks, elastic=True) == wanted
     assert wanted.train == wanted.micro * wanted.accumulation * ranks
 

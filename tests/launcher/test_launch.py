@@ -1,7 +1,5 @@
 """``zeromesh.launch``: functions of modules are in test_environment.py; here are those of scripts and notebooks."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

@@ -1,7 +1,5 @@
 """``zeromesh launch``. Most scripts here do not import torch, so that they start at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -130,9 +128,7 @@ def test_a_signal_without_a_name_is_told(tmp_path: Path) -> None:
         ("compile('1 +', 'file', 'exec')", "SyntaxError: invalid syntax"),
     ],
 )
-def test_the_summary_of_a_failure_is_its_exception(
-    text: str, summary: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_summary_of_a_failure_is_its_exception(text, summary, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv(rank.FAILURES, str(tmp_path))
     with pytest.raises((KeyError, SyntaxError)) as caught:
@@ -142,9 +138,7 @@ def test_the_summary_of_a_failure_is_its_exception(
 
 
 @pytest.mark.full
-def test_variables_that_are_wrong_are_told_where_they_matter(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_that_are_wrong_are_told_where_they_matter(script, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "1234")
     finished = run_command([*LAUNCH, "--nproc", "1", script, "none"])
     assert finished.returncode == 0, finished.stdout
@@ -397,9 +391,7 @@ def test_wrong_options_are_refused_with_a_remedy(arguments: list[str], text: str
     assert text in output
 
 
-def test_without_an_mpiexec_the_error_says_how_to_get_one(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_an_mpiexec_the_error_says_how_to_get_one(script, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     code, output = call("--mpi", "--nproc", 2, script)
@@ -435,9 +427,7 @@ def test_through_mpiexec_the_failure_is_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("mpiexec"), reason="no mpiexec on PATH")
-def test_through_mpiexec_a_rank_that_fails_before_mpi_has_started_ends_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_through_mpiexec_a_rank_that_fails_before_mpi_has_started_ends_all(tmp_path, monkeypatch) -> None:
     (tmp_path / "script.py").write_text(MPI_SCRIPT + "time.sleep(1000)")
     monkeypatch.setattr(mpi, "PATIENCE", 0.5)
     command = python_rank("script", str(tmp_path / "script.py"))

@@ -1,7 +1,5 @@
 """How parameters are cut: arithmetic."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -77,9 +75,7 @@ HELD = [
 
 
 @pytest.mark.parametrize(("shape", "split", "ranks"), HELD)
-def test_any_range_of_what_a_rank_holds_is_read_and_written(
-    shape: tuple[int, ...], split: Split | None, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_range_of_what_a_rank_holds_is_read_and_written(shape, split, ranks, monkeypatch) -> None:
     whole = torch.arange(1, 1 + torch.Size(shape).numel())
     monkeypatch.setattr("zeromesh.model.split.READ", 7)
     written = torch.zeros(shape, dtype=torch.long)
@@ -121,8 +117,6 @@ def test_any_range_of_what_a_rank_holds_is_read_and_written(
         ([10], 2, 4, "10 entries are no whole number of blocks of 4"),
     ],
 )
-def test_what_does_not_divide_is_refused_with_the_arithmetic(
-    sections: list[int], ranks: int, block: int, message: str
-) -> None:
+def test_what_does_not_divide_is_refused_with_the_arithmetic(sections, ranks, block, message) -> None:
     with pytest.raises(ValueError, match=message):
         Split.even(0, sections, ranks, block)

@@ -1,7 +1,5 @@
 """Linear layers in tiles: the same numbers, and never in memory as a whole."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which resource bounds a run: the arithmetic, and what runs that wait for one of them say."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

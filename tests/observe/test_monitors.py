@@ -1,7 +1,5 @@
 """What monitors write is what happened: read back from their files, once, in order, also over a resume."""
 
-from __future__ import annotations
-
 import csv
 import logging
 import os
@@ -163,9 +161,7 @@ def test_a_resumed_board_keeps_values_with_steps_of_their_own_and_hides_others(t
     assert read_board(tmp_path / "own_steps") == {"mine/tokens": tokens}
 
 
-def test_without_monitors_there_are_neither_files_nor_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
-) -> None:
+def test_without_monitors_there_are_neither_files_nor_threads(tmp_path, monkeypatch, one_rank) -> None:
     monkeypatch.chdir(tmp_path)
     before = set(threading.enumerate())
     engine = make_engine(gradient_accumulation_steps=2, train_batch_size=2 * MICRO)
@@ -177,9 +173,7 @@ def test_without_monitors_there_are_neither_files_nor_threads(
     engine.destroy()
 
 
-def test_folders_are_relative_to_the_start_and_have_deepspeeds_default_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
-) -> None:
+def test_folders_are_relative_to_the_start_and_have_deepspeeds_default_name(tmp_path, monkeypatch, one_rank) -> None:
     monkeypatch.chdir(tmp_path)
     engine = make_engine(csv_monitor={"enabled": True})
     monkeypatch.chdir("/")
@@ -228,9 +222,7 @@ def test_a_cut_off_line_and_lines_after_the_checkpoint_go_and_other_files_stay(t
     assert {name: (tmp_path / name).read_text() for name in others} == others
 
 
-def test_a_writer_that_fails_is_given_up_with_one_warning(
-    tmp_path: Path, one_rank: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_writer_that_fails_is_given_up_with_one_warning(tmp_path, one_rank, caplog) -> None:
     engine = make_engine(
         csv_monitor={"enabled": True, "output_path": str(tmp_path)},
         tensorboard={"enabled": True, "output_path": str(tmp_path / "board"), "job_name": "job"},
@@ -256,9 +248,7 @@ class FakeRun:
         self.calls.append("finish")
 
 
-def test_wandb_gets_deepspeeds_arguments_and_one_call_per_update(
-    monkeypatch: pytest.MonkeyPatch, one_rank: None
-) -> None:
+def test_wandb_gets_deepspeeds_arguments_and_one_call_per_update(monkeypatch, one_rank) -> None:
     calls: list[Any] = []
 
     def init(**arguments: Any) -> FakeRun:
@@ -280,9 +270,7 @@ def test_wandb_gets_deepspeeds_arguments_and_one_call_per_update(
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_package_that_is_missing_is_said_before_training(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
-) -> None:
+def test_a_package_that_is_missing_is_said_before_training(name, tmp_path, monkeypatch, one_rank) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     for loaded in [module for module in sys.modules if module.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, loaded)

@@ -1,7 +1,5 @@
 """The returned optimizer answers DeepSpeed's attributes, overflows in fp16 are skipped, and groups need no rate."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Iterator

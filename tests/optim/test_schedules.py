@@ -1,7 +1,5 @@
 """The schedules beside closed formulas, and beside values worked out by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -225,9 +223,7 @@ LISTS = [
 
 
 @pytest.mark.parametrize(("name", "params"), LISTS)
-def test_lists_among_the_parameters_of_torch_schedules_mean_what_they_mean_in_torch(
-    name: str, params: dict[str, Any]
-) -> None:
+def test_lists_among_the_parameters_of_torch_schedules_mean_what_they_mean_in_torch(name, params) -> None:
     optimizers = [make_optimizer(0.1, 0.2) for _ in range(2)]
     schedules = [
         build(name, params, optimizers[0]),

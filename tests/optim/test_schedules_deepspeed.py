@@ -1,7 +1,5 @@
 """DeepSpeed's schedules under random settings, beside definitions written down anew from its documentation."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Models cut into stages train to the same numbers as in one process, under every schedule and with all else."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ That a parameter is where it is needed is seen by running the stages, each on a 
 parameters only: losses and gradients are those of the whole model.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import random
@@ -495,7 +493,6 @@ def test_the_loss_counts_for_the_last_block_if_it_can_be_traced() -> None:
         return (logits @ weight).mean() + (logits @ model.embedding.weight).mean() + (WIDTH * model.scale).mean()
 
     blocks = examine(model, sample=ModelInput((IDS, IDS), partial(loss_of, loss_fn=project)))
-    assert without.operations is not None
     more = 2.0 * 12 * VOCABULARY * (3 + WIDTH)
     assert blocks.operations == (*without.operations[:-1], without.operations[-1] + more)
     assert blocks.uses["scale"] == (1, 3)
@@ -536,7 +533,6 @@ def test_operations_are_those_of_products_with_what_is_around_a_block() -> None:
 def test_texts_are_as_long_as_a_model_takes_unless_it_loops_through_them() -> None:
     for kind, length in ((Long, 100), (Longer, 1024), (Looping, 16)):
         blocks = examine(kind())
-        assert blocks.operations is not None
         assert blocks.operations[0] == 2.0 * 2 * length * WIDTH * WIDTH
 
 

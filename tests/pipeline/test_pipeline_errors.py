@@ -1,7 +1,5 @@
 """What a pipeline says when something is wrong, on all ranks, and soon."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pipelines evaluate any number of micro-batches, under every schedule, and hold no more of them than they must."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 
@@ -60,7 +58,6 @@ def test_no_micro_batch_is_refused() -> None:
 
 def held(count: int) -> int:
     engine = start(2)
-    assert engine.pipelined is not None
     outputs: list[weakref.ref[torch.Tensor]] = []
     alive = []
     blocks = engine.pipelined.blocks_by_stage[0]

@@ -1,7 +1,5 @@
 """What changes while a pipeline trains: what is frozen, and whether there are graphs; and what must not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -272,7 +270,6 @@ def test_a_loss_is_differentiated_even_if_it_has_no_graph() -> None:
 
 def refusal() -> str | None:
     engine = start("detached", 2)
-    assert engine.pipelined is not None
     if engine.pipelined.stages == [1]:
         with pytest.raises(ValueError, match="the loss has no graph") as caught:
             engine.stage_work.stage_backward(1, [torch.zeros(())], None, True, None)

@@ -1,7 +1,5 @@
 """DeepSpeed's PipelineModule: lists of layers train to the same numbers whole and in stages; nobody holds the whole."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import gc
@@ -331,9 +329,7 @@ def train_noise(stages: int, interval: int, checkpointable: list[str] | None) ->
 @pytest.mark.parametrize(
     ("stages", "interval", "checkpointable"), [(1, 2, None), (2, 1, None), (2, 3, None), (2, 1, ["Linear"])]
 )
-def test_layers_of_every_stage_are_recomputed_with_the_same_random_numbers(
-    stages: int, interval: int, checkpointable: list[str] | None
-) -> None:
+def test_layers_of_every_stage_are_recomputed_with_the_same_random_numbers(stages, interval, checkpointable) -> None:
     expected, _ = run_ranks(train_noise, 1, 1, 0, None)[0]
     calls: Counter[int] = Counter()
     for found, own in run_ranks(train_noise, stages, stages, interval, checkpointable, timeout=LIMIT):
@@ -391,7 +387,6 @@ def fed(shuffled: bool) -> Any:
     model = nn.Sequential(layer) if shuffled else PipelineModule([layer], loss_fn=lambda outputs, labels: outputs.sum())
     data = [torch.tensor([float(number)]) for number in range(9)]
     loader = zeromesh.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2}, training_data=data)[2]
-    assert loader is not None
     passes = [torch.cat(list(loader)).flatten().tolist() for _ in range(2)]
     state = loader.state(Position(0, 4))
     loader.go_to(state)
@@ -455,9 +450,7 @@ class Topology:  # as DeepSpeed's: an axis that is not there has the size 0
         ({}, {}, 1, "parameters"),
     ],
 )
-def test_the_configuration_wins_and_the_model_says_what_it_leaves_out(
-    options: dict[str, Any], document: dict[str, Any], stages: int, partition: Any
-) -> None:
+def test_the_configuration_wins_and_the_model_says_what_it_leaves_out(options, document, stages, partition) -> None:
     model = PipelineModule([nn.Linear(1, 1)], activation_checkpoint_interval=3, **options)
     settings = settings_of(model, Settings.load(document), None)
     assert settings.model_sizes["pipeline"] == stages
@@ -475,9 +468,7 @@ def test_the_configuration_wins_and_the_model_says_what_it_leaves_out(
         ({"topology": Topology(pipe=2, model=2)}, {}, "set mesh.tensor to 2, and build the layers whole"),
     ],
 )
-def test_what_contradicts_the_configuration_is_refused(
-    options: dict[str, Any], document: dict[str, Any], message: str
-) -> None:
+def test_what_contradicts_the_configuration_is_refused(options, document, message) -> None:
     model = PipelineModule([nn.Linear(1, 1)], **options)
     with pytest.raises(ValueError, match=message):
         settings_of(model, Settings.load(document), None)

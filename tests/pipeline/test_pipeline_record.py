@@ -1,7 +1,5 @@
 """A run of a pipeline says what its ranks did when, beside what was predicted."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence
@@ -50,7 +48,6 @@ def record(folder: Path | None, schedule: str, chunks: int | None = None, data: 
         if folder is not None:
             settings["pipeline"]["record"] = {"folder": str(folder), "step": 2}
         engine = zeromesh.initialize(model=build("plain"), config=settings)[0]
-        assert engine.pipelined is not None
         losses, seen = [], []
         for step in range(steps):
             given = batches("plain", 0, MICROBATCHES, engine.data_rank, engine.data_size)

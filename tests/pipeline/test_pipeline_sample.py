@@ -1,7 +1,5 @@
 """Models of ``initialize`` are cut for the user's own data, on all ranks alike, and the data stay as they were."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -85,7 +83,6 @@ def cut(kind: str, lengths: list[int], data: str = "Noise") -> Any:
         engine, _, loader, _ = zeromesh.initialize(model=model, config=config, training_data=given, collate_fn=collate)
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
-    assert loader is not None
     assert states() == before
     assert (loader.position, loader.sampler.epoch) == ((0, 0), 0)
     assert given.read == ([0, 1, 2] if data == "Noise" else [])

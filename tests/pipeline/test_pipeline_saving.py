@@ -1,7 +1,5 @@
 """What is saved, loaded or shown of a model that is cut into stages is the whole of it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path

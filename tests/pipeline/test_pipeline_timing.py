@@ -1,7 +1,5 @@
 """Stages balanced by measured time. The clock of these tests goes on where models say so, and nowhere else."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What ranks of a pipeline send: activations and their gradients along it, and gradients as often as the row says."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +34,6 @@ def sent(
     engine.traffic_report(reset=True)
     engine.train_batch(given())
     sizes = [sum(flat.layout.size for flat in unit.flats) * BYTES for unit in engine.sharded.units]
-    assert engine.pipelined is not None
     stages = engine.pipelined.stages
     parts = [engine.pipelined.units_of(stage, engine.sharded) for stage in stages]
     turns = [sum(unit in part for part in parts if part is not None) or 1 for unit in range(len(sizes))]

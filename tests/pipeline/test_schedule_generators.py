@@ -1,7 +1,5 @@
 """The named schedules beside the formulas of their papers, and the search beside the named schedules."""
 
-from __future__ import annotations
-
 import random
 import re
 from contextlib import suppress
@@ -128,9 +126,7 @@ def test_groups_of_any_size_make_an_order_between_interleaved_and_breadth_first(
         (("zb-v", 4, 8, 2, 4), ["group is 4", "zb-v has no groups"]),
     ],
 )
-def test_what_a_schedule_is_not_for_is_refused_with_what_it_is_for(
-    asked: tuple[str, int, int], parts: list[str]
-) -> None:
+def test_what_a_schedule_is_not_for_is_refused_with_what_it_is_for(asked, parts) -> None:
     with pytest.raises(ValueError, match=".*".join(map(re.escape, parts))):
         generate(*asked)
 

@@ -1,7 +1,5 @@
 """What passes add to schedules: all that is needed, nothing needless, and so that nothing waits for ever."""
 
-from __future__ import annotations
-
 import random
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """Pictures: each computation is where its time says."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -76,9 +74,7 @@ def test_the_svg_has_a_box_per_computation_at_its_time() -> None:
         assert root.find(f"{SPACE}text").text == "a < b & c"
 
 
-def test_the_png_is_drawn_where_matplotlib_is_and_left_out_where_it_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_png_is_drawn_where_matplotlib_is_and_left_out_where_it_is_not(tmp_path, monkeypatch) -> None:
     pytest.importorskip("matplotlib")
     timeline = simulate(generate("zb-v", 2, 3))
     assert png(tmp_path / "a.png", [Panel(timeline)], "zb-v")

@@ -3,8 +3,6 @@
 ``python tests/pipeline/test_schedule_text.py`` writes the files in ``schedules`` beside it anew.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

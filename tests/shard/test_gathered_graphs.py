@@ -1,7 +1,5 @@
 """Graphs that are made inside ``GatheredParameters`` and needed outside of it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Where gradients are between autograd and their shard: copied into a slot, or left where autograd put them."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +30,6 @@ def test_a_gradient_that_is_all_of_its_buffer_stays_where_it_is() -> None:
     torch.arange(float(SIZE), out=value.view(-1))
     address, found = value.data_ptr(), gradient((8, 8))
     assert found.adopt(value, 0.5)
-    assert found.full is not None
     assert found.full.data_ptr() == address
     assert torch.equal(found.full, torch.arange(float(SIZE)) / 2)
     assert found.arrived == found.used == [True]

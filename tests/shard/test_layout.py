@@ -1,7 +1,5 @@
 """Flat buffers and slots: every element has one place and one owner, and memory is lent without a copy."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import pairwise

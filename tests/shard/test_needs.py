@@ -1,7 +1,5 @@
 """What rests off the device is known to the byte before the start, and is refused where there is no room for it."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

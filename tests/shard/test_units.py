@@ -1,7 +1,5 @@
 """What becomes a unit of a model, and which unit owns each parameter."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

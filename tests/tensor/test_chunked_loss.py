@@ -1,7 +1,5 @@
 """Losses without all of the logits, where each rank has all of the head: as plain torch, in less memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers split by columns and rows: numbers, and what travels when."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Logits that are computed only if somebody looks at them, against plain torch: whole, and split over ranks."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -219,9 +217,7 @@ def split(rows: int, whole_bias: bool) -> dict[str, Any]:
     ("ranks", "rows", "whole_bias"),
     [(1, 11, False), (2, 6, True), (4, 4, True), pytest.param(4, 3, False, marks=pytest.mark.full)],
 )
-def test_whatever_is_done_on_ranks_gives_the_values_and_gradients_of_torch(
-    ranks: int, rows: int, whole_bias: bool
-) -> None:
+def test_whatever_is_done_on_ranks_gives_the_values_and_gradients_of_torch(ranks, rows, whole_bias) -> None:
     by_rank = run_ranks(split, ranks, rows, whole_bias)
     hidden, weight, bias, labels = operands()
     for name, (compute, lazy) in all_cases().items():
@@ -621,9 +617,7 @@ def lazily(family: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor], 
     ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_models_of_hugging_face_have_the_losses_and_gradients_of_torch(
-    family: str, ranks: int, dtype: torch.dtype
-) -> None:
+def test_models_of_hugging_face_have_the_losses_and_gradients_of_torch(family, ranks, dtype) -> None:
     pytest.importorskip("transformers")
     tolerance = FAMILIES[family][0].tolerance if dtype == torch.float64 else 1e-5
     model, batch, head = make(family, dtype)

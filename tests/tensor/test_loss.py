@@ -1,7 +1,5 @@
 """The loss of a head in chunks, its vocabulary whole or split, against torch's."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

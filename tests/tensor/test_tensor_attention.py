@@ -1,7 +1,5 @@
 """``torch.nn.MultiheadAttention`` and torch's transformers, split by heads: all that they can be asked for."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

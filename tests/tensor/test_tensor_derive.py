@@ -1,7 +1,5 @@
 """What plans are derived for modules of many shapes, and where their weights are cut."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,7 +103,6 @@ def test_gated_queries_of_a_plan_are_cut_by_heads() -> None:
     model = Model(attention(q_proj=(WIDTH, 2 * QUERIES)))
     plan = parse({**{f"blocks.*.{name}": "colwise" for name in APART}, "blocks.*.o_proj": "rowwise"})
     split = resolve(model, plan, {}, 0, 4).held["blocks.0.q_proj.weight"].split
-    assert split is not None
     assert split.intervals == tuple(((start, start + 2 * HEAD),) for start in range(0, 2 * QUERIES, 2 * HEAD))
 
 

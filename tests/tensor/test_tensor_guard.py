@@ -1,7 +1,5 @@
 """Plans that would be silently wrong are refused in the first pass; those that are not, are not."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Causal models of transformers, split over two ranks, train as in one process; the page says what is split."""
 
-from __future__ import annotations
-
 import pytest
 
 from causal_models import PAGE, Row, is_equal, line, names, row

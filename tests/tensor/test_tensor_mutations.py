@@ -1,7 +1,5 @@
 """Mistakes in splitting that leave losses of ordinary runs as they are: each test fails where one is made."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """What is easy to get silently wrong where models are split: each rule has a test that fails when it is broken."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path
@@ -127,9 +125,7 @@ def with_optimizer(tensor: int, row: int, optimizer: str, groups: bool) -> Any:
         pytest.param("Lion", 4, 1, True, marks=pytest.mark.full),
     ],
 )
-def test_groups_and_optimizers_of_whole_parameters_see_the_same(
-    optimizer: str, ranks: int, row: int, groups: bool
-) -> None:
+def test_groups_and_optimizers_of_whole_parameters_see_the_same(optimizer, ranks, row, groups) -> None:
     expected = run_ranks(with_optimizer, 1, 1, 0, optimizer, groups, timeout=LIMIT)[0]
     # Muon's directions, of entries up to 1, are products in bf16, three in each of five iterations: a sum in another
     # order may round one of them the other way, in every update.
@@ -619,9 +615,7 @@ def start(settings: dict[str, Any], options: dict[str, Any]) -> str:
          r"the sections \[32, 16\] make 48 entries, and there are 64"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_split_is_told_with_the_arithmetic(
-    ranks: int, plan: dict[str, Any], options: dict[str, Any], match: str
-) -> None:
+def test_what_cannot_be_split_is_told_with_the_arithmetic(ranks, plan, options, match) -> None:
     for message in run_ranks(start, ranks, config(ranks, tensor_parallel={"plan": plan}), options, timeout=LIMIT):
         assert re.search(match, message), message
 

@@ -1,7 +1,5 @@
 """Sequence parallelism is for blocks that are called one after the other and leave tokens apart; others are refused."""
 
-from __future__ import annotations
-
 import traceback
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables of embeddings, as recommenders have them, split over ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What tensor parallelism sends: the report is the formula, and what the kernel counts on the wire is the report."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

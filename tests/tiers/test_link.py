@@ -1,7 +1,5 @@
 """Copies between a device and the host: whoever uses what is copied waits for it, and nobody else does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -99,7 +97,6 @@ def result(streams: LateStreams | None, zero: dict[str, Any], accumulation: int,
         trained = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
         for name, parameter in trained:
             master = zeromesh.zero.safe_get_full_fp32_param(parameter)
-            assert master is not None
             found[f"master of {name}"] = master.clone()
         engine.destroy()
     return found, 0 if streams is None else streams.copies
@@ -270,7 +267,6 @@ def test_a_sum_is_added_after_those_that_came_before_it() -> None:
     for number, total in enumerate(sums):
         landing = torch.empty(3)
         before = arrivals.Arrival(link.to_host(landing, total), landing, shard, number > 0, before)
-    assert before is not None
     before.wait()
     before.wait()
     assert shard.tolist() == [7.0, 7.0, 7.0]
@@ -292,7 +288,6 @@ def test_who_listens_is_told_of_each_home_once_it_lacks_nothing(ranks: int, late
                 thread = Thread(target=gradient.landed.wait)
                 thread.start()
                 thread.join()
-            assert gradient.shard is not None
             shards[gradient.unit] = gradient.shard.clone()
 
         engine.sharded.reducer.on_shard = listen

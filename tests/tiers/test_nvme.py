@@ -1,7 +1,5 @@
 """The NVMe tier: what is written comes back, or an error says why not; swap files never stay."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import gc
@@ -142,9 +140,7 @@ def test_a_relative_folder_stays_the_same_one(tmp_path: Path, monkeypatch: pytes
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_file_system_without_direct_io_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_system_without_direct_io_is_said_once(tmp_path, monkeypatch, caplog) -> None:
     without_direct(monkeypatch)
     with FileStore(tmp_path) as store:
         region = allocate(store, 10)[0]
@@ -156,9 +152,7 @@ def test_a_file_system_without_direct_io_is_said_once(
     ]
 
 
-def test_several_requests_of_one_transfer_are_with_the_disk_at_once(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_requests_of_one_transfer_are_with_the_disk_at_once(store, monkeypatch) -> None:
     region = allocate(store, 8 * BLOCK)[0]
     meeting = threading.Barrier(4)
     for name in ("preadv", "pwritev"):  # goes on only if as many requests as the queue is deep are there
@@ -358,9 +352,7 @@ def test_a_stream_reads_ahead_and_writes_behind(store: FileStore, monkeypatch: p
         assert order["use", number] < order["write", number] < order["use", number + 1]
 
 
-def test_a_stream_that_ends_early_or_fails_gives_all_buffers_back(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_ends_early_or_fails_gives_all_buffers_back(store, monkeypatch) -> None:
     regions = allocate(store, *[2 * BLOCK] * 4)
     for region in regions:
         write(store, region, 1)
@@ -456,9 +448,7 @@ def test_a_file_that_somebody_writes_to_is_noticed(store: FileStore) -> None:
     assert holds(store, second, 3)
 
 
-def test_a_file_that_somebody_deletes_is_said_and_another_of_its_name_is_left(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_somebody_deletes_is_said_and_another_of_its_name_is_left(tmp_path, caplog) -> None:
     with FileStore(tmp_path) as store:
         region = allocate(store, BLOCK)[0]
         write(store, region, 1)
@@ -471,9 +461,7 @@ def test_a_file_that_somebody_deletes_is_said_and_another_of_its_name_is_left(
 
 
 @pytest.mark.parametrize(("code", "text"), [(errno.EIO, "Input/output error"), (errno.ENOSPC, "No space left")])
-def test_a_disk_that_fails_is_said_and_nothing_is_taken_for_written(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch, code: int, text: str
-) -> None:
+def test_a_disk_that_fails_is_said_and_nothing_is_taken_for_written(store, monkeypatch, code, text) -> None:
     region = allocate(store, 4 * BLOCK, spare=1)[0]
     write(store, region, 1)
     with monkeypatch.context() as patch:
@@ -498,9 +486,7 @@ def test_a_disk_that_fails_is_said_and_nothing_is_taken_for_written(
     assert holds(store, region, 3)
 
 
-def test_a_slow_disk_is_said_while_one_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_slow_disk_is_said_while_one_waits(tmp_path, monkeypatch, caplog) -> None:
     with FileStore(tmp_path, patience=0.05) as store:
         region = allocate(store, BLOCK)[0]
         write(store, region, 1)
@@ -545,9 +531,7 @@ def test_a_store_that_is_forgotten_deletes_its_file_and_ends_its_threads(tmp_pat
     assert pending.done()
 
 
-def test_seconds_are_those_in_which_a_request_was_with_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seconds_are_those_in_which_a_request_was_with_the_disk(tmp_path, monkeypatch) -> None:
     with FileStore(tmp_path, block_size=BLOCK, queue_depth=2) as store:
         region = allocate(store, 4 * BLOCK)[0]
         write(store, region, 1)

@@ -1,7 +1,5 @@
 """Masters in halves: the same on the host and in files, and seen by everybody as whole ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +43,6 @@ def life(folder: str, device: str, form: str, optimizer: str) -> list[Any]:
     master = zero.safe_get_full_fp32_param(first)
     state = zero.safe_get_full_optimizer_state(first, STATE[optimizer])
     assert master is not None
-    assert state is not None
     assert bool(state.isfinite().all())
     zero.safe_set_full_fp32_param(first, master * 1.5)
     changed = zero.safe_get_full_fp32_param(first)
@@ -241,7 +238,6 @@ def test_a_look_does_not_change_a_tie(tmp_path: Path) -> None:
         assert bool((first == 1 + 2.0**-7).all())
     master = zero.safe_get_full_fp32_param(first)
     engine.destroy()
-    assert master is not None
     assert (float(master.max())) == 1 + 2.0**-8
 
 

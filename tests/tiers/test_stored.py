@@ -1,7 +1,5 @@
 """Parameters on NVMe: the same numbers as anywhere else, files as large as is said, and what goes wrong is told."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys
@@ -130,9 +128,7 @@ CASES = [
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("ranks", "optimizer", "precision"), CASES)
-def test_a_run_is_the_same_to_the_bit_as_with_parameters_on_the_host(
-    ranks: int, optimizer: str, precision: str, tmp_path: Path
-) -> None:
+def test_a_run_is_the_same_to_the_bit_as_with_parameters_on_the_host(ranks, optimizer, precision, tmp_path) -> None:
     for host, nvme in run_ranks(both_lives, ranks, str(tmp_path), optimizer, precision):
         assert len(host) == len(nvme)
         for one, other in zip(host, nvme, strict=True):
@@ -195,9 +191,7 @@ def watch_reads(patch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-def test_units_are_read_once_for_each_fetch_and_begun_before_they_are_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_units_are_read_once_for_each_fetch_and_begun_before_they_are_needed(tmp_path, monkeypatch) -> None:
     seen = watch_reads(monkeypatch)
     engine = start(places(tmp_path, "nvme", "nvme", buffers=3), depth=6)
     stored = engine.sharded.stored

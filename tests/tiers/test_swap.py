@@ -1,7 +1,5 @@
 """Optimizer states on NVMe: the same numbers as on the host, files as large as is said, and what goes wrong is told."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -67,9 +65,7 @@ CASES = [
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("stage", "optimizer", "precision"), CASES)
-def test_a_run_is_the_same_to_the_bit_as_with_states_on_the_host(
-    stage: int, optimizer: str, precision: str, tmp_path: Path
-) -> None:
+def test_a_run_is_the_same_to_the_bit_as_with_states_on_the_host(stage, optimizer, precision, tmp_path) -> None:
     for host, nvme in run_ranks(both_lives, 2, str(tmp_path), stage, optimizer, precision):
         for one, other in zip(host, nvme, strict=True):
             assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other

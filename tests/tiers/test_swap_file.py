@@ -1,7 +1,5 @@
 """Swap files: space that is reserved, files that processes leave, checksums and the speed of a disk."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging
@@ -103,14 +101,11 @@ if end == "work":
 
 
 @pytest.mark.full
-def test_only_killed_processes_leave_files_which_the_next_one_removes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_killed_processes_leave_files_which_the_next_one_removes(tmp_path, caplog) -> None:
     ends = ["return", "raise", "fork", "work", "work", "work"]
     parent = subprocess.Popen(
         [sys.executable, "-c", PROCESSES, str(tmp_path), *ends], stdout=subprocess.PIPE, text=True
     )
-    assert parent.stdout is not None
     pids = list(map(int, parent.stdout.readline().split()))
     try:
         lines = [parent.stdout.readline() for _ in ends]
@@ -132,9 +127,7 @@ def test_only_killed_processes_leave_files_which_the_next_one_removes(
         parent.communicate()
 
 
-def test_a_file_that_is_swept_before_it_is_locked_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_swept_before_it_is_locked_is_made_again(tmp_path, monkeypatch) -> None:
     real, swept = os.open, list[Path]()
 
     def open_and_sweep(path: Any, flags: int, *rest: Any) -> int:
@@ -154,9 +147,7 @@ def test_a_file_that_is_swept_before_it_is_locked_is_made_again(
     file.delete()
 
 
-def test_files_of_other_hosts_stay_where_locks_may_not_be_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_of_other_hosts_stay_where_locks_may_not_be_seen(tmp_path, monkeypatch, caplog) -> None:
     names = [f"zeromesh-{host}-rank0-pid1-0.swap" for host in (swap_file.host_name(), "another")]
     for name in names:
         (tmp_path / name).touch()

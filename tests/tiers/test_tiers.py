@@ -1,7 +1,5 @@
 """States that rest off the device: where they lie, what is counted, and that nothing else changes."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from pathlib import Path

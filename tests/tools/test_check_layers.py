@@ -70,9 +70,7 @@ def test_the_package_keeps_its_layers(tool: ModuleType) -> None:
         ("model__row", "import torch.distributed.tensor", ":1 imports torch.distributed.tensor: model must not import"),
     ],
 )
-def test_a_broken_rule_is_reported_with_its_place(
-    tool: ModuleType, tmp_path: Path, importing: str, text: str, reported: str
-) -> None:
+def test_a_broken_rule_is_reported_with_its_place(tool, tmp_path, importing, text, reported) -> None:
     others = {
         "comm__mesh": "",
         "optim__update": "",
@@ -95,9 +93,7 @@ def test_a_circle_of_files_is_reported(tool: ModuleType, tmp_path: Path) -> None
     assert all(f"zeromesh.shard.{name}" in problem for name in "abc")
 
 
-def test_imports_within_a_package_downwards_and_between_top_modules_are_allowed(
-    tool: ModuleType, tmp_path: Path
-) -> None:
+def test_imports_within_a_package_downwards_and_between_top_modules_are_allowed(tool, tmp_path) -> None:
     root = tree(
         tmp_path,
         model__row="import torch",

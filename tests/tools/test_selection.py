@@ -1,7 +1,5 @@
 """Parts of the tests, records of their outcomes, and a second try of the few that failed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

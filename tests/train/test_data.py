@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gzip
 import os
 from collections.abc import Sequence
@@ -118,9 +116,7 @@ def test_both_sides_of_a_split_get_text(tmp_path: Path) -> None:
         ("", []),
     ],
 )
-def test_a_long_document_is_cut_at_lines_words_or_characters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, pieces: list[str]
-) -> None:
+def test_a_long_document_is_cut_at_lines_words_or_characters(tmp_path, monkeypatch, text, pieces) -> None:
     path = tmp_path / "x"
     path.write_text(text)
     monkeypatch.setattr(formats_module, "PIECE_BYTES", 10)
@@ -163,9 +159,7 @@ def ids_of(part: TokenSet) -> list[list[int]]:
     return [part.indexed.document(number).tolist() for number in part.numbers]
 
 
-def test_a_long_document_is_read_in_pieces_and_has_the_same_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_document_is_read_in_pieces_and_has_the_same_tokens(tmp_path, monkeypatch) -> None:
     path = tmp_path / "long.py"
     path.write_text("".join(text.replace("value", f"value_{n}") for n in range(30) for text in TEXTS))
     data = TextData(train=(str(path),), validation_fraction=0.1, vocabulary_size=320)
@@ -189,9 +183,7 @@ def test_a_long_document_is_read_in_pieces_and_has_the_same_tokens(
     assert ids_of(pieces.validation[0]) == ids_of(whole.validation[0])
 
 
-def test_a_tokenizer_is_trained_on_pieces_from_all_over_the_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_is_trained_on_pieces_from_all_over_the_text(tmp_path, monkeypatch) -> None:
     for name, size in (("a", 100_000), ("b", 100), ("c", 50_000)):
         (tmp_path / name).write_text(f"{name * 4}\n" * (size // 5))
     data = TextData(train=(str(tmp_path),))
@@ -359,9 +351,7 @@ def test_words_of_the_usual_length_are_learned_from_whole(caplog: pytest.LogCapt
     assert "words of more than" not in caplog.text
 
 
-def test_files_of_zeros_and_pipes_are_left_out_and_named(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_of_zeros_and_pipes_are_left_out_and_named(folder, tmp_path, caplog) -> None:
     (folder / "zeros.py").write_bytes(bytes(5000))
     os.mkfifo(folder / "pipe.py")
     os.mkfifo(folder / "pipe.jsonl")

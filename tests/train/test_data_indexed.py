@@ -1,11 +1,8 @@
 """Megatron's indexed format, against files whose bytes are put together here."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -182,9 +179,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         ([[[0.5]]], 7, "f", "numbers of type float32, and ids must be whole numbers"),
     ],
 )
-def test_numbers_that_are_no_ids_are_refused(
-    tmp_path: Path, documents: Any, code: int, kind: str, message: str
-) -> None:
+def test_numbers_that_are_no_ids_are_refused(tmp_path, documents, code, kind, message) -> None:
     published(tmp_path / "set", documents, code, kind)
     with pytest.raises(ValueError, match=message):
         scan_documents(tmp_path / "set")

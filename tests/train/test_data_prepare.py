@@ -1,7 +1,5 @@
 """Preparing data: with several processes, from Megatron's files, once, and without harm where it fails."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

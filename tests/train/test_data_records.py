@@ -1,7 +1,5 @@
 """Records: JSON lines, tables, prompts with responses, chats; what is learned of them, and what is refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys
@@ -236,9 +234,7 @@ def test_nulls_that_a_table_adds_to_tools_and_calls_are_taken_out(tmp_path: Path
     assert learned(found.train[0], tokenizer_of(found)) == wanted
 
 
-def test_records_of_which_nothing_is_learned_are_left_out_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_records_of_which_nothing_is_learned_are_left_out_and_counted(tmp_path, caplog) -> None:
     folder = chat_tokenizer(tmp_path / "tokenizer", MARKED)
     empty = {"prompt": "", "response": ""}
     path = lines(
@@ -282,14 +278,11 @@ def test_chats_need_a_chat_template(tmp_path: Path) -> None:
         (("q", "a"), {"prompt_key": "q", "response_key": "a"}),
     ],
 )
-def test_of_a_prompt_with_a_response_the_response_and_its_end_are_learned(
-    tmp_path: Path, keys: tuple[str, str], settings: dict[str, str]
-) -> None:
+def test_of_a_prompt_with_a_response_the_response_and_its_end_are_learned(tmp_path, keys, settings) -> None:
     records = [dict(zip(keys, pair, strict=True)) for pair in (("Add 1", " 2 é"), ("", "x"), ("y", ""))]
     prepared = prepare(data(lines(tmp_path / "a.jsonl", records), **settings), tmp_path / "text")
     (part,) = prepared.train
     tokenizer = tokenizer_of(prepared)
-    assert part.mask is not None
     for number, record in enumerate(records):
         span = slice(part.indexed.bounds[number], part.indexed.bounds[number + 1])
         ids, mask = part.indexed.tokens[span], part.mask[span] != 0
@@ -426,9 +419,7 @@ GOOD = {"messages": CHAT[1:3]}
     ],
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
-def test_a_wrong_record_is_refused_with_its_place(
-    tmp_path: Path, records: list[Any], message: str, packed: bool
-) -> None:
+def test_a_wrong_record_is_refused_with_its_place(tmp_path, records, message, packed) -> None:
     folder = chat_tokenizer(tmp_path / "tokenizer", MARKED)
     path = lines(tmp_path / "a.jsonl", records)
     if packed:
@@ -532,7 +523,6 @@ def pairs(part: TokenSet, tokenizer: TextTokenizer) -> list[tuple[str, None]]:
     found = []
     for number in part.numbers:
         span = slice(part.indexed.bounds[number], part.indexed.bounds[number + 1])
-        assert part.mask is not None
         ids, mask = part.indexed.tokens[span], part.mask[span] != 0
         found.append(("|".join(tokenizer.decode(ids[side].tolist()) for side in (~mask, mask)), None))
     return found

@@ -1,7 +1,5 @@
 """From token files to batches: orders, windows, packing, blends, and resuming by counting."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 
@@ -281,9 +279,7 @@ def test_batches_draw_no_random_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("count", "length", "rows", "ranks"), [(2, 4, 2, 1), (9, 4, 2, 1), (50, 4, 3, 2), (97, 8, 2, 3)]
 )
-def test_evaluation_has_every_token_but_the_first_as_a_label_once(
-    tmp_path: Path, count: int, length: int, rows: int, ranks: int
-) -> None:
+def test_evaluation_has_every_token_but_the_first_as_a_label_once(tmp_path, count, length, rows, ranks) -> None:
     part = write(tmp_path / "set", [np.arange(1, count + 1)])
     shares = [
         list(evaluation_batches(prepared(validation=(part,)), length, rows, rank, ranks)) for rank in range(ranks)

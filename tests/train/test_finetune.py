@@ -1,7 +1,5 @@
 """``zeromesh train`` on models of transformers: all of their weights, or adapters; and ``zeromesh export``."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -403,9 +401,7 @@ def test_an_unknown_role_is_named_with_its_line(tiny: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_a_base_model_that_is_gone_is_named_with_the_way_back(
-    tiny: Path, tuned: Path, adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_model_that_is_gone_is_named_with_the_way_back(tiny, tuned, adapted, tmp_path, monkeypatch) -> None:
     for run, needed in ((tuned, "export"), (adapted, "sample")):
         name = run.parent.name
         shutil.copytree(run, tmp_path / name, ignore=shutil.ignore_patterns("*.png"))

@@ -1,7 +1,5 @@
 """``zeromesh train`` on meshes with more axes than data: its log and its weights are those of one process."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -122,9 +120,7 @@ def test_ranks_that_split_layers_drop_the_same(corpus: Path, tmp_path: Path) -> 
         ({"mesh": {"context": 2}, "data": {"document_attention": True}}, "cannot hide the documents of a sample"),
     ],
 )
-def test_samples_that_cannot_be_spread_are_refused(
-    changes: dict[str, Any], message: str, corpus: Path, tmp_path: Path
-) -> None:
+def test_samples_that_cannot_be_spread_are_refused(changes, message, corpus, tmp_path) -> None:
     data = {"train": str(corpus), "suffixes": [".py"], "vocabulary_size": 270} | changes.pop("data", {})
     run = {"steps": 1, "output": str(tmp_path / "run"), "ranks": max(changes["mesh"].values())}
     result = CliRunner().invoke(app, ["train", str(config(corpus, tmp_path, run=run, data=data, **changes))])

@@ -1,7 +1,5 @@
 """``zeromesh train`` with the model cut into stages: its log and its weights are those of one process."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -153,9 +151,7 @@ ADAPTERS = {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"]}  # whi
         pytest.param(ADAPTERS, "1f1b", id="adapters"),
     ],
 )
-def test_a_model_of_transformers_is_trained_in_stages(
-    lora: dict[str, Any] | None, schedule: str, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_model_of_transformers_is_trained_in_stages(lora, schedule, tiny, tmp_path) -> None:
     changes: dict[str, Any] = {"lora": lora, "train_micro_batch_size_per_gpu": 1, "run": {"evaluate_every": 2}}
     for ranks in (1, 2):
         cut = {"mesh": {"pipeline": ranks}, "pipeline": {"schedule": schedule}}
@@ -179,9 +175,7 @@ def test_a_model_of_transformers_is_trained_in_stages(
         ({"pipeline": {"blocks": ["layers.*"]}}, "pipeline.blocks: 'layers.*' matches no module"),
     ],
 )
-def test_what_cannot_run_in_stages_is_refused_before_the_start(
-    changes: dict[str, Any], message: str, corpus: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_run_in_stages_is_refused_before_the_start(changes, message, corpus, tmp_path) -> None:
     changes = {**TWO_STAGES, "train_batch_size": None, "gradient_accumulation_steps": 4} | changes
     path = config(corpus, tmp_path, **changes)
     ranks = math.prod(changes["mesh"].values())

@@ -1,7 +1,5 @@
 """The backend mpi: every collective of every dtype, beside plain computation; order, errors, and how ranks end."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
