@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,6 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
 from zeromesh import export, pretrained, weight_files
-from zeromesh.comm.environment import shutdown
 from zeromesh.shard import deferred
 from zeromesh.shard.deferred import source_of
 from zeromesh.weight_files import INDEX, SINGLE, FileTensor
@@ -29,10 +27,7 @@ FAST = ("gpt2", "llama", "mixtral", "bert", "t5", "resnet")
 """Fused and separate projections, tied embeddings, experts that are stored apart, batch statistics."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def leave_the_group() -> Iterator[None]:  # some tests here are the only rank
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def transformers() -> Any:

@@ -202,9 +202,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
     "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.3**step),
     "sequence": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
-        optimizer,
-        [torch.optim.lr_scheduler.StepLR(optimizer, 1, factor) for factor in (0.5, 0.1)],
-        milestones=[2],
+        optimizer, [torch.optim.lr_scheduler.StepLR(optimizer, 1, factor) for factor in (0.5, 0.1)], milestones=[2]
     ),
 }
 

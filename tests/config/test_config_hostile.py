@@ -3,7 +3,6 @@
 import copy
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from typer.testing import CliRunner
 
 import zeromesh
 from zeromesh.cli.main import WRONG_INPUT, app
-from zeromesh.comm.environment import shutdown
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings, entries
 from zeromesh.train.check import check
@@ -77,10 +75,7 @@ WORDS = 3000
 """Characters of a message, which may list problems with several keys."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_rank() -> Iterator[None]:  # the engines here run in this process; other tests need its process group gone
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Settings that would be dropped, changed or contradicted without a word are named, or refused."""
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from zeromesh.comm.environment import shutdown
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
 
@@ -36,10 +34,7 @@ def test_embeddings_with_sparse_gradients_are_named(caplog: pytest.LogCaptureFix
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_rank() -> Iterator[None]:  # the engines here run in this process; other tests need its process group gone
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

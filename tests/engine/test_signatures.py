@@ -2,7 +2,7 @@
 
 import inspect
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,9 @@ from torch import nn
 
 import zeromesh
 from zeromesh import zero
-from zeromesh.comm.environment import shutdown
 from zeromesh.engine import Engine
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_rank() -> Iterator[None]:  # the engines here run in this process; other tests need its process group gone
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 THEIRS: dict[str, tuple[Callable[..., Any], str]] = {

@@ -111,7 +111,7 @@ def test_what_is_written_to_parameters_between_steps_is_trained_on(row: int, how
         train(engine, number)
         with whole(engine):
             halve(engine.module, how)
-        found.append(engine.state_dict())
+        found.append({name: value.clone() for name, value in engine.state_dict().items()})
     model = build()
     optimizer = sgd(model)
     for number in range(4):

@@ -101,12 +101,7 @@ def test_any_range_of_what_a_rank_holds_is_read_and_written(shape, split, ranks,
 @pytest.mark.parametrize(
     ("sections", "ranks", "block", "message"),
     [
-        (
-            [10],
-            4,
-            1,
-            "10 entries cannot be split over 4 ranks: 10 / 4 = 2.5; .* work are 2 or 5; .* counts 8 or 12",
-        ),
+        ([10], 4, 1, "10 entries cannot be split over 4 ranks: 10 / 4 = 2.5; .* work are 2 or 5; .* counts 8 or 12"),
         ([48], 4, 8, "48 = 6 blocks of 8 entries cannot be split over 4 ranks: 6 / 4 = 1.5; .* are 3 or 6; .* 4 or 8"),
         (
             [24],

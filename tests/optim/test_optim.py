@@ -231,8 +231,7 @@ def make_muon_reference(parameters: Mapping[str, torch.nn.Parameter], **muon: An
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"nesterov": False, "momentum": 0.8, "ns_steps": 3}, {"adjust_lr_fn": "match_rms_adamw"}],
+    "options", [{}, {"nesterov": False, "momentum": 0.8, "ns_steps": 3}, {"adjust_lr_fn": "match_rms_adamw"}]
 )
 def test_muon_on_pieces_equals_torch_muon_and_adamw_on_whole_parameters(ranks, options):
     expected = train_whole(lambda parameters: make_muon_reference(parameters, **options))

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,8 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks
-from zeromesh.comm.environment import shutdown
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_rank() -> Iterator[None]:  # the engines here run in this process; other tests need its process group gone
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def start(row: int = 0, optimizer: Any = None, **keys: Any) -> Any:

@@ -225,10 +225,7 @@ LISTS = [
 @pytest.mark.parametrize(("name", "params"), LISTS)
 def test_lists_among_the_parameters_of_torch_schedules_mean_what_they_mean_in_torch(name, params) -> None:
     optimizers = [make_optimizer(0.1, 0.2) for _ in range(2)]
-    schedules = [
-        build(name, params, optimizers[0]),
-        getattr(torch.optim.lr_scheduler, name)(optimizers[1], **params),
-    ]
+    schedules = [build(name, params, optimizers[0]), getattr(torch.optim.lr_scheduler, name)(optimizers[1], **params)]
     for _ in range(7):
         ours, theirs = ([(g["lr"], g["betas"]) for g in optimizer.param_groups] for optimizer in optimizers)
         assert ours == theirs

@@ -288,10 +288,7 @@ Units are found in the model's own structure; # stands for a number.
 
 def page() -> str:
     """The table as a page of the documentation, in Markdown."""
-    lines = [
-        "| class | block units | compared in | tolerance | why not float64 to 1e-9 |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| class | block units | compared in | tolerance | why not float64 to 1e-9 |", "|---|---|---|---|---|"]
     for model in MODELS.values():
         units = ", ".join(f"`{kind}` x {count}" for kind, count in model.blocks.items())
         dtype = str(model.dtype).removeprefix("torch.")

@@ -91,11 +91,7 @@ def peak(chunked: bool) -> int:  # bytes that were live at most in a step, above
     heap = Heap(smallest=1 << 20)
     engine, *_ = zeromesh.initialize(
         model=build("llama", vocab_size=32000, max_position_embeddings=2048, num_hidden_layers=1),
-        config={
-            "train_batch_size": 1,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "chunked_loss": chunked,
-        },
+        config={"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "chunked_loss": chunked},
     )
     ids = torch.randint(3, 32000, (1, 2048))
     for _ in range(2):

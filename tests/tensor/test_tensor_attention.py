@@ -262,10 +262,7 @@ def fail(case: dict[str, Any], settings: dict[str, Any]) -> str:
     [
         ({"attention.out_proj": "rowwise"}, "attention.out_proj is not called by attention, .* the style heads"),
         ({"attention": "colwise"}, "attention is a MultiheadAttention, which the style colwise does not fit"),
-        (
-            {"before": "heads"},
-            r"before is a Linear, which the style heads does not .* torch.nn.MultiheadAttention",
-        ),
+        ({"before": "heads"}, r"before is a Linear, which the style heads does not .* torch.nn.MultiheadAttention"),
     ],
 )
 def test_rules_that_do_not_fit_attention_of_torch_are_refused(plan: dict[str, str], said: str) -> None:

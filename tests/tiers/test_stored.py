@@ -12,23 +12,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zeromesh
-from harness import FOLDERS, run_command, run_ranks
-from test_swap import PRECISIONS
+from harness import FOLDERS, on_ranks, run_ranks
+from test_swap import PRECISIONS, assert_equal, places, require_files_to_be_needed
 from test_tiers import Net, in_stages, start, update
 from zeromesh import zero
 from zeromesh.shard.stored import Stored
 from zeromesh.tiers import swap_file
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVMe tier needs Linux")
-
-
-def places(folder: Path | str, parameters: str, optimizer: str, buffers: int = 3) -> dict[str, Any]:
-    more = {"nvme_path": str(folder), "buffer_count": buffers}
-    return {
-        "stage": 3,
-        "offload_param": {"device": parameters, **more},
-        "offload_optimizer": {"device": optimizer, **more},
-    }
 
 
 class Part(nn.Module):
@@ -115,10 +106,6 @@ def life(folder: str, parameters: str, optimizer: str, precision: str) -> list[A
     return found
 
 
-def both_lives(folder: str, *case: Any) -> tuple[list[Any], list[Any]]:
-    return life(folder, "cpu", *case), life(folder, "nvme", *case)
-
-
 CASES = [
     (2, "nvme", "bf16"),
     (1, "none", "fp32"),
@@ -128,11 +115,9 @@ CASES = [
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("ranks", "optimizer", "precision"), CASES)
+@on_ranks("ranks")
 def test_a_run_is_the_same_to_the_bit_as_with_parameters_on_the_host(ranks, optimizer, precision, tmp_path) -> None:
-    for host, nvme in run_ranks(both_lives, ranks, str(tmp_path), optimizer, precision):
-        assert len(host) == len(nvme)
-        for one, other in zip(host, nvme, strict=True):
-            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    assert_equal(*(life(str(tmp_path), device, optimizer, precision) for device in ("cpu", "nvme")))
     assert not list(tmp_path.glob("*.swap"))
 
 
@@ -312,7 +297,7 @@ with zeromesh.zero.Init():
     model = Net({depth})
 engine = zeromesh.initialize(model=model, config=config)[0]
 print("first", update(engine))
-print("second", update(engine))
+print("last", update(engine))
 """
 
 
@@ -323,15 +308,7 @@ def test_under_a_limit_of_memory_too_small_for_the_parameters_it_trains(tmp_path
     elements = sum(parameter.numel() for parameter in Net(depth).parameters())
     script = tmp_path / "script.py"
     script.write_text(LIMITED.format(tests=FOLDERS, limit=int(4.5 * elements), folder=str(tmp_path), depth=depth))
-    found = {
-        # Else the C library keeps what was freed.
-        device: run_command([sys.executable, script, device], timeout=120, MALLOC_MMAP_THRESHOLD_="262144")
-        for device in ("cpu", "nvme")
-    }
-    assert found["cpu"].returncode != 0
-    assert "memory" in found["cpu"].stdout
-    assert found["nvme"].returncode == 0, found["nvme"].stdout
-    assert "second" in found["nvme"].stdout
+    require_files_to_be_needed(script, MALLOC_MMAP_THRESHOLD_="262144")  # else the C library keeps what was freed
 
 
 def test_what_cannot_be_used_is_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,21 +331,6 @@ def test_what_cannot_be_used_is_refused_before_the_start(tmp_path: Path, monkeyp
     with pytest.raises(OSError, match="bytes more"):
         start(places(tmp_path, "nvme", "none"))
     assert not list(tmp_path.iterdir())
-
-
-def folder_of_rank(folders: list[str]) -> str:
-    """What a rank says whose folder may be missing; the configuration is the same, but the link is not."""
-    try:
-        start(places(folders[int(os.environ["RANK"])], "nvme", "none")).destroy()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_ranks_that_cannot_open_their_files_end_all(tmp_path: Path) -> None:
-    (tmp_path / "link").write_text("no folder")
-    for said in run_ranks(folder_of_rank, 2, [str(tmp_path / "link")] * 2):
-        assert "link" in said
 
 
 def damage(path: Path, how: str) -> None:

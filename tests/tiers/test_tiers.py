@@ -127,43 +127,33 @@ def test_with_all_on_the_host_the_device_holds_as_much_whatever_the_depth() -> N
     assert on_host[1] > 2.5 * on_host[0]
 
 
-def half() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_what_stays_on_the_device_is_of_the_units_whose_gradients_come_last() -> None:
     engine = start({"stage": 2, "offload_optimizer": {**HOST, "ratio": 0.4}})
     update(engine)
-    return [(unit.name, flat.optimizer_tier.value) for unit in engine.sharded.units for flat in unit.flats]
-
-
-def test_what_stays_on_the_device_is_of_the_units_whose_gradients_come_last() -> None:
-    assert run_ranks(half, 2)[0] == [
-        ("", "device"), ("blocks.0", "device"), ("blocks.1", "host"), ("blocks.2", "host")
-    ]  # fmt: skip
-
-
-def apart(name: str) -> list[str]:
-    engine, shared = start(OFFLOADED[name]), []
-    update(engine)
-    with engine.sharded.gathered(engine.sharded.units):
-        for flat in engine.sharded.flats:
-            states = {"shard": flat.shard, "master": flat.master, "gradient": flat.gradient.buffer, "full": flat.full}
-            row = engine.config.row
-            places = {
-                "shard": row.parameter_tier,
-                "master": row.optimizer_tier,
-                "gradient": row.gradient_tier,
-                "full": "slots",
-            }
-            for one, other in (("shard", "master"), ("gradient", "full"), ("gradient", "shard"), ("master", "full")):
-                both = states[one], states[other]
-                if places[one] != places[other] and None not in both:
-                    same = both[0].untyped_storage().data_ptr() == both[1].untyped_storage().data_ptr()
-                    shared += [f"{one} and {other}"] if same else []
-    return shared
+    tiers = {unit.name: flat.optimizer_tier.value for unit in engine.sharded.units for flat in unit.flats}
+    assert tiers == {"": "device", "blocks.0": "device", "blocks.1": "host", "blocks.2": "host"}
 
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["optimizer of row 1", "optimizer of row 3", "parameters", "all"])
+@on_ranks(2)
 def test_the_host_is_a_store_of_its_own_where_device_and_host_are_one_memory(name: str) -> None:
-    assert run_ranks(apart, 2, name) == [[], []]
+    engine = start(OFFLOADED[name])
+    update(engine)
+    row = engine.config.row
+    with engine.sharded.gathered(engine.sharded.units):
+        for flat in engine.sharded.flats:
+            places = {
+                "shard": (flat.shard, row.parameter_tier),
+                "master": (flat.master, row.optimizer_tier),
+                "gradient": (flat.gradient.buffer, row.gradient_tier),
+                "full": (flat.full, "slots"),
+            }
+            for pair in (("shard", "master"), ("gradient", "full"), ("gradient", "shard"), ("master", "full")):
+                (one, tier), (other, its) = (places[state] for state in pair)
+                if tier != its and one is not None and other is not None:
+                    assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr(), pair
 
 
 def trained(zero: dict[str, Any], folder: Path, before: Path | None, **more: Any) -> Any:

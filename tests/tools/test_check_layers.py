@@ -42,11 +42,7 @@ def test_the_package_keeps_its_layers(tool: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("importing", "text", "reported"),
     [
-        (
-            "config__settings",
-            "import zeromesh.comm.mesh",
-            ":1 imports zeromesh.comm.mesh: imports point down only",
-        ),
+        ("config__settings", "import zeromesh.comm.mesh", ":1 imports zeromesh.comm.mesh: imports point down only"),
         (
             "shard__unit",
             "\nfrom ..optim import update",
@@ -62,11 +58,7 @@ def test_the_package_keeps_its_layers(tool: ModuleType) -> None:
         ),
         ("cli__main", "import zeromesh.novel.thing", ":1 imports zeromesh.novel.thing: novel is in no layer"),
         ("model__row", "from torch import distributed", ":1 imports torch.distributed: model must not import"),
-        (
-            "pipeline__schedule__actions",
-            "import torch",
-            ":1 imports torch: pipeline.schedule must not import torch",
-        ),
+        ("pipeline__schedule__actions", "import torch", ":1 imports torch: pipeline.schedule must not import torch"),
         ("model__row", "import torch.distributed.tensor", ":1 imports torch.distributed.tensor: model must not import"),
     ],
 )

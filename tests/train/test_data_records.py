@@ -390,10 +390,7 @@ GOOD = {"messages": CHAT[1:3]}
         (["[", GOOD, "]"], r"line 1: is not JSON \(Expecting value, column 2\).*, and `jq -c '\.\[\]' FILE` writes"),
         ([GOOD, "[1, 2]"], r"a\.jsonl, line 2: is \[1, 2\], and must be an object with keys: .* and `jq -c"),
         ([GOOD, {"text": "x"}], r"line 2: has the keys \['text'\] and lacks 'messages'; all records of a source"),
-        (
-            [{"some": 1}],
-            r"line 1: has the keys \['some'\], and must have 'messages' or 'prompt' and 'response' or 't",
-        ),
+        ([{"some": 1}], r"line 1: has the keys \['some'\], and must have 'messages' or 'prompt' and 'response' or 't"),
         ([GOOD, {"messages": []}], r"line 2: messages = \[\] must be a list of at least one message"),
         ([GOOD, {"messages": "hi"}], r'line 2: messages = "hi" must be a list'),
         ([GOOD, {"messages": ["hi"]}], r'line 2: messages\[0\] = "hi" must be an object with role and content'),
@@ -536,10 +533,7 @@ def test_kinds_that_are_learned_from_in_different_ways_are_parts_of_a_blend(tmp_
     with pytest.raises(ValueError, match=r"plain text, .*a\.txt, and data\.format = 'chat' needs records"):
         prepare(data(tmp_path / "a.txt", format="chat"), tmp_path / "text")
     blend = [{"source": str(tmp_path / "a.txt"), "weight": 3}, {"source": str(tmp_path / "b.jsonl"), "weight": 1}]
-    prepared = prepare(
-        TextData.model_validate({"train": blend, "validation_fraction": 0.1}),
-        tmp_path / "run" / "text",
-    )
+    prepared = prepare(TextData.model_validate({"train": blend, "validation_fraction": 0.1}), tmp_path / "run" / "text")
     assert prepared.weights == (0.75, 0.25)
     assert [part.packed for part in prepared.train] == [False, True]
     assert [part.packed for part in prepared.validation] == [False, True]

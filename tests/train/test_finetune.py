@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS, VOCABULARY
 from zeromesh.cli.main import app
-from zeromesh.comm.environment import shutdown
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import HuggingFace, ModelShape
 from zeromesh.observe.metrics import read_metrics
@@ -36,10 +35,7 @@ LIMIT = 200
 STEPS = 4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def leave_the_group() -> Iterator[None]:  # some tests here are the only rank
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def settings(source: Path, output: Path, **changes: Any) -> dict[str, Any]:

@@ -391,12 +391,7 @@ def test_a_folder_with_weights_but_no_checkpoint_is_not_said_to_be_resumable(fin
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (FloatingPointError, 1)])
 def test_a_run_that_is_stopped_or_fails_says_what_was_kept_and_how_to_go_on(
-    finished: Path,
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: type[BaseException],
-    code: int,
+    finished: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], code: int
 ) -> None:
     def stop(*arguments: Any) -> None:
         raise error
