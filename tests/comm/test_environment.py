@@ -44,28 +44,23 @@ def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_torchruns_variables_are_read() -> None:
-    assert Environment.detect(TORCHRUN) == Environment(5, 1, 2, 8, 2, "node0", 29500)
-    assert not Environment.detect(TORCHRUN).one_node
-
-
-def test_no_variables_are_a_single_process() -> None:
-    assert Environment.detect({"PATH": "/bin"}) == Environment()
-    assert Environment().world_size == 1
-    assert Environment().one_node
-
-
-def test_on_the_loopback_interface_all_ranks_are_on_one_node() -> None:
-    assert Environment.detect(SHORT) == Environment(1, 1, 0, 2, 2, "localhost", 29500)
+@pytest.mark.parametrize(
+    ("variables", "expected", "one_node"),
+    [
+        (TORCHRUN, Environment(5, 1, 2, 8, 2, "node0", 29500), False),
+        ({"PATH": "/bin"}, Environment(), True),
+        (SHORT, Environment(1, 1, 0, 2, 2, "localhost", 29500), True),  # on the loopback interface
+    ],
+)
+def test_variables_of_launchers_are_read(variables, expected, one_node) -> None:
+    found = Environment.detect(variables)
+    assert (found, found.one_node) == (expected, one_node)
 
 
 @pytest.mark.parametrize("missing", VARIABLES)
 def test_a_missing_variable_is_named(missing: str) -> None:
     with pytest.raises(ValueError, match=f"^{missing} is not set.*torchrun.*unset them all"):
         Environment.detect({name: value for name, value in TORCHRUN.items() if name != missing})
-
-
-def test_only_what_is_set_is_said_to_be_set() -> None:
     with pytest.raises(ValueError, match="^RANK is not set, but MASTER_ADDR, MASTER_PORT are;"):
         Environment.detect({"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
 

@@ -147,27 +147,6 @@ def test_what_is_copied_late_trains_to_the_same_bits(name: str, ranks: int) -> N
             assert not different, (number, different)
 
 
-def without_waits_of_the_host() -> Any:
-    return patch.object(Copy, "wait", lambda copy: None)
-
-
-def without_waits_of_the_stream() -> Any:
-    return patch.object(Copy, "order", lambda copy: None)
-
-
-def without_waiting_for_what_is_computed() -> Any:
-    return patch.object(LateStreams, "current", lambda streams: streams.to_host)
-
-
-def without_waits_before_homes_are_used() -> Any:
-    return patch.object(HostSums, "land", lambda sums: None)
-
-
-def without_waits_before_slots_go_back() -> Any:
-    leaving = gradient_memory._Leaving
-    return patch.object(gradient_memory, "_Leaving", lambda copy, pool, slot: leaving(DONE, pool, slot))
-
-
 def without_waits_for_buffers() -> Any:
     def take(sums: HostSums, nbytes: int) -> Any:
         if sums._arriving:
@@ -176,14 +155,6 @@ def without_waits_for_buffers() -> Any:
 
     take_arrival = HostSums._take
     return patch.object(HostSums, "_take", take)
-
-
-def without_waits_for_what_is_fetched() -> Any:
-    return patch.object(flat, "Pending", lambda then: Pending())
-
-
-def without_waits_for_new_parameters() -> Any:
-    return patch.object(Flat, "expect", lambda flat, copy: None)
 
 
 def without_waits_for_staged_parameters() -> Any:
@@ -197,27 +168,28 @@ def without_waits_for_staged_parameters() -> Any:
     return patch.object(Staging, "send", forget)
 
 
-def without_waits_of_collectives() -> Any:
-    return patch.object(Link, "behind", lambda link: nullcontext())
+def without_waits_before_slots_go_back() -> Any:
+    leaving = gradient_memory._Leaving
+    return patch.object(gradient_memory, "_Leaving", lambda copy, pool, slot: leaving(DONE, pool, slot))
 
 
-MUTATIONS: dict[Callable[[], Any], tuple[int, str, int]] = {
-    without_waits_of_the_host: (1, "row 2", 1),
-    without_waits_of_the_stream: (1, "row 3, all", 1),
-    without_waiting_for_what_is_computed: (1, "row 3, all", 1),
-    without_waits_before_homes_are_used: (1, "row 2", 1),
-    without_waits_before_slots_go_back: (1, "row 2", 1),
-    without_waits_for_buffers: (2, "row 3", 2),
-    without_waits_for_what_is_fetched: (1, "row 3, all", 1),
-    without_waits_for_new_parameters: (1, "row 3", 1),
-    without_waits_for_staged_parameters: (1, "row 1", 1),
-    without_waits_of_collectives: (2, "row 3, all", 1),
+MUTATIONS: dict[str, tuple[Callable[[], Any], int, str, int]] = {
+    "of the host": (lambda: patch.object(Copy, "wait", lambda copy: None), 1, "row 2", 1),
+    "of the stream": (lambda: patch.object(Copy, "order", lambda copy: None), 1, "row 3, all", 1),
+    "for what is computed": (lambda: patch.object(LateStreams, "current", lambda s: s.to_host), 1, "row 3, all", 1),
+    "before shards are used": (lambda: patch.object(HostSums, "land", lambda sums: None), 1, "row 2", 1),
+    "before slots go back": (without_waits_before_slots_go_back, 1, "row 2", 1),
+    "for buffers": (without_waits_for_buffers, 2, "row 3", 2),
+    "for what is fetched": (lambda: patch.object(flat, "Pending", lambda then: Pending()), 1, "row 3, all", 1),
+    "for new parameters": (lambda: patch.object(Flat, "expect", lambda flat, copy: None), 1, "row 3", 1),
+    "for staged parameters": (without_waits_for_staged_parameters, 1, "row 1", 1),
+    "of collectives": (lambda: patch.object(Link, "behind", lambda link: nullcontext()), 2, "row 3, all", 1),
 }
-"""What is left out, and where it shows: on how many ranks, in which row, with how many micro-batches."""
+"""Which wait is left out, how, and where it shows: on how many ranks, in which row, with how many micro-batches."""
 
 
-def mutated(leave_out: Callable[[], Any] | None, name: str, accumulation: int) -> Outcome | str:
-    with nullcontext() if leave_out is None else leave_out():
+def mutated(left_out: str | None, name: str, accumulation: int) -> Outcome | str:
+    with nullcontext() if left_out is None else MUTATIONS[left_out][0]():
         try:
             return result(LateStreams(), ZERO[name], accumulation)
         except (AssertionError, FloatingPointError) as error:
@@ -225,10 +197,10 @@ def mutated(leave_out: Callable[[], Any] | None, name: str, accumulation: int) -
 
 
 @pytest.mark.some(4)
-@pytest.mark.parametrize("leave_out", MUTATIONS, ids=lambda leave_out: leave_out.__name__)
-def test_a_wait_that_is_left_out_is_noticed(leave_out: Callable[[], Any]) -> None:
-    ranks, *case = MUTATIONS[leave_out]
-    whole, cut = run_ranks(mutated, ranks, None, *case)[0], run_ranks(mutated, ranks, leave_out, *case)[0]
+@pytest.mark.parametrize("left_out", MUTATIONS)
+def test_a_wait_that_is_left_out_is_noticed(left_out: str) -> None:
+    _, ranks, *case = MUTATIONS[left_out]
+    whole, cut = run_ranks(mutated, ranks, None, *case)[0], run_ranks(mutated, ranks, left_out, *case)[0]
     assert not isinstance(whole, str), whole
     assert isinstance(cut, str) or any(not torch.equal(value, cut[0][name]) for name, value in whole[0].items())
 

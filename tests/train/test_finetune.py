@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -275,16 +276,19 @@ def test_a_run_of_a_built_in_decoder_is_exported(tmp_path: Path) -> None:
     assert not (tmp_path / "merged").exists()
 
 
-def packed(name: str, folder: Path) -> float | str:
+def prepared(name: str, folder: Path) -> tuple[Any, Transformer]:
     torch.manual_seed(3)
     MODELS[name].build().save_pretrained(folder)
     language = Transformer(HuggingFace(path=str(folder), sequence_length=16))
     config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}}
-    engine = zeromesh.initialize(language.build(), config=config)[0].eval()
-    try:
-        require_document_attention(engine, language, VOCABULARY)
-    except ValueError as error:
-        return str(error)
+    return zeromesh.initialize(language.build(), config=config)[0], language
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", pytest.param("qwen3", marks=pytest.mark.full), "gemma3", "gpt_neox"])
+def test_documents_in_a_row_are_as_documents_alone(name: str, tmp_path: Path) -> None:
+    engine, language = prepared(name, tmp_path)
+    engine.eval()
+    require_document_attention(engine, language, VOCABULARY)
     engine.eval()
     lengths = (3, 1, 5, 4)
     parts = [torch.randint(0, VOCABULARY, (1, length)) for length in lengths]
@@ -294,35 +298,26 @@ def packed(name: str, folder: Path) -> float | str:
         tokens = torch.cat(parts, dim=1)
         together = language.logits(engine, Batch(tokens, tokens, positions, documents))
         alone = torch.cat([language.logits(engine, Batch(part, part)) for part in parts], dim=1)
-    return float((together - alone).abs().max())
+    assert float((together - alone).abs().max()) == pytest.approx(0, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", pytest.param("qwen3", marks=pytest.mark.full), "gemma3", "gpt_neox"])
-def test_documents_in_a_row_are_as_documents_alone(name: str, tmp_path: Path) -> None:
-    assert packed(name, tmp_path) == pytest.approx(0, abs=1e-5)
+LOOKS_ACROSS = "attends across documents whatever positions it is given; set it to false"
 
 
-@pytest.mark.parametrize("name", ["bloom", "mamba"])
-def test_models_that_look_across_documents_are_refused(name: str, tmp_path: Path) -> None:
-    assert "attends across documents whatever positions it is given; set it to false" in str(packed(name, tmp_path))
-
-
-def causal(name: str, folder: Path) -> str:
-    torch.manual_seed(3)
-    MODELS[name].build().save_pretrained(folder)
-    language = Transformer(HuggingFace(path=str(folder), sequence_length=16))
-    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}}
-    engine = zeromesh.initialize(language.build(), config=config)[0]
-    try:
-        require_causal(engine, language, VOCABULARY)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(("name", "refused"), [("bert", True), ("llama", False), ("mamba", False)])
-def test_models_that_look_ahead_are_refused(name: str, refused: bool, tmp_path: Path) -> None:
-    assert ("is no causal model" in causal(name, tmp_path)) == refused
+@pytest.mark.parametrize(
+    ("name", "require", "message"),
+    [
+        ("bloom", require_document_attention, LOOKS_ACROSS),
+        ("mamba", require_document_attention, LOOKS_ACROSS),
+        ("bert", require_causal, "is no causal model"),
+        ("llama", require_causal, None),
+        ("mamba", require_causal, None),
+    ],
+)
+def test_models_that_look_ahead_or_across_documents_are_refused(name, require, message, tmp_path) -> None:
+    engine, language = prepared(name, tmp_path)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        require(engine, language, VOCABULARY)
 
 
 SHAPE = {"hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}

@@ -9,13 +9,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from harness import run_ranks
 from test_finetune import settings as finetuning
 from test_finetune import write
-from test_train_mesh import numbers
+from test_train_mesh import assert_same_model, assert_same_run, numbers
 from zeromesh.cli.main import app
 from zeromesh.observe.metrics import read_metrics
 from zeromesh.train import loop
@@ -67,22 +66,6 @@ def config(corpus: Path, folder: Path, **changes: Any) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps(settings))
     return path
-
-
-def assert_same_run(run: Path, alone: Path) -> None:
-    for found, expected in zip(numbers(run), numbers(alone), strict=True):
-        assert found == pytest.approx(expected, rel=1e-3), (found, expected)
-    assert_same_model(run, alone)
-
-
-def assert_same_model(run: Path, alone: Path) -> None:
-    found, expected = (load_file(next((one / "model").glob("*.safetensors"))) for one in (run, alone))
-    assert found.keys() == expected.keys()
-    for key, want in expected.items():
-        assert float((found[key].float() - want.float()).abs().max()) < 1e-3, key
-    reports = [json.loads((one / "report.json").read_text()) for one in (run, alone)]
-    for key in ("parameters", "tokens"):
-        assert reports[0][key] == reports[1][key], key
 
 
 @pytest.fixture(scope="module")
