@@ -276,7 +276,14 @@ def test_a_gradient_assigned_between_micro_batches_leaves_the_others(row: int) -
         torch.testing.assert_close(one, other, rtol=BITS, atol=BITS)
 
 
-def halved_by_hooks(row: int) -> list[torch.Tensor]:
+def assert_same(mesh: Mesh, plain: Torch) -> None:
+    for got, want in zip(mesh.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=BITS, atol=BITS)
+
+
+@pytest.mark.parametrize("row", [0, 3])
+@on_ranks(2)
+def test_hooks_that_come_later_see_gradients(row: int) -> None:
     mesh, seen = Mesh(row, accumulation=2), []
 
     def halve(parameter: torch.Tensor) -> None:
@@ -290,25 +297,19 @@ def halved_by_hooks(row: int) -> list[torch.Tensor]:
         mesh.backward(step, scale=2.0)  # of two micro-batches, so that the loss is divided by 2
         mesh.update()
     assert len(seen) == STEPS * 6
-    found = mesh.parameters()
-    mesh.backward(0)
-    with pytest.raises(RuntimeError, match="would see the gradient of one micro-batch"):
-        mesh.backward(1)
-    return found
-
-
-def test_hooks_that_come_later_see_gradients() -> None:
     plain = Torch(2)
     for step in range(STEPS):
         plain.backward(step, scale=0.5)
         plain.update()
-    for row in (0, 3):
-        for found in run_ranks(halved_by_hooks, 2, row):
-            for got, want in zip(found, plain.parameters(), strict=True):
-                torch.testing.assert_close(got, want, rtol=BITS, atol=BITS)
+    assert_same(mesh, plain)
+    mesh.backward(0)
+    with pytest.raises(RuntimeError, match="would see the gradient of one micro-batch"):
+        mesh.backward(1)
 
 
-def with_another_optimizer(row: int) -> list[torch.Tensor]:
+@pytest.mark.parametrize("row", [0, 1, 3])
+@on_ranks(2)
+def test_another_optimizer_of_the_users_updates_or_is_refused(row: int) -> None:
     mesh = Mesh(row)
     other = torch.optim.SGD(mesh.model.parameters(), lr=0.1)
     mesh.backward(0)
@@ -320,22 +321,15 @@ def with_another_optimizer(row: int) -> list[torch.Tensor]:
         other.zero_grad()
         mesh.backward(1)
         mesh.update()
-    return mesh.parameters()
-
-
-def test_another_optimizer_of_the_users_updates_or_is_refused() -> None:
     plain = Torch(2)
-    other = torch.optim.SGD(plain.model.parameters(), lr=0.1)
+    second = torch.optim.SGD(plain.model.parameters(), lr=0.1)
     plain.backward(0)
-    other.step()
-    other.zero_grad()
+    second.step()
+    second.zero_grad()
     plain.backward(1)
     plain.update()
-    for found in run_ranks(with_another_optimizer, 2, 0):
-        for got, want in zip(found, plain.parameters(), strict=True):
-            torch.testing.assert_close(got, want, rtol=BITS, atol=BITS)
-    for row in (1, 3):
-        run_ranks(with_another_optimizer, 2, row)
+    if row == 0:
+        assert_same(mesh, plain)
 
 
 @pytest.mark.parametrize(
@@ -371,7 +365,9 @@ def test_one_loss_trains_several_engines(row: int, plainly: bool) -> None:
             torch.testing.assert_close(got, want, rtol=BITS, atol=BITS)
 
 
-def in_fp16(row: int) -> None:
+@pytest.mark.parametrize("row", [0, 3])
+@on_ranks(2)
+def test_a_scaled_loss_gives_the_engines_own_gradients_in_fp16(row: int) -> None:
     config = {"fp16": {"enabled": True, "initial_scale_power": 8}, "gradient_clipping": 0.01}
     results = []
     for kind in (Mesh, Plainly):
@@ -387,12 +383,9 @@ def in_fp16(row: int) -> None:
         assert torch.equal(one, other)
 
 
-def test_a_scaled_loss_gives_the_engines_own_gradients_in_fp16() -> None:
-    for row in (0, 3):
-        run_ranks(in_fp16, 2, row)
-
-
-def fails_in_the_users_backward(row: int) -> list[torch.Tensor]:
+@pytest.mark.parametrize("row", [0, 3])
+@on_ranks(2)
+def test_training_goes_on_after_a_backward_of_the_users_that_raised(row: int) -> None:
     mesh = Mesh(row)
 
     def fail(gradient: torch.Tensor) -> None:
@@ -406,15 +399,8 @@ def fails_in_the_users_backward(row: int) -> list[torch.Tensor]:
         assert mesh.model.blocks[2].weight.grad is None
         mesh.engine(batch(step, mesh.engine.data_rank)).square().mean().backward()
         mesh.update()
-    return mesh.parameters()
-
-
-def test_training_goes_on_after_a_backward_of_the_users_that_raised() -> None:
     plain = Torch(2)
     for step in range(STEPS):
         plain.backward(step)
         plain.update()
-    for row in (0, 3):
-        for found in run_ranks(fails_in_the_users_backward, 2, row):
-            for got, want in zip(found, plain.parameters(), strict=True):
-                torch.testing.assert_close(got, want, rtol=BITS, atol=BITS)
+    assert_same(mesh, plain)
