@@ -140,7 +140,7 @@ def test_gradients_that_share_memory_are_each_counted_once(row: int) -> None:
     for step in range(6):
         engine.backward(engine(inputs(step).chunk(2)[engine.data_rank]))
         engine.step()
-    found = engine.state_dict()
+    trained = engine.state_dict()
     model = pair()
     for step in range(0, 6, 2):
         loss = (model(inputs(step)) + model(inputs(step + 1))) / 2
@@ -150,7 +150,7 @@ def test_gradients_that_share_memory_are_each_counted_once(row: int) -> None:
             for parameter, value in zip(model.parameters(), found, strict=True):
                 parameter -= 0.1 * value
     for name, expected in model.state_dict().items():
-        assert torch.allclose(found[name], expected, rtol=1e-12, atol=1e-14), name
+        assert torch.allclose(trained[name], expected, rtol=1e-12, atol=1e-14), name
 
 
 class Looked(Pair):

@@ -512,9 +512,8 @@ class Own(nn.Module):
         return nn.functional.cross_entropy(self.head(self.torch(x)).flatten(0, 1), labels.flatten())
 
 
-def own(tensor: int, row: int) -> Any:
-    torch.manual_seed(0)
-    engine = zeromesh.initialize(model=Own().double(), config=config(tensor, row))[0]
+def trained_on_ids(model: nn.Module, settings: dict[str, Any]) -> Any:
+    engine = zeromesh.initialize(model=model.double(), config=settings)[0]
     losses = []
     for number in range(STEPS):
         engine.backward(loss := engine(batch(number, 97), batch(number, 97)))
@@ -525,6 +524,11 @@ def own(tensor: int, row: int) -> Any:
         losses.append(engine(batch(9, 97), batch(9, 97)).item())
     parts = {name: tuple(parameter.shape) for name, parameter in engine.module.named_parameters()}
     return losses, whole(engine), parts
+
+
+def own(tensor: int, row: int) -> Any:
+    torch.manual_seed(0)
+    return trained_on_ids(Own(), config(tensor, row))
 
 
 @pytest.mark.parametrize(("tensor", "row"), [pytest.param(2, 0, marks=pytest.mark.full), (4, 3)])
@@ -545,15 +549,7 @@ def built_in(tensor: int, architecture: str, sequence: bool) -> Any:
     shape = ModelShape(
         architecture=architecture, vocab_size=97, hidden_size=32, layers=2, heads=4, kv_heads=2, sequence_length=8
     )
-    settings = config(tensor, 2, tensor_parallel={"sequence": sequence})
-    engine = zeromesh.initialize(model=Decoder(shape).double(), config=settings)[0]
-    losses = []
-    for number in range(STEPS):
-        engine.backward(loss := engine(batch(number, 97), batch(number, 97)))
-        engine.step()
-        losses.append(loss.item())
-    parts = {name: tuple(parameter.shape) for name, parameter in engine.module.named_parameters()}
-    return losses, whole(engine), parts
+    return trained_on_ids(Decoder(shape), config(tensor, 2, tensor_parallel={"sequence": sequence}))
 
 
 @pytest.mark.parametrize(

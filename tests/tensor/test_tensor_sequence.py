@@ -1,15 +1,14 @@
 """Sequence parallelism is for blocks that are called one after the other and leave tokens apart; others are refused."""
 
 import traceback
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
+from same_training import require_same_training, train_on_engine
 
 WIDTH, LENGTH = 32, 8
 
@@ -83,28 +82,20 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def trained(kind: str, tensor: int) -> Any:
+def build(kind: str) -> Model:
     torch.manual_seed(0)
-    model = Model(kind).double()
-    settings = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "mesh": {"tensor": tensor},
-        "tensor_parallel": {
-            "sequence": tensor > 1,
-            "plan": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"} if tensor > 1 else {},
-        },
-    }
-    engine = zeromesh.initialize(model=model, config=settings)[0]
-    losses = []
-    for number in range(3):
-        generator = torch.Generator().manual_seed(number)
-        x = torch.randn(4, LENGTH, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
-        loss = engine(x)
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss))
-    return losses
+    return Model(kind)
+
+
+def sequences(step: int) -> tuple[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return (torch.randn(4, LENGTH, WIDTH, generator=generator, dtype=torch.float64).requires_grad_(),)
+
+
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+SETTINGS = {
+    "train_batch_size": 4, "mesh": {"tensor": 2}, "tensor_parallel": {"sequence": True, "plan": PLAN},
+}  # fmt: skip
 
 
 RIGHT = ("usual", "apart", "without the second", "twice", "recomputed", "recomputed, reentrant")
@@ -112,10 +103,9 @@ RIGHT = ("usual", "apart", "without the second", "twice", "recomputed", "recompu
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("kind", RIGHT)
+@on_ranks(2)
 def test_blocks_that_are_called_one_after_the_other_compute_what_one_rank_does(kind: str) -> None:
-    expected = run_ranks(trained, 1, kind, 1)[0]
-    for losses in run_ranks(trained, 2, kind, 2):
-        assert losses == pytest.approx(expected, rel=1e-12)
+    require_same_training(lambda: build(kind), sequences, SETTINGS)
 
 
 WRONG = {
@@ -135,7 +125,7 @@ WRONG = {
 
 def refused(kind: str, tensor: int) -> str:  # what a rank says; ranks that fail would have to be started again
     try:
-        trained(kind, tensor)
+        train_on_engine(build(kind).double(), sequences, SETTINGS)
     except Exception as error:
         return "".join(traceback.format_exception_only(error))
     return "nothing"
