@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +17,12 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS, VOCABULARY
 from zeromesh import export
-from zeromesh.comm.environment import shutdown
 from zeromesh.shard import deferred
 
-pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed"),
+    pytest.mark.usefixtures("one_rank"),
+]
 
 LIMIT = 120
 STEPS = 4
@@ -34,12 +35,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "embedding": {"target_modules": ["embed_tokens", "lm_head"]},
     "head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def leave_the_group() -> Iterator[None]:  # some tests here are the only rank
-    yield
-    shutdown()
 
 
 def adapted(model: nn.Module, kind: str, dtype: torch.dtype) -> Any:

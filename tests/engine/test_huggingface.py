@@ -160,46 +160,23 @@ def test_every_architecture_trains_sharded_as_in_plain_torch(name: str) -> None:
         check_units(name, units)
 
 
-ROWS = [("gpt2", 1), ("gpt2", 2), ("t5", 0), ("t5", 2), ("resnet", 1), ("mixtral", 2)]
+DEFERRED = {"init": True}
+STAYING = {**DEFERRED, "slots": {"parameter": 99, "gradient": 99}}
+VARIANTS: list[tuple[str, int, dict[str, Any]]] = [
+    *((name, row, {}) for name, row in [("gpt2", 1), ("gpt2", 2), ("t5", 0), ("t5", 2), ("resnet", 1), ("mixtral", 2)]),
+    *((name, 3, DEFERRED) for name in ("llama", "t5", "vit")),
+    *((name, 3, {"change": checkpointed}) for name in ("llama", "bart", "vit")),  # by the model's own means
+    *((name, 3, {"activation_checkpointing": {"enabled": True}}) for name in ("gpt2", "bart")),
+]
+RARER = [*((name, row, {}) for name in MODELS for row in (0, 1, 2)), *((name, 3, STAYING) for name in MODELS)]
 
 
-@pytest.mark.some(2)
-@pytest.mark.parametrize(("name", "row"), ROWS)
-def test_other_rows_do_so_too(name: str, row: int) -> None:
-    check(name, run_ranks(train, RANKS, name, row, timeout=LIMIT), plain(name))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("row", [0, 1, 2])
-def test_every_architecture_trains_under_every_row(name: str, row: int) -> None:
-    check(name, run_ranks(train, RANKS, name, row, timeout=LIMIT), plain(name))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", MODELS)
-def test_every_architecture_trains_when_it_was_built_deferred_and_units_stay(name: str) -> None:
-    slots = {"parameter": 99, "gradient": 99}
-    check(name, run_ranks(train, RANKS, name, 3, init=True, slots=slots, timeout=LIMIT), plain(name))
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("name", ["llama", "t5", "vit"])
-def test_models_built_deferred_train_as_those_built_whole(name: str) -> None:
-    check(name, run_ranks(train, RANKS, name, 3, init=True, timeout=LIMIT), plain(name))
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("name", ["llama", "bart", "vit"])
-def test_models_with_their_own_gradient_checkpointing(name: str) -> None:
-    check(name, run_ranks(train, RANKS, name, 3, checkpointed, timeout=LIMIT), plain(name))
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("name", ["gpt2", "bart"])
-def test_models_with_checkpointing_by_the_configuration(name: str) -> None:
-    further = {"activation_checkpointing": {"enabled": True}}
-    check(name, run_ranks(train, RANKS, name, 3, timeout=LIMIT, **further), plain(name))
+@pytest.mark.some(5)
+@pytest.mark.parametrize(
+    ("name", "row", "options"), [*VARIANTS, *(pytest.param(*case, marks=pytest.mark.full) for case in RARER)]
+)
+def test_other_rows_and_ways_to_build_and_recompute_do_so_too(name: str, row: int, options: dict[str, Any]) -> None:
+    check(name, run_ranks(train, RANKS, name, row, timeout=LIMIT, **options), plain(name))
 
 
 @pytest.mark.parametrize(("name", "change"), [("llama", only_projections), ("roberta", only_the_head)])

@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,18 +15,11 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from zeromesh.comm.environment import shutdown
 from zeromesh.observe.monitors import MONITORS, CsvFiles, Monitor, open_monitor
 
 RANKS, MICRO, ACCUMULATION = 2, 3, 2
 BATCH = RANKS * MICRO * ACCUMULATION
 RATE = 0.01
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 def config(**more: Any) -> dict[str, Any]:
