@@ -375,7 +375,7 @@ def test_over_the_tensor_axis_it_trains_to_the_same_bits(keys: dict[str, bool], 
 
 
 @pytest.mark.full
-def test_where_the_sequence_is_split_partitioning_changes_nothing() -> None:
+def test_partitioning_changes_nothing_if_the_sequence_is_split() -> None:
     further = {"tensor_parallel": {"sequence": True}}
     expected = run_ranks(steps, 2, config(2, **checkpointed(), **further), timeout=LIMIT)
     found = run_ranks(steps, 2, config(2, **checkpointed(partition_activations=True), **further), timeout=LIMIT)

@@ -257,7 +257,7 @@ def test_losses_that_differ_too_much_are_marked(last: float, differs: bool) -> N
     assert ("too much" in case_table(case)) is differs
 
 
-def test_what_the_host_costs_is_compared_round_by_round() -> None:
+def test_the_cost_of_the_host_is_compared_round_by_round() -> None:
     def row(*times: float, error: str | None = None) -> dict[str, Any]:
         return {"rounds": [{"times": [time]} for time in times], "error": error}
 

@@ -132,7 +132,7 @@ def test_several_files_are_read_and_written_as_one(tmp_path: Path) -> None:
         require_equal(transformers().LlamaForCausalLM.from_pretrained(out).state_dict(), expected)
 
 
-def test_what_is_in_a_folder_stays_but_for_an_earlier_export(tmp_path: Path) -> None:
+def test_an_export_replaces_an_earlier_one_and_no_other_files(tmp_path: Path) -> None:
     mine = {"adapter_notes.txt", "model-best-of-mine.safetensors", "model.safetensors.part", "notes.part"}
     older = {"adapter_config.json", "adapter_model.safetensors", f"{SINGLE}.00007.part"}
     older |= {"model-00001-of-00002.safetensors", INDEX}
@@ -221,7 +221,7 @@ def test_masters_are_made_of_what_the_file_holds(tmp_path: Path) -> None:
         assert torch.equal(zeromesh.zero.safe_get_full_fp32_param(parameter), weights[name])
 
 
-def test_what_is_done_to_a_loaded_model_before_it_is_placed_counts(tmp_path: Path) -> None:
+def test_changes_to_a_loaded_model_before_it_is_placed_count(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path)
     weights = load_file(folder / SINGLE)["model.embed_tokens.weight"]
     with patch.object(deferred, "LARGE", 64):
@@ -376,7 +376,7 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
-def test_what_cannot_be_read_is_named(damage, message, tmp_path, monkeypatch) -> None:
+def test_unreadable_checkpoints_are_refused_with_the_reason(damage, message, tmp_path, monkeypatch) -> None:
     folder = saved("llama", tmp_path / "in")
     damage(folder)
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks whether to run code that lies in a folder
@@ -432,7 +432,7 @@ def read_where_one_rank_cannot(folder: Path, damage: str, row: int) -> str:
         ("late", 3, "it is too late"),
     ],
 )
-def test_what_one_rank_cannot_read_is_told_to_all(damage: str, row: int, why: str, tmp_path: Path) -> None:
+def test_a_file_that_one_rank_cannot_read_is_named_on_all(damage: str, row: int, why: str, tmp_path: Path) -> None:
     shutil.copytree(saved("mixtral", tmp_path / "0"), tmp_path / "1")
     first, second = run_ranks(read_where_one_rank_cannot, 2, tmp_path, damage, row, timeout=LIMIT)
     assert "rank 1 could not read its part of the weights: " in first

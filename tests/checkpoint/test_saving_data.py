@@ -46,7 +46,7 @@ def test_a_pass_is_that_of_torchs_sampler(length: int, drop: bool) -> None:
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("length", [36, 40, 41])
 @pytest.mark.parametrize("taken", [0, 1, 2, 3, 4])
-def test_what_is_left_of_a_pass_is_taken_by_any_number_of_ranks(taken: int, length: int, drop: bool) -> None:
+def test_the_rest_of_a_pass_is_taken_by_any_number_of_ranks(taken: int, length: int, drop: bool) -> None:
     single = loader_of(length=length)
     orders = [torch.cat(list(single)).tolist() for _ in range(2)]
     position = Position(0, min(12 * taken, length))

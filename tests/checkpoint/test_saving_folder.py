@@ -48,7 +48,7 @@ def write_manifest(folder: Path, when: int) -> None:
 
 
 @pytest.mark.parametrize(("text", "problem"), [("", "is empty"), ("gone", "names 'gone', which is no complete")])
-def test_where_the_latest_is_not_there_the_newest_complete_one_is_taken(text, problem, tmp_path, caplog) -> None:
+def test_the_newest_complete_checkpoint_is_taken_if_latest_is_gone(text, problem, tmp_path, caplog) -> None:
     (tmp_path / "latest").write_text(text)
     (tmp_path / "gone").mkdir()
     (tmp_path / "gone" / "manifest.json").write_text('{"format": 2, "shards": [')
@@ -97,7 +97,7 @@ def test_names_of_the_folders_own_files_are_no_tags(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_of_each_series_the_last_are_kept_and_nothing_else_is_deleted(tmp_path: Path) -> None:
+def test_the_last_of_each_series_are_kept_and_nothing_else_is_deleted(tmp_path: Path) -> None:
     folder = str(tmp_path)
     root = Path(folder)
     engine = start(1, config(1) | {"checkpoint": {"keep_last": 2}})
@@ -152,7 +152,7 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, caplog, monkey
     assert (tmp_path / "step2" / "manifest.json").exists()
 
 
-def test_what_was_cut_off_is_never_taken_and_goes_away_with_the_next_save(tmp_path: Path) -> None:
+def test_incomplete_checkpoints_are_never_taken_and_go_with_the_next_save(tmp_path: Path) -> None:
     for when, tag in enumerate(["step1", "step2", "step2.old", "step3", "step4", "step4.old", "step5.draft"]):
         write_manifest(tmp_path / tag, 1000 + when)
     for tag in ("step3", "step4"):  # half deleted; beside the second, its replacement had just begun
@@ -199,7 +199,7 @@ def test_a_checkpoint_takes_the_place_of_a_half_deleted_one_and_of_no_folder_of_
         folders.require_free(tmp_path / "app")
 
 
-def test_of_a_link_to_a_checkpoint_only_the_link_is_replaced(tmp_path: Path) -> None:
+def test_a_link_to_a_checkpoint_is_replaced_alone(tmp_path: Path) -> None:
     write_manifest(tmp_path / "step1", 1000)
     write_manifest(tmp_path / "best.draft", 1000)
     (tmp_path / "best").symlink_to("step1")
@@ -209,7 +209,7 @@ def test_of_a_link_to_a_checkpoint_only_the_link_is_replaced(tmp_path: Path) -> 
     assert (tmp_path / "step1" / folders.MANIFEST).is_file()
 
 
-def test_what_is_packed_comes_back() -> None:
+def test_packed_values_come_back() -> None:
     for value in ({"a": (1, [2.5, None])}, {1: "x", (2, 3): {}}, {"__tuple__": 5}, {"x": {"__items__": [1]}}):
         assert unpack(json.loads(json.dumps(pack(value)))) == value
 

@@ -192,7 +192,7 @@ def sound_machine(folder: Path) -> dict[str, Any]:
         (None, {"unused_gpus": 2}, "the machine has 2 Nvidia device(s), and torch"),
     ],
 )
-def test_what_stands_in_the_way_is_a_problem(tmp_path, part, change, problem) -> None:
+def test_lacking_resources_are_problems(tmp_path, part, change, problem) -> None:
     machine = sound_machine(tmp_path)
     assert observed.problems(machine) == []
     worse = copy.deepcopy(machine)

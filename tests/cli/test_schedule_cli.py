@@ -134,7 +134,7 @@ def test_wrong_input_is_named(options: tuple[str, ...], parts: list[str]) -> Non
     assert all(part in shown.stderr for part in parts), shown.stderr
 
 
-def test_it_does_without_torch() -> None:
+def test_the_command_does_without_torch() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from zeromesh.cli.main import app; "
         "result = CliRunner().invoke(app, ['schedule', '--name', 'search']); "

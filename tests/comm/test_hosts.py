@@ -110,7 +110,7 @@ def send(messages: list[tuple[int, int]], nbytes: int) -> tuple[int, float, bool
     ],
     ids=["inside", "one", "two back", "both ways"],
 )
-def test_what_passes_between_hosts_is_counted_where_it_is_sent_and_nothing_else(hosts, messages, expected) -> None:
+def test_traffic_between_hosts_is_counted_where_it_is_sent_and_nothing_else(hosts, messages, expected) -> None:
     ranks, links = [], []
     for _ in range(3):  # what TCP sends again only adds to what is counted
         before = hosts.sent()
@@ -309,7 +309,7 @@ def test_namespaces_end_with_their_owner_however_it_ends() -> None:
     ],
     ids=["no tools", "no right"],
 )
-def test_where_namespaces_are_not_permitted_the_stand_in_is_taken(monkeypatch, name, value, message) -> None:
+def test_the_stand_in_is_taken_if_namespaces_are_not_permitted(monkeypatch, name, value, message) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(namespaces, name, value)
     monkeypatch.setattr(hosts_module, "best_kind", hosts_module.best_kind.__wrapped__)

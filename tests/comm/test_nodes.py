@@ -164,7 +164,7 @@ def test_messages_have_their_length_and_read_back_within_the_step_of_the_format(
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
-def test_what_is_not_finite_is_not_finite_on_the_other_side(form: Any, bad: float) -> None:
+def test_numbers_that_are_not_finite_stay_so_on_the_other_side(form: Any, bad: float) -> None:
     vector = torch.ones(3 * BLOCK)
     vector[BLOCK + 3] = bad
     back = torch.empty_like(vector)

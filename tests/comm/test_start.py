@@ -134,7 +134,7 @@ def fail_on(failing: int, port: int) -> str:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_one_rank_lacks_the_others_hear_of(failing: int) -> None:
+def test_an_error_of_one_rank_at_the_start_reaches_the_others(failing: int) -> None:
     said = run_ranks(fail_on, 2, failing, free_port())
     assert said[failing] == "ValueError: this node has 1 cuda device(s)"
     expected = f"StartError: rank {failing} on {socket.gethostname()} cannot start: this node has 1 cuda device(s)"

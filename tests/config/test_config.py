@@ -225,7 +225,7 @@ def test_all_problems_come_in_one_error_that_is_a_value_error() -> None:
         ("[1]", "must be an object"),
     ],
 )
-def test_what_is_not_a_json_object_is_refused_naming_the_file(tmp_path: Path, text: str, expected: str) -> None:
+def test_files_without_a_json_object_are_refused_by_name(tmp_path: Path, text: str, expected: str) -> None:
     file = tmp_path / "broken.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match="broken.json") as caught:
@@ -234,7 +234,7 @@ def test_what_is_not_a_json_object_is_refused_naming_the_file(tmp_path: Path, te
 
 
 @pytest.mark.parametrize("source", [None, 3, ["a"], "no/such/file.json", Path("no/such/file.json"), CONFIGS])
-def test_what_is_neither_file_nor_dict_is_refused(source: Any) -> None:
+def test_sources_other_than_files_and_dicts_are_refused(source: Any) -> None:
     assert len(problems(source)) == 1
 
 
@@ -309,7 +309,7 @@ def test_every_row_of_the_tables_is_about_a_key() -> None:
 
 
 @pytest.mark.parametrize("path", NOT_YET)
-def test_what_is_not_yet_possible_is_refused_in_those_words_and_its_default_allowed(path: str) -> None:
+def test_unsupported_keys_are_refused_in_the_words_of_the_table_and_their_defaults_allowed(path: str) -> None:
     entry = entries()[path]
     value: Any = {}
     if not entry.section:
@@ -426,7 +426,7 @@ def test_a_stage_is_a_row(stage: int) -> None:
         ({"offload_param": {"device": "nvme", "nvme_path": "/disk"}}, ("nvme", "device", "device")),
     ],
 )
-def test_what_is_offloaded_is_a_tier_of_the_row(zero: dict[str, Any], tiers: tuple[str, ...]) -> None:
+def test_offload_sections_set_the_tiers_of_the_row(zero: dict[str, Any], tiers: tuple[str, ...]) -> None:
     row = Settings.load({"zero_optimization": {"stage": 3, **zero}}).row
     assert (row.parameter_tier.value, row.gradient_tier.value, row.optimizer_tier.value) == tiers
 
@@ -443,7 +443,7 @@ def test_what_is_offloaded_is_a_tier_of_the_row(zero: dict[str, Any], tiers: tup
         ),
     ],
 )
-def test_what_cannot_be_offloaded_is_refused(zero: dict[str, Any], message: str) -> None:
+def test_contradictory_offload_sections_are_refused(zero: dict[str, Any], message: str) -> None:
     (problem,) = problems({"zero_optimization": zero})
     assert message in problem
 
@@ -491,7 +491,7 @@ def test_the_precision_of_a_configuration(document: dict[str, Any], expected: Pr
         ({"prescale_gradients": True, "gradient_predivide_factor": 2}, 4.0),
     ],
 )
-def test_what_gradients_are_divided_by_before_they_are_reduced(document, expected) -> None:
+def test_predivide_factors_follow_from_both_of_their_keys(document, expected) -> None:
     resolved = Settings.load(document | {"train_micro_batch_size_per_gpu": 3}).resolve(4)
     assert resolved.gradient_predivide == expected
 

@@ -96,13 +96,15 @@ OFF: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("document", ON, ids=str)
-def test_what_is_switched_on_and_is_not_here_is_refused(document: dict[str, Any]) -> None:
+def test_unsupported_sections_that_are_switched_on_are_refused(document: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="is not available; "):
         Settings.load(document)
 
 
 @pytest.mark.parametrize("document", OFF, ids=str)
-def test_what_is_switched_off_is_accepted(document: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_sections_that_are_switched_off_are_accepted(
+    document: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "zeromesh"):
         Settings.load(document)
     assert "it is switched off" in caplog.text

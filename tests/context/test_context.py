@@ -102,7 +102,7 @@ def test_both_strategies_compute_what_one_process_does(ranks: int) -> None:
 
 
 @pytest.mark.full
-def test_they_do_so_on_mpi() -> None:
+def test_strategies_do_so_on_mpi() -> None:
     cases = [(SHAPES[1], torch.float64), (SHAPES[1], torch.bfloat16)]
     compare_all(cases, run_mpi_ranks(spread_all, 2, cases))
 
@@ -357,7 +357,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_cut_is_refused(message: str) -> None:
+def test_sequences_that_cannot_be_cut_are_refused(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split({"input_ids": IDS} | REFUSED[message], fake(2))
 

@@ -349,7 +349,7 @@ def test_a_plain_model_that_is_given_labels_must_return_its_loss() -> None:
         ({"is_causal": False}, "not causal"),
     ],
 )
-def test_what_attention_is_called_with_is_refused_with_the_modules_name(extras: Any, message: str) -> None:
+def test_unsupported_arguments_of_attention_are_refused_with_the_modules_name(extras: Any, message: str) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     model = of("llama")

@@ -43,7 +43,7 @@ def test_a_solid_arrow_is_a_call(caller: str, called: str) -> None:
     assert name in used, f"{NODES[caller]} does not call {NODES[called]}"
 
 
-def test_what_the_table_of_contributions_names_exists() -> None:
+def test_files_and_functions_in_the_table_of_contributions_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"`((?:zeromesh|tools|docs|tests)/[\w./-]+)`(?: \(((?:`\w+`(?:, )?)+)\))?", text)
     assert len(rows) > 15

@@ -201,7 +201,7 @@ REFUSED_PARTS = {
 
 
 @pytest.mark.parametrize("kind", REFUSED_PARTS)
-def test_what_is_compiled_around_sharded_units_is_refused(kind: str) -> None:
+def test_modules_compiled_around_sharded_units_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=f"{REFUSED_PARTS[kind]}; .*engine.compile"):
         train_compiled(kind, 3)
     assert not dist.is_initialized()
@@ -221,7 +221,7 @@ def test_what_is_compiled_around_sharded_units_is_refused(kind: str) -> None:
         ("the model's forward", 2),
     ],
 )
-def test_what_is_compiled_elsewhere_trains_as_if_it_were_not(kind: str, row: int) -> None:
+def test_modules_compiled_elsewhere_train_as_if_they_were_not(kind: str, row: int) -> None:
     found, expected = (run_ranks(train_compiled, 2, name, row)[0] for name in (kind, "nothing"))
     assert_same(found, expected)
 
@@ -282,7 +282,7 @@ def test_a_function_that_makes_such_a_scheduler_is_refused() -> None:
 
 
 @on_ranks(2, timeout=LIMIT)
-def test_what_does_not_fit_together_is_refused_on_every_rank() -> None:
+def test_arguments_that_do_not_fit_together_are_refused_on_every_rank() -> None:
     def with_arguments(make: Callable[[Net], dict[str, Any]], **changes: Any) -> Callable[[], Any]:
         model = build_net(torch.float32)
         settings = {key: value for key, value in config(1, **changes).items() if value is not None}
@@ -380,7 +380,7 @@ def test_ranks_with_different_configurations_or_models_all_see_the_difference(ki
 
 
 @pytest.mark.parametrize(("kind", "text"), [("key", "stage is not a known key"), ("all frozen", "no trainable")])
-def test_what_one_rank_cannot_read_the_others_hear_of(kind: str, text: str) -> None:
+def test_an_error_of_one_rank_reaches_the_others(kind: str, text: str) -> None:
     first, last = run_ranks(differing, 2, kind, timeout=LIMIT)
     assert text in last
     assert "rank 1 could not" in first

@@ -227,7 +227,7 @@ def test_after_any_mistake_the_same_model_can_be_initialized_on_two_axes() -> No
 
 @pytest.mark.parametrize("row", [0, 2, 3])
 @on_ranks(2)
-def test_what_fails_when_the_model_has_changed_says_so_and_takes_the_hooks_off(row: int) -> None:
+def test_late_failures_of_initialize_say_so_and_take_the_hooks_off(row: int) -> None:
     model = normed()
     settings = config(zero_optimization={"stage": row}, activation_checkpointing={"enabled": True})
     with pytest.raises(ArithmeticError) as caught:
@@ -243,7 +243,7 @@ def test_what_fails_when_the_model_has_changed_says_so_and_takes_the_hooks_off(r
 
 
 @on_ranks(1)
-def test_what_is_tried_first_is_said_once() -> None:
+def test_a_warning_of_the_trial_is_logged_once() -> None:
     said: list[str] = []
     logging.getLogger("zeromesh").setLevel(logging.INFO)
     logging.getLogger("zeromesh").addHandler(handler := logging.Handler())

@@ -77,7 +77,7 @@ def losses_of_a_short_pass() -> list[tuple[float, list[float]]]:
     return found
 
 
-def test_what_is_left_of_a_pass_is_divided_evenly_so_that_every_update_is_a_mean() -> None:
+def test_the_rest_of_a_pass_is_divided_evenly_so_that_every_update_is_a_mean() -> None:
     """Five samples in updates of four: two are left over with one that is taken again, one for each rank."""
     by_rank = run_ranks(losses_of_a_short_pass, 2)
     assert [len(found) for found in by_rank] == [4, 4]  # two updates in each of two passes, on both ranks

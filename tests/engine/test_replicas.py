@@ -92,7 +92,7 @@ def test_a_flipped_bit_of_one_replica_is_named_by_rank_and_tensor(tmp_path: Path
 
 @pytest.mark.full
 @on_ranks(3)
-def test_of_three_replicas_the_one_that_differs_is_named(tmp_path: Path) -> None:
+def test_the_one_of_three_replicas_that_differs_is_named(tmp_path: Path) -> None:
     folder = str(tmp_path)
     engine = engine_of(0, {})
     if engine.mesh.rank == 1:

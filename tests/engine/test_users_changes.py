@@ -104,7 +104,7 @@ def whole(engine: zeromesh.Engine) -> Iterator[None]:
 @pytest.mark.parametrize("how", ["in place", "new data", "through data"])
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 @on_ranks(RANKS)
-def test_what_is_written_to_parameters_between_steps_is_trained_on(row: int, how: str) -> None:
+def test_writes_to_parameters_between_steps_are_trained_on(row: int, how: str) -> None:
     engine = start(row)
     found = []
     for number in range(4):
@@ -122,7 +122,7 @@ def test_what_is_written_to_parameters_between_steps_is_trained_on(row: int, how
 
 @pytest.mark.parametrize("row", [0, 1, 2])
 @on_ranks(RANKS)
-def test_what_is_written_while_parameters_are_on_their_way_stays(row: int, tmp_path: Path) -> None:
+def test_writes_while_parameters_are_gathered_stay(row: int, tmp_path: Path) -> None:
     folder = str(tmp_path)
     engine = start(row)
     late = engine.optimizer.register_step_post_hook(lambda *rest: time.sleep(0.3 * engine.data_rank))
@@ -558,7 +558,7 @@ def test_an_interrupted_forward_leaves_no_traces(row: int, how: str) -> None:
 
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 @on_ranks(RANKS)
-def test_what_an_optimizer_changed_before_it_failed_on_one_rank_is_what_all_compute_with(row: int) -> None:
+def test_all_ranks_compute_with_the_update_that_failed_late_on_one(row: int) -> None:
     engine = start(row)
     train(engine, 0)
 

@@ -124,7 +124,7 @@ def assert_same(found: list[torch.Tensor], model: nn.Module, name: str) -> None:
 
 
 @pytest.mark.parametrize("row", [pytest.param(0, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3])
-def test_they_do_what_they_do_in_plain_torch(row: int) -> None:
+def test_users_lines_train_as_in_plain_torch(row: int) -> None:
     results = run_ranks(train, 2, row)
     for name, (step, kind) in CASES.items():
         model = make(kind)

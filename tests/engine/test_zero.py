@@ -214,7 +214,7 @@ def test_arrays_of_deferred_tensors_cannot_be_written_to() -> None:
         nn.Linear(3, 3).weight.detach().numpy()[0] = 1
 
 
-def test_what_fails_while_deferred_says_that_it_was() -> None:
+def test_errors_under_init_say_that_construction_was_deferred() -> None:
     def broken() -> None:
         with zeromesh.zero.Init():
             raise TypeError("no such thing")
@@ -370,7 +370,7 @@ class Around(nn.Module):
     ("build", "named"),
     [(Plain, "inner.scale"), (lambda: Forgetful(3, 3), "bias"), (Table, "table"), (Around, "part.inner.scale")],
 )
-def test_what_no_initialiser_gives_a_value_is_refused_by_name(build: Callable[[], nn.Module], named: str) -> None:
+def test_parameters_without_an_initialiser_are_refused_by_name(build: Callable[[], nn.Module], named: str) -> None:
     with torch.device("meta"):
         model = build()
     with pytest.raises(ValueError, match=f"^{named} is on the meta device.*zero.Init"):

@@ -186,7 +186,7 @@ def write(parameter: nn.Parameter, value: float, how: str) -> None:
     ("row", "how"), [*((row, "in place") for row in (0, 1, 2)), *((row, "new data") for row in (0, 1, 2, 3))]
 )
 @on_ranks(2)
-def test_of_what_is_written_in_several_ways_the_last_counts_and_none_is_lost(row: int, bf16: bool, how: str) -> None:
+def test_the_last_of_several_kinds_of_writes_counts_and_none_is_lost(row: int, bf16: bool, how: str) -> None:
     zero = zeromesh.zero
     config = {
         "train_micro_batch_size_per_gpu": 1,

@@ -423,7 +423,7 @@ def piece(**changes: Any) -> UpdatePiece:
         ({"master": torch.ones(4).bfloat16(), "remainder": HALF, "new_remainder": HALF}, "one is not"),
     ],
 )
-def test_what_the_kernel_would_misread_is_refused(changes: dict[str, Any], match: str) -> None:
+def test_tensors_that_the_kernel_would_misread_are_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         update.update([piece(**changes)])
 

@@ -148,7 +148,7 @@ def test_variables_that_are_wrong_are_told_where_they_matter(script, tmp_path, m
 
 
 @pytest.mark.full
-def test_what_a_rank_left_running_ends_with_a_failure(tmp_path: Path) -> None:
+def test_processes_that_a_rank_left_running_end_with_a_failure(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid)\nraise ValueError\n"
     )
@@ -168,7 +168,7 @@ def test_what_a_rank_left_running_ends_with_a_failure(tmp_path: Path) -> None:
         (2, "for number in range(20_000):\n    print('x' * 80)", 0, {"x" * 80, "[1] " + "x" * 80}),
     ],
 )
-def test_what_ranks_read_and_write_is_as_under_python(ranks, text, status, lines, tmp_path) -> None:
+def test_ranks_read_and_write_as_under_python(ranks, text, status, lines, tmp_path) -> None:
     script = tmp_path / "script.py"
     script.write_text(text)
     finished = subprocess.run(

@@ -112,6 +112,6 @@ def test_any_range_of_what_a_rank_holds_is_read_and_written(shape, split, ranks,
         ([10], 2, 4, "10 entries are no whole number of blocks of 4"),
     ],
 )
-def test_what_does_not_divide_is_refused_with_the_arithmetic(sections, ranks, block, message) -> None:
+def test_sizes_that_do_not_divide_are_refused_with_the_arithmetic(sections, ranks, block, message) -> None:
     with pytest.raises(ValueError, match=message):
         Split.even(0, sections, ranks, block)

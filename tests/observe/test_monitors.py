@@ -287,7 +287,7 @@ def test_a_folder_that_cannot_be_made_is_said_on_every_rank_before_training(tmp_
     ("values", "error"),
     [({1: 1.0}, TypeError), ({"a": "x"}, ValueError), ({"a": torch.ones(2)}, ValueError), ({"a": None}, ValueError)],
 )
-def test_what_is_no_number_is_refused_on_every_rank(values: Any, error: type[Exception]) -> None:
+def test_values_that_are_no_numbers_are_refused_on_every_rank(values: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         Monitor().write(values)
 

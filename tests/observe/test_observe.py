@@ -97,7 +97,7 @@ def test_peak_operations_are_measured_where_no_table_knows_them(monkeypatch: pyt
     assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == 756e12
 
 
-def test_what_disturbs_the_machine_for_a_moment_does_not_spoil_the_measurement(monkeypatch) -> None:
+def test_a_momentary_disturbance_does_not_spoil_the_measurement(monkeypatch) -> None:
     now = 0.0
     busy_until = 0.25
 

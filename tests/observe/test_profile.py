@@ -126,7 +126,7 @@ def test_a_breakdown_has_phases_that_add_up_and_kinds_without_what_is_inside_of_
     assert ["forward", "2500.00", "38.5%"] in [line.split() for line in found.text().splitlines()]
 
 
-def test_what_is_kept_for_a_breakdown_does_not_grow_with_the_updates() -> None:
+def test_a_breakdown_keeps_no_more_with_more_updates() -> None:
     def update(spans: Spans) -> None:
         for kind in ("forward", "backward", "step"):
             with spans.phase(kind), span("fetch"):
@@ -162,7 +162,7 @@ def test_an_engine_keeps_the_phases_of_two_updates_at_most() -> None:
     assert max(found) <= 2 * 5, "two micro-batches of an update have five phases"
 
 
-def test_nobody_pays_for_spans_that_nobody_watches() -> None:
+def test_spans_without_a_watcher_cost_nothing() -> None:
     spans = Spans(torch.device("cpu"))
     assert spans.phase("forward") is NOTHING
     assert span("fetch", "unit") is NOTHING
@@ -437,7 +437,7 @@ def test_operations_of_a_model_of_transformers_are_the_same_without_its_values(n
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_what_is_recomputed_counts_apart(checkpointed: bool) -> None:
+def test_recomputed_operations_count_apart(checkpointed: bool) -> None:
     from torch.utils.checkpoint import checkpoint
 
     block = Block()

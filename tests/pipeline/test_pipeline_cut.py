@@ -123,7 +123,7 @@ def test_stages_of_several_blocks_compute_what_the_model_does(name: str, stages:
     check(model, blocks, min(stages, len(blocks.names)), call, case.tolerance)
 
 
-def test_of_two_towers_the_one_that_is_called_first_is_cut() -> None:
+def test_the_tower_that_is_called_first_is_cut() -> None:
     """What it ends with is not among what the blocks of the other are called with."""
     model, call = made(MODELS["clip"])
     blocks = examine(model)
@@ -282,7 +282,7 @@ def test_a_parameter_that_a_stage_needs_and_does_not_have_is_told() -> None:
         run_stages(model, wrong, of_tokens)
 
 
-def test_what_stands_in_for_parameters_is_where_and_as_they_would_be() -> None:
+def test_stand_ins_have_the_device_and_dtype_of_their_parameters() -> None:
     model = Decoder()
     cut = examine(model).cut([0, 2])
     take_away(model, cut, [0], torch.bfloat16, torch.device("meta"))
@@ -646,7 +646,7 @@ class ScaledBySecond(nn.Module):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_what_blocks_pass_on_is_not_mistaken_for_another_of_its_form(in_place: bool) -> None:
+def test_tensors_that_blocks_pass_on_are_not_mistaken_for_others_of_their_form(in_place: bool) -> None:
     torch.manual_seed(0)
     model = PassesOn(in_place).double()
     counts = torch.tensor([1, 2])

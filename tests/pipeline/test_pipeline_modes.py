@@ -182,7 +182,7 @@ def test_layers_may_be_frozen_between_updates(freezes: tuple[bool, ...], schedul
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
-def test_what_is_made_of_inputs_with_buffers_is_the_same_on_all_stages(schedule: str) -> None:
+def test_values_made_of_inputs_and_buffers_are_the_same_on_all_stages(schedule: str) -> None:
     compare("normed", schedule=schedule)
 
 
@@ -195,7 +195,7 @@ def test_a_forward_may_write_to_its_parameters_on_stages_that_do_not_have_them(s
     compare("clamped", schedule=schedule)
 
 
-def test_what_changes_with_each_forward_is_the_same_with_a_stage_per_rank_and_refused_with_several() -> None:
+def test_parameters_that_each_forward_changes_need_one_stage_per_rank() -> None:
     compare("decaying")
     with pytest.raises(
         RankFailure, match="the model's forward changes first.weight each time, outside of the pipeline"
@@ -207,7 +207,7 @@ def decaying_twice() -> None:
     start("decaying", 2, schedule="zb-v").train_batch(given(0))
 
 
-def test_what_stands_in_for_a_parameter_drops_what_is_written_and_refuses_to_count() -> None:
+def test_stand_ins_for_parameters_drop_writes_and_refuse_to_count() -> None:
     parameter = nn.Parameter(torch.randn(3, 4))
     zeros = Elsewhere.make("first.weight", parameter, None, torch.float64)
     assert (zeros.shape, zeros.size(), zeros.dtype, zeros.data.dtype) == ((3, 4), (3, 4), torch.float64, torch.float64)

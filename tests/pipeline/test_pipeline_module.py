@@ -468,7 +468,7 @@ def test_the_configuration_wins_and_the_model_says_what_it_leaves_out(options, d
         ({"topology": Topology(pipe=2, model=2)}, {}, "set mesh.tensor to 2, and build the layers whole"),
     ],
 )
-def test_what_contradicts_the_configuration_is_refused(options, document, message) -> None:
+def test_arguments_that_contradict_the_configuration_are_refused(options, document, message) -> None:
     model = PipelineModule([nn.Linear(1, 1)], **options)
     with pytest.raises(ValueError, match=message):
         settings_of(model, Settings.load(document), None)
@@ -509,13 +509,13 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_is_refused(fault: str) -> None:
+def test_impossible_layers_and_arguments_are_refused(fault: str) -> None:
     action, message = FAULTS[fault]
     with pytest.raises(ValueError, match=message):
         action()
 
 
-def test_what_is_written_to_layers_without_memory_is_kept_or_refused() -> None:
+def test_writes_to_layers_without_memory_are_kept_or_refused() -> None:
     def fill(module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
             nn.init.constant_(parameter, 2.0)

@@ -25,7 +25,7 @@ MICROBATCHES = 8
         pytest.param("t5", {"pipeline": 2, "row": 2}, "interleaved-1f1b", {}, marks=pytest.mark.full),
     ],
 )
-def test_what_is_computed_again_trains_to_the_numbers_of_one_process(kind, layout, schedule, further) -> None:
+def test_recomputed_stages_train_to_the_numbers_of_one_process(kind, layout, schedule, further) -> None:
     expected, values, _, _ = run_ranks(train, 1, kind, timeout=LIMIT, further=further)[0]
     chosen = {"schedule": schedule, "chunks": CHUNKS.get(schedule), "recompute": True}
     ranks = layout["pipeline"] * layout.get("data", 1) * layout.get("tensor", 1)
@@ -72,7 +72,7 @@ def run(recompute: bool) -> tuple[list[float], dict[str, Tensor], tuple[int, ...
     return losses, engine.gathered_state_dict(), engine.pipelined.recorded.held
 
 
-def test_it_has_the_same_random_numbers_changes_buffers_once_and_holds_one_graph() -> None:
+def test_recomputation_draws_the_same_numbers_changes_buffers_once_and_holds_one_graph() -> None:
     losses, state, held = run_ranks(run, 2, False)[0]
     again, other, less = run_ranks(run, 2, True)[0]
     assert again == losses

@@ -102,7 +102,7 @@ def test_an_update_is_recorded_and_drawn(tmp_path: Path, schedule: str, chunks: 
     assert ElementTree.parse(files[0]).getroot().tag == f"{SPACE}svg"
 
 
-def test_it_can_be_asked_for_in_python() -> None:
+def test_recording_can_be_asked_for_in_python() -> None:
     for recorded, lines, _, seen in run_ranks(record, 2, None, "1f1b"):
         assert seen == [False, True, True]
         assert lines == []
@@ -110,7 +110,7 @@ def test_it_can_be_asked_for_in_python() -> None:
 
 
 @pytest.mark.full
-def test_of_several_pipelines_the_first_is_written(tmp_path: Path) -> None:
+def test_the_first_of_several_pipelines_is_written(tmp_path: Path) -> None:
     results = run_ranks(record, 4, tmp_path, "1f1b", data=2)
     assert [len(lines) for _, lines, _, _ in results] == [1, 0, 0, 0]
     assert len(list(tmp_path.iterdir())) == 3
@@ -146,7 +146,7 @@ def test_older_files_stay(tmp_path: Path) -> None:
         (True, "pipeline.record"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused(given: Any, message: str) -> None:
+def test_recordings_that_cannot_be_made_are_refused(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Settings.load({"train_batch_size": 1, "pipeline": {"record": given}})
 
@@ -216,7 +216,7 @@ def an_example() -> Recorded:  # forwards take 1 s, backwards 2 s, messages 0.5 
     return Recorded(timeline, tuple(waits), (2, 1))
 
 
-def test_what_was_measured_is_predicted_again() -> None:
+def test_measured_times_are_predicted_again() -> None:
     recorded = an_example()
     assert recorded.costs.forward == [1.0, 1.0]
     assert recorded.costs.backward == [2.0, 2.0]

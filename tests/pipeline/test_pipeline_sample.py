@@ -97,7 +97,7 @@ def test_operations_are_those_of_the_users_lengths_over_all_ranks(lengths: list[
     assert run_ranks(cut, 2, "Model", lengths) == [starts, starts]
 
 
-def test_what_would_be_lost_between_stages_is_seen_with_the_users_data() -> None:
+def test_values_that_would_be_lost_between_stages_are_seen_with_the_users_data() -> None:
     for said in run_ranks(cut, 2, "Adding", [2, 2]):
         assert "Adding reads, after its call of blocks.1" in said
 

@@ -391,7 +391,7 @@ def save_unwritable(folder: str) -> None:
     engine.save_16bit_model(f"{folder}-other")
 
 
-def test_if_the_first_rank_cannot_write_all_stages_raise(tmp_path: Path) -> None:
+def test_all_stages_raise_if_the_first_rank_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     run_ranks(save_unwritable, 2, str(tmp_path / "file"))
 

@@ -250,7 +250,7 @@ def test_all_ranks_cut_by_the_mean_of_what_they_measure(further: dict[str, Any],
     assert second[1] == []
 
 
-def test_where_time_cannot_be_measured_all_ranks_are_told() -> None:
+def test_all_ranks_are_told_if_time_cannot_be_measured() -> None:
     for said in run_ranks(initialise, 2, "Uneven", False, {}):
         assert "what inputs the model takes is not known; pass training_data" in said
     other, own = run_ranks(initialise, 2, "Failing", True, {})

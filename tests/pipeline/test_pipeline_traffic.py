@@ -50,7 +50,7 @@ def sent(
         pytest.param(2, "zb-h1", None, marks=pytest.mark.full),
     ],
 )
-def test_what_a_step_sends(row: int, schedule: str, chunks: int | None) -> None:
+def test_a_step_sends_what_the_formulas_say(row: int, schedule: str, chunks: int | None) -> None:
     boundaries = 2 * (chunks or 1) - 1
     tokens = SAMPLES // DATA * sum(LENGTH + 2 * (number % 2) for number in range(MICROBATCHES))
     along = dict.fromkeys(("activations", "gradients of activations"), 0)

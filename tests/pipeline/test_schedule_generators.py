@@ -72,7 +72,7 @@ def test_zb_v_is_never_idle_with_enough_micro_batches(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_what_is_held_is_what_the_formulas_say(ranks: int) -> None:
+def test_held_micro_batches_are_those_of_the_formulas(ranks: int) -> None:
     for microbatches in (1, ranks, 2 * ranks, 3 * ranks):
         assert most_held_by_stage(generate("gpipe", ranks, microbatches)) == [microbatches] * ranks
         held = most_held_by_stage(generate("1f1b", ranks, microbatches))
@@ -126,7 +126,7 @@ def test_groups_of_any_size_make_an_order_between_interleaved_and_breadth_first(
         (("zb-v", 4, 8, 2, 4), ["group is 4", "zb-v has no groups"]),
     ],
 )
-def test_what_a_schedule_is_not_for_is_refused_with_what_it_is_for(asked, parts) -> None:
+def test_sizes_that_a_schedule_is_not_for_are_refused_with_those_it_is_for(asked, parts) -> None:
     with pytest.raises(ValueError, match=".*".join(map(re.escape, parts))):
         generate(*asked)
 

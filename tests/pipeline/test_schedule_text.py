@@ -91,7 +91,7 @@ def test_comments_and_empty_lines_do_not_count() -> None:
         (("placement: 0 1\n", "placement: 0 1\nplacement: 0 1\n"), 3, "placement", "leave one of them out"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_line(change: tuple[str, str], line: int, word: str, rule: str) -> None:
+def test_unreadable_words_are_named_with_their_line(change: tuple[str, str], line: int, word: str, rule: str) -> None:
     with pytest.raises(ScheduleError) as error:
         parse(SMALL.replace(*change))
     assert error.value.fault == "unreadable text"

@@ -164,7 +164,7 @@ def later_and_early(place: str, folder: str, disturbances: int = 0, more: dict[s
 @pytest.mark.parametrize(
     "place", [pytest.param(p, marks=[pytest.mark.full] if p in ("row 3", "all") else []) for p in PLACES]
 )
-def test_whatever_happens_before_the_step_the_result_is_that_of_an_update_after_it(place: str, tmp_path: Path) -> None:
+def test_early_updates_equal_late_ones_whatever_happens_before_the_step(place: str, tmp_path: Path) -> None:
     counted = later_and_early(place, str(tmp_path), len(DISTURBANCES))
     by_disturbance = [counted[number : number + UNDISTURBED + 1] for number in range(0, len(counted), UNDISTURBED + 1)]
     left_out = False

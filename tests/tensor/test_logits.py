@@ -217,7 +217,7 @@ def split(rows: int, whole_bias: bool) -> dict[str, Any]:
     ("ranks", "rows", "whole_bias"),
     [(1, 11, False), (2, 6, True), (4, 4, True), pytest.param(4, 3, False, marks=pytest.mark.full)],
 )
-def test_whatever_is_done_on_ranks_gives_the_values_and_gradients_of_torch(ranks, rows, whole_bias) -> None:
+def test_all_operations_give_the_values_and_gradients_of_torch(ranks, rows, whole_bias) -> None:
     by_rank = run_ranks(split, ranks, rows, whole_bias)
     hidden, weight, bias, labels = operands()
     for name, (compute, lazy) in all_cases().items():
@@ -239,7 +239,7 @@ def test_whatever_is_done_on_ranks_gives_the_values_and_gradients_of_torch(ranks
 
 
 @pytest.mark.parametrize("name", REMEMBERED)
-def test_what_is_remembered_looks_like_the_tensor_that_it_stands_for(name: str) -> None:
+def test_lazy_logits_look_like_the_tensor_that_they_stand_for(name: str) -> None:
     hidden, weight, bias, _ = operands()
     change = REMEMBERED[name][0]
     whole = Logits(hidden, weight, bias)

@@ -271,7 +271,7 @@ def test_second_derivatives_are_refused(reduction: str) -> None:
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_operands_that_do_not_fit_are_refused() -> None:
     hidden, weight, _, labels = operands()
     with pytest.raises(ValueError, match="reduction is 'average', but must be one of mean, sum, none"):
         linear_cross_entropy(hidden, weight, labels, reduction="average")

@@ -106,7 +106,7 @@ def test_gated_queries_of_a_plan_are_cut_by_heads() -> None:
     assert split.intervals == tuple(((start, start + 2 * HEAD),) for start in range(0, 2 * QUERIES, 2 * HEAD))
 
 
-def test_of_what_attention_is_given_only_masks_and_biases_are_cut_by_heads_and_nothing_is_lost() -> None:
+def test_only_masks_and_biases_of_attention_are_cut_by_heads_and_nothing_is_lost() -> None:
     class Attention(nn.Module):
         def forward(self, x: Any, attention_mask: Any, *more: Any, **others: Any) -> None: ...
 

@@ -125,7 +125,7 @@ WRONG = {
 
 @pytest.mark.parametrize("kind", [*WRONG, "nothing"])
 @on_ranks(2)
-def test_what_needs_all_of_the_split_dim_is_refused(kind: str) -> None:
+def test_operations_that_need_all_of_the_split_dim_are_refused(kind: str) -> None:
     plan, said = SPLIT, rf"blocks\.0\.second is split by rows, but.*({WRONG.get(kind)})"
     if kind == "nothing":  # columns that are not gathered before a layer that splits its input
         plan = {"blocks.*.first": "colwise", "blocks.*.second": "rowwise_split_input"}
@@ -140,7 +140,7 @@ RIGHT = [("nothing", SPLIT), ("heads", SPLIT), ("parameter", SHARED), *((kind, A
 @pytest.mark.some(4)
 @pytest.mark.parametrize(("kind", "plan"), RIGHT)
 @on_ranks(2)
-def test_what_is_right_is_not_refused_and_equal(kind: str, plan: dict[str, str]) -> None:
+def test_right_plans_are_not_refused_and_train_alike(kind: str, plan: dict[str, str]) -> None:
     require_same_training(lambda: build(kind), sequences, split(2, plan))
 
 

@@ -214,7 +214,7 @@ def odd(tensor: int) -> Any:
     return widths, {"output": y.detach(), **gradients}
 
 
-def test_what_fills_the_last_ranks_part_of_a_layer_is_not_seen() -> None:
+def test_padding_of_the_last_ranks_part_is_not_seen() -> None:
     _, expected = run_ranks(odd, 1, 1, timeout=LIMIT)[0]
     for tensor in (3, 4):
         for widths, found in run_ranks(odd, tensor, tensor, timeout=LIMIT):

@@ -511,7 +511,7 @@ def start(settings: dict[str, Any], options: dict[str, Any]) -> str:
          r"the sections \[32, 16\] make 48 entries, and there are 64"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_split_is_told_with_the_arithmetic(ranks, plan, options, match) -> None:
+def test_sizes_that_cannot_be_split_are_refused_with_the_arithmetic(ranks, plan, options, match) -> None:
     for message in run_ranks(start, ranks, config(ranks, tensor_parallel={"plan": plan}), options, timeout=LIMIT):
         assert re.search(match, message), message
 

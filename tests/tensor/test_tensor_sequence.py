@@ -133,7 +133,7 @@ def refused(kind: str, tensor: int) -> str:  # what a rank says; ranks that fail
 
 @pytest.mark.some(5)
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_needs_tokens_of_other_ranks_is_refused(kind: str) -> None:
+def test_blocks_that_need_tokens_of_other_ranks_are_refused(kind: str) -> None:
     said = run_ranks(refused, 2, kind, 2)
     assert any(WRONG[kind] in one for one in said), said
     assert all("set tensor_parallel.sequence to false" in one for one in said), said

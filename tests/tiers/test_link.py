@@ -137,7 +137,7 @@ USUAL = [name for name in [*ZERO, "row 3, all, some frozen"] if name not in SOME
 @pytest.mark.some(1)
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("name", [*USUAL, *(pytest.param(name, marks=pytest.mark.full) for name in SOME)])
-def test_what_is_copied_late_trains_to_the_same_bits(name: str, ranks: int) -> None:
+def test_late_copies_train_to_the_same_bits(name: str, ranks: int) -> None:
     zero = {**ZERO["row 3, all"], "frozen": True} if "frozen" in name else ZERO[name]
     for rank in run_ranks(both, ranks, zero):
         for number, ((expected, _), (found, copies)) in enumerate(rank):
@@ -247,7 +247,7 @@ def test_a_sum_is_added_after_those_that_came_before_it() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @on_ranks("ranks")
-def test_who_listens_is_told_of_each_home_once_it_lacks_nothing(ranks: int, late: bool) -> None:
+def test_listeners_are_told_of_each_shard_once_it_is_complete(ranks: int, late: bool) -> None:
     zero = ZERO["row 3, all"]
     found: list[tuple[list[str], bool]] = []
     with simulated(LateStreams() if late else None):

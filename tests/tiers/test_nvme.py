@@ -113,7 +113,7 @@ def test_regions_of_any_size_come_back_and_the_file_has_the_size_that_is_reporte
     assert (moved.bytes_written, moved.bytes_read) == (store.nbytes, store.nbytes + aligned(1))
 
 
-def test_whether_a_region_holds_what_a_buffer_does_is_known_without_reading(store: FileStore) -> None:
+def test_a_region_is_compared_with_a_buffer_without_reading(store: FileStore) -> None:
     (region,) = allocate(store, 3 * BLOCK + 5, spare=1)
     assert not store.holds(region, filled(1, region.nbytes)), "nothing was written yet"
     write(store, region, 1)
@@ -225,7 +225,7 @@ def test_a_provisional_write_counts_from_commit_on(store: FileStore) -> None:
     assert store.nbytes == size == os.stat(store.path).st_size
 
 
-def test_what_a_caller_must_not_do_is_an_assertion(store: FileStore) -> None:
+def test_misuse_by_a_caller_is_an_assertion(store: FileStore) -> None:
     region, other = allocate(store, BLOCK, BLOCK, spare=1)
     late = store.allocate(BLOCK)
     buffer = Buffer(BLOCK)
@@ -317,7 +317,7 @@ def test_a_stream_changes_every_region_in_order(store: FileStore, count: int) ->
     assert [pool.take(5 * BLOCK) is not None for _ in range(count + 1)] == [True] * count + [False]
 
 
-def test_what_a_stream_writes_provisionally_can_be_dropped(store: FileStore) -> None:
+def test_provisional_writes_of_a_stream_can_be_dropped(store: FileStore) -> None:
     regions = allocate(store, *[BLOCK] * 3, spare=3)
     for region in regions:
         write(store, region, 1)

@@ -124,7 +124,7 @@ def test_the_update_reads_and_writes_what_rests(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
-def test_what_has_no_gradient_stays_as_it_is(tmp_path: Path) -> None:
+def test_parameters_without_gradients_stay_as_they_are(tmp_path: Path) -> None:
     engine = begin(tmp_path)
     updates(engine, 2)
     block = engine.module.blocks[1]
@@ -199,7 +199,7 @@ def test_masters_are_joined_in_runs_of_any_length(tmp_path: Path, monkeypatch: p
         (SPLIT, {"optimizer": {"type": "Lamb"}}, "fewer bytes, but Lamb, .*optimizer.split_m"),
     ],
 )
-def test_what_cannot_be_is_refused(offload: dict[str, Any], more: dict[str, Any], text: str) -> None:
+def test_settings_that_cannot_be_split_are_refused(offload: dict[str, Any], more: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         start({"stage": 3, "offload_optimizer": {**HOST, **offload}, "offload_param": HOST}, **more)
     with pytest.raises(ValueError, match="set bf16.enabled and offload_param.device"):

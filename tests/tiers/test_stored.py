@@ -202,7 +202,7 @@ def test_units_are_read_once_for_each_fetch_and_begun_before_they_are_needed(tmp
     engine.destroy()
 
 
-def test_what_is_frozen_is_written_only_if_somebody_changed_it(tmp_path: Path) -> None:
+def test_frozen_parameters_are_written_only_if_they_changed(tmp_path: Path) -> None:
     torch.manual_seed(3)
     model = Net(4)
     model.blocks.requires_grad_(False)
@@ -312,7 +312,7 @@ def test_under_a_limit_of_memory_too_small_for_the_parameters_it_trains(tmp_path
     require_files_to_be_needed(script, MALLOC_MMAP_THRESHOLD_="262144")  # else the C library keeps what was freed
 
 
-def test_what_cannot_be_used_is_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_folders_are_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="offload_param.device is nvme, but nvme_path is missing; set it to a folder"):
         start({"stage": 3, "offload_param": {"device": "nvme"}})
     with pytest.raises(OSError, match="missing"):

@@ -127,7 +127,7 @@ def test_unloaded_tensors_cannot_be_written_to() -> None:
         value.copy_(torch.ones(3, 2))
 
 
-def test_what_cannot_rest_there_is_refused_before_the_start(tmp_path: Path) -> None:
+def test_states_that_cannot_rest_in_files_are_refused_before_the_start(tmp_path: Path) -> None:
     adam = {"type": "Adam", "params": {"lr": 1e-3, "amsgrad": True}}
     with pytest.raises(ValueError, match="AdamW, with the options of group 0, .* offload_optimizer.device = cpu"):
         start_nvme(tmp_path, optimizer=adam)

@@ -128,7 +128,7 @@ def test_with_all_on_the_host_the_device_holds_as_much_whatever_the_depth() -> N
 
 
 @on_ranks(2)
-def test_what_stays_on_the_device_is_of_the_units_whose_gradients_come_last() -> None:
+def test_units_whose_gradients_come_last_stay_on_the_device() -> None:
     engine = start({"stage": 2, "offload_optimizer": {**HOST, "ratio": 0.4}})
     update(engine)
     tiers = {unit.name: flat.optimizer_tier.value for unit in engine.sharded.units for flat in unit.flats}

@@ -77,7 +77,7 @@ def contents(documents: list[Document]) -> bytes:
     return "".join(text for document in documents for text in pieces_of(document)).encode()
 
 
-def test_of_a_single_document_the_last_lines_are_held_out(tmp_path: Path) -> None:
+def test_the_last_lines_of_a_single_document_are_held_out(tmp_path: Path) -> None:
     path = tmp_path / "one.txt"
     path.write_text("".join(f"line {n}\n" for n in range(1000)))
     for name in ("one.txt", "by its hash it would be held out"):
@@ -140,7 +140,7 @@ def test_suffixes_are_the_ends_of_names(folder: Path) -> None:
     assert len(find_documents([str(folder)], ["py"])) == len(TEXTS)
 
 
-def test_what_runs_write_is_no_text(folder: Path) -> None:
+def test_files_of_runs_are_no_text(folder: Path) -> None:
     before = find_documents([str(folder)], [])
     for name in ("runs/this/text", "runs/other/text", "runs/.hidden"):
         (folder / name).mkdir(parents=True)
@@ -286,7 +286,7 @@ def test_bytes_are_those_of_the_text_also_where_a_tokenizer_loses_some(folder: P
     assert prepared.train[0].bytes + prepared.validation[0].bytes == size
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_tokenizers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(ValueError, match=r"broken\.json.*is not a tokenizer"):
         load_tokenizer(tmp_path / "broken.json")

@@ -87,7 +87,7 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_refused(parts: dict[str, P
     refused(call("train", path), "long.jsonl, line 1: has 42 tokens", "data.too_long")
 
 
-def test_what_was_left_out_is_said(parts: dict[str, Path], tmp_path: Path) -> None:
+def test_records_that_were_left_out_are_counted(parts: dict[str, Path], tmp_path: Path) -> None:
     records = [{"prompt": "p" * n, "response": "r"} for n in range(45)]
     data = change(str(lines(tmp_path / "a.jsonl", records)), tokenizer=str(parts["tokenizer"]), too_long="drop")
     result = call("train", config(tmp_path, tmp_path, data=data, run={"steps": 1, "sample": {}}))

@@ -79,7 +79,7 @@ def write_and_fail(prefix: Path) -> None:
         raise ZeroDivisionError
 
 
-def test_what_is_written_is_read_and_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
+def test_written_documents_are_read_and_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     lengths = random.integers(0, 50, 200).astype(np.int32)
     ids = random.integers(0, 2**31, lengths.sum())

@@ -88,7 +88,7 @@ def tokenizer_of(prepared: PreparedData) -> TextTokenizer:
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path: Path, template: str) -> None:
+def test_the_assistants_turns_of_a_chat_are_learned(tmp_path: Path, template: str) -> None:
     folder = chat_tokenizer(tmp_path / "tokenizer", template)
     path = lines(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": CHAT[1:3]}])
     prepared = prepare(data(path, tokenizer=str(folder)), tmp_path / "text")
@@ -278,7 +278,7 @@ def test_chats_need_a_chat_template(tmp_path: Path) -> None:
         (("q", "a"), {"prompt_key": "q", "response_key": "a"}),
     ],
 )
-def test_of_a_prompt_with_a_response_the_response_and_its_end_are_learned(tmp_path, keys, settings) -> None:
+def test_the_response_to_a_prompt_and_its_end_are_learned(tmp_path, keys, settings) -> None:
     records = [dict(zip(keys, pair, strict=True)) for pair in (("Add 1", " 2 é"), ("", "x"), ("y", ""))]
     prepared = prepare(data(lines(tmp_path / "a.jsonl", records), **settings), tmp_path / "text")
     (part,) = prepared.train

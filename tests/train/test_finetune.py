@@ -344,7 +344,9 @@ SHAPE = {"hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}
         ({"train_batch_size": 4096}, "samples of huggingface.sequence_length = 192 tokens, fewer than the 4096"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_trained_is_refused(tiny: Path, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_settings_that_cannot_be_trained_are_refused(
+    tiny: Path, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     result = invoke("train", write(tmp_path, settings(tiny, tmp_path / "run", **changes)))
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
@@ -446,7 +448,7 @@ def test_the_settings_describe_one_model() -> None:
         language_model(Settings.load({}))
 
 
-def test_what_a_model_of_transformers_costs_is_counted(tiny: Path) -> None:
+def test_the_cost_of_a_model_of_transformers_is_counted(tiny: Path) -> None:
     language = Transformer(HuggingFace(path=str(tiny), sequence_length=64))
     model = language.build()
     multiplied = sum(parameter.numel() for parameter in model.parameters())  # tied: the embedding is the output layer

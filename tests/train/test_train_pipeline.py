@@ -158,7 +158,7 @@ def test_a_model_of_transformers_is_trained_in_stages(lora, schedule, tiny, tmp_
         ({"pipeline": {"blocks": ["layers.*"]}}, "pipeline.blocks: 'layers.*' matches no module"),
     ],
 )
-def test_what_cannot_run_in_stages_is_refused_before_the_start(changes, message, corpus, tmp_path) -> None:
+def test_settings_that_cannot_run_in_stages_are_refused_before_the_start(changes, message, corpus, tmp_path) -> None:
     changes = {**TWO_STAGES, "train_batch_size": None, "gradient_accumulation_steps": 4} | changes
     path = config(corpus, tmp_path, **changes)
     ranks = math.prod(changes["mesh"].values())

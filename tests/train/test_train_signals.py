@@ -63,7 +63,7 @@ def test_sigusr1_saves_and_sigterm_saves_and_ends(prefix: list[str], corpus: Pat
     assert run.last_checkpoint not in (None, saved)
 
 
-def test_what_is_asked_for_while_ranks_agree_counts_at_the_next_update() -> None:
+def test_requests_during_an_agreement_count_at_the_next_update() -> None:
     engine = zeromesh.initialize(model=nn.Linear(2, 1), config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})[0]
 
     def update() -> int:

@@ -196,7 +196,7 @@ def views() -> None:
 
 
 @pytest.mark.parametrize("check", [uneven, views])
-def test_what_lies_unevenly_arrives(check: Callable[[], None]) -> None:
+def test_strided_and_uneven_tensors_arrive(check: Callable[[], None]) -> None:
     run_mpi_ranks(check, 4)
 
 
@@ -464,7 +464,7 @@ def asked_by_two_threads() -> None:
 
 
 @pytest.mark.parametrize("check", [bad_calls, too_late, unlike, too_short, interrupted, asked_by_two_threads])
-def test_what_is_wrong_is_said(check: Callable[[], None]) -> None:
+def test_misuse_and_failures_are_reported(check: Callable[[], None]) -> None:
     run_mpi_ranks(check, 4)
 
 
@@ -528,7 +528,7 @@ def test_a_rank_that_ends_early_ends_all_and_what_is_shown_is_why(body, well, pa
     assert said.count("Traceback") == 1 or body != RAISED
 
 
-def test_who_ends_all_is_read_first() -> None:
+def test_the_reason_of_an_abort_is_read_first() -> None:
     reads, writes = os.pipe()
     try:
         os.write(writes, b"why")
@@ -544,7 +544,7 @@ def test_who_ends_all_is_read_first() -> None:
         os.close(writes)
 
 
-def test_nobody_waits_for_ever_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_does_not_wait_for_ever_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     reads, writes = os.pipe()
     monkeypatch.setattr(mpi, "READERS", 0.05)
     os.write(writes, b"why")
