@@ -7,6 +7,7 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,15 @@ FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """Instruction sets by which results of 16-bit computations differ, as ``/proc/cpuinfo`` names them."""
 LIMITING = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 """Environment variables that keep torch from using some of them."""
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """End the group of engines that a module runs in this process: other tests need it gone."""
+    from zeromesh.comm.environment import shutdown  # not before the variables are set above
+
+    yield
+    shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +103,6 @@ def mark_the_rest_as_full(items: list[pytest.Item]) -> None:
             tests.setdefault((str(item.path), item.originalname), []).append(item)
     for cases in tests.values():
         marker = cases[0].get_closest_marker("some")
-        assert marker is not None
         settings = []
         for item in cases:
             found = {f"{name}:{number}" for name, number in item.callspec.indices.items()}

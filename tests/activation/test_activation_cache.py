@@ -1,7 +1,5 @@
 """Blocks of transformers that are computed again do not add their keys and values to a cache twice."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Inputs of checkpointed blocks that wait for the backward in host memory, or in parts over the tensor axis."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -28,8 +26,6 @@ INPUT = ROWS * WIDTH * 4
 
 
 class Block(nn.Module):
-    """It takes tensors in containers and by name."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down, self.dropout = nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH), nn.Dropout(0.2)
@@ -76,7 +72,6 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def in_use(store: ActivationStore) -> int:
-    assert store.pool is not None
     return store.pool._lent
 
 
@@ -91,7 +86,6 @@ def test_gradients_are_the_same_bits_and_a_tensor_of_all_blocks_is_copied_once()
     assert in_use(store) == 0
     assert equal([p.grad for p in model.parameters()], gradients(plain, given()))  # type: ignore[misc]
     assert equal(gradients(model, given(1)), gradients(plain, given(1)))
-    assert store.pool is not None
     assert store.pool.peak == store.pool._held == 4 * INPUT + ROWS * 96 * 4
 
 
@@ -147,7 +141,6 @@ def test_several_forwards_and_backwards_of_one_graph() -> None:
             found = torch.autograd.grad(losses[seed], list(model.parameters()), retain_graph=retain)
             torch.manual_seed(seed)
             assert equal(list(found), list(torch.autograd.grad(plain(given(seed)), list(plain.parameters()))))
-    assert store.pool is not None
     peak = store.pool.peak
     del losses, found
     assert in_use(store) == 0
@@ -160,7 +153,6 @@ def test_evaluation_keeps_nothing_and_a_forward_without_backward_gives_its_buffe
     model = make(store)
     with torch.no_grad():
         model(given())
-    assert store.pool is not None
     assert store.pool.peak == 0
     loss = model(given())
     assert in_use(store) > 0
@@ -196,8 +188,6 @@ def test_after_a_backward_that_raises_the_next_step_is_right() -> None:
 
 
 class Changing(nn.Module):
-    """Changes what a block was given, after it or in it."""
-
     def __init__(self, inside: bool, rows: int) -> None:
         super().__init__()
         self.block, self.inside, self.rows = Block(), inside, rows
@@ -232,8 +222,6 @@ def test_an_input_that_is_changed_in_place_is_right_or_refused(rows: int) -> Non
 
 
 class Twice(nn.Module):
-    """Gives two blocks the same tensor, changed between, or copies of it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.copies = False
@@ -352,9 +340,6 @@ def test_the_pool_holds_no_more_than_was_lent_at_once() -> None:
     assert pool.take(1).data_ptr() != again.data_ptr()
 
 
-# On the engine.
-
-
 def steps(ranks_config: dict[str, Any], model: str = "llama") -> Any:
     engine = zeromesh.initialize(model=llama() if model == "llama" else gpt2(resid_pdrop=0.2), config=ranks_config)[0]
     if engine.activations is not None:
@@ -390,7 +375,7 @@ def test_over_the_tensor_axis_it_trains_to_the_same_bits(keys: dict[str, bool], 
 
 
 @pytest.mark.full
-def test_where_the_sequence_is_split_partitioning_changes_nothing() -> None:
+def test_partitioning_changes_nothing_if_the_sequence_is_split() -> None:
     further = {"tensor_parallel": {"sequence": True}}
     expected = run_ranks(steps, 2, config(2, **checkpointed(), **further), timeout=LIMIT)
     found = run_ranks(steps, 2, config(2, **checkpointed(partition_activations=True), **further), timeout=LIMIT)
@@ -401,7 +386,6 @@ def test_where_the_sequence_is_split_partitioning_changes_nothing() -> None:
 def differing() -> None:
     targets = {"enabled": True, "partition_activations": True, "targets": ["*.down_proj"]}
     engine = zeromesh.initialize(model=llama(), config=config(2, activation_checkpointing=targets))[0]
-    assert engine.activations is not None
     engine.activations.least = 0
     engine.backward(engine(input_ids=batch(0), labels=batch(0)).loss)
 

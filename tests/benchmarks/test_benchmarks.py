@@ -1,7 +1,5 @@
 """The benchmarks run, their variants learn the same, and what fails is said."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -17,7 +15,7 @@ import torch.distributed as dist
 import gpu_check
 import gpu_offload
 from cases import CASES, batch_of, make_model
-from harness import run_command, run_ranks
+from harness import on_ranks, run_command, run_ranks
 from page import case_table, differing, offload_table, ratios, spans_table, write
 from ranks import RunFailed, run
 from variants import VARIANTS
@@ -30,7 +28,6 @@ OURS = [
 
 
 def losses(name: str, case_name: str, steps: int) -> list[float]:
-    """The means over ranks."""
     case = CASES[case_name]
     step, engine = VARIANTS[name].make(case, make_model(case), torch.device("cpu"))
     tokens = batch_of(case, VARIANTS[name].whole, dist.get_rank(), dist.get_world_size())
@@ -41,25 +38,19 @@ def losses(name: str, case_name: str, steps: int) -> list[float]:
     return (found / dist.get_world_size()).tolist()
 
 
-def all_losses(case_name: str, steps: int) -> dict[str, list[float]]:
-    return {name: losses(name, case_name, steps) for name in OURS}
-
-
+# A loss is eight times the largest logit. A logit has some 27 roundings on its way in bf16, which are of either sign
+# and add up to five or six unit roundoffs of it: less than one of the loss.
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("case", "tolerance"),
     [pytest.param("tiny-fp32", 1e-5, marks=pytest.mark.full), ("tiny-clip", 1e-5), ("tiny-bf16", 2**-8)],
 )
+@on_ranks(2, timeout=120)
 def test_all_variants_of_a_case_have_the_same_losses(case: str, tolerance: float) -> None:
-    """Up to their rounding.
-
-    A loss is eight times the largest logit. A logit has some 27 roundings on its way in bf16, which are of either sign
-    and add up to five or six unit roundoffs of it: less than one of the loss.
-    """
-    for found in run_ranks(all_losses, 2, case, 6, timeout=120):
-        for name in OURS:
-            assert found[name] == pytest.approx(found["DDP"], rel=tolerance), name
-        assert found["DDP"][-1] < found["DDP"][0]
+    found = {name: losses(name, case, 6) for name in OURS}
+    for name in OURS:
+        assert found[name] == pytest.approx(found["DDP"], rel=tolerance), name
+    assert found["DDP"][-1] < found["DDP"][0]
 
 
 @pytest.mark.full
@@ -68,15 +59,16 @@ def test_clipping_is_seen_in_the_losses() -> None:
     assert clipped != pytest.approx(free, rel=1e-4), "else the test above would not see whether a variant clips"
 
 
+@on_ranks(2)
 def test_the_floor_does_not_learn() -> None:
-    for found in run_ranks(losses, 2, "floor", "tiny-fp32", 2):
-        assert found[0] == found[1]
+    first, second = losses("floor", "tiny-fp32", 2)
+    assert first == second
 
 
-PRODUCTS = """
-import torch
+PROGRAMS = {
+    "products of bf16 in fp32 are torch's, rounded once": """
+import torch, products
 from torch.nn import functional as F
-import products
 
 def results(dtype):
     torch.manual_seed(0)
@@ -89,8 +81,7 @@ def results(dtype):
 
 expected, usual = results(torch.float32), results(torch.bfloat16)
 products.replace()
-for before, after in zip(expected, results(torch.float32), strict=True):
-    assert torch.equal(before, after)
+assert all(map(torch.equal, expected, results(torch.float32)))
 found = results(torch.bfloat16)
 # Roundings to bf16: of products; of probabilities, too, their products and the result; and of the gradients of three
 # factors, of which each has the probabilities' or theirs, and that are summed in two steps. Both results have as many.
@@ -98,26 +89,14 @@ for wide, narrow, other, roundings in zip(expected, found, usual, (1, 3, 1, 1, 8
     assert narrow.dtype is torch.bfloat16
     limit = 2 * roundings * 2**-8 * float(wide.detach().abs().max())
     torch.testing.assert_close(narrow.float(), other.float(), rtol=0, atol=limit)
-for index in (0, 3):
-    assert torch.equal(found[index], expected[index].bfloat16()), "rounded once"
+assert all(torch.equal(found[index], expected[index].bfloat16()) for index in (0, 3)), "rounded once"
 a, b = torch.randn(30, 400).bfloat16(), torch.randn(400, 50).bfloat16()
 into = a.new_empty(30, 50)
 assert torch.mm(a, b, out=into) is into
 assert torch.equal(into, a @ b), "also where the caller has memory for it"
 assert torch.equal(into, (a.float() @ b.float()).bfloat16())
-print("equal")
-"""
-
-
-@pytest.mark.full
-def test_bf16_products_in_fp32_are_those_of_torch_rounded_once() -> None:
-    """In a process of its own: torch's kernels are replaced for good."""
-    done = run_command([sys.executable, "-c", PRODUCTS], cwd=BENCHMARKS)
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.strip() == "equal"
-
-
-HEAP = """
+""",
+    "blocks below the limit are not counted": """
 import torch
 from heap import Heap
 
@@ -127,19 +106,18 @@ before = heap.live()
 small = [torch.empty(40_000, dtype=torch.uint8) for _ in range(50)]
 after = heap.live()
 large = torch.empty(1_000_000, dtype=torch.uint8)
-print(after - before, heap.live() - after)
-"""
+assert abs(after - before) < 300_000, "of the 2,000,000 bytes in small blocks"
+assert 1_000_000 <= heap.live() - after <= 1_020_000
+""",
+}
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it asks glibc")
-def test_blocks_below_the_limit_are_not_counted() -> None:
-    # In a process of its own, as malloc keeps the limit.
-    finished = run_command([sys.executable, "-c", HEAP], cwd=BENCHMARKS)
-    assert finished.returncode == 0, finished.stdout
-    small, large = map(int, finished.stdout.split())
-    assert abs(small) < 300_000, "of the 2,000,000 bytes in small blocks"
-    assert 1_000_000 <= large <= 1_020_000
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="one asks glibc")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_tools_that_change_their_process_do_as_they_say(name: str) -> None:  # torch's kernels; the limit of malloc
+    done = run_command([sys.executable, "-c", PROGRAMS[name]], cwd=BENCHMARKS)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize(
@@ -160,14 +138,9 @@ def test_all_ranks_of_a_run_that_fails_are_ended(tmp_path: Path, script: str, li
         if file.exists() and file.read_text():  # it may have been ended before it wrote it
             with pytest.raises(ProcessLookupError):
                 os.kill(int(file.read_text()), 0)
-
-
-def test_an_environment_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="there is no .*/missing/bin/python"):
         run(tmp_path / "missing" / "bin" / "python", 2, {}, {}, 1.0)
 
-
-# One command, with a DeepSpeed that is none: what it shares with the real one is the calls.
 
 FAKE = """
 import torch
@@ -200,7 +173,6 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def benchmark(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder with the results of a small benchmark, and what was printed."""
     folder = tmp_path_factory.mktemp("benchmark")
     home, out = folder / "fake", folder / "out"
     (home / "bin").mkdir(parents=True)
@@ -242,14 +214,12 @@ def test_one_command_measures_everything(benchmark: tuple[Path, str]) -> None:
     )
     assert rows["ZeroMesh 3"]["spans"]["inside"]["step"]["update"] > 0
     assert [name for name, row in rows.items() if row["spans"] is not None] == ["ZeroMesh 3"]
+    assert "DeepSpeed 2 does not run: RuntimeError: there is no stage 2 in this one" in printed
+    assert "there is no stage 2 in this one" in rows["DeepSpeed 2"]["error"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name",
-    ["ZeroMesh 3"]
-    + [pytest.param(name, marks=pytest.mark.full) for name in ("ZeroMesh tensor parallel", "ZeroMesh pipeline, 1f1b")],
-)
+@pytest.mark.parametrize("name", ["ZeroMesh 3", "ZeroMesh tensor parallel", "ZeroMesh pipeline, 1f1b"])
 def test_a_row_runs_on_ranks_of_mpiexec(name: str) -> None:
     job = {"variant": f"{name}, mpi", "case": "tiny-fp32", "watch": "time", "backend": "mpi", "steps": 2}
     figures = run(Path(sys.executable), 2, job, {}, 100)
@@ -260,31 +230,12 @@ def test_a_row_runs_on_ranks_of_mpiexec(name: str) -> None:
 
 
 @pytest.mark.full
-def test_collectives_of_gloo_and_mpi_are_measured_side_by_side(tmp_path: Path) -> None:
-    options = ["--ranks", "2", "--rounds", "2", "--sizes", "4096", "--out", tmp_path]
-    printed = run_command([sys.executable, BENCHMARKS / "collectives.py", *options], timeout=120).stdout
-    found = result(tmp_path)
-    assert {(row["backend"], len(row["ms"])) for row in found["rows"]} == {("gloo", 20), ("mpi", 20)}
-    assert all(min(row["ms"]) > 0 for row in found["rows"])
-    for collective in ("all-gather", "all-to-all", "reduce-scatter", "all-reduce"):
-        assert f"| {collective}, torch's call | " in printed
-
-
-@pytest.mark.full
-def test_a_variant_that_fails_says_so_in_its_row_and_the_rest_goes_on(benchmark: tuple[Path, str]) -> None:
-    out, printed = benchmark
-    assert "DeepSpeed 2 does not run: RuntimeError: there is no stage 2 in this one" in printed
-    assert "there is no stage 2 in this one" in result(out)["cases"]["tiny-fp32"]["rows"]["DeepSpeed 2"]["error"]
-    (page,) = (path for path in out.glob("*.md") if path.name != "README.md")
-    assert "| DeepSpeed 2 | failed, see below |" in page.read_text()
-
-
-@pytest.mark.full
 def test_the_page_has_the_tables_and_the_picture_and_is_linked(benchmark: tuple[Path, str]) -> None:
     out, _ = benchmark
     (path,) = out.glob("*.json")
     text, case = path.with_suffix(".md").read_text(), result(out)["cases"]["tiny-fp32"]
-    for part in (case_table(case), ratios(result(out)), spans_table(case), f"]({path.stem}.png)"):
+    failed = "| DeepSpeed 2 | failed, see below |"
+    for part in (case_table(case), ratios(result(out)), spans_table(case), f"]({path.stem}.png)", failed):
         assert part in text
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     links = [f"- [{path.stem}.md]({path.stem}.md): tiny-fp32; ", "- [an older one](old.md)"]
@@ -306,7 +257,7 @@ def test_losses_that_differ_too_much_are_marked(last: float, differs: bool) -> N
     assert ("too much" in case_table(case)) is differs
 
 
-def test_what_the_host_costs_is_compared_round_by_round() -> None:
+def test_the_cost_of_the_host_is_compared_round_by_round() -> None:
     def row(*times: float, error: str | None = None) -> dict[str, Any]:
         return {"rounds": [{"times": [time]} for time in times], "error": error}
 
@@ -424,6 +375,16 @@ def test_a_case_that_ends_itself_does_not_end_the_run(code: str, limit: float, e
     assert expected.items() <= found.items()
 
 
+def measure(script: str, folder: Path, *options: str, status: int | None = 0) -> tuple[dict[str, Any], str]:
+    """Run a benchmark; its figures, and its page, which must be linked."""
+    (folder / "README.md").write_text("# Pages\n\n<!-- the newest page comes first -->\n")
+    done = run_command([sys.executable, BENCHMARKS / script, "--out", folder, *options], timeout=240)
+    assert status is None or done.returncode == status, done.stdout
+    pages = [page for page in folder.glob("*.md") if page.name != "README.md"]
+    assert all(f"]({page.name})" in (folder / "README.md").read_text() for page in pages)
+    return result(folder) | {"status": done.returncode}, pages[0].read_text() if pages else done.stdout
+
+
 @pytest.mark.full
 def test_the_checkpoint_benchmark_measures_saving_and_loading(tmp_path: Path) -> None:
     options = ["--size", "tiny", "--rounds", "1", "--folder", tmp_path / "speed"]
@@ -433,12 +394,18 @@ def test_the_checkpoint_benchmark_measures_saving_and_loading(tmp_path: Path) ->
 
 
 @pytest.mark.full
+def test_collectives_of_gloo_and_mpi_are_measured_side_by_side(tmp_path: Path) -> None:
+    found, printed = measure("collectives.py", tmp_path, "--ranks", "2", "--rounds", "2", "--sizes", "4096")
+    assert {(row["backend"], len(row["ms"])) for row in found["rows"]} == {("gloo", 20), ("mpi", 20)}
+    assert all(min(row["ms"]) > 0 for row in found["rows"])
+    for collective in ("all-gather", "all-to-all", "reduce-scatter", "all-reduce"):
+        assert f"| {collective}, torch's call | " in printed
+
+
+@pytest.mark.full
 def test_the_memory_of_tensor_parallelism_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("# Pages\n\n<!-- the newest page comes first -->\n")
-    options = ["--case", "communication-bf16", "--sizes", "1", "2", "--updates", "1", "--out", tmp_path]
-    done = run_command([sys.executable, BENCHMARKS / "tensor_memory.py", *options], timeout=240)
-    assert done.returncode == 0, done.stdout
-    found = result(tmp_path)
+    options = ["--case", "communication-bf16", "--sizes", "1", "2", "--updates", "1"]
+    found, _ = measure("tensor_memory.py", tmp_path, *options)
     for key in ("whole", "sequence"):
         one, two = found[key]["1"], found[key]["2"]
         for state in ("parameter", "gradient", "optimizer", "counted"):
@@ -446,17 +413,14 @@ def test_the_memory_of_tensor_parallelism_falls_with_the_number_of_ranks(tmp_pat
         for ranks in (one, two):  # measured: 1.6 % below on one rank, 0.4 % above on two
             assert ranks["heap"] == pytest.approx(ranks["counted"], rel=0.03), key
         assert one["optimizer"] == pytest.approx(12 * found["parameters"], rel=1e-3)
-    (page,) = tmp_path.glob("*-tensor-memory.md")
-    assert f"]({page.name})" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.full
 def test_stages_that_sleep_hold_what_the_table_says_and_have_a_page(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("# Pages\n\n<!-- the newest page comes first -->\n")
-    options = ["--ranks", "2", "--microbatches", "3", "--milliseconds", "1", "--rounds", "1", "--out", tmp_path]
     names = ["1f1b", "zb-h1", "zb-v", "search"]
-    done = run_command([sys.executable, BENCHMARKS / "pipeline_bubble.py", *options, "--schedules", *names], 120)
-    rows = result(tmp_path)["rows"]
+    options = ["--ranks", "2", "--microbatches", "3", "--milliseconds", "1", "--rounds", "1", "--schedules", *names]
+    found, text = measure("pipeline_bubble.py", tmp_path, *options, status=None)
+    rows = found["rows"]
     assert [(row["name"], row["equal"]) for row in rows] == [(name, equal) for equal in (True, False) for name in names]
     for row in rows:
         assert row["held"] == row["held_by_table"], row["name"]
@@ -464,23 +428,18 @@ def test_stages_that_sleep_hold_what_the_table_says_and_have_a_page(tmp_path: Pa
     assert [row["held"] for row in rows[:3]] == [[2, 1], [2, 2], [4, 4]]
     assert [row["formula"] for row in rows[:3]] == pytest.approx([1 / 3, 1 / 9, 0.0])
     missed = any(row["missed"] for row in rows)  # so short sleeps are hardly longer than what is around them
-    assert done.returncode == missed, done.stdout
-    (page,) = tmp_path.glob("*-pipeline-bubble.md")
-    text = page.read_text()
+    assert found["status"] == missed
     assert ("**All aims are met.**" in text) is not missed
     assert text.count("| unequal |") == text.count("| equal |") == len(names)
-    assert f"]({page.name})" in (tmp_path / "README.md").read_text()
-    assert f"]({page.stem}.svg)" in text
-    assert page.with_suffix(".svg").read_text().startswith("<svg")
+    (picture,) = tmp_path.glob("*.svg")
+    assert f"]({picture.name})" in text
+    assert picture.read_text().startswith("<svg")
 
 
 @pytest.mark.full
 def test_ways_to_a_disk_are_measured_and_have_a_page(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("# Pages\n\n<!-- the newest page comes first -->\n")
-    options = ["--folder", tmp_path, "--megabytes", "4", "--rounds", "1", "--depth", "2", "--out", tmp_path]
-    done = run_command([sys.executable, BENCHMARKS / "nvme.py", *options, "--blocks", "512", "--depths", "1", "2"], 120)
-    assert done.returncode == 0, done.stdout
-    found = result(tmp_path)
+    options = ["--folder", str(tmp_path), "--megabytes", "4", "--rounds", "1", "--depth", "2", "--blocks", "512"]
+    found, _ = measure("nvme.py", tmp_path, *options, "--depths", "1", "2")
     names = [row["name"] for row in found["ways"]]
     assert names[:3] == ["dd, one process", "dd, 2 processes", "threads, direct"]
     assert names[-1] == "store"
@@ -488,8 +447,6 @@ def test_ways_to_a_disk_are_measured_and_have_a_page(tmp_path: Path) -> None:
         assert all(row[mode][0]["rate"] > 0 for mode in ("read", "write", "both")), row["name"]
     assert [(row["block"], row["depth"]) for row in found["sweep"]] == [(1 << 19, 1), (1 << 19, 2)]
     assert not list(tmp_path.glob("*.swap"))
-    (page,) = tmp_path.glob("*-nvme.md")
-    assert f"]({page.name})" in (tmp_path / "README.md").read_text()
 
 
 def test_a_profile_tells_what_blocks_a_backward_and_what_runs_beside_it() -> None:

@@ -1,7 +1,5 @@
 """The benchmark of links: its rows learn the same, send what is said, and become a page."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

@@ -1,7 +1,5 @@
 """Two runs never write to one folder: the second is told which process has it, and where."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -34,9 +32,7 @@ with locked(Path(sys.argv[1])):
 
 @contextmanager
 def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Let another process hold the folder's lock."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     try:
         assert process.stdout.readline() == "held\n"
         yield process
@@ -58,7 +54,6 @@ def test_a_folder_is_held_by_one_process_and_free_when_that_is_killed(tmp_path: 
 
 
 def take(folder: str, counter: str) -> None:
-    """Add one to a number in a file, many times, each time under the lock."""
     for _ in range(50):
         while True:
             try:

@@ -1,12 +1,10 @@
 """Hugging Face checkpoints are read into shards as they are, and what is written opens in transformers."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +19,6 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
 from zeromesh import export, pretrained, weight_files
-from zeromesh.comm.environment import shutdown
 from zeromesh.shard import deferred
 from zeromesh.shard.deferred import source_of
 from zeromesh.weight_files import INDEX, SINGLE, FileTensor
@@ -31,11 +28,7 @@ FAST = ("gpt2", "llama", "mixtral", "bert", "t5", "resnet")
 """Fused and separate projections, tied embeddings, experts that are stored apart, batch statistics."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def leave_the_group() -> Iterator[None]:
-    """Some tests here are the only rank."""
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def transformers() -> Any:
@@ -64,7 +57,6 @@ def start(model: nn.Module, row: int, **further: Any) -> Any:
 
 
 def read_and_write(name: str, folder: Path, output: Path, row: int, largest: int = 10**9) -> dict[str, Any]:
-    """Load a checkpoint, place it, write it; what the rank saw."""
     cls = getattr(transformers(), MODELS[name].name)
     read: list[int] = []
     reading = FileTensor.read
@@ -140,7 +132,7 @@ def test_several_files_are_read_and_written_as_one(tmp_path: Path) -> None:
         require_equal(transformers().LlamaForCausalLM.from_pretrained(out).state_dict(), expected)
 
 
-def test_what_is_in_a_folder_stays_but_for_an_earlier_export(tmp_path: Path) -> None:
+def test_an_export_replaces_an_earlier_one_and_no_other_files(tmp_path: Path) -> None:
     mine = {"adapter_notes.txt", "model-best-of-mine.safetensors", "model.safetensors.part", "notes.part"}
     older = {"adapter_config.json", "adapter_model.safetensors", f"{SINGLE}.00007.part"}
     older |= {"model-00001-of-00002.safetensors", INDEX}
@@ -185,8 +177,7 @@ def test_settings_of_generation_travel_with_the_model(tmp_path: Path) -> None:
         zeromesh.from_pretrained(folder)
 
 
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Not the model's own, which is computed in fp32."""
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:  # not the model's own, which is computed in fp32
     logits = model(input_ids=tokens).logits
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -230,7 +221,7 @@ def test_masters_are_made_of_what_the_file_holds(tmp_path: Path) -> None:
         assert torch.equal(zeromesh.zero.safe_get_full_fp32_param(parameter), weights[name])
 
 
-def test_what_is_done_to_a_loaded_model_before_it_is_placed_counts(tmp_path: Path) -> None:
+def test_changes_to_a_loaded_model_before_it_is_placed_count(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path)
     weights = load_file(folder / SINGLE)["model.embed_tokens.weight"]
     with patch.object(deferred, "LARGE", 64):
@@ -296,14 +287,12 @@ def test_a_configuration_alone_gives_initial_values(tmp_path: Path) -> None:
 
 
 def with_two_heads(folder: Path, difference: float) -> None:
-    """A checkpoint with a head of its own, whose configuration says that the head is the embedding."""
     saved("llama", folder)
     state = load_file(folder / SINGLE)
     state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
     state["lm_head.weight"][-1, -1] += difference
     save_file(state, folder / SINGLE, {"format": "pt"})
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, "tie_word_embeddings": True}))
+    configured(folder, tie_word_embeddings=True)
 
 
 def test_a_head_that_differs_from_what_it_is_tied_to_is_refused(tmp_path: Path) -> None:
@@ -319,57 +308,14 @@ def test_a_head_that_differs_from_what_it_is_tied_to_is_refused(tmp_path: Path) 
     require_equal(state, load_file(tmp_path / "other" / SINGLE))
 
 
-# What cannot be read.
-
-
 def truncated(folder: Path) -> None:
     data = (folder / SINGLE).read_bytes()
     (folder / SINGLE).write_bytes(data[: len(data) // 2])
 
 
-def other_sizes(folder: Path) -> None:
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, "hidden_size": 64, "head_dim": 16}))
-
-
-def without_a_tensor(folder: Path) -> None:
-    state = load_file(folder / SINGLE)
-    state["model.normal.weight"] = state.pop("model.norm.weight")
-    save_file(state, folder / SINGLE, {"format": "pt"})
-
-
-def pickled(folder: Path) -> None:
-    (folder / SINGLE).rename(folder / "pytorch_model.bin")
-
-
 def without_a_file(folder: Path) -> None:
     build("llama").save_pretrained(folder, max_shard_size="30KB")
     sorted(folder.glob("model-*.safetensors"))[0].unlink()
-
-
-def with_a_wrong_index(folder: Path) -> None:
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.scale": SINGLE}}))
-
-
-def with_a_cut_index(folder: Path) -> None:
-    (folder / INDEX).write_text('{"weight_map": {"model.no')
-
-
-def quantized(folder: Path) -> None:
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, "quantization_config": {"quant_method": "gptq"}}))
-
-
-def without_a_configuration(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def absent(folder: Path) -> None:
-    folder.rename(folder.with_name("elsewhere"))
-
-
-def without_an_index(folder: Path) -> None:
-    (folder / SINGLE).rename(folder / "model-00001-of-00002.safetensors")
 
 
 def with_a_stale_index(folder: Path) -> None:
@@ -378,56 +324,59 @@ def with_a_stale_index(folder: Path) -> None:
     (folder / SINGLE).write_bytes(single)
 
 
-def with_adapters(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text("{}")
-
-
-def with_code(folder: Path) -> None:
-    values = json.loads((folder / "config.json").read_text()) | {"model_type": "mine"}
-    (folder / "config.json").write_text(json.dumps({**values, "auto_map": {"AutoConfig": "mine.Config"}}))
+def configured(folder: Path, **values: Any) -> None:
+    """Change the configuration of a checkpoint, beside which there is code that must not run."""
+    known = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**known, **values}))
     (folder / "mine.py").write_text("raise SystemExit('it was run')")
 
 
-def with_code_of_the_model(folder: Path) -> None:
-    values = json.loads((folder / "config.json").read_text()) | {"model_type": "vit"}
-    (folder / "config.json").write_text(json.dumps({**values, "auto_map": {"AutoModelForCausalLM": "mine.Model"}}))
-    (folder / "mine.py").write_text("raise SystemExit('it was run')")
-
-
-def in_codes(folder: Path) -> None:
+def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     state = load_file(folder / SINGLE)
-    state["lm_head.weight"] = state["lm_head.weight"].to(torch.int8)
-    state["model.norm.weight"] = state["model.norm.weight"].to(torch.float8_e4m3fn)
+    change(state)
     save_file(state, folder / SINGLE, {"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (
-            in_codes,
-            r"quantized weights, model.norm.weight in .* \(F8_E4M3\), lm_head.weight in .* \(I8\), which cannot",
-        ),
-        (without_an_index, "it has model-00001-of-00002.safetensors, and what is in which .* told by the index"),
-        (with_a_stale_index, "holds both model.safetensors and model.safetensors.index.json of other files"),
-        (with_adapters, "holds adapters of PEFT, which are not read from there; merge them"),
-        (with_code, "holds no configuration that transformers can read: .* custom code"),
-        (with_code_of_the_model, "custom code"),
-        (truncated, "model.safetensors' is truncated or not a safetensors file"),
-        (other_sizes, r"model.embed_tokens.weight, is \(96, 32\) there and \(96, 64\) in the model"),
-        (without_a_tensor, r"lacks model.norm.weight of LlamaForCausalLM \(it has model.normal.weight for model.norm"),
-        (pickled, "only pytorch_model.bin, which are pickles and may run any code; convert them"),
-        (without_a_file, "lacks model-00001-of-.* with .*; copy it again"),
-        (with_a_wrong_index, "lacks model.norm.scale, which model.safetensors.index.json says it holds"),
-        (with_a_cut_index, "is no index of safetensors"),
-        (quantized, r"is quantized \(gptq\), which cannot be trained"),
-        (without_a_configuration, "holds no configuration that transformers can read"),
-        (absent, "is no folder; name a local one"),
-    ],
-)
-def test_what_cannot_be_read_is_named(
-    damage: Callable[[Path], None], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def in_codes(state: dict[str, torch.Tensor]) -> None:
+    state["lm_head.weight"] = state["lm_head.weight"].to(torch.int8)
+    state["model.norm.weight"] = state["model.norm.weight"].to(torch.float8_e4m3fn)
+
+
+def of_another_name(state: dict[str, torch.Tensor]) -> None:
+    state["model.normal.weight"] = state.pop("model.norm.weight")
+
+
+DAMAGE: list[tuple[Callable[[Path], object], str]] = [
+    (lambda f: rewritten(f, in_codes),
+     r"quantized weights, model.norm.weight in .* \(F8_E4M3\), lm_head.weight in .* \(I8\)"),
+    (lambda f: (f / SINGLE).rename(f / "model-00001-of-00002.safetensors"),
+     "it has model-00001-of-00002.safetensors, and what is in which .* told by the index"),
+    (with_a_stale_index, "holds both model.safetensors and model.safetensors.index.json of other files"),
+    (lambda f: (f / "adapter_config.json").write_text("{}"),
+     "holds adapters of PEFT, which are not read from there; merge them"),
+    (lambda f: configured(f, model_type="mine", auto_map={"AutoConfig": "mine.Config"}),
+     "holds no configuration that transformers can read: .* custom code"),
+    (lambda f: configured(f, model_type="vit", auto_map={"AutoModelForCausalLM": "mine.Model"}), "custom code"),
+    (truncated, "model.safetensors' is truncated or not a safetensors file"),
+    (lambda f: configured(f, hidden_size=64, head_dim=16),
+     r"model.embed_tokens.weight, is \(96, 32\) there and \(96, 64\) in the model"),
+    (lambda f: rewritten(f, of_another_name),
+     r"lacks model.norm.weight of LlamaForCausalLM \(it has model.normal.weight for model.norm"),
+    (lambda f: (f / SINGLE).rename(f / "pytorch_model.bin"),
+     "only pytorch_model.bin, which are pickles and may run any code; convert them"),
+    (without_a_file, "lacks model-00001-of-.* with .*; copy it again"),
+    (lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"model.norm.scale": SINGLE}})),
+     "lacks model.norm.scale, which model.safetensors.index.json says it holds"),
+    (lambda f: (f / INDEX).write_text('{"weight_map": {"model.no'), "is no index of safetensors"),
+    (lambda f: configured(f, quantization_config={"quant_method": "gptq"}),
+     r"is quantized \(gptq\), which cannot be trained"),
+    (lambda f: (f / "config.json").unlink(), "holds no configuration that transformers can read"),
+    (lambda f: f.rename(f.with_name("elsewhere")), "is no folder; name a local one"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_unreadable_checkpoints_are_refused_with_the_reason(damage, message, tmp_path, monkeypatch) -> None:
     folder = saved("llama", tmp_path / "in")
     damage(folder)
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks whether to run code that lies in a folder
@@ -483,7 +432,7 @@ def read_where_one_rank_cannot(folder: Path, damage: str, row: int) -> str:
         ("late", 3, "it is too late"),
     ],
 )
-def test_what_one_rank_cannot_read_is_told_to_all(damage: str, row: int, why: str, tmp_path: Path) -> None:
+def test_a_file_that_one_rank_cannot_read_is_named_on_all(damage: str, row: int, why: str, tmp_path: Path) -> None:
     shutil.copytree(saved("mixtral", tmp_path / "0"), tmp_path / "1")
     first, second = run_ranks(read_where_one_rank_cannot, 2, tmp_path, damage, row, timeout=LIMIT)
     assert "rank 1 could not read its part of the weights: " in first

@@ -1,7 +1,5 @@
 """A checkpoint continues the run that wrote it, exactly, on this layout and on others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from numerics import BATCH, MESHES, Net, batch, build_net, make_optimizers
 from runs import assert_same, config, everything, seed_everything, start, train
 
@@ -19,7 +17,6 @@ PART = 3
 
 
 def resume(folder: str, settings: dict[str, Any]) -> None:
-    """An undisturbed run, one that goes back to the checkpoint, and a new one that loads it, end in the same state."""
     engine = start(1, settings)
     seed_everything(10 + engine.mesh.rank)
     train(engine, PART)
@@ -59,11 +56,7 @@ def test_a_resumed_run_continues_bit_for_bit(settings: dict[str, Any], tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"global_step{PART}", "latest"]
 
 
-# Other layouts.
-
-
 def train_part(folder: str, first: int, settings: dict[str, Any]) -> Any:
-    """Three updates from where the last part stopped; the loss of each, and all of the model."""
     engine = zeromesh.initialize(model=build_net(torch.float64), config=settings)[0]
     if first:
         engine.load_checkpoint(folder)
@@ -114,9 +107,6 @@ def assert_close(got: dict[str, torch.Tensor], model: nn.Module) -> None:
         assert error <= 1e-9, f"{name} is off by {error}"
 
 
-# What a checkpoint holds, and what of it is taken.
-
-
 def groups_of(model: Net) -> list[dict[str, Any]]:
     """One large group, and one so small that only the last rank has a piece of it."""
     last = [model.head.bias]
@@ -151,7 +141,11 @@ def test_groups_that_a_rank_has_nothing_of_stay_as_they_are(tmp_path: Path) -> N
     assert_same(second, first)
 
 
-def resume_tiny(folder: str, optimizer: str) -> dict[str, torch.Tensor]:
+@pytest.mark.some(1)
+@pytest.mark.parametrize("optimizer", ["NAdam", "Adadelta", "ASGD", "RAdam"])
+@on_ranks(3)
+def test_single_numbers_in_optimizer_states_are_kept_for_ranks_that_have_no_parameter(optimizer, tmp_path) -> None:
+    folder = str(tmp_path)
     settings = {"zero_optimization": {"stage": 1}, "optimizer": {"type": optimizer, "params": {"lr": 0.1}}}
     for load in (False, True):
         model = nn.Linear(2, 1, bias=False).double()
@@ -166,18 +160,11 @@ def resume_tiny(folder: str, optimizer: str) -> dict[str, torch.Tensor]:
             engine.step()
             expected = engine.gathered_state_dict()
     assert_same(engine.gathered_state_dict(), expected)
-    return expected
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("optimizer", ["NAdam", "Adadelta", "ASGD", "RAdam"])
-def test_single_numbers_in_optimizer_states_are_kept_for_ranks_that_have_no_parameter(
-    optimizer: str, tmp_path: Path
-) -> None:
-    run_ranks(resume_tiny, 3, str(tmp_path), optimizer)
-
-
-def choose(folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_is_chosen_by_tag_and_in_part(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     engine = start(1, config(3))
     seed_everything(engine.mesh.rank)
     train(engine, 1)
@@ -195,7 +182,3 @@ def choose(folder: str) -> None:
     assert fresh.lr_scheduler.last_epoch == 0
     assert_same(fresh.gathered_state_dict(), first)
     assert engine.load_checkpoint(Path(folder) / "none") == (None, {})
-
-
-def test_a_checkpoint_is_chosen_by_tag_and_in_part(tmp_path: Path) -> None:
-    run_ranks(choose, 2, str(tmp_path))

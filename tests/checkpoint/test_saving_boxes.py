@@ -1,7 +1,5 @@
 """Boxes of tensors in files: any part of a tensor is read from whatever holds it, and damage is named."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -81,9 +79,7 @@ def test_a_dtype_that_the_files_cannot_hold_is_refused_by_name(tmp_path: Path) -
         ((), [((), ())]),
     ],
 )
-def test_parts_of_more_dimensions_hold_any_range_of_the_flattened_tensor(
-    shape: tuple[int, ...], parts: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_more_dimensions_hold_any_range_of_the_flattened_tensor(shape, parts, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(boxes, "PART", 16)
     monkeypatch.setattr(boxes, "BUFFER", 16)
     values = torch.arange(float(torch.Size(shape).numel())).view(shape)
@@ -101,13 +97,10 @@ def test_parts_of_more_dimensions_hold_any_range_of_the_flattened_tensor(
             assert torch.equal(out, values.flatten()[start:stop].double())
 
 
-def test_what_no_file_holds_is_an_error(tmp_path: Path) -> None:
+def test_elements_that_no_file_holds_are_an_error(tmp_path: Path) -> None:
     reader = write(tmp_path, ranges("a", torch.arange(6.0), 2)[:1])
     with pytest.raises(ValueError, match=r"lacks 3 of the 4 elements of a that are needed"):
         reader.read("a", 1, 5, torch.empty(4))
-
-
-# Damage.
 
 
 def damaged(tmp_path: Path) -> tuple[Reader, Path]:
@@ -152,7 +145,7 @@ def test_a_file_that_is_cut_off_lacks_the_tensors_at_its_end(tmp_path: Path) -> 
         reader.verify()
 
 
-def test_of_a_missing_file_it_is_said_what_it_held(tmp_path: Path) -> None:
+def test_a_missing_file_is_named_with_what_it_held(tmp_path: Path) -> None:
     reader, file = damaged(tmp_path)
     file.with_name("rank_00001.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"is missing, which held c\[0:10\], c\[10:24\]; .*tag='older'"):

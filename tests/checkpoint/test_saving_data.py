@@ -1,7 +1,5 @@
 """The loader of ``training_data`` goes on where the checkpoint was written, on any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from torch import nn
 from torch.utils.data.distributed import DistributedSampler
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import train_on_the_loader
 from zeromesh.training_data import Loader, Position, Sampler
 
@@ -28,7 +26,6 @@ def whole(ranks: int, batch: int, drop: bool = False, length: int = SAMPLES) -> 
 
 
 def together(loaders: list[Loader]) -> Iterator[list[int]]:
-    """The samples of all ranks, batch by batch."""
     for batches in zip(*loaders, strict=True):
         yield torch.cat(batches).tolist()
 
@@ -49,8 +46,7 @@ def test_a_pass_is_that_of_torchs_sampler(length: int, drop: bool) -> None:
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("length", [36, 40, 41])
 @pytest.mark.parametrize("taken", [0, 1, 2, 3, 4])
-def test_what_is_left_of_a_pass_is_taken_by_any_number_of_ranks(taken: int, length: int, drop: bool) -> None:
-    """Batches of 12 over all ranks; then the whole of the next pass."""
+def test_the_rest_of_a_pass_is_taken_by_any_number_of_ranks(taken: int, length: int, drop: bool) -> None:
     single = loader_of(length=length)
     orders = [torch.cat(list(single)).tolist() for _ in range(2)]
     position = Position(0, min(12 * taken, length))
@@ -98,12 +94,7 @@ def test_the_number_of_the_next_pass_may_be_set_again_but_another_one_begins_ane
     assert torch.cat(list(loader)).tolist() == passes[0]
 
 
-# Runs.
-
-
 class Points(torch.utils.data.Dataset[Any]):
-    """Numbered samples of a model that draws random numbers."""
-
     def __init__(self, length: int = SAMPLES) -> None:
         generator = torch.Generator().manual_seed(5)
         self.values = torch.randn(length, 6, dtype=torch.float64, generator=generator)
@@ -116,8 +107,6 @@ class Points(torch.utils.data.Dataset[Any]):
 
 
 class Model(nn.Module):
-    """Notes the samples that it sees."""
-
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
@@ -131,7 +120,6 @@ class Model(nn.Module):
 def begin(
     ranks: int, accumulation: int = 2, dropout: float = 0.0, length: int = SAMPLES, seed: int = 1234
 ) -> zeromesh.Engine:
-    """Eight samples an update, whatever the ranks are."""
     torch.manual_seed(0)
     settings = {
         "train_batch_size": 8,
@@ -147,7 +135,6 @@ def begin(
 
 
 def by_loop(engine: zeromesh.Engine, updates: int, folder: str | None = None) -> list[Any]:
-    """Passes over the loader; saved, if so, at the top of the loop, with a batch in hand that is not trained on yet."""
     losses = []
     last = engine.global_steps + updates
     while True:
@@ -173,7 +160,6 @@ WAYS = {"loop": by_loop, "train_batch": by_batches}
 
 
 def straight_on(folder: str, way: str, before: int, after: int) -> tuple[list[float], list[int]]:
-    """An undisturbed run that saves on its way; then, in the same ranks, one that loads and is equal bit for bit."""
     train = WAYS[way]
     engine = begin(2, dropout=0.3)
     train(engine, before, folder)
@@ -193,10 +179,7 @@ def straight_on(folder: str, way: str, before: int, after: int) -> tuple[list[fl
 @pytest.mark.some(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("before", [3, 5, 7])
-def test_a_resumed_run_sees_the_samples_of_the_undisturbed_one_bit_for_bit(
-    way: str, before: int, tmp_path: Path
-) -> None:
-    """Within a pass, at its end, and in the next one; with dropout."""
+def test_a_resumed_run_sees_the_samples_of_the_undisturbed_one_bit_for_bit(way, before, tmp_path) -> None:
     found = run_ranks(straight_on, 2, str(tmp_path), way, before, 5)
     both = [sample for _, seen in found for sample in seen]
     assert len(both) == 5 * 8
@@ -223,7 +206,9 @@ def test_other_numbers_of_ranks_go_on_in_the_same_order_with_no_sample_lost_or_s
         assert sorted(first + second + rest) == list(range(SAMPLES)), "the pass has each sample once"
 
 
-def refuse(folder: str) -> None:
+@on_ranks(1)
+def test_a_position_in_other_data_is_refused_or_left_out(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     engine = begin(1)
     by_batches(engine, 2, folder)
     for other, words in (
@@ -241,7 +226,3 @@ def refuse(folder: str) -> None:
         assert other.global_steps == 2
         assert other.training_dataloader.position == (0, 8), "the loader is where it was"
         assert other.data_position == (0, 8)
-
-
-def test_a_position_in_other_data_is_refused_or_left_out(tmp_path: Path) -> None:
-    run_ranks(refuse, 1, str(tmp_path))

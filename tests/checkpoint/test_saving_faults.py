@@ -1,7 +1,5 @@
 """Saves that fail or are killed leave what was there; checkpoints that are damaged are not loaded."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource
@@ -134,9 +132,6 @@ def test_after_a_kill_while_it_saves_a_run_goes_on_from_the_checkpoint_before(wh
     left = (tmp_path / "global_step2.draft").is_dir()
     assert left == (where == "commit"), "the first rank cleans up, unless it is the one that died"
     run_ranks(look, 2, str(tmp_path))
-
-
-# Checkpoints that are damaged.
 
 
 def flip(path: Path, place: int) -> None:

@@ -1,7 +1,5 @@
 """Checkpoints of another model."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,12 +76,7 @@ def test_a_checkpoint_of_another_model_is_refused_or_what_is_in_both_is_taken(ro
     assert "left as they are: decoder.weight, head.weight, decoder_mean, head_mean; only in it: deco" in messages[0]
 
 
-# Shapes.
-
-
 class Configured(nn.Module):
-    """Its shapes follow from a configuration, as those of Hugging Face's models do."""
-
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.config = SimpleNamespace(width=width, layers=layers, rate=0.5 / width, _private=width)

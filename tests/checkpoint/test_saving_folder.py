@@ -1,7 +1,5 @@
 """Folders of checkpoints: what is found in them, also after a crash, and what goes away."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import assert_same, config, everything, seed_everything, start, train
 from zeromesh.checkpoint import folder as folders
 from zeromesh.checkpoint.packing import pack, unpack
@@ -21,7 +19,9 @@ from zeromesh.checkpoint.packing import pack, unpack
 # Runs that were cut off.
 
 
-def continue_after_a_crash(folder: str) -> None:
+@on_ranks(1)
+def test_a_process_that_dies_as_it_replaces_a_checkpoint_leaves_one_that_can_be_loaded_and_replaced(tmp_path) -> None:
+    folder = str(tmp_path)
     root = Path(folder)
     engine = start(1, config(0, mesh="1"))
     seed_everything(0)
@@ -41,12 +41,6 @@ def continue_after_a_crash(folder: str) -> None:
     assert again.load_checkpoint(root)[0] == f"{folder}/tag"
 
 
-def test_a_process_that_dies_as_it_replaces_a_checkpoint_leaves_one_that_can_be_loaded_and_replaced(
-    tmp_path: Path,
-) -> None:
-    run_ranks(continue_after_a_crash, 1, str(tmp_path))
-
-
 def write_manifest(folder: Path, when: int) -> None:
     folder.mkdir(parents=True)
     folders.write_manifest(folder, {"shards": []})
@@ -54,9 +48,7 @@ def write_manifest(folder: Path, when: int) -> None:
 
 
 @pytest.mark.parametrize(("text", "problem"), [("", "is empty"), ("gone", "names 'gone', which is no complete")])
-def test_where_the_latest_is_not_there_the_newest_complete_one_is_taken(
-    text: str, problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_newest_complete_checkpoint_is_taken_if_latest_is_gone(text, problem, tmp_path, caplog) -> None:
     (tmp_path / "latest").write_text(text)
     (tmp_path / "gone").mkdir()
     (tmp_path / "gone" / "manifest.json").write_text('{"format": 2, "shards": [')
@@ -82,7 +74,9 @@ def test_where_the_latest_is_not_there_the_newest_complete_one_is_taken(
     assert folders.latest(tmp_path / "nothing") is None
 
 
-def refuse_tags(folder: str) -> None:
+@on_ranks(2)
+def test_names_of_the_folders_own_files_are_no_tags(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     engine = start(1, config(1))
     for tag in ("latest", "mine.old", "mine.draft", ".", "..", "../beside", "a/b", str(Path(folder).parent / "beside")):
         with pytest.raises(ValueError, match=f"cannot have the tag '{re.escape(tag)}'"):
@@ -102,14 +96,9 @@ def refuse_tags(folder: str) -> None:
     assert {path.name for path in Path(folder).iterdir()} == {path.name for path in users}
 
 
-def test_names_of_the_folders_own_files_are_no_tags(tmp_path: Path) -> None:
-    run_ranks(refuse_tags, 2, str(tmp_path))
-
-
-# What goes away.
-
-
-def save_series(folder: str) -> None:
+@on_ranks(2)
+def test_the_last_of_each_series_are_kept_and_nothing_else_is_deleted(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     root = Path(folder)
     engine = start(1, config(1) | {"checkpoint": {"keep_last": 2}})
     seed_everything(engine.mesh.rank)
@@ -148,13 +137,7 @@ def save_series(folder: str) -> None:
     assert start(2, config(3)).load_checkpoint(root)[0] == str(root / "global_step2")
 
 
-def test_of_each_series_the_last_are_kept_and_nothing_else_is_deleted(tmp_path: Path) -> None:
-    run_ranks(save_series, 2, str(tmp_path))
-
-
-def test_an_old_one_that_cannot_be_removed_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, caplog, monkeypatch) -> None:
     for number in range(3):
         write_manifest(tmp_path / f"step{number}", 1000 + number)
     folders.write_latest(tmp_path, "step2")
@@ -169,7 +152,7 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning(
     assert (tmp_path / "step2" / "manifest.json").exists()
 
 
-def test_what_was_cut_off_is_never_taken_and_goes_away_with_the_next_save(tmp_path: Path) -> None:
+def test_incomplete_checkpoints_are_never_taken_and_go_with_the_next_save(tmp_path: Path) -> None:
     for when, tag in enumerate(["step1", "step2", "step2.old", "step3", "step4", "step4.old", "step5.draft"]):
         write_manifest(tmp_path / tag, 1000 + when)
     for tag in ("step3", "step4"):  # half deleted; beside the second, its replacement had just begun
@@ -193,9 +176,7 @@ def test_what_was_cut_off_is_never_taken_and_goes_away_with_the_next_save(tmp_pa
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == left - {"step4.old"}
 
 
-def test_a_checkpoint_takes_the_place_of_a_half_deleted_one_and_of_no_folder_of_a_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_takes_the_place_of_a_half_deleted_one_and_of_no_folder_of_a_users(tmp_path, monkeypatch) -> None:
     for tag in ("tag.old", "tag.draft"):
         write_manifest(tmp_path / tag, 1000)
     (tmp_path / "tag").mkdir()
@@ -218,7 +199,7 @@ def test_a_checkpoint_takes_the_place_of_a_half_deleted_one_and_of_no_folder_of_
         folders.require_free(tmp_path / "app")
 
 
-def test_of_a_link_to_a_checkpoint_only_the_link_is_replaced(tmp_path: Path) -> None:
+def test_a_link_to_a_checkpoint_is_replaced_alone(tmp_path: Path) -> None:
     write_manifest(tmp_path / "step1", 1000)
     write_manifest(tmp_path / "best.draft", 1000)
     (tmp_path / "best").symlink_to("step1")
@@ -228,12 +209,9 @@ def test_of_a_link_to_a_checkpoint_only_the_link_is_replaced(tmp_path: Path) -> 
     assert (tmp_path / "step1" / folders.MANIFEST).is_file()
 
 
-def test_what_is_packed_comes_back() -> None:
+def test_packed_values_come_back() -> None:
     for value in ({"a": (1, [2.5, None])}, {1: "x", (2, 3): {}}, {"__tuple__": 5}, {"x": {"__items__": [1]}}):
         assert unpack(json.loads(json.dumps(pack(value)))) == value
-
-
-# Folders that are not the same on all ranks.
 
 
 def load_from_own_folders(folder: str) -> dict[str, str]:

@@ -4,8 +4,6 @@
 module.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks
 from zeromesh.checkpoint.boxes import Reader
 
 FOLDER = Path(__file__).parent / "data" / "format_1"
@@ -44,15 +42,13 @@ def settings(row: int) -> dict[str, Any]:
 
 
 def update(engine: zeromesh.Engine, step: int) -> float:
-    """The same on any number of ranks."""
     loss = engine(torch.arange(10.0, dtype=torch.float64).view(2, 5) / (1 + step))
     engine.backward(loss)
     engine.step()
     return loss.item()
 
 
-def write_again() -> None:
-    """How the files were made, by the version before format 2, with torchrun on two processes."""
+def write_again() -> None:  # how the files were made, by the version before format 2, with torchrun on two processes
     engine, *_ = zeromesh.initialize(model=build(), config=settings(3))
     torch.manual_seed(7 + engine.mesh.rank)
     random.seed(engine.mesh.rank)
@@ -61,7 +57,10 @@ def write_again() -> None:
     engine.save_checkpoint(FOLDER, client_state={"seen": (1, 2)})
 
 
-def go_on(row: int) -> None:
+@pytest.mark.some(1)
+@pytest.mark.parametrize(("ranks", "row"), [(1, 0), (2, 3), (3, 1)])
+@on_ranks("ranks")
+def test_a_checkpoint_of_format_1_goes_on(ranks: int, row: int) -> None:
     straight, *_ = zeromesh.initialize(model=build(), config=settings(row))
     losses = [update(straight, step) for step in range(4)]
     engine, *_ = zeromesh.initialize(model=build(), config=settings(row))
@@ -75,12 +74,6 @@ def go_on(row: int) -> None:
         assert drawn == random.random()
     assert engine.module.seen.item() == 2
     assert [update(engine, step) for step in (2, 3)] == pytest.approx(losses[2:], rel=1e-12)
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize(("ranks", "row"), [(1, 0), (2, 3), (3, 1)])
-def test_a_checkpoint_of_format_1_goes_on(ranks: int, row: int) -> None:
-    run_ranks(go_on, ranks, row)
 
 
 def test_a_reader_knows_the_dtypes_of_format_1_and_finds_damage(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """A save that is killed at any of its file operations leaves a checkpoint that loads, and a folder that saves on."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """States of optimizers, learning rates and schedules in a checkpoint."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import assert_same, config, everything, start, train
 from zeromesh.checkpoint.contents import scheduler_name
 from zeromesh.checkpoint.folder import write_manifest
@@ -26,8 +24,6 @@ class Mine(torch.optim.AdamW):
 
 
 class Momenta(torch.optim.SGD):
-    """Keeps states of no particular shape."""
-
     def step(self, closure: Any = None) -> None:
         super().step()
         for parameter in self.param_groups[0]["params"]:
@@ -120,8 +116,6 @@ def test_states_of_other_shapes_are_not_cut(tmp_path: Path) -> None:
 
 
 class Hollow(nn.Module):
-    """Has parameters and a buffer without elements."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 2)
@@ -133,7 +127,10 @@ class Hollow(nn.Module):
         return self.linear(x).sum() + self.rows.sum() + self.columns.sum()
 
 
-def resume_hollow(folder: str, row: int) -> None:
+@pytest.mark.parametrize("row", [0, 1, 3])
+@on_ranks(2)
+def test_parameters_without_elements_need_nothing_in_a_checkpoint(row: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     settings = config(row) | {"scheduler": None}
     engine, again = (zeromesh.initialize(model=Hollow().double(), config=settings)[0] for _ in range(2))
     engine.backward(engine(torch.ones(2, 3, dtype=torch.float64)))
@@ -141,11 +138,6 @@ def resume_hollow(folder: str, row: int) -> None:
     engine.save_checkpoint(folder)
     again.load_checkpoint(folder)
     assert_same(again.gathered_state_dict(), engine.gathered_state_dict())
-
-
-@pytest.mark.parametrize("row", [0, 1, 3])
-def test_parameters_without_elements_need_nothing_in_a_checkpoint(row: int, tmp_path: Path) -> None:
-    run_ranks(resume_hollow, 2, str(tmp_path), row)
 
 
 @pytest.mark.parametrize(
@@ -158,9 +150,7 @@ def test_parameters_without_elements_need_nothing_in_a_checkpoint(row: int, tmp_
         ("eta", {}, "meta", torch.float64),
     ],
 )
-def test_single_numbers_of_an_optimizer_come_back_where_torch_puts_them(
-    key: str, group: dict[str, Any], device: str, dtype: torch.dtype
-) -> None:
+def test_single_numbers_of_an_optimizer_come_back_where_torch_puts_them(key, group, device, dtype) -> None:
     # The device without memory stands for any that is not the host.
     parameter = nn.Parameter(torch.empty(3, device="meta"))
     number = state_number(key, [4.0, "float64"], parameter, group)
@@ -170,9 +160,6 @@ def test_single_numbers_of_an_optimizer_come_back_where_torch_puts_them(
         parameter.double(), torch.tensor(4.0, dtype=torch.float64), 0, [{"params": [0], **group}], key
     )
     assert (number.device, number.dtype) == (torch_own.device, torch_own.dtype)
-
-
-# Learning rates.
 
 
 def start_moving(scheduler: Callable[[Any], Any] | None, rate: Any, betas: Any = (0.9, 0.999)) -> zeromesh.Engine:
@@ -189,7 +176,9 @@ def move(engine: zeromesh.Engine) -> list[float]:
     return engine.get_lr()
 
 
-def resume_tensor_rates(folder: str) -> None:
+@on_ranks(2)
+def test_learning_rates_that_are_tensors_are_restored_in_place(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     betas = (torch.tensor(0.8), torch.tensor(0.99))
     engine = start_moving(None, torch.tensor(0.1), betas)
     engine.optimizer.param_groups[0]["lr"].fill_(0.02)
@@ -209,22 +198,22 @@ def resume_tensor_rates(folder: str) -> None:
     assert isinstance(plain.optimizer.param_groups[0]["lr"], float)
 
 
-def test_learning_rates_that_are_tensors_are_restored_in_place(tmp_path: Path) -> None:
-    run_ranks(resume_tensor_rates, 2, str(tmp_path))
-
-
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
     "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.3**step),
     "sequence": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
-        optimizer,
-        [torch.optim.lr_scheduler.StepLR(optimizer, 1, factor) for factor in (0.5, 0.1)],
-        milestones=[2],
+        optimizer, [torch.optim.lr_scheduler.StepLR(optimizer, 1, factor) for factor in (0.5, 0.1)], milestones=[2]
     ),
 }
 
 
-def resume_schedule(folder: str, kind: str, tensor: bool) -> None:
+@pytest.mark.some(2)
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@on_ranks(1)
+def test_a_schedule_goes_on_without_the_optimizers_states(kind: str, tensor: bool, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+
     def begin() -> zeromesh.Engine:
         return start_moving(SCHEDULERS[kind], torch.tensor(0.1) if tensor else 0.1)
 
@@ -240,14 +229,17 @@ def resume_schedule(folder: str, kind: str, tensor: bool) -> None:
         assert [move(again), move(again)] == later
 
 
-@pytest.mark.some(2)
-@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_a_schedule_goes_on_without_the_optimizers_states(kind: str, tensor: bool, tmp_path: Path) -> None:
-    run_ranks(resume_schedule, 1, str(tmp_path), kind, tensor)
+PARAMS: dict[str, dict[str, Any]] = {
+    "WarmupLR": {"warmup_num_steps": 4},
+    "WarmupCosineLR": {"warmup_num_steps": 4, "total_num_steps": 9},
+    "StepLR": {"step_size": 1},
+}
 
 
-def resume_with_another_schedule(folder: str) -> dict[str, str]:
+@on_ranks(2)
+def test_the_state_of_another_scheduler_is_refused_with_both_names(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+
     def begin(scheduler: Any) -> zeromesh.Engine:
         chosen = None if scheduler is None else {"type": scheduler, "params": PARAMS[scheduler]}
         return start(1, config(3) | {"scheduler": chosen})
@@ -278,20 +270,8 @@ def resume_with_another_schedule(folder: str) -> dict[str, str]:
     ):
         begin("WarmupLR").load_checkpoint(folder, tag="former")
     begin(None).load_checkpoint(folder)
-    return found
-
-
-PARAMS: dict[str, dict[str, Any]] = {
-    "WarmupLR": {"warmup_num_steps": 4},
-    "WarmupCosineLR": {"warmup_num_steps": 4, "total_num_steps": 9},
-    "StepLR": {"step_size": 1},
-}
-
-
-def test_the_state_of_another_scheduler_is_refused_with_both_names(tmp_path: Path) -> None:
-    for found in run_ranks(resume_with_another_schedule, 2, str(tmp_path)):
-        for other, text in found.items():
-            assert f"is of WarmupLR, but this run has {other}; make the same scheduler, or pass" in text
+    for other, text in found.items():
+        assert f"is of WarmupLR, but this run has {other}; make the same scheduler, or pass" in text
 
 
 def test_schedulers_that_are_made_of_others_are_named_with_them() -> None:

@@ -1,7 +1,5 @@
 """A run that was saved on two ranks goes on on one, three and four under other rows, with all of its state."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -22,8 +20,6 @@ FP16 = {"enabled": True, "initial_scale_power": 17, "hysteresis": 1, "loss_scale
 
 
 class Tied(nn.Module):
-    """Tied and frozen weights, a parameter without dimensions, and buffers that a forward reads and writes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 6)
@@ -99,9 +95,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.some(3)
 @pytest.mark.parametrize("layout", [*list(LAYOUTS)[:4], pytest.param("2 x 2 ranks, row 3", marks=pytest.mark.full)])
-def test_all_of_the_state_comes_back_and_the_losses_are_those_of_the_undisturbed_run(
-    layout: str, saved: tuple[str, Path, list[float]]
-) -> None:
+def test_all_of_the_state_comes_back_and_the_losses_are_those_of_the_undisturbed_run(layout, saved) -> None:
     precision, folder, expected = saved
     row, mesh = LAYOUTS[layout]
     ranks = mesh.get("replicate", 1) * mesh["data"]
@@ -115,7 +109,6 @@ def test_all_of_the_state_comes_back_and_the_losses_are_those_of_the_undisturbed
 
 
 def assert_same_run(first: Reader, second: Reader) -> None:
-    """Whatever the layout, the same tensors bit for bit, and the same numbers."""
     names = {name for name in first.names if not name.startswith("random/")}
     assert names == {name for name in second.names if not name.startswith("random/")}
     assert {"parameter/frozen.weight", "buffer/calls", "optimizer/exp_avg/embed.weight"} <= names
@@ -130,9 +123,6 @@ def assert_same_run(first: Reader, second: Reader) -> None:
     assert (wanted["skipped_steps"] > 0) == (wanted["loss_scaler"] is not None)
 
 
-# Random states.
-
-
 def draw_after(folder: str, save: bool) -> list[float]:
     engine = begin(1, {"data": torch.distributed.get_world_size()}, "float64")
     torch.manual_seed(30 + engine.mesh.rank)
@@ -143,9 +133,7 @@ def draw_after(folder: str, save: bool) -> list[float]:
     return torch.rand(3).tolist()
 
 
-def test_each_rank_gets_its_own_random_state_and_those_that_are_new_one_that_follows_from_the_first(
-    tmp_path: Path,
-) -> None:
+def test_each_rank_gets_its_own_random_state_and_those_that_are_new_one_that_follows_from_the_first(tmp_path) -> None:
     saved = run_ranks(draw_after, 2, str(tmp_path), True)
     assert run_ranks(draw_after, 1, str(tmp_path), False) == saved[:1]
     four = run_ranks(draw_after, 4, str(tmp_path), False)

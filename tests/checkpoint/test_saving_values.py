@@ -1,7 +1,5 @@
 """Client states of many types come back equal; manifests that were altered, and hashed anew, are refused."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json
@@ -15,7 +13,7 @@ import numpy
 import pytest
 import torch
 
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import assert_same, config, start, train
 from zeromesh.checkpoint.manifest import MANIFEST, signed
 
@@ -83,9 +81,6 @@ def test_client_states_come_back_as_they_were(tmp_path: Path) -> None:
     run_ranks(keeps, 2, str(tmp_path))
 
 
-# Manifests.
-
-
 def boxes(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return [box for shard in manifest["shards"] for box in shard["boxes"]]
 
@@ -137,7 +132,9 @@ CHANGES: dict[Callable[[dict[str, Any]], None], str] = {
 }
 
 
-def refuses(folder: str) -> None:
+@on_ranks(1)
+def test_altered_manifests_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     root = Path(folder)
     engine = start(1, config(0, mesh="1"))
     train(engine, 1)
@@ -157,7 +154,3 @@ def refuses(folder: str) -> None:
     path.write_text(written)
     engine.load_checkpoint(root, "tag")
     train(engine, 1)
-
-
-def test_altered_manifests_are_refused_before_anything_is_read(tmp_path: Path) -> None:
-    run_ranks(refuses, 1, str(tmp_path))

@@ -1,7 +1,5 @@
 """The whole model on one rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 import json
 import socket
@@ -61,9 +59,7 @@ def test_a_single_process_is_examined(capsys: pytest.CaptureFixture[str], tmp_pa
     assert sum(row["auto"] for row in report["backends"]) == 1
 
 
-def test_contradictory_variables_are_a_problem_of_the_report(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_contradictory_variables_are_a_problem_of_the_report(capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "2")
     sound, report = examined(capsys, tmp_path)
@@ -73,9 +69,7 @@ def test_contradictory_variables_are_a_problem_of_the_report(
     assert "RANK=3, WORLD_SIZE=2" in messages(report)
 
 
-def test_an_unreachable_master_is_a_problem_of_the_report(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unreachable_master_is_a_problem_of_the_report(capsys, monkeypatch, tmp_path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     own = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -198,9 +192,7 @@ def sound_machine(folder: Path) -> dict[str, Any]:
         (None, {"unused_gpus": 2}, "the machine has 2 Nvidia device(s), and torch"),
     ],
 )
-def test_what_stands_in_the_way_is_a_problem(
-    tmp_path: Path, part: str | None, change: dict[str, Any], problem: str
-) -> None:
+def test_lacking_resources_are_problems(tmp_path, part, change, problem) -> None:
     machine = sound_machine(tmp_path)
     assert observed.problems(machine) == []
     worse = copy.deepcopy(machine)
@@ -227,9 +219,7 @@ def test_a_folder_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
         ("3:cpu:/x", {"x/memory.max": "1"}, None),
     ],
 )
-def test_the_lowest_limit_of_the_control_groups_counts(
-    tmp_path: Path, line: str, files: dict[str, str], limit: int | None
-) -> None:
+def test_the_lowest_limit_of_the_control_groups_counts(tmp_path, line, files, limit) -> None:
     (tmp_path / "cgroup").write_text(line + "\n")
     for name, text in files.items():
         file = tmp_path / "fs" / name

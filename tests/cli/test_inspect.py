@@ -1,7 +1,5 @@
 """``zeromesh inspect``: what it says of checkpoints is what they hold."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -138,7 +136,7 @@ def test_files_that_are_cut_off_or_missing_are_told_without_reading_them(saved: 
     assert "is cut off after" in call(old).stdout
 
 
-def test_what_a_save_left_beside_the_checkpoints_is_none_of_them(saved: Path, tmp_path: Path) -> None:
+def test_folders_that_a_save_left_are_no_checkpoints(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     shutil.copytree(saved / "checkpoints", folder)
     (folder / "latest").unlink()

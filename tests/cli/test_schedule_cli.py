@@ -1,7 +1,5 @@
 """``zeromesh schedule``: what it prints is so, what it writes can be read, and what it is given wrong it names."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -127,7 +125,7 @@ def test_wrong_input_is_named(options: tuple[str, ...], parts: list[str]) -> Non
     assert all(part in shown.stderr for part in parts), shown.stderr
 
 
-def test_it_does_without_torch() -> None:
+def test_the_command_does_without_torch() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from zeromesh.cli.main import app; "
         "result = CliRunner().invoke(app, ['schedule', '--name', 'search']); "

@@ -1,7 +1,5 @@
 """Collectives of the program's own that differ between ranks are named with their lines, in the mode that compares."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Collectives over one axis: exact sums in the order of ranks, and exactly the bytes that the formulas name."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from zeromesh.comm.mesh import AXES, Mesh
 
 CPU = torch.device("cpu")
@@ -23,14 +21,12 @@ Result = dict[str, Any]
 
 
 def values(rank: int, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What this rank has: numbers whose sum depends on the order in which they are added."""
     generator = torch.Generator().manual_seed(rank)
     wide = torch.randn(elements, generator=generator, dtype=torch.float64)
     return (wide * 10.0 ** torch.randint(-3, 4, (elements,), generator=generator)).to(dtype)
 
 
 def in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The plain sum, first to last."""
     total = parts[0].to(dtype)
     for part in parts[1:]:
         total = (total + part).to(dtype)
@@ -41,14 +37,11 @@ def line(ranks: int) -> Mesh:
     return Mesh({"data": ranks}, CPU)
 
 
-def on_ranks(fn: Callable[..., Result], ranks: int, *args: Any) -> list[Result]:
+def told_their_number(fn: Callable[..., Result], ranks: int, *args: Any) -> list[Result]:
     return run_ranks(fn, ranks, ranks, *args)
 
 
 every_size = pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-
-
-# All-gather.
 
 
 def gather(ranks: int, alias: bool, dtype: torch.dtype) -> Result:
@@ -67,14 +60,10 @@ def gather(ranks: int, alias: bool, dtype: torch.dtype) -> Result:
 def test_all_gather_puts_every_ranks_shard_in_its_place(ranks: int, alias: bool) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         expected = torch.cat([values(rank, LENGTH, dtype) for rank in range(ranks)])
-        assert all(torch.equal(result["full"], expected) for result in on_ranks(gather, ranks, alias, dtype))
+        assert all(torch.equal(result["full"], expected) for result in told_their_number(gather, ranks, alias, dtype))
 
 
-# Reduce-scatter.
-
-
-def scatter(ranks: int) -> Result:
-    """All kinds of results: by (dtype of the buffer, dtype of the result, alias, add)."""
+def scatter(ranks: int) -> Result:  # all kinds of results: by (dtype of the buffer, dtype of the result, alias, add)
     group = line(ranks).shard
     found = {}
     for dtype, out_dtype in product((torch.float64, torch.float32, torch.bfloat16, torch.float16), repeat=2):
@@ -93,7 +82,7 @@ def scatter(ranks: int) -> Result:
 
 @every_size
 def test_reduce_scatter_is_the_plain_sum_in_the_order_of_ranks(ranks: int) -> None:
-    for rank, found in enumerate(on_ranks(scatter, ranks)):
+    for rank, found in enumerate(told_their_number(scatter, ranks)):
         for (dtype, out_dtype, kind), out in found.items():
             parts = [values(other, ranks * LENGTH, dtype).chunk(ranks)[rank] for other in range(ranks)]
             total = parts[0] if ranks == 1 else in_order(parts, out_dtype)
@@ -102,7 +91,6 @@ def test_reduce_scatter_is_the_plain_sum_in_the_order_of_ranks(ranks: int) -> No
 
 
 def overlapping(ranks: int) -> Result:
-    """Many at once, waited for in another order than they were started in, and that on each rank."""
     group = line(ranks).shard
     fulls = [values(17 * number + group.rank, ranks * LENGTH) for number in range(6)]
     outs = [torch.empty(LENGTH) for _ in fulls]
@@ -119,13 +107,11 @@ def overlapping(ranks: int) -> Result:
 
 
 def test_collectives_that_overlap_do_not_mix() -> None:
-    for rank, found in enumerate(on_ranks(overlapping, 3)):
+    for rank, found in enumerate(told_their_number(overlapping, 3)):
         for number, out in enumerate(found["outs"]):
             parts = [values(17 * number + other, 3 * LENGTH).chunk(3)[rank] for other in range(3)]
             assert torch.equal(out, in_order(parts, torch.float32))
 
-
-# All-reduce, exchange, broadcast.
 
 LENGTHS = (1, 2, 7, 12, 25)
 SUMMED_IN = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -143,7 +129,7 @@ def reduce_all(ranks: int) -> Result:
 
 @every_size
 def test_all_reduce_of_any_length_is_the_plain_sum_rounded_once(ranks: int) -> None:
-    for found in on_ranks(reduce_all, ranks):
+    for found in told_their_number(reduce_all, ranks):
         for (dtype, length), total in found.items():
             parts = [values(rank, length, dtype) for rank in range(ranks)]
             expected = in_order(parts, SUMMED_IN.get(dtype, dtype)).to(dtype)
@@ -163,7 +149,6 @@ def tell(ranks: int) -> Result:
 
 
 def pass_on(ranks: int, through_host: bool) -> tuple[list[torch.Tensor], int]:
-    """Each rank sends to the next one, and twice as much to the one before; both messages are under way at once."""
     mesh = line(ranks)
     group = mesh.shard
     group._through_host = through_host  # as on an accelerator without its own backend
@@ -189,13 +174,10 @@ def test_messages_to_single_ranks_arrive_and_are_counted(ranks: int, through_hos
 
 @every_size
 def test_exchange_and_broadcast_tell_every_rank_the_same(ranks: int) -> None:
-    for found in on_ranks(tell, ranks):
+    for found in told_their_number(tell, ranks):
         assert torch.equal(found["rows"], torch.stack([values(rank, 3) for rank in range(ranks)]))
         for root, tensor in enumerate(found["tensors"]):
             assert torch.equal(tensor, values(10 * root + root, 4).view(2, 2))
-
-
-# Traffic.
 
 
 def count(ranks: int) -> Result:
@@ -224,7 +206,7 @@ def test_traffic_is_counted_as_what_the_formulas_say(ranks: int) -> None:
     gathered, scattered = ("all_gather", "data"), ("reduce_scatter", "data")
     volume = 4 * ranks * LENGTH
     once = volume * (ranks - 1) // ranks
-    for rank, sent in enumerate(on_ranks(count, ranks)):
+    for rank, sent in enumerate(told_their_number(count, ranks)):
         assert sent["gather"] == {gathered: (1, once)}
         assert sent["scatter"] == {scattered: (1, once // 2)}
         assert sent["reduce"] == sent["odd reduce"] == {gathered: (1, once), scattered: (1, once)}
@@ -234,10 +216,7 @@ def test_traffic_is_counted_as_what_the_formulas_say(ranks: int) -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    assert not any(on_ranks(count, 1)[0].values())
-
-
-# The mesh.
+    assert not any(told_their_number(count, 1)[0].values())
 
 
 def arrange(sizes: dict[str, int]) -> Result:
@@ -290,7 +269,7 @@ def hybrid(ranks: int) -> Result:
 
 
 def test_sums_over_both_axes_of_a_hybrid_mesh_are_the_whole_sum_and_are_counted_apart() -> None:
-    for rank, found in enumerate(on_ranks(hybrid, 4)):
+    for rank, found in enumerate(told_their_number(hybrid, 4)):
         parts = [values(other, 2 * LENGTH).chunk(2)[rank % 2] for other in range(4)]
         rows = [in_order(parts[:2], torch.float32), in_order(parts[2:], torch.float32)]
         assert torch.equal(found["out"], in_order(rows, torch.float32))
@@ -319,18 +298,15 @@ def test_meshes_of_equal_sizes_share_their_groups() -> None:
         assert found[2:] == found[1:2] * 4, found
 
 
-def over_the_life_of_two_default_groups() -> list[Result]:
+@on_ranks(4)
+def test_groups_of_a_default_group_that_was_destroyed_are_not_used_again() -> None:
     before, found = dist.group.WORLD, [arrange({"replicate": 2, "data": 2})]
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo")
     assert before is not dist.group.WORLD, "the old one is still held"
-    return [*found, arrange({"replicate": 2, "data": 2})]
-
-
-def test_groups_of_a_default_group_that_was_destroyed_are_not_used_again() -> None:
-    for first, second in run_ranks(over_the_life_of_two_default_groups, 4):
-        assert first == second
+    first, second = [*found, arrange({"replicate": 2, "data": 2})]
+    assert first == second
 
 
 def refuse(sizes: dict[str, int], message: str) -> None:
@@ -343,19 +319,13 @@ def test_a_mesh_that_does_not_fit_is_refused_with_the_arithmetic() -> None:
     run_ranks(refuse, 2, {"rows": 2}, "unknown mesh axis 'rows'.*replicate, data, pipeline")
 
 
-def without_a_backend() -> None:
+@on_ranks(2)
+def test_a_device_that_the_process_group_does_not_serve_is_refused() -> None:
     with pytest.raises(ValueError, match="no backend for tensors on xpu, only for .*cpu"):
         Mesh({"data": 2}, torch.device("xpu"))
 
 
-def test_a_device_that_the_process_group_does_not_serve_is_refused() -> None:
-    run_ranks(without_a_backend, 2)
-
-
-def receive_elements() -> tuple[int, int]:
-    mesh = line(3)
-    return mesh.shard.receive_elements(LENGTH), mesh.replicate.receive_elements(LENGTH)
-
-
+@on_ranks(3)
 def test_a_rank_receives_the_shards_of_the_others_and_nothing_along_an_axis_of_its_own() -> None:
-    assert run_ranks(receive_elements, 3) == [(2 * LENGTH, 0)] * 3
+    mesh = line(3)
+    assert (mesh.shard.receive_elements(LENGTH), mesh.replicate.receive_elements(LENGTH)) == (2 * LENGTH, 0)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -12,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import FOLDERS, run_command, run_ranks
+from harness import FOLDERS, on_ranks, run_command, run_ranks
 from zeromesh.comm.environment import (
     VARIABLES,
     Environment,
@@ -41,33 +39,27 @@ SHORT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_POR
 
 @pytest.fixture
 def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher around this process."""
     for name in (*VARIABLES, "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_torchruns_variables_are_read() -> None:
-    assert Environment.detect(TORCHRUN) == Environment(5, 1, 2, 8, 2, "node0", 29500)
-    assert not Environment.detect(TORCHRUN).one_node
-
-
-def test_no_variables_are_a_single_process() -> None:
-    assert Environment.detect({"PATH": "/bin"}) == Environment()
-    assert Environment().world_size == 1
-    assert Environment().one_node
-
-
-def test_on_the_loopback_interface_all_ranks_are_on_one_node() -> None:
-    assert Environment.detect(SHORT) == Environment(1, 1, 0, 2, 2, "localhost", 29500)
+@pytest.mark.parametrize(
+    ("variables", "expected", "one_node"),
+    [
+        (TORCHRUN, Environment(5, 1, 2, 8, 2, "node0", 29500), False),
+        ({"PATH": "/bin"}, Environment(), True),
+        (SHORT, Environment(1, 1, 0, 2, 2, "localhost", 29500), True),  # on the loopback interface
+    ],
+)
+def test_variables_of_launchers_are_read(variables, expected, one_node) -> None:
+    found = Environment.detect(variables)
+    assert (found, found.one_node) == (expected, one_node)
 
 
 @pytest.mark.parametrize("missing", VARIABLES)
 def test_a_missing_variable_is_named(missing: str) -> None:
     with pytest.raises(ValueError, match=f"^{missing} is not set.*torchrun.*unset them all"):
         Environment.detect({name: value for name, value in TORCHRUN.items() if name != missing})
-
-
-def test_only_what_is_set_is_said_to_be_set() -> None:
     with pytest.raises(ValueError, match="^RANK is not set, but MASTER_ADDR, MASTER_PORT are;"):
         Environment.detect({"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
 
@@ -109,9 +101,7 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch, kind: str | None, devic
         ("mps", 1, "gloo", "cpu"),
     ],
 )
-def test_a_rank_gets_the_device_that_its_backend_serves(
-    monkeypatch: pytest.MonkeyPatch, kind: str | None, devices: int, backend: str, device: str
-) -> None:
+def test_a_rank_gets_the_device_that_its_backend_serves(monkeypatch, kind, devices, backend, device) -> None:
     pretend_accelerator(monkeypatch, kind, devices)
     assert device_for(Environment(3, 3, 0, 4, 4), backend) == torch.device(device)
 
@@ -148,17 +138,14 @@ def test_more_ranks_than_devices_are_refused_for_a_group_with_nccl(monkeypatch: 
         device_of_group(Environment(3, 3, 0, 4, 4))
 
 
-def backends_of_a_group_without_a_name() -> tuple[str, dict[str, str], dict[str, str]]:
+@on_ranks(2)
+def test_a_group_and_its_parts_name_their_backends() -> None:
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group()
-    return dist.get_backend(), backends(), backends(dist.new_group([0, 1]))
-
-
-def test_a_group_and_its_parts_name_their_backends() -> None:
-    for name, whole, part in run_ranks(backends_of_a_group_without_a_name, 2):
-        assert name != "gloo"
-        assert whole["cpu"] == part["cpu"] == "gloo"
+    name, whole, part = dist.get_backend(), backends(), backends(dist.new_group([0, 1]))
+    assert name != "gloo"
+    assert whole["cpu"] == part["cpu"] == "gloo"
 
 
 def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
@@ -203,15 +190,12 @@ def test_the_group_is_started_once_on_the_loopback_interface(world_size: int) ->
         assert interface.startswith("lo")
 
 
-def single() -> tuple[Environment, int]:
+@on_ranks(1)
+def test_a_single_process_needs_no_variables() -> None:
     dist.destroy_process_group()
     for name in VARIABLES:
         os.environ.pop(name, None)
-    return init_distributed(), dist.get_world_size()
-
-
-def test_a_single_process_needs_no_variables() -> None:
-    assert run_ranks(single, 1) == [(Environment(), 1)]
+    assert (init_distributed(), dist.get_world_size()) == (Environment(), 1)
 
 
 def join_others_group() -> Environment:

@@ -3,8 +3,6 @@
 The hosts are network namespaces, where the machine permits them, and the stand-in for them; see ``hosts.py``.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -51,7 +49,6 @@ BEST_BY_DEFAULT = [
 
 @pytest.fixture(scope="module", params=BEST_BY_DEFAULT)
 def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
-    """2 hosts with 2 ranks each."""
     asked = os.environ.get(VARIABLE)
     if asked not in (None, "", request.param):
         pytest.skip(f"{VARIABLE} is {asked}")
@@ -61,9 +58,6 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
         pytest.skip(f"the stand-in runs these tests; no namespaces here: {error}")
     if request.param != hosts_module.best_kind():
         close_session_hosts(request.param)
-
-
-# The hosts themselves.
 
 
 def place() -> tuple[float, dict[str, str]]:
@@ -87,7 +81,6 @@ def test_ranks_are_numbered_as_torchrun_does_and_each_host_has_variables_of_its_
 
 
 def send(messages: list[tuple[int, int]], nbytes: int) -> tuple[int, float, bool]:
-    """What this rank's host has sent over its link meanwhile, for how long, and whether all that came was right."""
     tensor, group, works = torch.full((nbytes,), dist.get_rank(), dtype=torch.uint8), dist.group.WORLD, []
     dist.barrier()
     before = sent_by_this_host()
@@ -117,9 +110,7 @@ def send(messages: list[tuple[int, int]], nbytes: int) -> tuple[int, float, bool
     ],
     ids=["inside", "one", "two back", "both ways"],
 )
-def test_what_passes_between_hosts_is_counted_where_it_is_sent_and_nothing_else(
-    hosts: Hosts, messages: list[tuple[int, int]], expected: list[int]
-) -> None:
+def test_traffic_between_hosts_is_counted_where_it_is_sent_and_nothing_else(hosts, messages, expected) -> None:
     ranks, links = [], []
     for _ in range(3):  # what TCP sends again only adds to what is counted
         before = hosts.sent()
@@ -163,9 +154,6 @@ def test_commands_run_on_hosts(hosts: Hosts) -> None:
         shown = hosts.command(1, ["cat", "/proc/self/net/fib_trie"]).stdout
         assert hosts.address(1) in shown
         assert hosts.address(0) not in shown
-
-
-# Training.
 
 
 @dataclass(frozen=True)
@@ -220,8 +208,6 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Moved:
-    """During some updates: what this rank's host has sent over its link, and this rank's report."""
-
     sent: int
     report: dict[str, dict[str, float]]
 
@@ -271,9 +257,6 @@ def test_bytes_on_the_link_are_those_of_the_formulas_and_of_the_report(hosts: Ho
             told = sum(entry["across_nodes"] for rank in own for entry in rank.report.values())
             limit = 0 if hosts.kind == "throttle" else 0.02 * told
             assert own[0].sent == pytest.approx(told, abs=limit), f"row {row}"
-
-
-# What goes wrong.
 
 
 def fail_on(rank: int) -> None:
@@ -326,9 +309,7 @@ def test_namespaces_end_with_their_owner_however_it_ends() -> None:
     ],
     ids=["no tools", "no right"],
 )
-def test_where_namespaces_are_not_permitted_the_stand_in_is_taken(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, message: str
-) -> None:
+def test_the_stand_in_is_taken_if_namespaces_are_not_permitted(monkeypatch, name, value, message) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(namespaces, name, value)
     monkeypatch.setattr(hosts_module, "best_kind", hosts_module.best_kind.__wrapped__)

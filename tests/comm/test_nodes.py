@@ -3,8 +3,6 @@
 Here the nodes are groups of ranks on one machine; ``test_hosts.py`` has hosts with a link between them.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from itertools import product
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeromesh
-from harness import run_command, run_ranks
+from harness import on_ranks, run_command, run_ranks
 from test_collectives import in_order, values
 from zeromesh.comm.formats import BLOCK, FORMATS
 from zeromesh.comm.mesh import Links, Mesh
@@ -39,9 +37,6 @@ def mesh_of(nodes: list[int], sizes: dict[str, int] | None = None, **options: An
     return Mesh(sizes or {"data": len(nodes)}, CPU, Links(nodes[dist.get_rank()], **options))
 
 
-# Who sends to whom.
-
-
 def test_topology_of_ranks_that_are_dealt_to_the_nodes_in_turn() -> None:
     topology = Topology.of([0, 1, 0, 1], 3, None)
     assert topology.nodes == ((0, 2), (1, 3))
@@ -58,11 +53,7 @@ def test_uneven_nodes_are_flat_and_refused_where_two_steps_are_asked_for() -> No
         Topology.of([0, 0, 1], 0, True)
 
 
-# Exact collectives.
-
-
 def gather_and_scatter(nodes: list[int]) -> dict[Any, Any]:
-    """By dtype: what an all-gather and two reduce-scatters give, all under way at once and waited for in turn."""
     group = mesh_of(nodes).shard
     size, found = group.size, {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
@@ -98,8 +89,8 @@ def test_two_steps_give_the_sums_of_the_nodes_in_order(name: str) -> None:
             assert torch.equal(added, total), (name, dtype, rank)
 
 
-def same_tag_twice() -> torch.Tensor:
-    """Two reduce-scatters with one tag, the second begun while the first is under way."""
+@on_ranks(4)
+def test_collectives_with_one_tag_do_not_mix() -> None:
     group = mesh_of([0, 0, 1, 1]).shard
     outs, pendings, kept = [], [], []
     for turn in range(20):
@@ -110,15 +101,8 @@ def same_tag_twice() -> torch.Tensor:
         kept += [mine, received]
     for pending in pendings:
         pending.wait()
-    return torch.stack(outs)
-
-
-def test_collectives_with_one_tag_do_not_mix() -> None:
-    for sums in run_ranks(same_tag_twice, 4):
-        assert sums[:, 0].tolist() == [1111.0 * (turn + 1) for turn in range(20)]
-
-
-# Bytes.
+    sums = torch.stack(outs)
+    assert sums[:, 0].tolist() == [1111.0 * (turn + 1) for turn in range(20)]
 
 
 def traffic(hierarchical: bool | None, form: str | None, length: int) -> dict[str, Any]:
@@ -150,9 +134,7 @@ def traffic(hierarchical: bool | None, form: str | None, length: int) -> dict[st
         (None, "8bit", 1 + 4 / BLOCK, 2 * 4),
     ],
 )
-def test_bytes_between_nodes_are_those_of_the_formula(
-    hierarchical: bool | None, form: str | None, across: float, inside: float
-) -> None:
+def test_bytes_between_nodes_are_those_of_the_formula(hierarchical, form, across, inside) -> None:
     length = 3 * BLOCK
     for result in run_ranks(traffic, 4, hierarchical, form, length):
         for sent, crossing, error in result.values():
@@ -162,15 +144,10 @@ def test_bytes_between_nodes_are_those_of_the_formula(
             assert (error is None) if form is None else (0 < error < limit)
 
 
-# Fewer bits.
-
-
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("elements", [1, BLOCK - 1, BLOCK, 3 * BLOCK + 5])
-def test_messages_have_their_length_and_read_back_within_the_step_of_the_format(
-    form: Any, dtype: torch.dtype, elements: int
-) -> None:
+def test_messages_have_their_length_and_read_back_within_the_step_of_the_format(form, dtype, elements) -> None:
     vector = values(3, elements).to(dtype) / 100
     message, back = form.encode(vector), torch.empty(elements, dtype=dtype)
     assert message.nbytes == form.bytes_for(elements)
@@ -187,7 +164,7 @@ def test_messages_have_their_length_and_read_back_within_the_step_of_the_format(
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
-def test_what_is_not_finite_is_not_finite_on_the_other_side(form: Any, bad: float) -> None:
+def test_numbers_that_are_not_finite_stay_so_on_the_other_side(form: Any, bad: float) -> None:
     vector = torch.ones(3 * BLOCK)
     vector[BLOCK + 3] = bad
     back = torch.empty_like(vector)
@@ -235,8 +212,6 @@ def test_a_step_on_a_stream_keeps_its_buffers_until_it_has_been_waited_for(monke
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any tensor that is made."""
-
     elements = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -272,9 +247,6 @@ def test_all_ranks_have_the_same_numbers_after_a_gather_in_fewer_bits(form: str,
     assert all(torch.equal(full, expected) for full in results)
 
 
-# Where replicas lie.
-
-
 def arrangement(nodes: list[int]) -> tuple[list[int], list[int], int]:
     mesh = mesh_of(nodes, {"replicate": 2, "data": 2})
     rows = [group.exchange(torch.tensor([mesh.rank])).flatten().tolist() for group in (mesh.shard, mesh.replicate)]
@@ -288,9 +260,6 @@ def test_shard_groups_lie_inside_nodes_and_replicas_across(nodes: list[int]) -> 
         assert nodes[shard[0]] == nodes[shard[1]]
         assert nodes[replicas[0]] != nodes[replicas[1]]
     assert sorted(data_rank for _, _, data_rank in results) == [0, 1, 2, 3]
-
-
-# The engine.
 
 
 class Net(torch.nn.Module):
@@ -358,9 +327,6 @@ def test_hybrid_sharding_reduces_its_replicas_in_fewer_bits() -> None:
     assert all(torch.equal(masters[0], other) for other in masters)
 
 
-# Bad input.
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -385,18 +351,13 @@ def test_settings_that_cannot_be_are_refused(config: dict[str, Any], message: st
         Settings.load(config)
 
 
+@on_ranks(2)
 def test_ranks_per_node_that_do_not_divide_the_ranks_are_refused_on_every_rank() -> None:
-    for text in run_ranks(refused, 2):
-        assert text.startswith("communication.ranks_per_node is 3, which does not divide the 2 ranks; set it to")
-
-
-def refused() -> str:
     with pytest.raises(ValueError, match="ranks_per_node") as caught:
         train({"communication": {"ranks_per_node": 3}})
-    return str(caught.value)
+    text = str(caught.value)
+    assert text.startswith("communication.ranks_per_node is 3, which does not divide the 2 ranks; set it to")
 
-
-# The end of a process.
 
 ENDS = """
 import torch, zeromesh

@@ -1,7 +1,5 @@
 """Launchers are reached from this machine only, or run nothing that is not signed."""
 
-from __future__ import annotations
-
 import base64
 import os
 import pickle
@@ -59,8 +57,6 @@ def test_the_launcher_and_the_ranks_of_one_node_listen_on_loopback_only(tmp_path
 
 
 class Touch:
-    """Makes a file when it is unpickled."""
-
     def __init__(self, path: str) -> None:
         self.path = path
 
@@ -69,7 +65,7 @@ class Touch:
 
 
 @pytest.mark.full
-def test_what_a_stranger_writes_to_the_rendezvous_of_several_nodes_is_not_unpickled(tmp_path: Path) -> None:
+def test_messages_of_strangers_to_the_rendezvous_are_not_unpickled(tmp_path: Path) -> None:
     port, mark, script = free_port(), tmp_path / "mark", tmp_path / "script.py"
     script.write_text("print('ran')")
     options = ["--nproc", "1", "--nnodes", "2", "--node-rank", "0", "--master", f"127.0.0.1:{port}", "--timeout", "60"]

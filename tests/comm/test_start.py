@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 import os
 import shutil
@@ -41,7 +39,6 @@ def two_ranks(rank: int, port: int, address: str = "127.0.0.1") -> Environment:
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    """A program that accepts connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server
 
@@ -52,7 +49,6 @@ def free_port() -> int:
 
 
 def refused(environment: Environment, **arguments: object) -> str:
-    """What a start says that must fail in time."""
     with pytest.raises(StartError) as caught:
         init_distributed("gloo", start_timeout=SHORT, environment=environment, **arguments)
     assert not dist.is_initialized()
@@ -120,14 +116,12 @@ def error_of_start(environment: Environment, backend: str = "gloo", seconds: flo
     return ""
 
 
-def leave() -> None:
-    """Give up the group of the harness, once every rank has it."""
+def leave() -> None:  # give up the group of the harness, once every rank has it
     dist.barrier()
     dist.destroy_process_group()
 
 
 def fail_on(failing: int, port: int) -> str:
-    """The start of two ranks of which one has too few devices."""
     rank = dist.get_rank()
     leave()
     original = module.device_for
@@ -140,7 +134,7 @@ def fail_on(failing: int, port: int) -> str:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_one_rank_lacks_the_others_hear_of(failing: int) -> None:
+def test_an_error_of_one_rank_at_the_start_reaches_the_others(failing: int) -> None:
     said = run_ranks(fail_on, 2, failing, free_port())
     assert said[failing] == "ValueError: this node has 1 cuda device(s)"
     expected = f"StartError: rank {failing} on {socket.gethostname()} cannot start: this node has 1 cuda device(s)"
@@ -181,7 +175,6 @@ def test_versions_that_differ_are_shown_to_every_rank() -> None:
 
 
 def late_rank(port: int, timeout: float | None) -> str:
-    """A collective to which one rank comes later than the start may take."""
     rank = dist.get_rank()
     leave()
     init_distributed(
@@ -207,7 +200,6 @@ def test_the_limit_of_the_start_is_not_that_of_collectives() -> None:
 
 
 def under_slurm(port: int) -> tuple[Environment, float, str]:
-    """Two nodes of one task, which are this machine twice."""
     rank = dist.get_rank()
     leave()
     for name in (*VARIABLES, "GLOO_SOCKET_IFNAME"):
@@ -290,9 +282,7 @@ def test_arguments_that_contradict_the_launcher_are_refused(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("7", 7.0), ("0.5", 0.5), (None, 300.0)])
-def test_the_limit_of_the_start_is_set_by_a_variable(
-    monkeypatch: pytest.MonkeyPatch, text: str | None, seconds: float
-) -> None:
+def test_the_limit_of_the_start_is_set_by_a_variable(monkeypatch, text, seconds) -> None:
     monkeypatch.delenv("ZEROMESH_START_TIMEOUT", raising=False)
     if text is not None:
         monkeypatch.setenv("ZEROMESH_START_TIMEOUT", text)

@@ -1,7 +1,5 @@
 """Ranks that compute longer than the others are named; reports of killed ranks name the step."""
 
-from __future__ import annotations
-
 import signal
 import time
 from dataclasses import dataclass
@@ -36,8 +34,6 @@ def train(slow: int | None, pause: float) -> list[str]:
 
 @dataclass
 class FourRanks:
-    """A mesh of four ranks, or of two stages of two, and a clock; this process is the first of them."""
-
     stages: int = 1
     now: float = 0.0
     waited: float | None = 0.0
@@ -50,7 +46,6 @@ class FourRanks:
 
 
 def warned(mesh: FourRanks, busy: list[float], updates: int) -> list[str]:
-    """Return the warnings of updates in which ranks compute so many seconds each."""
     said: list[str] = []
     watched = stragglers.Stragglers(cast(Any, mesh), lambda: mesh.now)
     with patch.object(stragglers._log, "warning", lambda text, *values: said.append(text % values)):
@@ -100,9 +95,7 @@ def test_the_report_of_a_killed_rank_names_its_step(tmp_path: Path, monkeypatch:
     assert "in step" not in str(first_failure(tmp_path, {0: -signal.SIGKILL}))
 
 
-def test_a_rank_that_ends_the_run_is_the_failure_and_not_those_that_are_killed_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_ends_the_run_is_the_failure_and_not_those_that_are_killed_with_it(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(FAILURES, str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     assert write_failure("rank 1 has given no sign of life", "the stack", 70, 12.5)

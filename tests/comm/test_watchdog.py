@@ -58,8 +58,6 @@ def one_rank_calls_a_barrier() -> None:
 
 
 class Store(dict[str, str]):
-    """A process group's store, with the state of another rank that has waited for long."""
-
     def __init__(self) -> None:
         super().__init__({"zeromesh/waits/1": '{"what": "something", "number": 1}'})
         self["zeromesh/signs/1"] = "given"
@@ -166,7 +164,7 @@ def test_a_rank_that_is_alone_in_a_barrier_of_its_own_ends_the_run() -> None:
 
 
 @pytest.mark.full
-def test_it_watches_over_mpi_too() -> None:
+def test_the_watchdog_watches_over_mpi_too() -> None:
     with pytest.raises(RankFailure) as caught:
         run_mpi_ranks(one_rank_steps_while_the_other_runs_another_forward, 2, timeout=30)
     said = "".join(outcome.output for outcome in caught.value.outcomes)

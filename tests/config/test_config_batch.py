@@ -1,7 +1,5 @@
 """The arithmetic of batch sizes and of the mesh."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 
@@ -16,10 +14,7 @@ CONFIGS = Path(__file__).parent / "configs"
 
 @pytest.mark.parametrize(("micro", "accumulation", "data_size"), list(itertools.product((1, 3), (1, 4), (1, 2, 5))))
 @pytest.mark.parametrize("given", list(itertools.product((False, True), repeat=3)), ids=str)
-def test_any_consistent_subset_of_the_sizes_gives_all(
-    micro: int, accumulation: int, data_size: int, given: tuple[bool, bool, bool]
-) -> None:
-    """Whatever is left out is worked out; what cannot be, is 1."""
+def test_any_consistent_subset_of_the_sizes_gives_all(micro, accumulation, data_size, given) -> None:
     train = micro * accumulation * data_size
     three = (train if given[0] else None, micro if given[1] else None, accumulation if given[2] else None)
     if given == (False, False, True):
@@ -131,9 +126,7 @@ def test_the_mesh_fills_the_world(document: dict[str, object], world_size: int, 
         ({"zero_optimization": {"mics_shard_size": 2}, "mesh": {"replicate": 3}}, 4, "3 x 2 = 6, but 4 ranks"),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_refused_with_the_arithmetic(
-    document: dict[str, object], world_size: int, expected: str
-) -> None:
+def test_a_mesh_that_does_not_fit_is_refused_with_the_arithmetic(document, world_size, expected) -> None:
     with pytest.raises(ConfigError, match=expected):
         Settings.load(document).resolve_mesh(world_size)
 

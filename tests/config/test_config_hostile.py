@@ -1,11 +1,8 @@
 """Values that nobody means, in every key: each is an error of one paragraph, or works; none ends in a traceback."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,6 @@ from typer.testing import CliRunner
 
 import zeromesh
 from zeromesh.cli.main import WRONG_INPUT, app
-from zeromesh.comm.environment import shutdown
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings, entries
 from zeromesh.train.check import check
@@ -79,16 +75,11 @@ WORDS = 3000
 """Characters of a message, which may list problems with several keys."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_rank() -> Iterator[None]:
-    """The engines here run in this process; other tests need its process group gone."""
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder with some text in it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("one two three " * 500)
@@ -96,7 +87,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy with ``value`` at a dotted path."""
     document = copy.deepcopy(document)
     *parents, last = path.split(".")
     section = document
@@ -134,7 +124,6 @@ def work_out(document: Any) -> None:
 
 
 def document_for(path: str, value: Any) -> dict[str, Any]:
-    """A configuration with ``value`` in one key, in which that key matters."""
     top, section = path.split(".")[0], path.rpartition(".")[0]
     document: dict[str, Any] = {"optimizer": TRAINS["optimizer"]}
     if top in TRAINS:

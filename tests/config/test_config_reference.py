@@ -1,7 +1,5 @@
 """The reference page and the JSON schema say what the settings do."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ def published() -> Schema:
 
 
 def options(part: Schema, whole: Schema) -> list[Schema]:
-    """The alternatives of a schema, with references followed."""
     if "$ref" in part:
         target: Schema = whole["$defs"][part["$ref"].rpartition("/")[2]]
         return [target]
@@ -33,7 +30,6 @@ def options(part: Schema, whole: Schema) -> list[Schema]:
 
 
 def accepts(part: Schema, value: Any, whole: Schema) -> bool:
-    """What a validator of JSON schemas would say, for the few words that ours uses."""
     return any(accepts_option(option, value, whole) for option in options(part, whole))
 
 
@@ -64,9 +60,7 @@ def test_the_published_files_are_up_to_date(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.full
-def test_the_check_finds_a_stale_page_shows_where_and_says_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_check_finds_a_stale_page_shows_where_and_says_what_to_do(tmp_path, capsys) -> None:
     assert main([str(tmp_path), "--check"]) == 1
     assert main([str(tmp_path)]) == 0
     assert main([str(tmp_path), "--check"]) == 0

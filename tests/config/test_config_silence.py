@@ -1,9 +1,6 @@
 """Settings that would be dropped, changed or contradicted without a word are named, or refused."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,14 +9,11 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from zeromesh.comm.environment import shutdown
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
 
 
 class Tables(nn.Module):
-    """Two embeddings with sparse gradients, and one without."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(8, 4, sparse=True)
@@ -40,18 +34,11 @@ def test_embeddings_with_sparse_gradients_are_named(caplog: pytest.LogCaptureFix
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_rank() -> Iterator[None]:
-    """The engines here run in this process; other tests need its process group gone."""
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-# "auto".
 
 
 def test_initialize_names_what_auto_has_become(caplog: pytest.LogCaptureFixture) -> None:
@@ -86,8 +73,6 @@ def test_nothing_is_said_where_nothing_is_auto(caplog: pytest.LogCaptureFixture)
     assert warnings(caplog) == []
 
 
-# Sections that are not here.
-
 ON: list[dict[str, Any]] = [
     {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
     {"compression_training": {"layer_reduction": {"enabled": True, "keep_number_layer": 5}}},
@@ -112,13 +97,15 @@ OFF: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("document", ON, ids=str)
-def test_what_is_switched_on_and_is_not_here_is_refused(document: dict[str, Any]) -> None:
+def test_unsupported_sections_that_are_switched_on_are_refused(document: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="is not available; "):
         Settings.load(document)
 
 
 @pytest.mark.parametrize("document", OFF, ids=str)
-def test_what_is_switched_off_is_accepted(document: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_sections_that_are_switched_off_are_accepted(
+    document: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "zeromesh"):
         Settings.load(document)
     assert "it is switched off" in caplog.text
@@ -129,12 +116,7 @@ def test_a_misplaced_size_of_the_vocabulary_is_told_where_it_belongs() -> None:
         Settings.load({"vocabulary_size": 50257})
 
 
-# The size of micro-batches.
-
-
 class Any2d(nn.Module):
-    """Takes tensors of all shapes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
@@ -157,9 +139,7 @@ FED: list[tuple[list[tuple[int, ...]], int | None]] = [
 
 
 @pytest.mark.parametrize(("shapes", "told"), FED)
-def test_a_fed_micro_batch_is_compared_with_the_configured_one(
-    shapes: list[tuple[int, ...]], told: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fed_micro_batch_is_compared_with_the_configured_one(shapes, told, caplog) -> None:
     engine = zeromesh.initialize(model=Any2d(), config={**ADAM, "train_micro_batch_size_per_gpu": 16})[0]
     if shapes == [(4, 3)]:
         shapes = shapes * 3

@@ -1,7 +1,5 @@
 """Attention of sequences spread over ranks, and cutting a batch over them."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from harness import run_mpi_ranks, run_ranks
+from harness import on_ranks, run_mpi_ranks, run_ranks
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.context import blocks
@@ -46,8 +44,7 @@ def context(traffic: list[Any] | None = None) -> Group:
     return mesh.group("context")
 
 
-def fake(size: int, rank: int = 0) -> Any:
-    """A group for what sends nothing."""
+def fake(size: int, rank: int = 0) -> Any:  # A group for what sends nothing
     return SimpleNamespace(size=size, rank=rank, purposes={})
 
 
@@ -55,7 +52,6 @@ def operands(
     dtype: torch.dtype, heads: int, key_heads: int, batch: int = 2, length: int = 16, width: int = 8,
     value_width: int | None = None, seed: int = 0,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """q, k, v, and the gradient of the result."""
     generator = torch.Generator().manual_seed(seed)
     last = value_width or width
     shapes = [(heads, width), (key_heads, width), (key_heads, last), (heads, last)]
@@ -68,14 +64,12 @@ def results(out: torch.Tensor, xs: list[torch.Tensor], upstream: torch.Tensor) -
 
 
 def expected(dtype: torch.dtype, shape: Shape, **more: int) -> list[torch.Tensor]:
-    """The result and the gradients of q, k and v, in one process and in float64."""
     *xs, upstream = (x.double() for x in operands(dtype, **shape, **more))
     xs = [x.requires_grad_() for x in xs]
     return results(F.scaled_dot_product_attention(*xs, is_causal=True, enable_gqa=True), xs, upstream)
 
 
 def spread(strategy: str, group: Group, dtype: torch.dtype, shape: Shape, **more: int) -> list[torch.Tensor]:
-    """The same of this rank's part."""
     *xs, upstream = (keep(x, group.rank, group.size, 2) for x in operands(dtype, **shape, **more))
     xs = [x.requires_grad_() for x in xs]
     return results(attend(strategy, *xs, group, TAG), xs, upstream)
@@ -108,7 +102,7 @@ def test_both_strategies_compute_what_one_process_does(ranks: int) -> None:
 
 
 @pytest.mark.full
-def test_they_do_so_on_mpi() -> None:
+def test_strategies_do_so_on_mpi() -> None:
     cases = [(SHAPES[1], torch.float64), (SHAPES[1], torch.bfloat16)]
     compare_all(cases, run_mpi_ranks(spread_all, 2, cases))
 
@@ -144,7 +138,6 @@ def test_random_shapes(ranks: int, count: int) -> None:
 
 
 def watch(strategy: str) -> dict[str, Any]:
-    """One forward and backward: what was sent, the pairs of queries and keys that were computed, and what came when."""
     traffic: list[Any] = []
     group = context(traffic)
     pairs, events = {"attend": 0.0, "gradients": 0.0}, []
@@ -209,19 +202,16 @@ def test_bytes_are_those_of_the_formulas(ranks: int) -> None:
         assert found["both"] == {"all_to_all": 2 * swapped}
 
 
-def differentiate_twice() -> str:
+@on_ranks(2)
+def test_a_second_derivative_of_the_ring_is_refused() -> None:
     group = context()
     *xs, _ = (keep(x, group.rank, group.size, 2) for x in operands(torch.float64, **SHAPES[0]))
     out = ring(*[x.requires_grad_() for x in xs], group, TAG)
     with pytest.raises(RuntimeError) as caught:
         torch.autograd.grad(out.sum(), xs[0], create_graph=True)
-    return str(caught.value)
-
-
-def test_a_second_derivative_of_the_ring_is_refused() -> None:
-    for message in run_ranks(differentiate_twice, 2):
-        assert "differentiated once only" in message
-        assert "use the strategy ulysses" in message
+    message = str(caught.value)
+    assert "differentiated once only" in message
+    assert "use the strategy ulysses" in message
 
 
 def mixed_dtypes(strategy: str) -> list[torch.Tensor]:
@@ -243,8 +233,6 @@ def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match=r"4 ranks do not divide 6 heads \(6 / 4 = 1\.5\).* 1, 2, 3, 6.* ring"):
         ulysses(*xs, fake(4), TAG)
 
-
-# Blocks.
 
 BLOCKS = [(4, 4, 6, 6, True), (4, 2, 6, 3, False), (4, 1, 3, 6, False), (6, 3, 1, 1, True)]
 
@@ -301,9 +289,6 @@ def test_operators_of_cuda_compute_what_plain_products_do(sizes: Any, dtype: tor
         torch.testing.assert_close(one, two, **close)
 
 
-# Cutting.
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_each_rank_has_an_early_and_a_late_chunk(ranks: int) -> None:
     assert sorted(gathered_order(ranks)) == list(range(2 * ranks))
@@ -347,7 +332,6 @@ def test_embeddings_are_cut_and_their_gradient_comes_back() -> None:
     part = split({"inputs_embeds": x}, fake(2, 1))["inputs_embeds"]
     assert torch.equal(part, x[:, 4:12])
     part.sum().backward()
-    assert x.grad is not None
     assert x.grad.sum((0, 2)).tolist() == [0] * 4 + [6] * 8 + [0] * 4
 
 
@@ -373,7 +357,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_cut_is_refused(message: str) -> None:
+def test_sequences_that_cannot_be_cut_are_refused(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split({"input_ids": IDS} | REFUSED[message], fake(2))
 

@@ -1,7 +1,5 @@
 """Models whose sequences are spread over ranks: what they compute, and which are refused."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import re
@@ -65,7 +63,6 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def data(name: str) -> dict[str, torch.Tensor]:
-    """Two sequences with labels that are spread unevenly."""
     ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(12))
     labels = ids.clone()
     labels[0, :9] = IGNORE_LABEL
@@ -156,8 +153,6 @@ def test_a_decoder_with_compiled_blocks_trains_the_same(name: str) -> None:
 
 
 class Wrapper(nn.Module):
-    """Calls the forward of the model inside, and not the model, as peft does."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -167,7 +162,6 @@ class Wrapper(nn.Module):
 
 
 def parts(strategy: str) -> dict[str, Any]:
-    """What the model inside of another returns for arguments without names, spread and paused."""
     model = build("llama")
     applied = spread(Wrapper(model), strategy)
     ids, mask = data("llama")["input_ids"], torch.ones(2, LENGTH)
@@ -222,11 +216,7 @@ def test_a_model_that_was_spread_is_freed_and_its_names_with_it() -> None:
     assert set(ALL_ATTENTION_FUNCTIONS) == before
 
 
-# Refusals.
-
-
 def of(name: str, **options: Any) -> Any:
-    """A model of transformers with other options."""
     import transformers
 
     kind = {**MODELS, **DECODERS}[name]
@@ -291,8 +281,6 @@ def test_heads_are_checked_before_anything_runs() -> None:
 
 
 class Tiny(nn.Module):
-    """A torch model whose attention is called with some options."""
-
     def __init__(self, inner: nn.Module | None = None, **options: Any) -> None:
         super().__init__()
         self.embedding, self.inner, self.options = nn.Embedding(8, 8), inner, options
@@ -361,7 +349,7 @@ def test_a_plain_model_that_is_given_labels_must_return_its_loss() -> None:
         ({"is_causal": False}, "not causal"),
     ],
 )
-def test_what_attention_is_called_with_is_refused_with_the_modules_name(extras: Any, message: str) -> None:
+def test_unsupported_arguments_of_attention_are_refused_with_the_modules_name(extras: Any, message: str) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     model = of("llama")

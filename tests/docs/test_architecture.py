@@ -1,7 +1,5 @@
 """The drawings of docs/architecture.md and the table of CONTRIBUTING.md name existing code and real calls."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -18,7 +16,6 @@ NODES = dict(re.findall(r'(\w+)\["(.+?)"\]', STEP))
 
 
 def definition(place: str) -> ast.AST:
-    """The function or method of ``file: Class.name``."""
     file, _, name = place.partition(": ")
     node: ast.AST = ast.parse((ROOT / "zeromesh" / file).read_text())
     for part in name.split("."):
@@ -46,7 +43,7 @@ def test_a_solid_arrow_is_a_call(caller: str, called: str) -> None:
     assert name in used, f"{NODES[caller]} does not call {NODES[called]}"
 
 
-def test_what_the_table_of_contributions_names_exists() -> None:
+def test_files_and_functions_in_the_table_of_contributions_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"`((?:zeromesh|tools|docs|tests)/[\w./-]+)`(?: \(((?:`\w+`(?:, )?)+)\))?", text)
     assert len(rows) > 15

@@ -1,7 +1,5 @@
 """The page of faults: every fault has a row, and every test that it names is there."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -5,8 +5,6 @@ page and in one empty folder beside the project's examples. ``<!-- not run: reas
 leaves it out; a comment ``<!-- before:`` with lines of Python runs them unseen by the reader, to set up what follows.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -40,7 +38,6 @@ class Block:
 
 
 def blocks_of(page: str) -> list[Block]:
-    """All blocks of a page, the hidden ones as Python."""
     blocks = []
     reason = None
     for match in PART.finditer(page):

@@ -30,22 +30,16 @@ class Output:
 
 
 class ModelOutput(OrderedDict):
-    """As Hugging Face's: a dict whose items are attributes."""
-
     def __getattr__(self, name: str) -> Any:
         return self[name]
 
 
 class Opaque:
-    """Something that nobody can look into."""
-
     def __init__(self, hidden: torch.Tensor, extra: torch.Tensor) -> None:
         self.hidden, self.extra = hidden, extra
 
 
 class Talkative(Block):
-    """Returns hidden states and something more, in one container or another."""
-
     wrap: Callable[[torch.Tensor, torch.Tensor], Any] = Pair
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -54,8 +48,6 @@ class Talkative(Block):
 
 
 class ReadsOutputs(Stack):
-    """Uses the extra outputs of some blocks at the end, and of others not at all."""
-
     block = Talkative
 
     def __init__(self, wrap: Callable[[Any, Any], Any], read: Callable[[Any], tuple[Any, Any]]) -> None:
@@ -118,9 +110,6 @@ class Keywords(Stack):
         return {"logits": y, "loss": loss_of(y, x)}
 
 
-# In-place operations.
-
-
 class InPlace(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.up(x)
@@ -134,9 +123,7 @@ class InPlace(Block):
 @CASES.add("writes_through_data")
 @CASES.add("writes_through_data_recomputed", config=RECOMPUTE)
 @CASES.add("writes_through_data_accumulation", accumulation, micro_batches=3)
-class WritesThroughData(Stack):
-    """Changes weights before they are used, as torch does not count."""
-
+class WritesThroughData(Stack):  # changes weights before they are used, as torch does not count
     def run(self, h: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             block.up.weight.data.clamp_(-0.05, 0.05)
@@ -191,12 +178,7 @@ class WritesIntoItsInput(Block):
 
 @CASES.add("in_place_on_the_input")
 class InPlaceOnTheInput(Stack):
-    """The output is the input, changed."""
-
     block = WritesIntoItsInput
-
-
-# Activations and methods that pass the outputs by.
 
 
 class Stashing(Block):
@@ -210,8 +192,6 @@ class Stashing(Block):
 
 @CASES.add("stashed_activations")
 class Stashed(Stack):
-    """Auxiliary losses, as of a mixture of experts."""
-
     block = Stashing
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -291,12 +271,7 @@ class MethodOfTheRoot(Stack):
         return len(self.scale)
 
 
-# Kinds of parameters and buffers.
-
-
 class Mixed(Block):
-    """Parameters of two dtypes in one unit."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.rand(WIDTH).float() + 0.5)
@@ -336,8 +311,6 @@ class BatchNormStack(Stack):
 
 
 class Counting(Block):
-    """Buffers that the forward changes, in place and by assignment; one is not part of the state."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
@@ -353,9 +326,6 @@ class Counting(Block):
 @CASES.add("buffers")
 class BufferStack(Stack):
     block = Counting
-
-
-# Kinds of layers.
 
 
 def tokens(t: Trainer) -> None:
@@ -418,8 +388,6 @@ CASES.add("channels_last", image)(partial(Convolutions, channels_last=True))
 
 
 class Layered(nn.Module):
-    """A layer of torch's own, called with a batch of one sequence."""
-
     def __init__(self, layer: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.layer = layer()
@@ -446,8 +414,6 @@ for name, layer in LAYERS.items():
 
 
 class Scaled(torch.autograd.Function):
-    """Keeps a weight for its backward."""
-
     @staticmethod
     def forward(context: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         context.save_for_backward(x, weight)
@@ -469,9 +435,6 @@ class FunctionStack(Stack):
     block = OwnFunction
 
 
-# Compiled blocks.
-
-
 def compile_units(engine: Any) -> None:
     engine.compile(backend="aot_eager")
 
@@ -483,8 +446,6 @@ CASES.add("compiled_accumulation", accumulation, micro_batches=3, prepare=compil
 
 @CASES.add("compiled_before", reference=Stack)
 class CompiledBefore(Stack):
-    """The user has compiled the blocks' forwards."""
-
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:

@@ -72,8 +72,6 @@ class SpoilsInside(Stack):
 
 
 class SpoilsOutside(Stack):
-    """It is the root that spoils an activation between blocks."""
-
     spoil = False
 
     def run(self, h: torch.Tensor) -> torch.Tensor:
@@ -99,8 +97,6 @@ class Breaking(torch.autograd.Function):
 
 
 class BreakingStack(Stack):
-    """Raises where the program says."""
-
     breaks_before = -1
     backward_breaks_before = -1
 

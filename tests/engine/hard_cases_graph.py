@@ -35,9 +35,6 @@ class SingleLinear(nn.Linear):
         super().__init__(WIDTH, WIDTH)
 
 
-# Weights that are used in several places.
-
-
 @CASES.add("tied_head")
 @CASES.add("tied_head_accumulation", accumulation, micro_batches=3)
 @CASES.add("tied_head_recomputed", config=RECOMPUTE)
@@ -63,8 +60,6 @@ class TiedBlocks(Stack):
 @CASES.add("blocks_called_several_times_contrastive", two_views)
 @CASES.add("blocks_called_several_times_forwards_then_backwards", forwards_then_backwards, micro_batches=2)
 class CalledSeveralTimes(Stack):
-    """As in ALBERT."""
-
     def run(self, h: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
             for block in self.blocks[:3]:
@@ -93,8 +88,6 @@ class ViewTaken(Stack):
 
 
 class Product(torch.autograd.Function):
-    """Keeps the weights of four units for one node's backward."""
-
     @staticmethod
     def forward(context: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         context.save_for_backward(x, *weights)
@@ -154,9 +147,6 @@ class Penalty(Stack):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         loss = loss_of(super().forward(x), x)
         return loss + 0.1 * sum((p * p).sum() for p in self.parameters())
-
-
-# Several forwards, several backwards.
 
 
 def forwards_then_backwards_reversed(t: Trainer) -> None:
@@ -233,7 +223,6 @@ def evaluation_before(t: Trainer) -> None:
 
 
 def dropped_forward(t: Trainer) -> None:
-    """One forward's graph is dropped, another's is kept and not used."""
     x = t.batch()
     t.model(x + 2)
     unused = t.model(x)
@@ -275,14 +264,9 @@ class PenaltyInside(Stack):
         return y + 0.1 * slope
 
 
-# Shapes of the call graph.
-
-
 @CASES.add("u_net")
 @CASES.add("u_net_recomputed", config=RECOMPUTE)
 class UNet(Stack):
-    """Skip connections between units."""
-
     depth = 6
 
     def run(self, h: torch.Tensor) -> torch.Tensor:
@@ -297,8 +281,6 @@ class UNet(Stack):
 
 @CASES.add("two_towers")
 class TwoTowers(nn.Module):
-    """As in CLIP."""
-
     def __init__(self) -> None:
         super().__init__()
         self.image, self.text = Stack(), Stack()
@@ -323,8 +305,6 @@ class InterleavedTowers(TwoTowers):
 
 @CASES.add("interleaved_calls")
 class InterleavedCalls(Stack):
-    """Two streams through the same blocks, one block of each at a time."""
-
     def run(self, h: torch.Tensor) -> torch.Tensor:
         other = h.flip(0)
         for block in self.blocks:
@@ -382,8 +362,6 @@ class NestedStack(Stack):
 
 
 class Empty(nn.Module):
-    """A unit that has no parameters but those of the units inside."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.ModuleList(Block() for _ in range(2))

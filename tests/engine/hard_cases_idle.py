@@ -49,8 +49,6 @@ class FrozenUnits(Stack):
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and a trained update of low rank."""
-
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
@@ -73,8 +71,6 @@ class Lora(Stack):
 
 @CASES.add("blocks_under_no_grad")
 class UnderNoGrad(Stack):
-    """A backbone that is only looked at."""
-
     def run(self, h: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             h = self.blocks[1](self.blocks[0](h))
@@ -82,8 +78,6 @@ class UnderNoGrad(Stack):
 
 
 class Skipping(Stack):
-    """Leaves out blocks, or computes them and does not use what they give; the program says which."""
-
     skipped: tuple[int, ...] = ()
     unused: tuple[int, ...] = ()
 
@@ -109,8 +103,6 @@ class SkippingReentrant(Skipping):
 
 
 class SkippingTwice(Skipping):
-    """As in ALBERT; a block is left out both times."""
-
     def run(self, h: torch.Tensor) -> torch.Tensor:
         return super().run(super().run(h))
 
@@ -140,7 +132,6 @@ def on_all_ranks(t: Trainer) -> tuple[int, ...]:
 
 
 def differently(t: Trainer) -> tuple[int, ...]:
-    """Every rank leaves out something else, sometimes all, sometimes nothing."""
     return tuple(index for index in range(4) if (t.step + 1) * (t.rank + 2) * (index + 3) % 7 < 3)
 
 
@@ -185,8 +176,6 @@ CASES.add("unit_idle_accumulation", idle_in_micro_batches, micro_batches=3)(Skip
 
 
 class Branching(Block):
-    """Uses one of two layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.other = nn.Linear(WIDTH, 2 * WIDTH)
@@ -216,8 +205,6 @@ CASES.add("parameter_never_used", branching(lambda t, i: True))(BranchingStack)
 
 
 class Experts(nn.Module):
-    """Each row goes to the expert that a gate prefers; an expert that nobody prefers is not called."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(WIDTH, 3)

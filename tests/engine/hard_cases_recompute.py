@@ -29,8 +29,6 @@ class ReentrantInside(Inside):
 
 
 class AllInside(Inside):
-    """Everything that the block computes is computed again."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
 
@@ -53,8 +51,6 @@ class AllInsideStack(Stack):
 
 
 class Outside(Stack):
-    """Checkpoints the calls of ``per`` blocks at a time, from outside."""
-
     block = Dropping
 
     def __init__(self, per: int, reentrant: bool) -> None:
@@ -91,9 +87,7 @@ for reentrant, kind in ((False, ""), (True, "_reentrant")):
 
 
 @CASES.add("recomputed_use_of_weights_outside")
-class WeightsOutside(Stack):
-    """The recomputation itself reads weights of several units outside of their forwards."""
-
+class WeightsOutside(Stack):  # the recomputation itself reads weights of several units outside of their forwards
     def mix(self, h: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             h = h + F.linear(torch.tanh(F.linear(h, block.up.weight)), block.down.weight)
@@ -112,7 +106,6 @@ class RecomputedLora(Lora):
 
 
 def root_recomputed(t: Trainer) -> None:
-    """The checkpoint is outside of the model's forward."""
     x = t.batch()
     t.backward(loss_of(checkpoint(t.model, x, use_reentrant=False), x))
 

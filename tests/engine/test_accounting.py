@@ -1,7 +1,5 @@
 """Reported memory and traffic equal the formulas, what malloc holds, and what the kernel counts on the wire."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc
@@ -17,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from heap import Heap
 from wire import sent_by_this_process, sent_over_loopback
 
@@ -36,9 +34,7 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-class Net(nn.Module):
-    """10 million parameters: a root with an embedding and a frozen head, and blocks that grow."""
-
+class Net(nn.Module):  # 10 million parameters: a root with an embedding and a frozen head, and blocks that grow
     def __init__(self, growth: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(1500, WIDTH)
@@ -55,8 +51,6 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A run on 2 ranks, or on 2 x 2 with ``replicas``."""
-
     row: int
     bf16: bool = False
     accumulation: int = 1
@@ -71,7 +65,6 @@ class Case:
 
     @property
     def width(self) -> int:
-        """Bytes of a parameter as computed with."""
         return 2 if self.bf16 else 4
 
     @property
@@ -109,11 +102,7 @@ USUAL = {Case(0), Case(1, bf16=True), Case(2, bf16=True, accumulation=3), Case(3
 
 
 def others_in_full(cases: Sequence[Case]) -> list[Any]:
-    """Return the parameters of a test, of which the usual ones are run by default."""
     return [case if case in USUAL else pytest.param(case, marks=pytest.mark.full) for case in cases]
-
-
-# The formulas, from the shapes alone.
 
 
 def padded(sizes: list[int], width: int) -> int:
@@ -184,7 +173,6 @@ def expected_memory(case: Case) -> dict[str, int]:
 
 
 def expected_at_rest(case: Case) -> int:
-    """Of these, what is there between updates."""
     size, most = sizes(case), expected_memory(case)
     if case.row < 3:  # all but the embedding's gradient, where that is as wide as sums are kept
         late = case.accumulation > 1 or case.row == 0
@@ -193,7 +181,6 @@ def expected_at_rest(case: Case) -> int:
 
 
 def expected_traffic(case: Case) -> int:
-    """Bytes that a rank sends per update, along all axes."""
     size, width, m = sizes(case), case.width, case.accumulation
     whole = sum(size.trainable)
     if case.row < 2:
@@ -213,13 +200,8 @@ def expected_traffic(case: Case) -> int:
     return inside + across
 
 
-# The measurement.
-
-
 @dataclass
-class Measured:
-    """One rank's; all bytes. ``sent`` is for ``STEPS`` updates, ``peak`` the most during one of them."""
-
+class Measured:  # one rank's; all bytes. ``sent`` is for ``STEPS`` updates, ``peak`` the most during one of them
     report: dict[str, Any]
     traffic: dict[str, dict[str, int]]
     resting: int
@@ -237,7 +219,6 @@ def update(engine: zeromesh.Engine, tokens: torch.Tensor) -> None:
 
 
 def quiet(engine: zeromesh.Engine, tokens: torch.Tensor) -> None:
-    """Nothing is on its way any more."""
     if engine.config.zero_optimization.stage < 3:
         with torch.no_grad():
             engine(tokens)
@@ -281,7 +262,6 @@ def measure(case: Case, heap: Heap) -> Measured:
 
 @functools.cache
 def measured(replicas: int, usual: bool) -> dict[Case, list[Measured]]:
-    """By case and rank; the usual cases in one call, and the others in another."""
     cases = [case for case in (HYBRID if replicas > 1 else CASES) if (case in USUAL) == usual]
     by_rank = run_ranks(measure_all, SHARDS * replicas, cases, timeout=250)
     return {case: list(ranks) for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True)}
@@ -389,10 +369,8 @@ def test_the_loopback_interface_carries_what_is_reported(case: Case) -> None:
     assert quietest == pytest.approx(2 * expected_traffic(case), rel=0.03)
 
 
-# Calls and resets.
-
-
-def count_calls() -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]], dict[str, dict[str, int]]]:
+@on_ranks(2)
+def test_calls_are_counted_until_the_count_is_reset() -> None:
     case = Case(2)
     engine, *_ = zeromesh.initialize(model=Net(case.growth), config=case.config)
     engine.traffic_report(reset=True)
@@ -401,29 +379,22 @@ def count_calls() -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]],
     engine.backward(engine(tokens))
     engine.step()
     first = engine.traffic_report()
-    return nothing, first, engine.traffic_report(reset=True)
+    nothing, first, again = nothing, first, engine.traffic_report(reset=True)
+    assert nothing == {}
+    assert first == again
+    assert first["reduce_scatter/data"]["calls"] == first["all_gather/data"]["calls"] == 9
+    assert first["exchange/world"]["calls"] == 1
 
 
-def test_calls_are_counted_until_the_count_is_reset() -> None:
-    for nothing, first, again in run_ranks(count_calls, 2):
-        assert nothing == {}
-        assert first == again
-        assert first["reduce_scatter/data"]["calls"] == first["all_gather/data"]["calls"] == 9
-        assert first["exchange/world"]["calls"] == 1
-
-
-def measure_alone() -> dict[str, Any]:
+@on_ranks(1)
+def test_one_rank_moves_nothing_and_the_process_is_measured_beside_the_report() -> None:
     engine, *_ = zeromesh.initialize(model=Net(0), config={**Case(3).config, "mesh": {"data": 1}})
     tokens = torch.randint(0, 1500, (2, 4))
     engine.traffic_report(reset=True)
     engine.backward(engine(tokens))
     engine.step()
     assert not any(entry["bytes"] for entry in engine.traffic_report().values())
-    return engine.memory_report()
-
-
-def test_one_rank_moves_nothing_and_the_process_is_measured_beside_the_report() -> None:
-    (report,) = run_ranks(measure_alone, 1)
+    report = engine.memory_report()
     measured = report["measured"]
     assert measured["peak"] >= measured["live"] > report["total"]
     assert measured["remainder"] == measured["peak"] - report["total"]
@@ -443,8 +414,10 @@ class Keeper(nn.Module):
         return self.kept
 
 
-def dropped(row: int, bf16: bool) -> list[bool]:
-    """Whether the engine, the model and its parameters are gone when nobody refers to them any more."""
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+@on_ranks(2)
+def test_an_engine_that_nobody_needs_gives_all_its_memory_back(row: int, bf16: bool) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.BatchNorm1d(64), Keeper())
     settings = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": row}, "bf16": {"enabled": bf16}}
     engine = zeromesh.initialize(model=model, config=settings)[0]
@@ -460,11 +433,5 @@ def dropped(row: int, bf16: bool) -> list[bool]:
     things = [weakref.ref(thing) for thing in (engine, engine.sharded, model, *model.parameters())]
     del engine, model, loss
     gc.collect()
-    return [thing() is None for thing in things]
-
-
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("row", [0, 1, 2, 3])
-def test_an_engine_that_nobody_needs_gives_all_its_memory_back(row: int, bf16: bool) -> None:
-    for gone in run_ranks(dropped, 2, row, bf16):
-        assert all(gone)
+    gone = [thing() is None for thing in things]
+    assert all(gone)

@@ -1,10 +1,7 @@
 """PEFT's adapters train under every row as in plain PEFT, and are written as PEFT writes them."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,10 +17,12 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS, VOCABULARY
 from zeromesh import export
-from zeromesh.comm.environment import shutdown
 from zeromesh.shard import deferred
 
-pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed"),
+    pytest.mark.usefixtures("one_rank"),
+]
 
 LIMIT = 120
 STEPS = 4
@@ -36,13 +35,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "embedding": {"target_modules": ["embed_tokens", "lm_head"]},
     "head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def leave_the_group() -> Iterator[None]:
-    """Some tests here are the only rank."""
-    yield
-    shutdown()
 
 
 def adapted(model: nn.Module, kind: str, dtype: torch.dtype) -> Any:
@@ -58,15 +50,13 @@ def batches() -> list[torch.Tensor]:
     return [torch.randint(0, VOCABULARY, (4, 8), generator=generator) for _ in range(STEPS)]
 
 
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Not the model's own, which is computed in fp32."""
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:  # not the model's own, which is computed in fp32
     logits = model(input_ids=tokens).logits
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 @cache
 def plain(folder: Path, kind: str) -> tuple[list[float], Any]:
-    """Plain PEFT in one process."""
     import transformers
 
     model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -83,7 +73,6 @@ def plain(folder: Path, kind: str) -> tuple[list[float], Any]:
 
 
 def train(folder: Path, output: Path, kind: str, row: int, dtype: torch.dtype, deferring: bool, bf16: bool) -> Any:
-    """Train on the ranks, and write adapters and the merged model. Returns the losses and the base weights after."""
     import transformers
 
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -140,9 +129,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     + [("embedding", 3, True), ("head", 3, True)]
     + [pytest.param(k, row, d, marks=pytest.mark.full) for k in KINDS for row in range(4) for d in (False, True)],
 )
-def test_adapters_are_those_of_plain_peft(
-    kind: str, row: int, deferring: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_are_those_of_plain_peft(kind, row, deferring, folder, tmp_path, monkeypatch) -> None:
     import peft
     import transformers
 
@@ -214,7 +201,6 @@ TIED: dict[str, dict[str, Any]] = {
 
 
 def tied(output: Path) -> dict[str, torch.Tensor]:
-    """Adapt a model whose head is its embedding in every way of the table, and write it; the logits before."""
     import peft
     import transformers
 

@@ -1,7 +1,5 @@
 """What cannot work is refused on every rank, at once, with value, rule and remedy; training can go on after it."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from numerics import Net, batch, build_net
 
 LIMIT = 30
@@ -51,7 +49,6 @@ def train(engine: zeromesh.Engine, steps: range) -> None:
 
 
 def state(engine: zeromesh.Engine) -> dict[str, torch.Tensor]:
-    """This rank's masters and moments."""
     found = {}
     for piece in engine.sharded.pieces.values():
         if piece is not None:
@@ -65,8 +62,6 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], value) for name, value in expected.items())
 
-
-# Before anything else.
 
 BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("an unknown key", {"gradient_cliping": 1.0}, "gradient_cliping.*gradient_clipping"),
@@ -146,8 +141,6 @@ def test_a_model_that_cannot_be_trained_is_refused(make: Callable[[], nn.Module]
 
 
 class Deep(nn.Module):
-    """Blocks of two layers each, in a body."""
-
     def __init__(self) -> None:
         super().__init__()
         blocks = [nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4))) for _ in range(3)]
@@ -159,7 +152,6 @@ class Deep(nn.Module):
 
 
 def compile_parts(model: Deep, kind: str) -> list[str]:
-    """Compile parts in one of the ways there are; the units."""
     options = {"backend": "eager"}
     match kind:
         case "the body":
@@ -209,7 +201,7 @@ REFUSED_PARTS = {
 
 
 @pytest.mark.parametrize("kind", REFUSED_PARTS)
-def test_what_is_compiled_around_sharded_units_is_refused(kind: str) -> None:
+def test_modules_compiled_around_sharded_units_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=f"{REFUSED_PARTS[kind]}; .*engine.compile"):
         train_compiled(kind, 3)
     assert not dist.is_initialized()
@@ -229,7 +221,7 @@ def test_what_is_compiled_around_sharded_units_is_refused(kind: str) -> None:
         ("the model's forward", 2),
     ],
 )
-def test_what_is_compiled_elsewhere_trains_as_if_it_were_not(kind: str, row: int) -> None:
+def test_modules_compiled_elsewhere_train_as_if_they_were_not(kind: str, row: int) -> None:
     found, expected = (run_ranks(train_compiled, 2, name, row)[0] for name in (kind, "nothing"))
     assert_same(found, expected)
 
@@ -282,27 +274,22 @@ def test_a_scheduler_that_needs_a_metric_is_refused_before_anything_is_touched()
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def makes_a_scheduler() -> str:
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    return message(lambda: zeromesh.initialize(model=build_net(torch.float32), config=config(), lr_scheduler=plateau))
-
-
+@on_ranks(2, timeout=LIMIT)
 def test_a_function_that_makes_such_a_scheduler_is_refused() -> None:
-    for found in run_ranks(makes_a_scheduler, 2, timeout=LIMIT):
-        assert "ReduceLROnPlateau.step needs metrics" in found
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    found = message(lambda: zeromesh.initialize(model=build_net(torch.float32), config=config(), lr_scheduler=plateau))
+    assert "ReduceLROnPlateau.step needs metrics" in found
 
 
-# What does not fit together.
-
-
-def misfits() -> dict[str, str]:
+@on_ranks(2, timeout=LIMIT)
+def test_arguments_that_do_not_fit_together_are_refused_on_every_rank() -> None:
     def with_arguments(make: Callable[[Net], dict[str, Any]], **changes: Any) -> Callable[[], Any]:
         model = build_net(torch.float32)
         settings = {key: value for key, value in config(1, **changes).items() if value is not None}
         return lambda: zeromesh.initialize(model=model, config=settings, **make(model))
 
     other = nn.Linear(3, 4)
-    return {
+    found = {
         "batch": message(with_arguments(lambda m: {}, train_batch_size=13)),
         "mesh": message(with_arguments(lambda m: {}, mesh={"data": 3})),
         "units": message(with_arguments(lambda m: {}, units=["Bloc"])),
@@ -318,26 +305,19 @@ def misfits() -> dict[str, str]:
             with_arguments(lambda m: {"optimizer": torch.optim.Adafactor(m.parameters())})
         ),
     }  # fmt: skip
-
-
-def test_what_does_not_fit_together_is_refused_on_every_rank() -> None:
-    for found in run_ranks(misfits, 2, timeout=LIMIT):
-        assert "13 is not a multiple of" in found["batch"]
-        assert "12 or 24" in found["batch"]
-        assert "mesh: data = 3" in found["mesh"]
-        assert "2 ranks" in found["mesh"]
-        assert "'Bloc' matches no module" in found["units"]
-        assert "Block" in found["units"]
-        assert "group 0, parameter 0 of shape (4, 3)" in found["optimizer"]
-        assert "str" in found["no optimizer"]
-        assert "NoneType" in found["function"]
-        assert "model_parameters, group 0" in found["parameters"]
-        assert "model_parameters is empty" in found["no parameters"]
-        assert "there is no optimizer" in found["scheduler"]
-        assert "Adafactor would be wrong on sharded parameters" in found["whole matrices"]
-
-
-# Ranks that do not agree.
+    assert "13 is not a multiple of" in found["batch"]
+    assert "12 or 24" in found["batch"]
+    assert "mesh: data = 3" in found["mesh"]
+    assert "2 ranks" in found["mesh"]
+    assert "'Bloc' matches no module" in found["units"]
+    assert "Block" in found["units"]
+    assert "group 0, parameter 0 of shape (4, 3)" in found["optimizer"]
+    assert "str" in found["no optimizer"]
+    assert "NoneType" in found["function"]
+    assert "model_parameters, group 0" in found["parameters"]
+    assert "model_parameters is empty" in found["no parameters"]
+    assert "there is no optimizer" in found["scheduler"]
+    assert "Adafactor would be wrong on sharded parameters" in found["whole matrices"]
 
 
 def differing(kind: str) -> str:
@@ -400,16 +380,15 @@ def test_ranks_with_different_configurations_or_models_all_see_the_difference(ki
 
 
 @pytest.mark.parametrize(("kind", "text"), [("key", "stage is not a known key"), ("all frozen", "no trainable")])
-def test_what_one_rank_cannot_read_the_others_hear_of(kind: str, text: str) -> None:
+def test_an_error_of_one_rank_reaches_the_others(kind: str, text: str) -> None:
     first, last = run_ranks(differing, 2, kind, timeout=LIMIT)
     assert text in last
     assert "rank 1 could not" in first
 
 
-# Losses and steps.
-
-
-def losses_of_all_kinds(row: int) -> dict[str, str]:
+@pytest.mark.parametrize("row", [0, 3])
+@on_ranks(2, timeout=LIMIT)
+def test_a_loss_that_cannot_be_differentiated_is_refused_and_harms_nothing(row: int) -> None:
     engine = start(row)
     other = start(row)
     train(engine, range(1))
@@ -425,21 +404,16 @@ def losses_of_all_kinds(row: int) -> dict[str, str]:
     train(engine, range(1, 3))
     train(other, range(1, 3))
     assert_same(state(engine), state(other))
-    return found
+    assert "shape (3,)" in found["shape"]
+    assert "scalar" in found["shape"]
+    assert "float, not a tensor" in found["type"]
+    assert "no graph" in found["detached"]
+    assert "no graph" in found["no grad"]
+    assert "step() without backward()" in found["step"]
 
 
-@pytest.mark.parametrize("row", [0, 3])
-def test_a_loss_that_cannot_be_differentiated_is_refused_and_harms_nothing(row: int) -> None:
-    for found in run_ranks(losses_of_all_kinds, 2, row, timeout=LIMIT):
-        assert "shape (3,)" in found["shape"]
-        assert "scalar" in found["shape"]
-        assert "float, not a tensor" in found["type"]
-        assert "no graph" in found["detached"]
-        assert "no graph" in found["no grad"]
-        assert "step() without backward()" in found["step"]
-
-
-def steps_that_are_too_many() -> None:
+@on_ranks(2, timeout=LIMIT)
+def test_a_step_without_a_backward_is_refused() -> None:
     engine = start(2, gradient_accumulation_steps=3)
     assert "without backward" in message(engine.step, RuntimeError)
     engine.backward(loss_of(engine))
@@ -456,22 +430,18 @@ def steps_that_are_too_many() -> None:
     assert "needs an optimizer" in message(without.step, RuntimeError)
 
 
-def test_a_step_without_a_backward_is_refused() -> None:
-    run_ranks(steps_that_are_too_many, 2, timeout=LIMIT)
-
-
-# Numbers that are not finite.
-
-
 def poison(engine: zeromesh.Engine, loss: torch.Tensor, kind: str) -> torch.Tensor:
-    """The loss made not finite, or finite with a gradient that is not."""
     if kind == "loss":
         return loss * float("nan")
     weight = engine.module.temperature
     return loss + torch.sqrt(weight - weight.detach())
 
 
-def train_over_nan(row: int, options: dict[str, Any]) -> str:
+@pytest.mark.some(2)
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"bf16": {"enabled": True}}], ids=["float64", "bf16"])
+@on_ranks(3, timeout=LIMIT)
+def test_a_loss_that_is_nan_on_one_rank_stops_all_and_training_can_go_on(row: int, options: dict[str, Any]) -> None:
     options = {**options, "scheduler": {"type": "ExponentialLR", "params": {"gamma": 0.9}}}
     engine, other = (start(row, gradient_accumulation_steps=2, **options) for _ in range(2))
     train(engine, range(2))
@@ -487,15 +457,7 @@ def train_over_nan(row: int, options: dict[str, Any]) -> str:
     train(other, range(2, 4))
     assert_same(state(engine), state(other))
     assert engine.global_steps == 5
-    return found
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("row", [0, 1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"bf16": {"enabled": True}}], ids=["float64", "bf16"])
-def test_a_loss_that_is_nan_on_one_rank_stops_all_and_training_can_go_on(row: int, options: dict[str, Any]) -> None:
-    for found in run_ranks(train_over_nan, 3, row, options, timeout=LIMIT):
-        assert "the loss of micro-batch 1 of update 3 is not finite on rank 1" in found
+    assert "the loss of micro-batch 1 of update 3 is not finite on rank 1" in found
 
 
 @contextmanager
@@ -553,9 +515,6 @@ def test_an_infinite_gradient_is_skipped_and_ten_in_a_row_stop_all(row: int, opt
         assert "not finite in 10 updates in a row, the last is 14" in last
     named = [bool(first) and "temperature" in first[0] and "temperature" in last for first, last in ranks]
     assert any(named), "the parameter is named, by the ranks that have it"
-
-
-# Checkpoints.
 
 
 def load_what_cannot_be(folder: str) -> dict[str, str]:

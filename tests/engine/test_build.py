@@ -1,7 +1,5 @@
 """What ``initialize`` makes of its arguments: the loader, the optimizer's defaults, the inputs of 16-bit runs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +12,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import IterableDataset
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
@@ -23,11 +21,7 @@ def config(**more: Any) -> dict[str, Any]:
     return {"optimizer": SGD, "train_micro_batch_size_per_gpu": 2, **more}
 
 
-# The loader.
-
-
 def orders(seed: int) -> tuple[list[list[int]], list[list[int]]]:
-    """This rank's samples in four passes over the loader, then in pass 1 and the next one again."""
     loader = zeromesh.initialize(nn.Linear(1, 1), config=config(seed=seed), training_data=torch.arange(24))[2]
     passes = [torch.cat(list(loader)).tolist() for _ in range(4)]
     loader.sampler.set_epoch(1)
@@ -44,15 +38,6 @@ def test_every_pass_over_the_loader_has_an_order_of_its_own_that_follows_from_th
     assert run_ranks(orders, 2, 8)[0][0] != first
 
 
-# The optimizer's defaults.
-
-
-def decay(type: str, params: dict[str, Any]) -> tuple[str, float]:
-    settings = config(optimizer={"type": type, "params": {"lr": 0.1, **params}})
-    optimizer = zeromesh.initialize(nn.Linear(2, 2), config=settings)[1]
-    return optimizer.__class__.__name__, optimizer.param_groups[0]["weight_decay"]
-
-
 @pytest.mark.parametrize(
     ("type", "params", "expected"),
     [
@@ -63,18 +48,14 @@ def decay(type: str, params: dict[str, Any]) -> tuple[str, float]:
         ("Adam", {"adam_w_mode": False}, ("Adam", 0.0)),
     ],
 )
-def test_weights_decay_as_in_torch_unless_the_configuration_says_how(
-    type: str, params: dict[str, Any], expected: tuple[str, float]
-) -> None:
-    assert run_ranks(decay, 1, type, params) == [expected]
-
-
-# Inputs of 16-bit runs.
+@on_ranks(1)
+def test_weights_decay_as_in_torch_unless_the_configuration_says_how(type, params, expected) -> None:
+    settings = config(optimizer={"type": type, "params": {"lr": 0.1, **params}})
+    optimizer = zeromesh.initialize(nn.Linear(2, 2), config=settings)[1]
+    assert (optimizer.__class__.__name__, optimizer.param_groups[0]["weight_decay"]) == expected
 
 
 class Inputs(nn.Module):
-    """Remembers the dtype of its input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
@@ -97,9 +78,6 @@ def test_inputs_are_cast_unless_auto_cast_is_false(key: str, dtype: torch.dtype)
     assert run_ranks(seen, 1, key, auto_cast=False) == [[torch.float32]]
 
 
-# Groups that were started otherwise.
-
-
 def other_groups(backend: str | None, mesh: dict[str, int]) -> list[torch.Tensor]:
     dist.barrier()  # not before all ranks have joined the first one
     dist.destroy_process_group()
@@ -120,9 +98,7 @@ def other_groups(backend: str | None, mesh: dict[str, int]) -> list[torch.Tensor
 @pytest.mark.some(1)
 @pytest.mark.parametrize("backend", [None, "cpu:gloo"])
 @pytest.mark.parametrize("mesh", [{"data": 4}, {"replicate": 2, "data": 2}], ids=["one axis", "two axes"])
-def test_a_group_that_was_started_with_another_name_trains_as_with_gloo(
-    backend: str | None, mesh: dict[str, int]
-) -> None:
+def test_a_group_that_was_started_with_another_name_trains_as_with_gloo(backend, mesh) -> None:
     expected = run_ranks(other_groups, 4, "gloo", mesh)[0]
     for found, value in zip(run_ranks(other_groups, 4, backend, mesh)[0], expected, strict=True):
         assert torch.equal(found, value)
@@ -146,9 +122,6 @@ def test_inputs_that_are_finite_stay_finite_in_fp16(dtype: torch.dtype) -> None:
     assert run_ranks(seen_by_the_model, 2, dtype)[1] == [-65504.0, 65504.0, float("-inf"), 2.0]
 
 
-# What fails leaves the model as it was.
-
-
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(int, 1)
@@ -164,7 +137,6 @@ def fails() -> Any:
 
 
 def mistakes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """What the message says, what is wrong in the configuration, and among the arguments."""
     other, used = nn.Linear(3, 4), torch.optim.SGD(model.parameters(), lr=0.1)
     used.state[model[0][0].weight]["step"] = 2
     groups = [{"params": model[0].parameters()}, {"params": model[1:].parameters()}]
@@ -253,7 +225,9 @@ def test_after_any_mistake_the_same_model_can_be_initialized_on_two_axes() -> No
     run_ranks(trained_after_mistakes, 4, 3, False, {"replicate": 2, "data": 2})
 
 
-def failed_late(row: int) -> None:
+@pytest.mark.parametrize("row", [0, 2, 3])
+@on_ranks(2)
+def test_late_failures_of_initialize_say_so_and_take_the_hooks_off(row: int) -> None:
     model = normed()
     settings = config(zero_optimization={"stage": row}, activation_checkpointing={"enabled": True})
     with pytest.raises(ArithmeticError) as caught:
@@ -268,20 +242,14 @@ def failed_late(row: int) -> None:
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("row", [0, 2, 3])
-def test_what_fails_when_the_model_has_changed_says_so_and_takes_the_hooks_off(row: int) -> None:
-    run_ranks(failed_late, 2, row)
-
-
-def said_once() -> list[str]:
+@on_ranks(1)
+def test_a_warning_of_the_trial_is_logged_once() -> None:
     said: list[str] = []
     logging.getLogger("zeromesh").setLevel(logging.INFO)
     logging.getLogger("zeromesh").addHandler(handler := logging.Handler())
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     settings = config(optimizer={"type": "Adam", "params": {"torch_adam": True}})
     zeromesh.initialize(nn.Linear(2, 2), config=settings)
-    return [text for text in said if "no further effect" in text]
-
-
-def test_what_is_tried_first_is_said_once() -> None:
-    assert run_ranks(said_once, 1) == [["optimizer.params.torch_adam of Adam has no further effect"]]
+    assert [text for text in said if "no further effect" in text] == [
+        "optimizer.params.torch_adam of Adam has no further effect"
+    ]

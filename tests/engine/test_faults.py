@@ -1,7 +1,5 @@
 """Faults of a run that no other file is about: killed ranks, loaders that raise, short batches, no memory."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -62,7 +60,6 @@ def test_an_error_of_one_ranks_data_is_shown_and_not_that_of_its_peers(tmp_path:
 
 
 def losses_of_a_short_pass() -> list[tuple[float, list[float]]]:
-    """Return the losses and samples of two passes over five samples, in micro-batches of two on two ranks."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 2.0)
@@ -80,7 +77,7 @@ def losses_of_a_short_pass() -> list[tuple[float, list[float]]]:
     return found
 
 
-def test_what_is_left_of_a_pass_is_divided_evenly_so_that_every_update_is_a_mean() -> None:
+def test_the_rest_of_a_pass_is_divided_evenly_so_that_every_update_is_a_mean() -> None:
     """Five samples in updates of four: two are left over with one that is taken again, one for each rank."""
     by_rank = run_ranks(losses_of_a_short_pass, 2)
     assert [len(found) for found in by_rank] == [4, 4]  # two updates in each of two passes, on both ranks
@@ -94,8 +91,6 @@ def test_what_is_left_of_a_pass_is_divided_evenly_so_that_every_update_is_a_mean
 
 
 class Hungry(nn.Module):
-    """Asks for more memory than there is."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(1000, 1000)

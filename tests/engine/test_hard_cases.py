@@ -44,15 +44,12 @@ Result = tuple[list[list[float]], dict[str, torch.Tensor]]
 
 
 class Worker:
-    """One rank of a run; see ``hard_cases.Trainer``."""
-
     def __init__(self, model: Any, module: nn.Module, rank: int, ranks: int) -> None:
         self.model, self.module, self.rank, self.ranks = model, module, rank, ranks
         self.step = 0
         self.losses: list[float] = []
 
-    def begin(self, step: int) -> None:
-        """What is random, such as dropout, is the same however the model is trained."""
+    def begin(self, step: int) -> None:  # what is random, such as dropout, is the same however the model is trained
         self.step, self.losses = step, []
         torch.manual_seed(1000 * step + self.rank)
 
@@ -61,9 +58,7 @@ class Worker:
         return torch.randn(*(shape or (4, WIDTH)), generator=generator, dtype=torch.float64)
 
 
-class Plain(Worker):
-    """Plain torch: what DDP is defined to compute, one rank's share at a time."""
-
+class Plain(Worker):  # plain torch: what DDP is defined to compute, one rank's share at a time
     def __init__(self, model: nn.Module, rank: int, ranks: int, micro_batches: int) -> None:
         super().__init__(model, model, rank, ranks)
         self.micro_batches = micro_batches
@@ -79,9 +74,7 @@ class Plain(Worker):
         pass
 
 
-class WithEngine(Worker):
-    """The engine; ``plainly``: by the lines that plain torch would have."""
-
+class WithEngine(Worker):  # the engine; ``plainly``: by the lines that plain torch would have
     def __init__(self, model: Any, module: nn.Module, rank: int, ranks: int, plainly: bool) -> None:
         super().__init__(model, module, rank, ranks)
         self.plainly = plainly
@@ -121,7 +114,6 @@ def make(build: Any) -> nn.Module:
 
 @cache
 def reference(name: str, ranks: int) -> tuple[list[list[list[float]]], dict[str, torch.Tensor]]:
-    """Losses by rank and step, and the state at the end. Buffers are those of rank 0."""
     case = CASES[name]
     model = make(case.reference or case.model)
     kind, options = case.optimizer
@@ -152,9 +144,6 @@ def _restore(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
     for name, value in values.items():
         module, _, last = name.rpartition(".")
         setattr(model.get_submodule(module), last, value.clone())
-
-
-# On the ranks.
 
 
 @contextmanager
@@ -239,9 +228,6 @@ def train_all(name: str, variants: list[str]) -> dict[str, Result]:
                 error.add_note(f"case {name}, {variant}")
                 raise
     return results
-
-
-# In the test process.
 
 
 def check(name: str, ranks: int, variants: list[str]) -> None:

@@ -1,7 +1,5 @@
 """Hugging Face models, as they are, train under every row as in plain torch."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -40,9 +38,6 @@ def share(batch: Batch, rank: int, ranks: int, dtype: torch.dtype) -> Batch:
     return {name: part.to(dtype) if part.is_floating_point() else part for name, part in cut.items()}
 
 
-# How a user may change the model before it is trained.
-
-
 def as_it_is(model: Any) -> None:
     pass
 
@@ -52,13 +47,11 @@ def checkpointed(model: Any) -> None:
 
 
 def only_projections(model: Any) -> None:
-    """As LoRA: nearly all is frozen."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(re.search("q_proj|v_proj", name) is not None)
 
 
 def only_the_head(model: Any) -> None:
-    """Whole units have no gradient."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layer.2." in name or "classifier" in name)
 
@@ -72,7 +65,6 @@ def build(name: str, change: Callable[[Any], None], dtype: torch.dtype) -> Any:
 
 @cache
 def plain(name: str, change: Callable[[Any], None] = as_it_is, reference: Any = None) -> Result:
-    """Plain torch in one process on the global batch."""
     row = MODELS[name]
     model = (reference or build)(name, change, row.dtype)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **OPTIMIZER)
@@ -97,9 +89,6 @@ def plain(name: str, change: Callable[[Any], None] = as_it_is, reference: Any = 
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-# On the ranks.
-
-
 def config(row: int, **further: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
@@ -110,7 +99,6 @@ def config(row: int, **further: Any) -> dict[str, Any]:
 
 
 def state(engine: Any) -> dict[str, torch.Tensor]:
-    """What ``model.state_dict()`` of a plain model gives, on every rank."""
     with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
         return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
 
@@ -118,7 +106,6 @@ def state(engine: Any) -> dict[str, torch.Tensor]:
 def train(
     name: str, row: int, change: Callable[[Any], None] = as_it_is, init: bool = False, make: Any = build, **further: Any
 ) -> tuple[list[str], Result]:
-    """Names of the units, and the result. Between the lines: what changes in a loop of plain torch."""
     case = MODELS[name]
     with patch.object(deferred, "LARGE", 64), zeromesh.zero.Init(enabled=init):
         model = make(name, change, case.dtype)
@@ -157,9 +144,6 @@ def check_units(name: str, units: list[str]) -> None:
     assert {kind: found[kind] for kind in wanted} == wanted, units
 
 
-# Tests.
-
-
 def test_the_page_about_hugging_face_models_is_this_table() -> None:
     assert PAGE.read_text() == page(), "run python tests/support/huggingface_models.py"
 
@@ -176,46 +160,23 @@ def test_every_architecture_trains_sharded_as_in_plain_torch(name: str) -> None:
         check_units(name, units)
 
 
-ROWS = [("gpt2", 1), ("gpt2", 2), ("t5", 0), ("t5", 2), ("resnet", 1), ("mixtral", 2)]
+DEFERRED = {"init": True}
+STAYING = {**DEFERRED, "slots": {"parameter": 99, "gradient": 99}}
+VARIANTS: list[tuple[str, int, dict[str, Any]]] = [
+    *((name, row, {}) for name, row in [("gpt2", 1), ("gpt2", 2), ("t5", 0), ("t5", 2), ("resnet", 1), ("mixtral", 2)]),
+    *((name, 3, DEFERRED) for name in ("llama", "t5", "vit")),
+    *((name, 3, {"change": checkpointed}) for name in ("llama", "bart", "vit")),  # by the model's own means
+    *((name, 3, {"activation_checkpointing": {"enabled": True}}) for name in ("gpt2", "bart")),
+]
+RARER = [*((name, row, {}) for name in MODELS for row in (0, 1, 2)), *((name, 3, STAYING) for name in MODELS)]
 
 
-@pytest.mark.some(2)
-@pytest.mark.parametrize(("name", "row"), ROWS)
-def test_other_rows_do_so_too(name: str, row: int) -> None:
-    check(name, run_ranks(train, RANKS, name, row, timeout=LIMIT), plain(name))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("row", [0, 1, 2])
-def test_every_architecture_trains_under_every_row(name: str, row: int) -> None:
-    check(name, run_ranks(train, RANKS, name, row, timeout=LIMIT), plain(name))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", MODELS)
-def test_every_architecture_trains_when_it_was_built_deferred_and_units_stay(name: str) -> None:
-    slots = {"parameter": 99, "gradient": 99}
-    check(name, run_ranks(train, RANKS, name, 3, init=True, slots=slots, timeout=LIMIT), plain(name))
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("name", ["llama", "t5", "vit"])
-def test_models_built_deferred_train_as_those_built_whole(name: str) -> None:
-    check(name, run_ranks(train, RANKS, name, 3, init=True, timeout=LIMIT), plain(name))
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("name", ["llama", "bart", "vit"])
-def test_models_with_their_own_gradient_checkpointing(name: str) -> None:
-    check(name, run_ranks(train, RANKS, name, 3, checkpointed, timeout=LIMIT), plain(name))
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("name", ["gpt2", "bart"])
-def test_models_with_checkpointing_by_the_configuration(name: str) -> None:
-    further = {"activation_checkpointing": {"enabled": True}}
-    check(name, run_ranks(train, RANKS, name, 3, timeout=LIMIT, **further), plain(name))
+@pytest.mark.some(5)
+@pytest.mark.parametrize(
+    ("name", "row", "options"), [*VARIANTS, *(pytest.param(*case, marks=pytest.mark.full) for case in RARER)]
+)
+def test_other_rows_and_ways_to_build_and_recompute_do_so_too(name: str, row: int, options: dict[str, Any]) -> None:
+    check(name, run_ranks(train, RANKS, name, row, timeout=LIMIT, **options), plain(name))
 
 
 @pytest.mark.parametrize(("name", "change"), [("llama", only_projections), ("roberta", only_the_head)])
@@ -228,8 +189,6 @@ def test_models_of_which_most_is_frozen(name: str, change: Callable[[Any], None]
 
 
 class Wrapped(nn.Module):
-    """A user's module around a Hugging Face model, of which it uses the inner states."""
-
     def __init__(self, inner: Any) -> None:
         super().__init__()
         self.inner = inner
@@ -259,7 +218,6 @@ def test_a_hugging_face_model_inside_a_users_module(name: str) -> None:
 @pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_sixteen_bits_are_the_same_sharded_or_not(name: str) -> None:
-    """Losses, and the parameters that the masters were rounded to."""
     bf16 = {"bf16": {"enabled": True}}
     (_, expected), *_ = replicated = run_ranks(train, RANKS, name, 1, timeout=LIMIT, **bf16)
     for (_, mine), (_, other) in zip(run_ranks(train, RANKS, name, 3, timeout=LIMIT, **bf16), replicated, strict=True):
@@ -271,16 +229,11 @@ def test_sixteen_bits_are_the_same_sharded_or_not(name: str) -> None:
     assert expected[0] == pytest.approx(full, rel=0.2)
 
 
-# Generation.
-
-
 def prompts(rank: int) -> torch.Tensor:
-    """Of another length on each rank."""
     return tokens(torch.Generator().manual_seed(rank), 2, 3 + rank)
 
 
 def generated(model: Any, rank: int, **options: Any) -> list[torch.Tensor]:
-    """Greedy, by beams, and drawn."""
     found = []
     for how in ({"do_sample": False}, {"num_beams": 2, "do_sample": False}, {"do_sample": True, "top_k": 5}):
         torch.manual_seed(rank)
@@ -289,7 +242,6 @@ def generated(model: Any, rank: int, **options: Any) -> list[torch.Tensor]:
 
 
 def generate(name: str, row: int, options: dict[str, Any]) -> list[torch.Tensor]:
-    """Before, between and after steps of training."""
     case = MODELS[name]
     engine = zeromesh.initialize(model=build(name, as_it_is, case.dtype), config=config(row))[0]
     found = []
@@ -305,7 +257,6 @@ def generate(name: str, row: int, options: dict[str, Any]) -> list[torch.Tensor]
 
 
 def check_generation(name: str, row: int, options: dict[str, Any], further: dict[str, Any]) -> list[list[int]]:
-    """Compare with plain torch; the lengths of what was generated, by rank."""
     case, lengths = MODELS[name], []
     model = build(name, as_it_is, case.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
@@ -334,7 +285,6 @@ def test_models_generate_through_the_engine(name: str, row: int) -> None:
 
 
 def test_ranks_whose_texts_end_at_different_places_generate_together() -> None:
-    """With the argument by which transformers keeps ranks together."""
     ends = list(range(3, VOCABULARY, 4))
     lengths = check_generation("gpt2", 3, {"max_new_tokens": 12, "eos_token_id": ends}, {"synced_gpus": True})
     assert lengths[0] != [length - 1 for length in lengths[1]], "the test is about lengths that differ"

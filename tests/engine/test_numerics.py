@@ -1,7 +1,5 @@
 """Every combination trains to the same numbers as torch in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -60,19 +58,16 @@ LIMIT = 240
 
 
 def run(cases: Sequence[Case], on: Callable[..., list[Any]] = run_ranks) -> list[list[Run]]:
-    """By case and rank; ``on`` starts the ranks."""
     by_rank = on(train_cases, cases[0].ranks, cases, timeout=LIMIT)
     return [list(runs) for runs in zip(*by_rank, strict=True)]
 
 
 def mean_losses(case: Case, runs: Sequence[Run]) -> list[float]:
-    """By update: the mean over ranks and micro-batches."""
     table = torch.tensor([run.losses for run in runs], dtype=torch.float64)
     return table.view(case.ranks, numerics.STEPS, case.accumulation).mean((0, 2)).tolist()
 
 
 def check(case: Case, runs: Sequence[Run]) -> dict[str, torch.Tensor]:
-    """Compare a run with its references; the masters at the end."""
     masters = assemble(runs, build_net(torch.float32))
     for other in runs[1:]:
         assert (other.rates, other.scales) == (runs[0].rates, runs[0].scales), case
@@ -88,11 +83,6 @@ def check(case: Case, runs: Sequence[Run]) -> dict[str, torch.Tensor]:
 
 
 def check_rounded(case: Case, runs: Sequence[Run], masters: dict[str, torch.Tensor]) -> None:
-    """Equal, bit for bit, to one process that rounds at the same points; and the parameters are the masters rounded.
-
-    Lamb divides by norms of whole parameters, whose last bits depend on how the sum is cut over the ranks. In float64
-    these are bits of the parameters.
-    """
     reference, expected = rounded(case, runs)
     limit = 1e-12 if (case.precision, case.optimizer) == ("float64", "lamb") else 0.0
     for run, losses in zip(runs, reference_losses(case, reference), strict=True):
@@ -106,13 +96,11 @@ def check_rounded(case: Case, runs: Sequence[Run], masters: dict[str, torch.Tens
 
 
 def reference_losses(case: Case, reference: Run) -> list[list[float]]:
-    """Of each rank, in the order in which it computes them."""
     table = torch.tensor(reference.losses, dtype=torch.float64).view(-1, case.ranks)
     return [table[:, rank].tolist() for rank in range(case.ranks)]
 
 
 def check_plain(case: Case, runs: Sequence[Run], masters: dict[str, torch.Tensor] | None, tolerance: float) -> None:
-    """Within ``tolerance`` of torch on the whole global batch."""
     reference, expected = plain(case.precision, case.clip, case.optimizer)
     for got, want in [(mean_losses(case, runs), reference.losses), (runs[0].norms, reference.norms)]:
         assert got == pytest.approx(want, rel=tolerance, abs=tolerance if masters else 0), case
@@ -165,7 +153,6 @@ def test_further_pairs_of_settings_train_as_one_process_does(case: Case) -> None
 
 
 def check_policies(shared: dict[str, Any], policies: Sequence[str]) -> None:
-    """All policies against the references, and the sharded ones with each other."""
     cases = [Case(policy=policy, **shared) for policy in policies]
     masters = {case.policy: check(case, runs) for case, runs in zip(cases, run(cases), strict=True)}
     if shared["accumulation"] == 1:

@@ -1,7 +1,5 @@
 """Ranks whose forwards use blocks in different numbers and orders, some of them several times."""
 
-from __future__ import annotations
-
 import copy
 import random
 
@@ -17,8 +15,6 @@ BLOCKS, STEPS = 5, 3
 
 
 class Program(nn.Module):
-    """Blocks that are called as a list of numbers says."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -31,7 +27,6 @@ class Program(nn.Module):
 
 
 def calls_of(seed: int, rank: int, step: int) -> list[int]:
-    """Return the calls of a rank: any blocks, some of them again."""
     chance = random.Random(f"{seed} {rank} {step}")
     return [chance.randrange(BLOCKS) for _ in range(chance.randrange(1, 9))]
 
@@ -80,8 +75,7 @@ def test_with_slots_for_all_blocks_ranks_may_use_them_as_they_like(seed: int) ->
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def use_again_on_one_rank() -> None:
-    """Rank 0 comes back to a block whose slot another one has taken; rank 1 does not."""
+def use_again_on_one_rank() -> None:  # rank 0 comes back to a block whose slot another one has taken; rank 1 does not
     watchdog.PATIENCE = 0.6
     config = {"zero_optimization": {"stage": 3}, "slots": {"parameter": 2}, "units": ["Linear"]}
     engine, *_ = zeromesh.initialize(

@@ -1,7 +1,5 @@
 """Copies that differ between ranks are named, by rank and tensor."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +9,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from zeromesh import replicas
 from zeromesh.replicas import ReplicaMismatch
 
@@ -55,7 +53,6 @@ def said(engine: zeromesh.Engine, what: str, folder: str) -> str:
 
 
 def faults(folder: str) -> dict[str, str]:
-    """By case, what the rank was told."""
     found = {}
     cases: dict[str, tuple[int, dict[str, Any], str, str]] = {
         "row 0, at a save": (0, {}, "save", "0.weight"),
@@ -93,14 +90,12 @@ def test_a_flipped_bit_of_one_replica_is_named_by_rank_and_tensor(tmp_path: Path
     assert not any(tmp_path.glob("row 0, at*/global_step*"))
 
 
-def three(folder: str) -> str:
+@pytest.mark.full
+@on_ranks(3)
+def test_the_one_of_three_replicas_that_differs_is_named(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     engine = engine_of(0, {})
     if engine.mesh.rank == 1:
         flip(engine, "1.weight", 63)
-    return said(engine, "save", folder)
-
-
-@pytest.mark.full
-def test_of_three_replicas_the_one_that_differs_is_named(tmp_path: Path) -> None:
-    for text in run_ranks(three, 3, str(tmp_path)):
-        assert "parameter 1.weight: rank 1 differs from ranks 0, 2" in text
+    text = said(engine, "save", folder)
+    assert "parameter 1.weight: rank 1 differs from ranks 0, 2" in text

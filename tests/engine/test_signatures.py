@@ -1,10 +1,8 @@
 """Calls by position mean what they mean in DeepSpeed 0.19, whose parameter orders are written down here, or fail."""
 
-from __future__ import annotations
-
 import inspect
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +13,9 @@ from torch import nn
 
 import zeromesh
 from zeromesh import zero
-from zeromesh.comm.environment import shutdown
 from zeromesh.engine import Engine
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_rank() -> Iterator[None]:
-    """The engines here run in this process; other tests need its process group gone."""
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 THEIRS: dict[str, tuple[Callable[..., Any], str]] = {
@@ -138,7 +130,6 @@ def test_initialize_takes_deepspeed_positional_arguments(tmp_path: Path) -> None
         given = (None, None, data, None, None, None, None, collate, config(), None, None)
         engine, _, loader, _ = zeromesh.initialize(first, nn.Linear(2, 1), *given)
         assert engine.get_lr() == [0.5]
-        assert loader is not None
         assert loader.collate_fn is collate
         engine.destroy()
 
@@ -190,8 +181,6 @@ def test_arguments_that_ask_for_nothing_are_accepted() -> None:
 
 
 class Partly(nn.Module):
-    """One frozen layer, one trained one, and a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.frozen = nn.Linear(2, 2, bias=False).requires_grad_(False)

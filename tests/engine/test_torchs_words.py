@@ -1,7 +1,5 @@
 """Lines of plain torch around the engine do what they do in torch, or say what to write instead."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 
 STEPS = 3
 LIMIT = 0.01
@@ -41,8 +39,6 @@ def batch(number: int, rank: int) -> torch.Tensor:
 
 
 class Torch:
-    """One process: what each rank computes, averaged over the ranks."""
-
     def __init__(self, ranks: int, accumulation: int = 1) -> None:
         self.model = make()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, weight_decay=0.1)
@@ -71,8 +67,6 @@ class Torch:
 
 
 class Mesh(Torch):
-    """The engine, on one of several ranks."""
-
     def __init__(self, row: int, accumulation: int = 1, config: dict[str, Any] | None = None) -> None:
         settings = {
             "train_micro_batch_size_per_gpu": 4,
@@ -109,9 +103,7 @@ class Mesh(Torch):
                 action()
 
 
-class Plainly(Mesh):
-    """The engine, with a loop in which nothing but the forward is the engine's."""
-
+class Plainly(Mesh):  # the engine, with a loop in which nothing but the forward is the engine's
     def backward(self, number: int, scale: float = 1.0) -> None:
         loss = self.engine(batch(number, self.engine.data_rank)).square().mean() * scale
         self.engine.scale(loss).backward()
@@ -120,9 +112,6 @@ class Plainly(Mesh):
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
-
-
-# Programs. Each is run by all of these.
 
 
 def drops(t: Torch, drop: Callable[[Torch], None]) -> None:
@@ -172,7 +161,6 @@ def changes_in_place(t: Torch) -> None:
         t.backward(step)
         if t.sharded:
             gradient = t.model.blocks[0].weight.grad
-            assert gradient is not None
             assert gradient.shape == (6, 6)
             t.refused(r"gradient of blocks.0.weight is sharded over \d ranks", partial(gradient.mul_, 2))
             t.refused("safe_get_full_grad", gradient.norm)
@@ -271,10 +259,9 @@ def test_torchs_lines_count_where_updates_begin_during_the_backward(ranks: int) 
     check(ranks, 2, {"zero_optimization": {"stage": 2, "offload_optimizer": offload}})
 
 
-# Hooks, second optimizers, losses through several engines, fp16.
-
-
-def assigns_between_micro_batches(row: int) -> list[list[torch.Tensor]]:
+@pytest.mark.parametrize("row", [0, 1])
+@on_ranks(1)
+def test_a_gradient_assigned_between_micro_batches_leaves_the_others(row: int) -> None:
     engine = Mesh(row, accumulation=2)
     found = []
     for t, count in ((Torch(1, accumulation=2), lambda: None), (engine, engine.engine.step)):
@@ -284,21 +271,22 @@ def assigns_between_micro_batches(row: int) -> list[list[torch.Tensor]]:
         t.backward(1)
         t.update()
         found.append(t.parameters())
-    return found
-
-
-@pytest.mark.parametrize("row", [0, 1])
-def test_a_gradient_assigned_between_micro_batches_leaves_the_others(row: int) -> None:
-    [[expected, found]] = run_ranks(assigns_between_micro_batches, 1, row)
+    [expected, found] = found
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other, rtol=BITS, atol=BITS)
 
 
-def halved_by_hooks(row: int) -> list[torch.Tensor]:
+def assert_same(mesh: Mesh, plain: Torch) -> None:
+    for got, want in zip(mesh.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=BITS, atol=BITS)
+
+
+@pytest.mark.parametrize("row", [0, 3])
+@on_ranks(2)
+def test_hooks_that_come_later_see_gradients(row: int) -> None:
     mesh, seen = Mesh(row, accumulation=2), []
 
     def halve(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
         seen.append(parameter)
         parameter.grad.mul_(0.5)
 
@@ -309,25 +297,19 @@ def halved_by_hooks(row: int) -> list[torch.Tensor]:
         mesh.backward(step, scale=2.0)  # of two micro-batches, so that the loss is divided by 2
         mesh.update()
     assert len(seen) == STEPS * 6
-    found = mesh.parameters()
-    mesh.backward(0)
-    with pytest.raises(RuntimeError, match="would see the gradient of one micro-batch"):
-        mesh.backward(1)
-    return found
-
-
-def test_hooks_that_come_later_see_gradients() -> None:
     plain = Torch(2)
     for step in range(STEPS):
         plain.backward(step, scale=0.5)
         plain.update()
-    for row in (0, 3):
-        for found in run_ranks(halved_by_hooks, 2, row):
-            for got, want in zip(found, plain.parameters(), strict=True):
-                torch.testing.assert_close(got, want, rtol=BITS, atol=BITS)
+    assert_same(mesh, plain)
+    mesh.backward(0)
+    with pytest.raises(RuntimeError, match="would see the gradient of one micro-batch"):
+        mesh.backward(1)
 
 
-def with_another_optimizer(row: int) -> list[torch.Tensor]:
+@pytest.mark.parametrize("row", [0, 1, 3])
+@on_ranks(2)
+def test_another_optimizer_of_the_users_updates_or_is_refused(row: int) -> None:
     mesh = Mesh(row)
     other = torch.optim.SGD(mesh.model.parameters(), lr=0.1)
     mesh.backward(0)
@@ -339,25 +321,23 @@ def with_another_optimizer(row: int) -> list[torch.Tensor]:
         other.zero_grad()
         mesh.backward(1)
         mesh.update()
-    return mesh.parameters()
-
-
-def test_another_optimizer_of_the_users_updates_or_is_refused() -> None:
     plain = Torch(2)
-    other = torch.optim.SGD(plain.model.parameters(), lr=0.1)
+    second = torch.optim.SGD(plain.model.parameters(), lr=0.1)
     plain.backward(0)
-    other.step()
-    other.zero_grad()
+    second.step()
+    second.zero_grad()
     plain.backward(1)
     plain.update()
-    for found in run_ranks(with_another_optimizer, 2, 0):
-        for got, want in zip(found, plain.parameters(), strict=True):
-            torch.testing.assert_close(got, want, rtol=BITS, atol=BITS)
-    for row in (1, 3):
-        run_ranks(with_another_optimizer, 2, row)
+    if row == 0:
+        assert_same(mesh, plain)
 
 
-def through_several(row: int, plainly: bool) -> list[list[torch.Tensor]]:
+@pytest.mark.parametrize(
+    ("row", "plainly"),
+    [(0, True), *(pytest.param(*one, marks=pytest.mark.full) for one in ((0, False), (2, True), (2, False)))],
+)
+@on_ranks(2)
+def test_one_loss_trains_several_engines(row: int, plainly: bool) -> None:
     parts = [Mesh(row, accumulation=2), Mesh(row, accumulation=2), Mesh(3 - row)]
     for step in range(4):
         x = batch(step, parts[0].engine.data_rank)
@@ -368,14 +348,7 @@ def through_several(row: int, plainly: bool) -> list[list[torch.Tensor]]:
             parts[1].engine.backward(loss)
         for part in parts:
             part.engine.step()
-    return [part.parameters() for part in parts]
-
-
-@pytest.mark.parametrize(
-    ("row", "plainly"),
-    [(0, True), *(pytest.param(*one, marks=pytest.mark.full) for one in ((0, False), (2, True), (2, False)))],
-)
-def test_one_loss_trains_several_engines(row: int, plainly: bool) -> None:
+    results = [part.parameters() for part in parts]
     parts = [Torch(2), Torch(2), Torch(2)]
     for step in range(4):
         for rank in range(2):
@@ -387,13 +360,14 @@ def test_one_loss_trains_several_engines(row: int, plainly: bool) -> None:
             for parameter in part.model.blocks.parameters():
                 parameter.grad.mul_(0.5)
             part.update()
-    for results in run_ranks(through_several, 2, row, plainly):
-        for found, part in zip(results, parts, strict=True):
-            for got, want in zip(found, part.parameters(), strict=True):
-                torch.testing.assert_close(got, want, rtol=BITS, atol=BITS)
+    for found, part in zip(results, parts, strict=True):
+        for got, want in zip(found, part.parameters(), strict=True):
+            torch.testing.assert_close(got, want, rtol=BITS, atol=BITS)
 
 
-def in_fp16(row: int) -> None:
+@pytest.mark.parametrize("row", [0, 3])
+@on_ranks(2)
+def test_a_scaled_loss_gives_the_engines_own_gradients_in_fp16(row: int) -> None:
     config = {"fp16": {"enabled": True, "initial_scale_power": 8}, "gradient_clipping": 0.01}
     results = []
     for kind in (Mesh, Plainly):
@@ -409,12 +383,9 @@ def in_fp16(row: int) -> None:
         assert torch.equal(one, other)
 
 
-def test_a_scaled_loss_gives_the_engines_own_gradients_in_fp16() -> None:
-    for row in (0, 3):
-        run_ranks(in_fp16, 2, row)
-
-
-def fails_in_the_users_backward(row: int) -> list[torch.Tensor]:
+@pytest.mark.parametrize("row", [0, 3])
+@on_ranks(2)
+def test_training_goes_on_after_a_backward_of_the_users_that_raised(row: int) -> None:
     mesh = Mesh(row)
 
     def fail(gradient: torch.Tensor) -> None:
@@ -428,15 +399,8 @@ def fails_in_the_users_backward(row: int) -> list[torch.Tensor]:
         assert mesh.model.blocks[2].weight.grad is None
         mesh.engine(batch(step, mesh.engine.data_rank)).square().mean().backward()
         mesh.update()
-    return mesh.parameters()
-
-
-def test_training_goes_on_after_a_backward_of_the_users_that_raised() -> None:
     plain = Torch(2)
     for step in range(STEPS):
         plain.backward(step)
         plain.update()
-    for row in (0, 3):
-        for found in run_ranks(fails_in_the_users_backward, 2, row):
-            for got, want in zip(found, plain.parameters(), strict=True):
-                torch.testing.assert_close(got, want, rtol=BITS, atol=BITS)
+    assert_same(mesh, plain)

@@ -1,7 +1,5 @@
 """What a user's loop may do: own optimizers and schedules, micro-batches by hand, whole batches."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -15,7 +13,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from numerics import BATCH, Net, batch, build_net
 from zeromesh.optim import schedules
 
@@ -29,7 +27,6 @@ def config(row: int, **more: Any) -> dict[str, Any]:
 
 
 def rows_of(rank: int, micro_batch: int = 0) -> slice:
-    """Six rows of the global batch."""
     start = 6 * (micro_batch * RANKS + rank)
     return slice(start, start + 6)
 
@@ -42,9 +39,6 @@ def assert_close(got: dict[str, torch.Tensor], model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         error = ((got[name] - parameter.detach()).abs() / (1 + parameter.detach().abs())).max().item()
         assert error <= 1e-9, f"{name} is off by {error}"
-
-
-# Optimizers and schedules of the user.
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -60,7 +54,6 @@ SCHEDULE = {"type": "WarmupDecayLR", "params": SETTINGS}
 
 
 def plain_parts(kind: str, model: Net) -> tuple[torch.optim.Optimizer, Any]:
-    """The optimizer and the schedule, as torch alone would have them."""
     trained = [p for p in model.parameters() if p.requires_grad]
     match kind:
         case "objects":
@@ -85,7 +78,6 @@ def plain_parts(kind: str, model: Net) -> tuple[torch.optim.Optimizer, Any]:
 
 
 def arguments(kind: str, model: Net) -> dict[str, Any]:
-    """The same for ``initialize``."""
     match kind:
         case "objects" | "named parameters" | "frozen parameters too":
             optimizer, scheduler = plain_parts(kind, model)
@@ -171,11 +163,7 @@ def test_optimizers_and_schedules_of_the_user_do_as_in_torch(row: int) -> None:
         assert_close(state, model)
 
 
-# Micro-batches by hand.
-
-
 def train_by_hand(row: int, precision: str, way: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Updates from 3 micro-batches each; ``way`` is how the engine knows."""
     told = {"gradient_accumulation_steps": {"config": 3, "boundary": 2}.get(way, 1)}
     bf16 = {"bf16": {"enabled": True}} if precision == "bf16" else {}
     model = build_net(torch.float64 if precision == "float64" else torch.float32)
@@ -237,7 +225,9 @@ def test_accumulation_that_begins_late_rounds_as_one_that_was_configured(row: in
     assert all(torch.equal(value, expected[0][0][name]) for name, value in got[0][0].items())
 
 
-def backward_without_sync(row: int) -> list[dict[str, Any]]:
+@pytest.mark.parametrize("row", [0, 1])
+@on_ranks(RANKS)
+def test_replicated_gradients_are_not_sent_without_sync(row: int) -> None:
     engine, *_ = zeromesh.initialize(model=build_net(torch.float32), config=config(row, optimizer=ADAMW))
     engine.traffic_report(reset=True)
     reports = []
@@ -247,34 +237,21 @@ def backward_without_sync(row: int) -> list[dict[str, Any]]:
         reports.append(engine.traffic_report(reset=True))
     engine.backward(engine(*batch(0, torch.float32, rows_of(engine.data_rank))))
     engine.step()
-    return [*reports, engine.traffic_report()]
+    first, second, last = [*reports, engine.traffic_report()]
+    assert not first
+    assert not second
+    assert last["reduce_scatter/data"]["bytes"] > 0
 
 
-@pytest.mark.parametrize("row", [0, 1])
-def test_replicated_gradients_are_not_sent_without_sync(row: int) -> None:
-    for first, second, last in run_ranks(backward_without_sync, RANKS, row):
-        assert not first
-        assert not second
-        assert last["reduce_scatter/data"]["bytes"] > 0
-
-
-def sizes_that_do_not_fit() -> None:
+@on_ranks(RANKS)
+def test_a_batch_size_that_does_not_divide_is_refused() -> None:
     engine, *_ = zeromesh.initialize(model=build_net(torch.float32), config=config(0, optimizer=ADAMW))
     for size in (0, 7, 13):
         with pytest.raises(ValueError, match=r"6 x 2 ranks = 12; the nearest is 12"):
             engine.set_train_batch_size(size)
 
 
-def test_a_batch_size_that_does_not_divide_is_refused() -> None:
-    run_ranks(sizes_that_do_not_fit, RANKS)
-
-
-# Whole batches.
-
-
 class Logits(nn.Module):
-    """Returns what it is told to: logits, or the loss in one of the forms that models have."""
-
     def __init__(self, form: str) -> None:
         super().__init__()
         self.form = form
@@ -367,7 +344,8 @@ class TakesMapping(nn.Module):
         return self.linear(inputs["x"])
 
 
-def dtypes_of_inputs() -> list[torch.dtype]:
+@on_ranks(1)
+def test_tensors_in_mappings_of_any_kind_are_cast() -> None:
     engine, *_ = zeromesh.initialize(
         model=TakesMapping(), config=config(0, optimizer=ADAMW, bf16={"enabled": True}), loss_fn=nn.CrossEntropyLoss()
     )
@@ -376,16 +354,10 @@ def dtypes_of_inputs() -> list[torch.dtype]:
     inputs = UserDict({"x": torch.ones(6, 5), "name": "not a tensor"})
     engine.train_batch(iter([(inputs, torch.zeros(6, dtype=torch.int64))]))
     assert inputs["x"].dtype is torch.float32, "what the user gave is left alone"
-    return seen
-
-
-def test_tensors_in_mappings_of_any_kind_are_cast() -> None:
-    assert run_ranks(dtypes_of_inputs, 1) == [[torch.bfloat16]]
+    assert seen == [torch.bfloat16]
 
 
 class Taken(nn.Module):
-    """Keeps what it is given."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
@@ -437,7 +409,8 @@ def first(container: Any) -> Any:
     return container["a"] if isinstance(container, dict | UserDict) else container[0]
 
 
-def containers_in_a_forward() -> None:
+@on_ranks(1)
+def test_containers_among_the_inputs_stay_what_they_are() -> None:
     engine = zeromesh.initialize(Taken(), config=config(0, optimizer=ADAMW, bf16={"enabled": True}))[0]
 
     def taken(given: Any) -> Any:
@@ -458,10 +431,6 @@ def containers_in_a_forward() -> None:
     around: list[Any] = [wide]
     around.append(around)
     assert taken(around)[0].dtype is torch.bfloat16
-
-
-def test_containers_among_the_inputs_stay_what_they_are() -> None:
-    run_ranks(containers_in_a_forward, 1)
 
 
 def model_output_in_a_forward(row: int) -> None:
@@ -486,8 +455,6 @@ def test_outputs_of_hugging_face_models_among_the_inputs_stay_what_they_are() ->
 
 
 class Frozen(nn.Module):
-    """One of its normalisations is in evaluation mode for good."""
-
     def __init__(self) -> None:
         super().__init__()
         self.trained, self.frozen = nn.BatchNorm1d(5), nn.BatchNorm1d(5)
@@ -498,7 +465,8 @@ class Frozen(nn.Module):
         return self.frozen(self.trained(x)).square().mean()
 
 
-def modes_after_evaluation() -> list[dict[str, bool]]:
+@on_ranks(1)
+def test_evaluation_leaves_each_module_in_its_mode_even_if_it_fails() -> None:
     engine, *_ = zeromesh.initialize(model=Frozen(), config=config(0, optimizer=ADAMW))
     engine.module.frozen.eval()
     found = []
@@ -509,24 +477,15 @@ def modes_after_evaluation() -> list[dict[str, bool]]:
             found.append({})
         found.append({name: module.training for name, module in engine.module.named_modules()})
         assert not engine.module.trained.num_batches_tracked
-    return found
-
-
-def test_evaluation_leaves_each_module_in_its_mode_even_if_it_fails() -> None:
     modes = {"": True, "trained": True, "frozen": False}
-    assert run_ranks(modes_after_evaluation, 1) == [[modes, {}, modes]]
+    assert found == [modes, {}, modes]
 
 
 def test_the_batches_here_are_parts_of_the_global_batch() -> None:
     assert rows_of(1, 2).stop == both_ranks(2).stop == BATCH
 
 
-# Compiling, and functions of functions.
-
-
 class Functional(nn.Module):
-    """Uses a transformation of ``torch.func`` in a block's forward, or one around the whole block."""
-
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
@@ -574,7 +533,15 @@ def rows(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
 
 
-def train_functional(how: str, row: int) -> dict[str, torch.Tensor]:
+FUNCTIONS = [(row, how) for how in ("vmap", "vmap around") for row in (0, 3)] + [
+    (row, how) for how in ("grad", "grad of activations", "grad around") for row in (2, 3)
+]
+
+
+@pytest.mark.some(3)
+@pytest.mark.parametrize(("row", "how"), FUNCTIONS)
+@on_ranks(RANKS)
+def test_functional_transformations_are_trained_as_in_torch(row: int, how: str) -> None:
     engine, *_ = zeromesh.initialize(model=build_functional(how), config=config(row, optimizer=ADAMW))
     gathered = row == 3 and how.startswith("grad")
     for step in range(3):
@@ -583,17 +550,7 @@ def train_functional(how: str, row: int) -> dict[str, torch.Tensor]:
             loss = engine(rows(step, engine.data_rank))
         engine.backward(loss)
         engine.step()
-    return engine.gathered_state_dict()
-
-
-FUNCTIONS = [(row, how) for how in ("vmap", "vmap around") for row in (0, 3)] + [
-    (row, how) for how in ("grad", "grad of activations", "grad around") for row in (2, 3)
-]
-
-
-@pytest.mark.some(3)
-@pytest.mark.parametrize(("row", "how"), FUNCTIONS)
-def test_functional_transformations_are_trained_as_in_torch(row: int, how: str) -> None:
+    found = engine.state_dict()
     model = build_functional(how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(3):
@@ -601,28 +558,27 @@ def test_functional_transformations_are_trained_as_in_torch(row: int, how: str) 
         for rank in range(RANKS):
             (model(rows(step, rank)) / RANKS).backward()
         optimizer.step()
-    assert_close(run_ranks(train_functional, RANKS, how, row)[0], model)
+    assert_close(found, model)
 
 
-def forward_derivative(row: int) -> tuple[torch.Tensor, torch.Tensor]:
+@pytest.mark.some(1)
+@pytest.mark.parametrize("row", [0, 3])
+@on_ranks(RANKS)
+def test_forward_derivatives_are_taken_through_the_engine(row: int) -> None:
     engine, *_ = zeromesh.initialize(model=build_functional(""), config=config(row, optimizer=ADAMW))
     x = rows(0, 0)
     found = torch.func.jvp(engine, (x,), (torch.ones_like(x),))
     engine.backward(engine(x))  # and nothing is left behind
     engine.step()
-    return found[0].detach(), found[1].detach()
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("row", [0, 3])
-def test_forward_derivatives_are_taken_through_the_engine(row: int) -> None:
+    found = found[0].detach(), found[1].detach()
     x = rows(0, 0)
     expected = torch.func.jvp(build_functional(""), (x,), (torch.ones_like(x),))
-    for found in run_ranks(forward_derivative, RANKS, row):
-        torch.testing.assert_close(found, tuple(map(torch.Tensor.detach, expected)))
+    torch.testing.assert_close(found, tuple(map(torch.Tensor.detach, expected)))
 
 
-def graphs_that_were_compiled() -> list[int]:
+@pytest.mark.full
+@on_ranks(1)
+def test_compile_takes_a_backend_and_options_as_deepspeed_and_as_torch() -> None:
     found = []
     for more in ({}, {"compile_kwargs": {"disable": True}}, {"disable": True}, {"compile_kwargs": None}):
         graphs: list[Any] = []
@@ -636,11 +592,6 @@ def graphs_that_were_compiled() -> list[int]:
         engine.backward(engine(rows(0, engine.data_rank)))
         engine.step()
         found.append(len(graphs))
-    return found
-
-
-@pytest.mark.full
-def test_compile_takes_a_backend_and_options_as_deepspeed_and_as_torch() -> None:
-    for plain, in_a_dict, by_name, none in run_ranks(graphs_that_were_compiled, 1):
-        assert plain == none > 0
-        assert in_a_dict == by_name == 0
+    plain, in_a_dict, by_name, none = found
+    assert plain == none > 0
+    assert in_a_dict == by_name == 0

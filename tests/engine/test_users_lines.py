@@ -1,7 +1,5 @@
 """Lines of users' programs at stage 3: conversions, single parts of the model, compilation, freezing, odd outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 
 BITS = 1e-12
 
@@ -126,7 +124,7 @@ def assert_same(found: list[torch.Tensor], model: nn.Module, name: str) -> None:
 
 
 @pytest.mark.parametrize("row", [pytest.param(0, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3])
-def test_they_do_what_they_do_in_plain_torch(row: int) -> None:
+def test_users_lines_train_as_in_plain_torch(row: int) -> None:
     results = run_ranks(train, 2, row)
     for name, (step, kind) in CASES.items():
         model = make(kind)
@@ -139,10 +137,15 @@ def test_they_do_what_they_do_in_plain_torch(row: int) -> None:
             assert_same(found[name], model, name)
 
 
-# Compilation after initialize.
+WAYS = ["torch.compile(model)", "torch.compile(engine)", "model.compile()", "block.compile()"]
 
 
-def compiled(row: int, ways: list[str], depth: int) -> dict[str, list[torch.Tensor]]:
+@pytest.mark.parametrize(
+    ("row", "ways", "depth"),
+    [(3, WAYS[:1], 3), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, WAYS, 3), (3, WAYS, 12)))],
+)
+@on_ranks(2, timeout=200)
+def test_models_that_are_compiled_after_initialize_train(row: int, ways: list[str], depth: int) -> None:
     found = {}
     for way in ways:
         torch._dynamo.reset()
@@ -161,42 +164,24 @@ def compiled(row: int, ways: list[str], depth: int) -> dict[str, list[torch.Tens
             engine.backward(call(batch(number)).square().mean())
             engine.step()
         found[way] = whole(model)
-    return found
-
-
-WAYS = ["torch.compile(model)", "torch.compile(engine)", "model.compile()", "block.compile()"]
-
-
-@pytest.mark.parametrize(
-    ("row", "ways", "depth"),
-    [(3, WAYS[:1], 3), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, WAYS, 3), (3, WAYS, 12)))],
-)
-def test_models_that_are_compiled_after_initialize_train(row: int, ways: list[str], depth: int) -> None:
     model = make(depth=depth)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(2):
         optimizer.zero_grad()
         model(batch(number)).square().mean().backward()
         optimizer.step()
-    for found in run_ranks(compiled, 2, row, ways, depth, timeout=200):
-        for way in ways:
-            assert_same(found[way], model, way)
+    for way in ways:
+        assert_same(found[way], model, way)
 
 
-# What is refused.
-
-
-def calls_past_the_engine() -> None:
+@on_ranks(2)
+def test_a_forward_that_is_called_past_the_hooks_names_the_remedy() -> None:
     model = make()
     engine = start(3, model)
     with pytest.raises(RuntimeError, match=r"call the model, or its methods, through the engine: engine\(\.\.\.\)"):
         model.forward(batch(0))
     engine.backward(engine(batch(0)).square().mean())
     engine.step()
-
-
-def test_a_forward_that_is_called_past_the_hooks_names_the_remedy() -> None:
-    run_ranks(calls_past_the_engine, 2)
 
 
 def test_a_buffer_in_the_memory_of_a_parameter_is_refused() -> None:
@@ -208,11 +193,8 @@ def test_a_buffer_in_the_memory_of_a_parameter_is_refused() -> None:
     start(0, model).destroy()
 
 
+@on_ranks(1)
 def test_a_parameter_that_is_spread_by_another_library_is_refused() -> None:
-    run_ranks(refuses_distributed, 1)
-
-
-def refuses_distributed() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 

@@ -1,7 +1,5 @@
 """The native update computes what torch's optimizers do, whatever the types, sizes, threads and instructions."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import subprocess
@@ -39,7 +37,6 @@ FACTOR = 0.37
 
 @pytest.fixture(autouse=True)
 def built() -> Library:
-    """The native library, which all tests here are about."""
     found = library()
     if found is None:
         if shutil.which("cc") is None:
@@ -50,7 +47,6 @@ def built() -> Library:
 
 @pytest.fixture
 def missing(built: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if the library had not been built."""
     monkeypatch.setattr(native, "FOLDER", tmp_path)
     library.cache_clear()
     yield
@@ -58,8 +54,6 @@ def missing(built: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Reference:
-    """An optimizer of torch's (or Lion), in its plain form, over one parameter."""
-
     def __init__(self, name: str, values: torch.Tensor) -> None:
         kind, self.rule, options = OPTIMIZERS[name]
         plain = {} if kind is Lion else {"foreach": False}
@@ -77,7 +71,6 @@ class Reference:
 
 
 def unaligned(elements: int, dtype: torch.dtype, offset: int) -> torch.Tensor:
-    """Random numbers that begin ``offset`` elements after an aligned address."""
     return torch.randn(elements + offset).to(dtype)[offset:]
 
 
@@ -97,7 +90,6 @@ def same_bits(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> boo
 
 
 def compare(name: str, elements: int, given: torch.dtype, wanted: torch.dtype | None, offset: int, steps: int) -> None:
-    """Steps of the kernel, each beside torch's from the same state."""
     torch.manual_seed(elements + offset)
     master = unaligned(elements, torch.float32, offset)
     reference = Reference(name, master)
@@ -194,7 +186,6 @@ STILL = UpdateStep("sgd", {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "dam
 
 
 def pieces_of(name: str, sizes: Sequence[int]) -> tuple[list[UpdatePiece], list[torch.Tensor]]:
-    """Pieces with random states and some odd gradients, always the same; and all that is written."""
     torch.manual_seed(1)
     reference = Reference(name, torch.zeros(1))
     total = sum(sizes)
@@ -257,7 +248,6 @@ def test_the_output_may_take_the_gradients_place() -> None:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As integers, so that NaNs and zeros of either sign are told apart."""
     return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
 
 
@@ -301,14 +291,12 @@ def test_a_nan_stays_one_in_halves(built: Library) -> None:
 
 
 def halved(pieces: list[UpdatePiece]) -> list[UpdatePiece]:
-    """The same pieces with masters in two halves."""
     for piece in pieces:
         piece.master, piece.remainder = halves.split(piece.master)
     return pieces
 
 
 def joined(pieces: list[UpdatePiece]) -> torch.Tensor:
-    """All masters, from halves, which are checked."""
     found = []
     for piece in pieces:
         upper = piece.master if piece.new_master is None else piece.new_master
@@ -386,9 +374,7 @@ def test_out_of_place_without_the_library(missing: None) -> None:
     assert same_bits([found[0], *found[2:]], [before[0], *before[2:]])
 
 
-def test_a_library_of_another_version_is_not_used(
-    missing: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_library_of_another_version_is_not_used(missing, tmp_path, caplog) -> None:
     source = tmp_path / "other.c"
     source.write_text("int zeromesh_interface(void) { return 7; }\n")
     name = f"_native{native.EXTENSION_SUFFIXES[0]}"
@@ -437,7 +423,7 @@ def piece(**changes: Any) -> UpdatePiece:
         ({"master": torch.ones(4).bfloat16(), "remainder": HALF, "new_remainder": HALF}, "one is not"),
     ],
 )
-def test_what_the_kernel_would_misread_is_refused(changes: dict[str, Any], match: str) -> None:
+def test_tensors_that_the_kernel_would_misread_are_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         update.update([piece(**changes)])
 

@@ -1,7 +1,5 @@
 """Checksums of the native library, and that it is part of what is distributed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -75,7 +73,6 @@ def test_checksums_are_the_same_without_the_library(size: int, tmp_path: Path, m
 
 
 def sources(folder: Path) -> Path:
-    """What an installation is made of, without the other packages."""
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     ignored = shutil.ignore_patterns("*.so", "__pycache__")

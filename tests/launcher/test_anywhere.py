@@ -1,7 +1,5 @@
 """The same script gives the same losses however its ranks are started."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -29,7 +27,6 @@ WAYS = {
 
 
 def started(command: list[str | Path], file: Path, *arguments: str, **variables: str) -> tuple[int, list[float]]:
-    """The world and the losses of a run."""
     finished = run_command([*command, file, *arguments], timeout=120, OMP_NUM_THREADS="1", **variables)
     assert finished.returncode == 0, finished.stdout
     world, losses = json.loads(file.read_text())
@@ -38,7 +35,6 @@ def started(command: list[str | Path], file: Path, *arguments: str, **variables:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one process, which accumulates."""
     world, losses = started(PYTHON, tmp_path_factory.mktemp("alone") / "losses")
     assert world == 1
     assert len(set(losses)) == len(losses) == 8
@@ -75,7 +71,6 @@ def test_launch_through_mpiexec_gives_the_losses_of_one_process(alone: list[floa
 
 
 def slurm_variables(rank: int, ranks: int) -> dict[str, str]:
-    """What srun sets for a task, where all are on this machine."""
     return {
         "SLURM_JOB_ID": "4711",
         "SLURM_STEP_ID": "0",

@@ -1,7 +1,5 @@
 """Runs that go on after a rank, or a node, is gone."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy
@@ -102,7 +100,6 @@ def wait_for(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.full
 def test_a_run_goes_on_when_a_node_leaves_and_when_one_joins(tmp_path: Path) -> None:
-    """Two launchers on this machine are the nodes."""
     whole, changed = tmp_path / "whole", tmp_path / "changed"
     whole.mkdir()
     changed.mkdir()
@@ -162,9 +159,7 @@ def test_a_run_goes_on_when_a_node_leaves_and_when_one_joins(tmp_path: Path) -> 
         ((None, 2, 4), 3, BatchSizes(24, 2, 4)),
     ],
 )
-def test_the_global_batch_is_kept_on_any_world(
-    given: tuple[int | None, int | None, int | None], ranks: int, wanted: BatchSizes
-) -> None:
+def test_the_global_batch_is_kept_on_any_world(given, ranks, wanted) -> None:
     assert solve_batch(*given, ranks, elastic=True) == wanted
     assert wanted.train == wanted.micro * wanted.accumulation * ranks
 
@@ -179,7 +174,6 @@ def test_a_world_that_does_not_divide_the_batch_is_refused() -> None:
 
 
 def samples_of_updates(ranks: int, updates: int) -> list[list[int]]:
-    """The samples that each update takes, of a data set of 23 in batches of 6 with micro-batches of 1."""
     loaders = [Loader(range(23), Sampler(range(23), ranks, rank, 7, True, 6), 1, None, True) for rank in range(ranks)]
     streams = [[int(batch) for _ in range(4) for batch in loader] for loader in loaders]
     each = 6 // ranks

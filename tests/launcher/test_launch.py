@@ -1,7 +1,5 @@
 """``zeromesh.launch``: functions of modules are in test_environment.py; here are those of scripts and notebooks."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys
@@ -118,7 +116,7 @@ def test_functions_of_a_notebook_are_forked_with_all_that_it_has() -> None:
     assert lines[refused + 4].startswith("this notebook has initialised CUDA")
 
 
-def test_what_cannot_be_sent_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_that_cannot_be_sent_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeromesh.launcher.launch._is_interactive", lambda: False)  # workers of xdist are no scripts
     handlers = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ValueError, match="cannot be sent to the ranks .* at the top level"):
@@ -143,7 +141,7 @@ def test_one_rank_is_this_process() -> None:
         ("pass", "Can't get attribute 'work' .*\n.*not under if __name__"),
     ],
 )
-def test_what_is_wrong_with_a_function_is_said(body: str, text: str, tmp_path: Path) -> None:
+def test_errors_of_a_function_are_shown(body: str, text: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     top, indented = f"def work(): {body}\n", f"    def work(): {body}\n"
     guard = 'if __name__ == "__main__":\n'

@@ -1,7 +1,5 @@
 """``zeromesh launch``. Most scripts here do not import torch, so that they start at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -25,6 +23,7 @@ from zeromesh.comm.failure import RankFailure, first_failure
 from zeromesh.launcher import mpiexec as mpi
 from zeromesh.launcher.launch import python_rank
 
+ROOT = Path(__file__).parents[2]
 LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch"]
 
 
@@ -130,9 +129,7 @@ def test_a_signal_without_a_name_is_told(tmp_path: Path) -> None:
         ("compile('1 +', 'file', 'exec')", "SyntaxError: invalid syntax"),
     ],
 )
-def test_the_summary_of_a_failure_is_its_exception(
-    text: str, summary: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_summary_of_a_failure_is_its_exception(text, summary, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv(rank.FAILURES, str(tmp_path))
     with pytest.raises((KeyError, SyntaxError)) as caught:
@@ -142,9 +139,7 @@ def test_the_summary_of_a_failure_is_its_exception(
 
 
 @pytest.mark.full
-def test_variables_that_are_wrong_are_told_where_they_matter(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_that_are_wrong_are_told_where_they_matter(script, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "1234")
     finished = run_command([*LAUNCH, "--nproc", "1", script, "none"])
     assert finished.returncode == 0, finished.stdout
@@ -153,22 +148,7 @@ def test_variables_that_are_wrong_are_told_where_they_matter(
 
 
 @pytest.mark.full
-def test_what_all_ranks_exit_with_is_shown_once(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import sys\nsys.exit('the data is missing')")
-    finished = run_command([*LAUNCH, "--nproc", "2", tmp_path / "script.py"])
-    assert finished.returncode == 1
-    assert finished.stdout.count("the data is missing") == 1, finished.stdout
-
-
-@pytest.mark.full
-def test_a_script_knows_its_file_as_under_python(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import os\nos.chdir('/')\nprint(__file__)")
-    finished = run_command([*LAUNCH, "--nproc", "1", "script.py"], cwd=tmp_path)
-    assert finished.stdout.splitlines()[-1] == str(tmp_path / "script.py"), finished.stdout
-
-
-@pytest.mark.full
-def test_what_a_rank_left_running_ends_with_a_failure(tmp_path: Path) -> None:
+def test_processes_that_a_rank_left_running_end_with_a_failure(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid)\nraise ValueError\n"
     )
@@ -178,28 +158,34 @@ def test_what_a_rank_left_running_ends_with_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_standard_input_goes_to_rank_0(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import sys\nprint(repr(sys.stdin.read()))")
+@pytest.mark.parametrize(
+    ("ranks", "text", "status", "lines"),
+    [
+        (2, "import sys\nsys.exit('the data is missing')", 1, None),
+        (1, "import os\nos.chdir('/')\nprint(__file__)", 0, {"FILE"}),
+        (2, "import sys\nprint(repr(sys.stdin.read()))", 0, {"'a'", "[1] ''"}),
+        # Whole lines come through the pipe that rank 0 writes to, which itself would write lines in parts.
+        (2, "for number in range(20_000):\n    print('x' * 80)", 0, {"x" * 80, "[1] " + "x" * 80}),
+    ],
+)
+def test_ranks_read_and_write_as_under_python(ranks, text, status, lines, tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
     finished = subprocess.run(
-        [*LAUNCH, "--nproc", "2", str(tmp_path / "script.py")], capture_output=True, text=True, timeout=180, input="a"
-    )
-    assert sorted(finished.stdout.splitlines()) == ["'a'", "[1] ''"], finished.stderr
-
-
-@pytest.mark.full
-def test_whole_lines_come_through_a_pipe_that_rank_0_writes_to(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("for number in range(20_000):\n    print('x' * 80)")
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}  # else rank 0 itself writes lines in parts
-    finished = run_command([*LAUNCH, "--nproc", "2", tmp_path / "script.py"], **variables)
-    told, line = "zeromesh launch: 2 ranks", "x" * 80
-    assert {told, line, f"[1] {line}"} == set(finished.stdout.splitlines())
+        [*LAUNCH, "--nproc", str(ranks), script.name], capture_output=True, text=True, timeout=180, input="a",
+        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert finished.returncode == status, finished.stderr
+    if lines is None:
+        assert (finished.stdout + finished.stderr).count("the data is missing") == 1
+    else:
+        assert set(finished.stdout.splitlines()) == {str(script) if line == "FILE" else line for line in lines}
 
 
 @contextmanager
 def running(
     script: Path, mode: str, folder: Path, *options: str, ranks: int = 2
 ) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A launch and its ranks' process numbers, once both ranks have come to the end of their script."""
     process = subprocess.Popen(
         [*LAUNCH, "--nproc", "2", *options, str(script), mode, str(folder)],
         stdout=subprocess.PIPE,
@@ -265,8 +251,7 @@ def test_modules_and_programs(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").touch()
     (tmp_path / "mine" / "tool.py").write_text("import sys\nprint(__name__, __package__, sys.argv[1:])\n")
-    root = str(Path(__file__).parents[2])
-    finished = run_command([*LAUNCH, "-m", "mine.tool", "-m", "x"], cwd=tmp_path, PYTHONPATH=root)
+    finished = run_command([*LAUNCH, "-m", "mine.tool", "-m", "x"], cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert finished.stdout.splitlines()[-1] == "__main__ mine ['-m', 'x']", finished.stdout
     finished = run_command([*LAUNCH, "--nproc", "1", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE"])
     assert finished.stdout.splitlines()[-1] == "0 of 1", finished.stdout
@@ -398,9 +383,7 @@ def test_wrong_options_are_refused_with_a_remedy(arguments: list[str], text: str
     assert text in output
 
 
-def test_without_an_mpiexec_the_error_says_how_to_get_one(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_an_mpiexec_the_error_says_how_to_get_one(script, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     code, output = call("--mpi", "--nproc", 2, script)
@@ -436,9 +419,7 @@ def test_through_mpiexec_the_failure_is_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("mpiexec"), reason="no mpiexec on PATH")
-def test_through_mpiexec_a_rank_that_fails_before_mpi_has_started_ends_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_through_mpiexec_a_rank_that_fails_before_mpi_has_started_ends_all(tmp_path, monkeypatch) -> None:
     (tmp_path / "script.py").write_text(MPI_SCRIPT + "time.sleep(1000)")
     monkeypatch.setattr(mpi, "PATIENCE", 0.5)
     command = python_rank("script", str(tmp_path / "script.py"))

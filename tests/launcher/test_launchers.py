@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 import sys
 
@@ -184,7 +182,7 @@ def test_the_first_of_a_list_of_hosts_is_found(text: str, host: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a[1-", "a]", "a[x]", "a[1-2", ",a", "a,,b", "a[[1]]"])
-def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
+def test_malformed_lists_of_hosts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a list of hosts"):
         first_host(text)
 

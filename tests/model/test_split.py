@@ -1,7 +1,5 @@
 """How parameters are cut: arithmetic."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ WHOLE = torch.arange(12 * 5).view(12, 5)
 
 
 def join(split: Split, whole: torch.Tensor) -> torch.Tensor:
-    """A tensor put together from all ranks' parts."""
     joined = torch.full_like(whole, -1)
     for rank in range(split.ranks):
         Held(tuple(whole.shape), split, rank, split.ranks).place(split.take(whole, rank), joined)
@@ -78,9 +75,7 @@ HELD = [
 
 
 @pytest.mark.parametrize(("shape", "split", "ranks"), HELD)
-def test_any_range_of_what_a_rank_holds_is_read_and_written(
-    shape: tuple[int, ...], split: Split | None, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_range_of_what_a_rank_holds_is_read_and_written(shape, split, ranks, monkeypatch) -> None:
     whole = torch.arange(1, 1 + torch.Size(shape).numel())
     monkeypatch.setattr("zeromesh.model.split.READ", 7)
     written = torch.zeros(shape, dtype=torch.long)
@@ -106,12 +101,7 @@ def test_any_range_of_what_a_rank_holds_is_read_and_written(
 @pytest.mark.parametrize(
     ("sections", "ranks", "block", "message"),
     [
-        (
-            [10],
-            4,
-            1,
-            "10 entries cannot be split over 4 ranks: 10 / 4 = 2.5; .* work are 2 or 5; .* counts 8 or 12",
-        ),
+        ([10], 4, 1, "10 entries cannot be split over 4 ranks: 10 / 4 = 2.5; .* work are 2 or 5; .* counts 8 or 12"),
         ([48], 4, 8, "48 = 6 blocks of 8 entries cannot be split over 4 ranks: 6 / 4 = 1.5; .* are 3 or 6; .* 4 or 8"),
         (
             [24],
@@ -122,8 +112,6 @@ def test_any_range_of_what_a_rank_holds_is_read_and_written(
         ([10], 2, 4, "10 entries are no whole number of blocks of 4"),
     ],
 )
-def test_what_does_not_divide_is_refused_with_the_arithmetic(
-    sections: list[int], ranks: int, block: int, message: str
-) -> None:
+def test_sizes_that_do_not_divide_are_refused_with_the_arithmetic(sections, ranks, block, message) -> None:
     with pytest.raises(ValueError, match=message):
         Split.even(0, sections, ranks, block)

@@ -1,7 +1,5 @@
 """Linear layers in tiles: the same numbers, and never in memory as a whole."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -76,7 +74,7 @@ def test_layers_that_are_too_large_are_put_in_tiles() -> None:
     assert max(parameter.numel() for name, parameter in model.named_parameters() if "weight" in name) <= MOST
 
 
-def test_what_cannot_be_put_in_tiles_is_left_or_refused() -> None:
+def test_layers_that_cannot_be_tiled_are_left_or_refused() -> None:
     tied = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64, bias=False))
     tied[1].weight = tied[0].weight
     assert tile_linears(tied, 100) == []
@@ -91,7 +89,6 @@ def test_what_cannot_be_put_in_tiles_is_left_or_refused() -> None:
 
 
 def train(zero: dict[str, Any], tiles: bool, units: list[str]) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Losses, the model at the end, and the bytes of slots."""
     model = build()
     if tiles:
         tile_linears(model, MOST)
@@ -120,7 +117,9 @@ HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu
 @pytest.mark.some(1)
 @pytest.mark.parametrize("units", [[], ["Block"]])
 @pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, **HOST}], ids=str)
-def test_it_trains_to_the_same_numbers_in_the_memory_of_few_tiles(zero: dict[str, Any], units: list[str]) -> None:
+def test_tiled_models_train_to_the_same_numbers_in_the_memory_of_few_tiles(
+    zero: dict[str, Any], units: list[str]
+) -> None:
     whole = run_ranks(train, 2, zero, False, units)
     tiled = run_ranks(train, 2, zero, True, units)
     for (losses, state, slots), (expected, values, before) in zip(tiled, whole, strict=True):

@@ -1,7 +1,5 @@
 """Which resource bounds a run: the arithmetic, and what runs that wait for one of them say."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any
@@ -49,7 +47,7 @@ def test_rates_are_of_the_time_at_work_and_compared_with_the_limit() -> None:
     assert uses[NETWORK]["amount"] is None
 
 
-def test_what_moved_in_no_time_is_told_all_the_same() -> None:
+def test_transfers_that_took_no_time_are_reported() -> None:
     alone = Breakdown(1, 1.0, {"forward": 1.0}, {})
     assert [use.resource for use in bounds(alone, {DISK: Amount(5.0, 10.0, 2.0), LINK: Amount(0.0)}).uses] == [
         COMPUTE,
@@ -68,7 +66,6 @@ def test_breakdowns_are_put_together_by_their_updates() -> None:
 
 
 def reported(zero: dict[str, Any], slow: float = 0.0, every: bool = True) -> Any:
-    """Of six updates; ``slow``: seconds that each request to the disk takes longer."""
     read = swap_file.SwapFile.read
 
     def slowly(self: Any, *args: Any) -> None:
@@ -103,8 +100,7 @@ def test_a_disk_that_is_slow_bounds_the_run(tmp_path: Path) -> None:
     assert use["of_limit"] == pytest.approx(use["rate"] / use["limit"])
 
 
-def test_what_moves_is_what_the_formulas_say() -> None:
-    """By two ranks: gradients to the host, and what an update reads and writes there."""
+def test_transfers_are_those_of_the_formulas() -> None:
     for _, found in run_ranks(reported, 2, {"stage": 3, "offload_optimizer": {"device": "cpu"}}):
         uses = found["uses"]
         elements = sum(p.numel() for p in start({"stage": 0}).module.parameters()) / 2
@@ -115,5 +111,5 @@ def test_what_moves_is_what_the_formulas_say() -> None:
         assert all(use["seconds"] >= 0 for use in uses.values())
 
 
-def test_nobody_looks_unless_told() -> None:
+def test_bounds_are_measured_only_on_request() -> None:
     assert reported({"stage": 1}, every=False)[1] is None

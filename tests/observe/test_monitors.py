@@ -1,13 +1,10 @@
 """What monitors write is what happened: read back from their files, once, in order, also over a resume."""
 
-from __future__ import annotations
-
 import csv
 import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,19 +15,11 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from zeromesh.comm.environment import shutdown
 from zeromesh.observe.monitors import MONITORS, CsvFiles, Monitor, open_monitor
 
 RANKS, MICRO, ACCUMULATION = 2, 3, 2
 BATCH = RANKS * MICRO * ACCUMULATION
 RATE = 0.01
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    """The engine runs in this process."""
-    yield
-    shutdown()
 
 
 def config(**more: Any) -> dict[str, Any]:
@@ -55,7 +44,6 @@ def make_engine(**more: Any) -> zeromesh.engine.Engine:
 
 
 def train(engine: Any, updates: int) -> list[list[float]]:
-    """The losses of this rank's micro-batches, by update."""
     found = []
     for _ in range(updates):
         losses = []
@@ -165,9 +153,7 @@ def test_a_resumed_board_keeps_values_with_steps_of_their_own_and_hides_others(t
     assert read_board(tmp_path / "own_steps") == {"mine/tokens": tokens}
 
 
-def test_without_monitors_there_are_neither_files_nor_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
-) -> None:
+def test_without_monitors_there_are_neither_files_nor_threads(tmp_path, monkeypatch, one_rank) -> None:
     monkeypatch.chdir(tmp_path)
     before = set(threading.enumerate())
     engine = make_engine(gradient_accumulation_steps=2, train_batch_size=2 * MICRO)
@@ -179,9 +165,7 @@ def test_without_monitors_there_are_neither_files_nor_threads(
     engine.destroy()
 
 
-def test_folders_are_relative_to_the_start_and_have_deepspeeds_default_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
-) -> None:
+def test_folders_are_relative_to_the_start_and_have_deepspeeds_default_name(tmp_path, monkeypatch, one_rank) -> None:
     monkeypatch.chdir(tmp_path)
     engine = make_engine(csv_monitor={"enabled": True})
     monkeypatch.chdir("/")
@@ -230,9 +214,7 @@ def test_a_cut_off_line_and_lines_after_the_checkpoint_go_and_other_files_stay(t
     assert {name: (tmp_path / name).read_text() for name in others} == others
 
 
-def test_a_writer_that_fails_is_given_up_with_one_warning(
-    tmp_path: Path, one_rank: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_writer_that_fails_is_given_up_with_one_warning(tmp_path, one_rank, caplog) -> None:
     engine = make_engine(
         csv_monitor={"enabled": True, "output_path": str(tmp_path)},
         tensorboard={"enabled": True, "output_path": str(tmp_path / "board"), "job_name": "job"},
@@ -258,9 +240,7 @@ class FakeRun:
         self.calls.append("finish")
 
 
-def test_wandb_gets_deepspeeds_arguments_and_one_call_per_update(
-    monkeypatch: pytest.MonkeyPatch, one_rank: None
-) -> None:
+def test_wandb_gets_deepspeeds_arguments_and_one_call_per_update(monkeypatch, one_rank) -> None:
     calls: list[Any] = []
 
     def init(**arguments: Any) -> FakeRun:
@@ -282,9 +262,7 @@ def test_wandb_gets_deepspeeds_arguments_and_one_call_per_update(
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_package_that_is_missing_is_said_before_training(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
-) -> None:
+def test_a_package_that_is_missing_is_said_before_training(name, tmp_path, monkeypatch, one_rank) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     for loaded in [module for module in sys.modules if module.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, loaded)
@@ -309,7 +287,7 @@ def test_a_folder_that_cannot_be_made_is_said_on_every_rank_before_training(tmp_
     ("values", "error"),
     [({1: 1.0}, TypeError), ({"a": "x"}, ValueError), ({"a": torch.ones(2)}, ValueError), ({"a": None}, ValueError)],
 )
-def test_what_is_no_number_is_refused_on_every_rank(values: Any, error: type[Exception]) -> None:
+def test_values_that_are_no_numbers_are_refused_on_every_rank(values: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         Monitor().write(values)
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import math
 import sys
@@ -82,9 +80,7 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
     assert output.getvalue().count("\n") < 5
 
 
-def test_the_picture_is_drawn_where_matplotlib_is_and_left_out_where_it_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_picture_is_drawn_where_matplotlib_is_and_left_out_where_it_is_not(tmp_path, monkeypatch) -> None:
     pytest.importorskip("matplotlib")
     assert loss_picture(tmp_path / "loss.png", [(1, 3.0), (2, 2.0)], [(2, 2.5)])
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -101,9 +97,7 @@ def test_peak_operations_are_measured_where_no_table_knows_them(monkeypatch: pyt
     assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == 756e12
 
 
-def test_what_disturbs_the_machine_for_a_moment_does_not_spoil_the_measurement(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_momentary_disturbance_does_not_spoil_the_measurement(monkeypatch) -> None:
     now = 0.0
     busy_until = 0.25
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from zeromesh.config.train import ModelShape
 from zeromesh.observe.breakdown import MOST_PHASES, Sums, Timer
 from zeromesh.observe.operations import Operations
@@ -36,8 +36,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, the first of them frozen."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
@@ -63,7 +61,6 @@ def config(row: int, **more: Any) -> dict[str, Any]:
 
 
 def trained(row: int, updates: int, more: dict[str, Any], model: type[nn.Module] = Model) -> Any:
-    """An engine after some updates."""
     torch.manual_seed(0)
     engine = zeromesh.initialize(model=model(), config=config(row, **more))[0]
     for update in range(updates):
@@ -75,7 +72,6 @@ def trained(row: int, updates: int, more: dict[str, Any], model: type[nn.Module]
 
 
 def logged(action: Any) -> list[str]:
-    """What the library logs meanwhile, at INFO and above."""
     found: list[str] = []
 
     class Listener(logging.Handler):
@@ -94,12 +90,7 @@ def logged(action: Any) -> list[str]:
     return found
 
 
-# Spans and the breakdown.
-
-
 class Ticks:
-    """A clock that moves on by one with every look at it."""
-
     def __init__(self) -> None:
         self.now = 0
 
@@ -135,7 +126,7 @@ def test_a_breakdown_has_phases_that_add_up_and_kinds_without_what_is_inside_of_
     assert ["forward", "2500.00", "38.5%"] in [line.split() for line in found.text().splitlines()]
 
 
-def test_what_is_kept_for_a_breakdown_does_not_grow_with_the_updates() -> None:
+def test_a_breakdown_keeps_no_more_with_more_updates() -> None:
     def update(spans: Spans) -> None:
         for kind in ("forward", "backward", "step"):
             with spans.phase(kind), span("fetch"):
@@ -158,12 +149,8 @@ def test_what_is_kept_for_a_breakdown_does_not_grow_with_the_updates() -> None:
     assert timer.take(1).phases["evaluation"] == 2 * MOST_PHASES
 
 
+@on_ranks(1)
 def test_an_engine_keeps_the_phases_of_two_updates_at_most() -> None:
-    [kept] = run_ranks(phases_kept, 1)
-    assert max(kept) <= 2 * 5, "two micro-batches of an update have five phases"
-
-
-def phases_kept() -> list[int]:
     engine = trained(0, 0, {"wall_clock_breakdown": True, "steps_per_print": 1000})
     found = []
     for _ in range(5):
@@ -172,10 +159,10 @@ def phases_kept() -> list[int]:
             engine.step()
         found.append(len(engine.observer.spans.phases))
     engine.destroy()
-    return found
+    assert max(found) <= 2 * 5, "two micro-batches of an update have five phases"
 
 
-def test_nobody_pays_for_spans_that_nobody_watches() -> None:
+def test_spans_without_a_watcher_cost_nothing() -> None:
     spans = Spans(torch.device("cpu"))
     assert spans.phase("forward") is NOTHING
     assert span("fetch", "unit") is NOTHING
@@ -196,8 +183,7 @@ def test_spans_go_to_the_engine_whose_phase_it_is_and_end_with_exceptions() -> N
     assert outer.open == inner.open == []
 
 
-def test_spans_of_another_thread_belong_to_the_phase() -> None:
-    """As in a backward on an accelerator."""
+def test_spans_of_another_thread_belong_to_the_phase() -> None:  # as in a backward on an accelerator
     import threading
 
     spans = ticking()
@@ -265,18 +251,13 @@ def test_the_log_says_every_few_updates_where_the_time_went(row: int, tmp_path: 
         assert [float(line.split(",")[1]) for line in rows] == [1e3 * each.phases[name] for each in found]
 
 
-def lines_without_an_interval() -> list[str]:
-    return logged(lambda: trained(0, 10, {"wall_clock_breakdown": True}).destroy())
-
-
+@on_ranks(1)
 def test_without_an_interval_there_is_a_breakdown_every_ten_updates() -> None:
-    [lines] = run_ranks(lines_without_an_interval, 1)
+    lines = logged(lambda: trained(0, 10, {"wall_clock_breakdown": True}).destroy())
     assert [line.splitlines()[0].split(",")[0] for line in lines if "ms each" in line] == ["update 10: 10 updates"]
 
 
-class FakeEvent:
-    """Of an accelerator: known only after it has been waited for."""
-
+class FakeEvent:  # of an accelerator: known only after it has been waited for
     now = 0.0
 
     def __init__(self, device: torch.device, enable_timing: bool) -> None:
@@ -308,21 +289,17 @@ def test_on_an_accelerator_events_are_read_when_a_breakdown_is_taken(monkeypatch
     assert timer.take(1).phases == {"data": 0.25, "forward": 0.25, "other": 0.25}
 
 
+@on_ranks(1)
 def test_evaluation_and_saving_are_phases_of_their_own(tmp_path: Path) -> None:
-    [kinds] = run_ranks(phases_of_a_save, 1, str(tmp_path))
-    assert kinds == ["evaluation", "checkpoint"]
-
-
-def phases_of_a_save(folder: str) -> list[str]:
+    folder = str(tmp_path)
     engine = trained(0, 2, {"wall_clock_breakdown": True, "steps_per_print": 2})
     with torch.no_grad():
         engine(torch.zeros(ROWS, WIDTH))
     engine.save_checkpoint(folder)
     engine.destroy()
-    return [phase.kind for phase in engine.observer.spans.phases]
+    kinds = [phase.kind for phase in engine.observer.spans.phases]
+    assert kinds == ["evaluation", "checkpoint"]
 
-
-# Traces.
 
 EVERYWHERE = {
     "forward", "backward", "step", "accumulate", "reduce", "wait_reduce", "norm", "agree", "take_changes", "clip",
@@ -386,20 +363,15 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     assert any("the trace of rank 0 was not written" in line and "exists" in line for line in lines)
 
 
-def traced_twice(folder: str) -> tuple[list[str], int]:
+@on_ranks(1)
+def test_a_trace_does_not_end_the_users_own(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     with torch.profiler.profile() as users:
         lines = traced(0, folder)
-    return lines, sum(event.name == "aten::tanh" for event in users.events())
-
-
-def test_a_trace_does_not_end_the_users_own(tmp_path: Path) -> None:
-    [(lines, recorded)] = run_ranks(traced_twice, 1, str(tmp_path))
+    (lines, recorded) = lines, sum(event.name == "aten::tanh" for event in users.events())
     assert any("nothing is recorded on rank 0: another profiler is at work" in line for line in lines)
     assert not list(tmp_path.iterdir())
     assert recorded == 4 * 2 * BLOCKS
-
-
-# Operations.
 
 
 def test_operations_of_a_linear_layer_by_hand() -> None:
@@ -464,7 +436,7 @@ def test_operations_of_a_model_of_transformers_are_the_same_without_its_values(n
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_what_is_recomputed_counts_apart(checkpointed: bool) -> None:
+def test_recomputed_operations_count_apart(checkpointed: bool) -> None:
     from torch.utils.checkpoint import checkpoint
 
     block = Block()

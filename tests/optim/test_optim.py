@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any
@@ -55,7 +53,6 @@ def make_gradients(dtype: torch.dtype = torch.float64) -> list[dict[str, torch.T
 
 
 def train_whole(make: Any, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """The reference: whole parameters, ``make(parameters by name)`` gives the optimizers."""
     parameters = {name: torch.nn.Parameter(value.clone()) for name, value in make_values(dtype).items()}
     optimizers = make(parameters)
     for gradients in make_gradients(dtype):
@@ -160,8 +157,7 @@ def test_fused_adagrad_counts_right_where_the_default_dtype_is_float64():
     assert_equal(ours, expected, 1e-12)
 
 
-def lion_step(w, g, m, lr, beta1, beta2, decay):
-    """Algorithm 2 of Chen et al. 2023, on whole arrays."""
+def lion_step(w, g, m, lr, beta1, beta2, decay):  # algorithm 2 of Chen et al. 2023, on whole arrays
     update = torch.sign(beta1 * m + (1 - beta1) * g)
     return w - lr * (update + decay * w), beta2 * m + (1 - beta2) * g
 
@@ -178,9 +174,7 @@ def test_lion_follows_its_paper(ranks):
     assert_equal(ours, expected, 1e-12)
 
 
-class WholeLamb:
-    """Algorithm 2 of You et al. 2020 on whole parameters, with clamped trust ratio."""
-
+class WholeLamb:  # algorithm 2 of You et al. 2020 on whole parameters, with clamped trust ratio
     def __init__(self, lr, decay, eps=1e-8, correct=True, low=0.01, high=10.0):
         self.lr, self.decay, self.eps, self.correct, self.low, self.high = lr, decay, eps, correct, low, high
         self.t, self.m, self.v = 0, 0.0, 0.0
@@ -237,8 +231,7 @@ def make_muon_reference(parameters: Mapping[str, torch.nn.Parameter], **muon: An
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"nesterov": False, "momentum": 0.8, "ns_steps": 3}, {"adjust_lr_fn": "match_rms_adamw"}],
+    "options", [{}, {"nesterov": False, "momentum": 0.8, "ns_steps": 3}, {"adjust_lr_fn": "match_rms_adamw"}]
 )
 def test_muon_on_pieces_equals_torch_muon_and_adamw_on_whole_parameters(ranks, options):
     expected = train_whole(lambda parameters: make_muon_reference(parameters, **options))

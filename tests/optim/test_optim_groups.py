@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -14,8 +12,6 @@ class TinyRMSNorm(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding tied to its head, norms of torch and of its own, a convolution, a frozen layer and a scale."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(7, 4)
@@ -71,8 +67,6 @@ def test_use_muon_on_a_parameter_decides():
 
 
 class Blocks(nn.Module):
-    """Without a telling name: an input and an output layer around numbered blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(3, 4, bias=False)

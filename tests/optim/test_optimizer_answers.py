@@ -1,10 +1,7 @@
 """The returned optimizer answers DeepSpeed's attributes, overflows in fp16 are skipped, and groups need no rate."""
 
-from __future__ import annotations
-
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +10,9 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
-from zeromesh.comm.environment import shutdown
+from harness import on_ranks
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_rank() -> Iterator[None]:
-    """The engines here run in this process; other tests need its process group gone."""
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def start(row: int = 0, optimizer: Any = None, **keys: Any) -> Any:
@@ -31,8 +22,11 @@ def start(row: int = 0, optimizer: Any = None, **keys: Any) -> Any:
     return zeromesh.initialize(model=nn.Linear(2, 1), optimizer=optimizer, config=config)[:2]
 
 
-def overflow(row: int, dynamic: bool) -> tuple[list[Any], int, bool, list[torch.Tensor]]:
-    """The scale and whether it overflowed after each update; the loss of the second is bad on the last rank alone."""
+@pytest.mark.some(2)
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("row", [0, 3])
+@on_ranks(2)
+def test_a_loss_that_is_not_finite_in_fp16_is_an_overflow_that_all_ranks_skip(row: int, dynamic: bool) -> None:
     scale = {"initial_scale_power": 4, "hysteresis": 1} if dynamic else {"loss_scale": 16}
     engine, optimizer = start(row, fp16={"enabled": True, **scale})
     seen: list[Any] = [(optimizer.cur_scale, optimizer.loss_scale, optimizer.overflow)]
@@ -44,18 +38,11 @@ def overflow(row: int, dynamic: bool) -> tuple[list[Any], int, bool, list[torch.
         seen.append((optimizer.cur_scale, optimizer.loss_scale, optimizer.overflow))
         weights.append(engine.state_dict()["weight"].clone())
     kept = torch.equal(weights[0], weights[1]) and torch.equal(weights[2], weights[3])
-    return seen, engine.skipped_steps, kept, weights
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("row", [0, 3])
-def test_a_loss_that_is_not_finite_in_fp16_is_an_overflow_that_all_ranks_skip(row: int, dynamic: bool) -> None:
-    for seen, skipped, kept, weights in run_ranks(overflow, 2, row, dynamic):
-        scales = [16.0, 16.0, 8.0, 8.0, 4.0, 4.0] if dynamic else [16.0] * 6
-        assert seen == [(s, s, number in (2, 4)) for number, s in enumerate(scales)]
-        assert (skipped, kept) == (2, True)
-        assert not torch.equal(weights[1], weights[2])
+    seen, skipped, kept, weights = seen, engine.skipped_steps, kept, weights
+    scales = [16.0, 16.0, 8.0, 8.0, 4.0, 4.0] if dynamic else [16.0] * 6
+    assert seen == [(s, s, number in (2, 4)) for number, s in enumerate(scales)]
+    assert (skipped, kept) == (2, True)
+    assert not torch.equal(weights[1], weights[2])
 
 
 def test_without_a_loss_scale_it_is_1_and_an_infinite_loss_is_an_error() -> None:
@@ -80,9 +67,7 @@ def test_the_scale_of_a_checkpoint_is_answered_and_the_optimizer_stays_what_it_w
     pickle.loads(pickle.dumps(fresh))
 
 
-class Own(torch.optim.Optimizer):
-    """Steps of one size, without a learning rate; its ``loss_scale`` is its own."""
-
+class Own(torch.optim.Optimizer):  # steps of one size, without a learning rate; its ``loss_scale`` is its own
     loss_scale = 7
 
     def __init__(self, parameters: Any) -> None:

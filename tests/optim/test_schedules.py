@@ -1,7 +1,5 @@
 """The schedules beside closed formulas, and beside values worked out by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +18,6 @@ def make_optimizer(*own: float, **arguments: Any) -> torch.optim.Optimizer:
 
 
 def learning_rates(name: str, params: dict[str, Any], steps: int) -> list[float]:
-    """What the first ``steps`` updates use."""
     optimizer = make_optimizer()
     schedule = build(name, params, optimizer)
     seen = []
@@ -32,21 +29,18 @@ def learning_rates(name: str, params: dict[str, Any], steps: int) -> list[float]
     return seen
 
 
-def cosine(n: int) -> float:
-    """WarmupCosineLR(12 steps, 4 of warmup from 0.2, down to 0.1), linear, at position n."""
+def cosine(n: int) -> float:  # warmupCosineLR(12 steps, 4 of warmup from 0.2, down to 0.1), linear, at position n
     if n < 4:
         return OWN * (0.2 + 0.8 * n / 4) if n >= 0 else 0.0
     return OWN * (0.1 + 0.9 * (1 + math.cos(math.pi * min(n - 3, 8) / 8)) / 2)
 
 
-def decay(n: int) -> float:
-    """WarmupDecayLR(10 steps, 4 of logarithmic warmup), 0.001 to 0.005, at position n."""
+def decay(n: int) -> float:  # warmupDecayLR(10 steps, 4 of logarithmic warmup), 0.001 to 0.005, at position n
     gamma = math.log(max(n, 0) + 1) / math.log(4) if n < 4 else max(0.0, (10 - n) / 6)
     return 0.001 + 0.004 * gamma
 
 
-def cycle(n: int) -> float:
-    """OneCycle up in 4, down in 2, then decay: a triangle as the lower of two lines."""
+def cycle(n: int) -> float:  # oneCycle up in 4, down in 2, then decay: a triangle as the lower of two lines
     if n < 6:
         return 0.1 + 0.9 * max(0.0, min((n + 1) / 4, (6 - (n + 1)) / 2))
     return 0.1 / (1 + 0.5 * (n - 5) / 3)
@@ -229,14 +223,9 @@ LISTS = [
 
 
 @pytest.mark.parametrize(("name", "params"), LISTS)
-def test_lists_among_the_parameters_of_torch_schedules_mean_what_they_mean_in_torch(
-    name: str, params: dict[str, Any]
-) -> None:
+def test_lists_among_the_parameters_of_torch_schedules_mean_what_they_mean_in_torch(name, params) -> None:
     optimizers = [make_optimizer(0.1, 0.2) for _ in range(2)]
-    schedules = [
-        build(name, params, optimizers[0]),
-        getattr(torch.optim.lr_scheduler, name)(optimizers[1], **params),
-    ]
+    schedules = [build(name, params, optimizers[0]), getattr(torch.optim.lr_scheduler, name)(optimizers[1], **params)]
     for _ in range(7):
         ours, theirs = ([(g["lr"], g["betas"]) for g in optimizer.param_groups] for optimizer in optimizers)
         assert ours == theirs

@@ -1,7 +1,5 @@
 """DeepSpeed's schedules under random settings, beside definitions written down anew from its documentation."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any
@@ -20,7 +18,6 @@ def make_optimizer(*own: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 def used(name: str, params: dict[str, Any], optimizer: torch.optim.Optimizer) -> list[list[tuple[float, Any]]]:
-    """The learning rate and the betas of each group in each update."""
     schedule = build(name, params, optimizer)
     seen = []
     for _ in range(UPDATES):
@@ -38,7 +35,6 @@ def height(steps: int, size: int, stairs: int) -> float:
 
 
 def one_cycle(p: dict[str, Any], update: int) -> tuple[float, tuple[float, float]]:
-    """Rate and betas of an update, counted from 0."""
     first = p["cycle_first_step_size"]
     second = p.get("cycle_second_step_size", first)
     stairs = p.get("cycle_first_stair_count", 0), p.get("cycle_second_stair_count", p.get("cycle_first_stair_count", 0))

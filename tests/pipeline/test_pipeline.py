@@ -1,7 +1,5 @@
 """Models cut into stages train to the same numbers as in one process, under every schedule and with all else."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,8 +21,6 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-
 
 
 class Block(nn.Module):
-    """A residual MLP that passes on a scale besides the activation."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -35,8 +31,6 @@ class Block(nn.Module):
 
 
 class Plain(nn.Module):
-    """Blocks that are all given the embedding, too, and a mask that is made of the inputs; the head is not tied."""
-
     def __init__(self, tied: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
@@ -67,8 +61,6 @@ class State:
 
 
 class Output(OrderedDict[str, Tensor]):
-    """As transformers' outputs: a mapping with attributes."""
-
     def __getattr__(self, name: str) -> Tensor:
         try:
             return self[name]
@@ -106,8 +98,6 @@ def taken(given: Any, kind: str) -> tuple[Tensor, Tensor]:
 
 
 class Begin(nn.Module):
-    """Ids to what ``Pair`` takes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
@@ -117,8 +107,6 @@ class Begin(nn.Module):
 
 
 class End(nn.Module):
-    """What ``Pair`` gives to logits."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
@@ -181,7 +169,6 @@ def train(
     kind: str, pipeline: int = 1, data: int = 1, tensor: int = 1, row: int = 0, schedule: str = "1f1b",
     microbatches: int = 4, chunks: int | None = None, further: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Losses and norms, whole parameters of this rank's stages, and how many elements it holds."""
     settings = {
         "train_batch_size": SAMPLES * microbatches,
         "train_micro_batch_size_per_gpu": SAMPLES // data,

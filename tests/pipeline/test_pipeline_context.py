@@ -1,7 +1,5 @@
 """Models that are cut into stages, and whose sequences are spread over ranks, train to the numbers of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,9 +71,7 @@ CASES = [
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("kind", "others", "schedule", "row", "strategy"), CASES)
-def test_stages_with_sequences_spread_over_ranks(
-    kind: str, others: dict[str, int], schedule: str, row: int, strategy: str
-) -> None:
+def test_stages_with_sequences_spread_over_ranks(kind, others, schedule, row, strategy) -> None:
     expected, values = run_ranks(train, 1, kind, {}, "1f1b", 0, strategy, timeout=LIMIT)[0]
     mesh = {"pipeline": 2, "context": 2, **others}
     ranks = 4 * max(1, *others.values(), 1)

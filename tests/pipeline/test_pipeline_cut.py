@@ -4,8 +4,6 @@ That a parameter is where it is needed is seen by running the stages, each on a 
 parameters only: losses and gradients are those of the whole model.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import random
@@ -90,7 +88,6 @@ def made(case: Model) -> tuple[nn.Module, Call]:
 
 
 def names_of(case: Model) -> list[str]:
-    """The blocks, by the table, that are not inside of others."""
     outer = {
         kind: n for kind, n in case.blocks.items() if not any(kind.startswith(f"{other}.") for other in case.blocks)
     }
@@ -126,7 +123,7 @@ def test_stages_of_several_blocks_compute_what_the_model_does(name: str, stages:
     check(model, blocks, min(stages, len(blocks.names)), call, case.tolerance)
 
 
-def test_of_two_towers_the_one_that_is_called_first_is_cut() -> None:
+def test_the_tower_that_is_called_first_is_cut() -> None:
     """What it ends with is not among what the blocks of the other are called with."""
     model, call = made(MODELS["clip"])
     blocks = examine(model)
@@ -145,14 +142,10 @@ def test_blocks_that_are_called_several_times_or_read_by_the_loss_are_refused() 
         examine(MODELS["mixtral"].build())
 
 
-# Plain models.
-
 WIDTH, VOCABULARY = 8, 20
 
 
 class Known(nn.Module):
-    """A model that tells its inputs, as those of transformers do."""
-
     main_input_name = "input_ids"
 
     def __init__(self) -> None:
@@ -223,8 +216,6 @@ def test_parameters_are_where_a_forward_uses_them() -> None:
 
 
 class Adding(Decoder):
-    """The sum is outside of the blocks."""
-
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embedding(input_ids)
         for block in (*self.halves["first"], *self.halves["last"]):
@@ -233,8 +224,6 @@ class Adding(Decoder):
 
 
 class Skipping(Decoder):
-    """What comes before the second block is read after the third."""
-
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embedding(input_ids)
         a, b, c, d = (*self.halves["first"], *self.halves["last"])
@@ -243,8 +232,6 @@ class Skipping(Decoder):
 
 
 class Stacking(Decoder):
-    """Written into memory that was there before."""
-
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embedding(input_ids)
         kept = x.new_empty(4, *x.shape)
@@ -295,7 +282,7 @@ def test_a_parameter_that_a_stage_needs_and_does_not_have_is_told() -> None:
         run_stages(model, wrong, of_tokens)
 
 
-def test_what_stands_in_for_parameters_is_where_and_as_they_would_be() -> None:
+def test_stand_ins_have_the_device_and_dtype_of_their_parameters() -> None:
     model = Decoder()
     cut = examine(model).cut([0, 2])
     take_away(model, cut, [0], torch.bfloat16, torch.device("meta"))
@@ -443,12 +430,7 @@ def test_a_model_that_is_not_there_yet_is_examined_as_it_will_be() -> None:
     assert [parameter.device.type for parameter in model.parameters()] == devices
 
 
-# Samples of the user's.
-
-
 class Plain(Decoder):
-    """Nothing tells its inputs."""
-
     main_input_name = config = None  # type: ignore[assignment]
 
     def forward(self, numbers: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -476,7 +458,6 @@ def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def mean_of(batch: Any, model: Any) -> Tensor:
-    """As where the model returns its loss."""
     return loss_of(batch, lambda *args, **kwargs: model(*args, **kwargs).mean())
 
 
@@ -512,7 +493,6 @@ def test_the_loss_counts_for_the_last_block_if_it_can_be_traced() -> None:
         return (logits @ weight).mean() + (logits @ model.embedding.weight).mean() + (WIDTH * model.scale).mean()
 
     blocks = examine(model, sample=ModelInput((IDS, IDS), partial(loss_of, loss_fn=project)))
-    assert without.operations is not None
     more = 2.0 * 12 * VOCABULARY * (3 + WIDTH)
     assert blocks.operations == (*without.operations[:-1], without.operations[-1] + more)
     assert blocks.uses["scale"] == (1, 3)
@@ -528,9 +508,6 @@ def test_a_sample_that_the_model_does_not_take_is_not_all_that_is_tried() -> Non
     guessed = examine(Decoder(), sample=wrong)
     assert (guessed, guessed.operations is None) == (examine(Decoder()), False)
     assert examine(build(Plain), sample=wrong) == examine(build(Plain))
-
-
-# What blocks cost.
 
 
 def texts(length: int) -> ModelInput:
@@ -556,7 +533,6 @@ def test_operations_are_those_of_products_with_what_is_around_a_block() -> None:
 def test_texts_are_as_long_as_a_model_takes_unless_it_loops_through_them() -> None:
     for kind, length in ((Long, 100), (Longer, 1024), (Looping, 16)):
         blocks = examine(kind())
-        assert blocks.operations is not None
         assert blocks.operations[0] == 2.0 * 2 * length * WIDTH * WIDTH
 
 
@@ -651,8 +627,6 @@ class PassesOn(nn.Module):
 
 
 class ScaledBySecond(nn.Module):
-    """A block of that, which may change the second one."""
-
     def __init__(self, in_place: bool) -> None:
         super().__init__()
         self.linear, self.in_place = nn.Linear(4, 4), in_place
@@ -665,7 +639,7 @@ class ScaledBySecond(nn.Module):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_what_blocks_pass_on_is_not_mistaken_for_another_of_its_form(in_place: bool) -> None:
+def test_tensors_that_blocks_pass_on_are_not_mistaken_for_others_of_their_form(in_place: bool) -> None:
     torch.manual_seed(0)
     model = PassesOn(in_place).double()
     counts = torch.tensor([1, 2])

@@ -1,7 +1,5 @@
 """What a pipeline says when something is wrong, on all ranks, and soon."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +17,6 @@ LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch"]
 
 
 class Branches(nn.Module):
-    """Blocks that are not called one after the other."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
@@ -31,8 +27,6 @@ class Branches(nn.Module):
 
 
 class Skips(Branches):
-    """A block is not called."""
-
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         for layer in list(self.layers)[:2]:
             x = layer(x)
@@ -40,8 +34,6 @@ class Skips(Branches):
 
 
 class Hides(Branches):
-    """Blocks return objects of a class that only this function has."""
-
     def __init__(self) -> None:
         super().__init__()
 
@@ -62,7 +54,6 @@ MODELS = {"branches": Branches, "skips": Skips, "hides": Hides}
 
 
 def attempt(fault: str) -> Any:
-    """The error that a rank gets."""
     settings: dict[str, Any] = {
         "train_batch_size": 16,
         "train_micro_batch_size_per_gpu": 4,

@@ -1,7 +1,5 @@
 """Pipelines evaluate any number of micro-batches, under every schedule, and hold no more of them than they must."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 
@@ -59,9 +57,7 @@ def test_no_micro_batch_is_refused() -> None:
 
 
 def held(count: int) -> int:
-    """The most outputs of this rank's stage that are alive when it begins with another micro-batch."""
     engine = start(2)
-    assert engine.pipelined is not None
     outputs: list[weakref.ref[torch.Tensor]] = []
     alive = []
     blocks = engine.pipelined.blocks_by_stage[0]

@@ -1,7 +1,5 @@
 """What changes while a pipeline trains: what is frozen, and whether there are graphs; and what must not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh
-from harness import RankFailure, run_ranks
+from harness import RankFailure, on_ranks, run_ranks
 from zeromesh.pipeline.runtime.elsewhere import Elsewhere, counting, counts
 from zeromesh.pipeline.runtime.run import Interpreter
 from zeromesh.pipeline.runtime.stage import Stages
@@ -33,8 +31,6 @@ class Model(nn.Module):
 
 
 class Context(Model):
-    """Calls its blocks where it has set itself whether there are gradients."""
-
     def __init__(self, mode: Callable[[], Any]) -> None:
         super().__init__()
         self.mode = mode
@@ -62,8 +58,6 @@ class Added(nn.Module):
 
 
 class Normed(nn.Module):
-    """All blocks are given the normalised inputs, for which means are kept, but no parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH, affine=False)
@@ -77,8 +71,6 @@ class Normed(nn.Module):
 
 
 class Clamped(Model):
-    """Writes to parameters before it uses them, outside of blocks and in them, in many ways."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Clamping() for _ in range(4))
@@ -100,8 +92,6 @@ class Clamped(Model):
 
 
 class Decaying(Model):
-    """Writes something else each time."""
-
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         self.first.weight.data.mul_(0.99)
         return super().forward(x, y)
@@ -126,8 +116,6 @@ class Numbered(nn.Module):
 
 
 class Keys(nn.Module):
-    """Its blocks return mappings whose keys are numbers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Numbered() for _ in range(4))
@@ -170,7 +158,6 @@ def given(step: int, samples: int = SAMPLES) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def numbers(kind: str, pipeline: int, schedule: str = "1f1b", row: int = 0, freezes: tuple[bool, ...] = ()) -> Any:
-    """Losses and norms; before each update some layers are frozen, or not."""
     engine = start(kind, pipeline, row, schedule if pipeline > 1 else "1f1b")
     found = []
     for step in range(3):
@@ -195,7 +182,7 @@ def test_layers_may_be_frozen_between_updates(freezes: tuple[bool, ...], schedul
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
-def test_what_is_made_of_inputs_with_buffers_is_the_same_on_all_stages(schedule: str) -> None:
+def test_values_made_of_inputs_and_buffers_are_the_same_on_all_stages(schedule: str) -> None:
     compare("normed", schedule=schedule)
 
 
@@ -208,7 +195,7 @@ def test_a_forward_may_write_to_its_parameters_on_stages_that_do_not_have_them(s
     compare("clamped", schedule=schedule)
 
 
-def test_what_changes_with_each_forward_is_the_same_with_a_stage_per_rank_and_refused_with_several() -> None:
+def test_parameters_that_each_forward_changes_need_one_stage_per_rank() -> None:
     compare("decaying")
     with pytest.raises(
         RankFailure, match="the model's forward changes first.weight each time, outside of the pipeline"
@@ -220,7 +207,7 @@ def decaying_twice() -> None:
     start("decaying", 2, schedule="zb-v").train_batch(given(0))
 
 
-def test_what_stands_in_for_a_parameter_drops_what_is_written_and_refuses_to_count() -> None:
+def test_stand_ins_for_parameters_drop_writes_and_refuse_to_count() -> None:
     parameter = nn.Parameter(torch.randn(3, 4))
     zeros = Elsewhere.make("first.weight", parameter, None, torch.float64)
     assert (zeros.shape, zeros.size(), zeros.dtype, zeros.data.dtype) == ((3, 4), (3, 4), torch.float64, torch.float64)
@@ -239,27 +226,21 @@ def test_what_stands_in_for_a_parameter_drops_what_is_written_and_refuses_to_cou
                 use()
 
 
-def evaluate() -> list[int]:
-    """How many forwards are taken for such that a backward may follow, before and after evaluations."""
+@pytest.mark.full
+@on_ranks(2)
+def test_an_evaluation_fetches_the_same_whether_or_not_its_shapes_are_new() -> None:
+    """Ranks of one stage may have seen different ones, and must fetch the same."""
     engine = start("plain", 2, row=3)
     order = engine.sharded.events.order
     engine.train_batch(given(0))
     found = [order.current.number, len(order.forward)]
     engine.eval_batch(given(1))
     engine.eval_batch(given(1, 3 * SAMPLES))
-    return [*found, order.current.number, len(order.forward)]
-
-
-@pytest.mark.full
-def test_an_evaluation_fetches_the_same_whether_or_not_its_shapes_are_new() -> None:
-    """Ranks of one stage may have seen different ones, and must fetch the same."""
-    for before, waiting, after, left in run_ranks(evaluate, 2):
-        assert (after, left) == (before, waiting) == (MICROBATCHES, 0)
+    before, waiting, after, left = [*found, order.current.number, len(order.forward)]
+    assert (after, left) == (before, waiting) == (MICROBATCHES, 0)
 
 
 class Here:
-    """Messages of a pipeline of one rank, which has none."""
-
     def is_here(self, stage: int) -> bool:
         return True
 
@@ -268,8 +249,6 @@ class Here:
 
 
 class Losses:
-    """Notes what is to be differentiated."""
-
     def __init__(self, model: nn.Module) -> None:
         self.model, self.roots = model, []
 
@@ -289,18 +268,12 @@ def test_a_loss_is_differentiated_even_if_it_has_no_graph() -> None:
     assert [float(root) for root in work.roots] == [float(loss) for loss in losses]
 
 
-def refusal() -> str | None:
-    engine = start("detached", 2)
-    assert engine.pipelined is not None
-    if engine.pipelined.stages == [1]:
-        with pytest.raises(ValueError, match="the loss has no graph") as caught:
-            engine.stage_work.stage_backward(1, [torch.zeros(())], None, True, None)
-        return str(caught.value)
-    return None
-
-
+@on_ranks(2)
 def test_a_loss_without_a_graph_is_refused() -> None:
-    assert run_ranks(refusal, 2)[1]
+    engine = start("detached", 2)
+    if engine.pipelined.stages == [1]:
+        with pytest.raises(ValueError, match="the loss has no graph"):
+            engine.stage_work.stage_backward(1, [torch.zeros(())], None, True, None)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])

@@ -1,7 +1,5 @@
 """DeepSpeed's PipelineModule: lists of layers train to the same numbers whole and in stages; nobody holds the whole."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import gc
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from heap import Heap
 from zeromesh import pretrained
 from zeromesh.checkpoint.boxes import Reader
@@ -36,8 +34,6 @@ WIDTH, WORDS, LENGTH, SAMPLES = 16, 40, 6, 4
 
 
 class Block(nn.Module):
-    """Given a tuple and gives one: the activation, what tells padding, and positions that are of the same form."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -70,7 +66,6 @@ def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def decoder(blocks: int = 6, **options: Any) -> PipelineModule:
-    """A tied embedding, blocks with tuples between them, and functions."""
     torch.manual_seed(0)
     layers = [
         TiedLayerSpec("embedding", nn.Embedding, WORDS, WIDTH, forward_fn=enter),
@@ -112,15 +107,12 @@ def advance(engine: zeromesh.Engine, steps: int) -> list[float]:
 
 
 def train(stages: int | None = None, data: int = 1, options: dict[str, Any] | None = None, **further: Any) -> Any:
-    """Losses, norms, the whole model's state, and the names of what this rank holds."""
     engine = start(decoder(num_stages=stages, **(options or {})), data=data, **further)
     found = [float(engine.eval_batch(micro_batches(100, 4, engine.data_rank, engine.data_size)))]
     found += advance(engine, STEPS)
     names = [name for name, _ in engine.module.named_parameters()]
     return found, engine.state_dict(), names
 
-
-# The same numbers.
 
 CASES: dict[str, dict[str, Any]] = {
     "whole, row 3, 2 ranks": {"data": 2, "zero_optimization": {"stage": 3}},
@@ -166,15 +158,11 @@ def test_stages_train_to_the_numbers_of_one_process(case: str) -> None:
     assert seen == set(names)
 
 
-# Built stage by stage.
-
 LARGE, ENTRIES, BLOCKS, STAGES = 512, 4096, 8, 4
 MIB = 1 << 20
 
 
-class Wide(nn.Module):
-    """A block of 8 MiB."""
-
+class Wide(nn.Module):  # A block of 8 MiB
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(LARGE, 4 * LARGE, bias=False), nn.Linear(4 * LARGE, LARGE, bias=False)
@@ -184,8 +172,6 @@ class Wide(nn.Module):
 
 
 class Ordinary(nn.Module):
-    """A tied embedding and blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(ENTRIES, LARGE)
@@ -232,7 +218,6 @@ def llama() -> nn.Module:
 
 
 def build_stage(how: str, folder: str) -> Any:
-    """Bytes of each parameter here, the most that were live while the model was built, and what was read of files."""
     heap, read, reading = Heap(), [], FileTensor.read
 
     def noted(self: FileTensor, start: int, stop: int) -> Tensor:
@@ -280,9 +265,6 @@ def test_no_rank_ever_holds_more_than_its_stages_and_one_tensor(how: str, tmp_pa
         assert (own <= read <= own + MIB // 4) if how == "from_pretrained" else read == 0
 
 
-# What is given, and what becomes of it.
-
-
 def test_values_and_names_are_those_of_an_ordinary_construction() -> None:
     sizes = (64, 256), (256, 64)
     torch.manual_seed(5)
@@ -315,8 +297,6 @@ def test_layers_are_seeded_one_by_one() -> None:
 
 
 class Noise(nn.Module):
-    """A layer with dropout that counts its calls."""
-
     calls: ClassVar[list[int]] = []
 
     def __init__(self, number: int) -> None:
@@ -349,9 +329,7 @@ def train_noise(stages: int, interval: int, checkpointable: list[str] | None) ->
 @pytest.mark.parametrize(
     ("stages", "interval", "checkpointable"), [(1, 2, None), (2, 1, None), (2, 3, None), (2, 1, ["Linear"])]
 )
-def test_layers_of_every_stage_are_recomputed_with_the_same_random_numbers(
-    stages: int, interval: int, checkpointable: list[str] | None
-) -> None:
+def test_layers_of_every_stage_are_recomputed_with_the_same_random_numbers(stages, interval, checkpointable) -> None:
     expected, _ = run_ranks(train_noise, 1, 1, 0, None)[0]
     calls: Counter[int] = Counter()
     for found, own in run_ranks(train_noise, stages, stages, interval, checkpointable, timeout=LIMIT):
@@ -359,9 +337,6 @@ def test_layers_of_every_stage_are_recomputed_with_the_same_random_numbers(
         calls += own
     times = 1 if checkpointable else 2
     assert calls == dict.fromkeys(range(5), 4 * STEPS * times)
-
-
-# Saving.
 
 
 def save(folder: str) -> list[float]:
@@ -383,9 +358,6 @@ def test_a_checkpoint_goes_on_with_another_number_of_stages(tmp_path: Path) -> N
     for stages in (4, 1):
         for found in run_ranks(resume, stages, str(tmp_path), stages, timeout=LIMIT):
             assert found == pytest.approx(expected, rel=1e-9)
-
-
-# A script as DeepSpeed's users write it.
 
 
 def script(config: dict[str, Any]) -> Any:
@@ -411,12 +383,10 @@ def test_a_script_of_deepspeeds_users_runs_with_the_import_changed() -> None:
 
 
 def fed(shuffled: bool) -> Any:
-    """The samples of two passes that the ranks are fed, in turn, and where a saved position goes on."""
     layer = nn.Linear(1, 1)
     model = nn.Sequential(layer) if shuffled else PipelineModule([layer], loss_fn=lambda outputs, labels: outputs.sum())
     data = [torch.tensor([float(number)]) for number in range(9)]
     loader = zeromesh.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2}, training_data=data)[2]
-    assert loader is not None
     passes = [torch.cat(list(loader)).flatten().tolist() for _ in range(2)]
     state = loader.state(Position(0, 4))
     loader.go_to(state)
@@ -439,8 +409,8 @@ def sum_of(outputs: Tensor, labels: Tensor) -> Tensor:
     return outputs.sum() * 0 + 7
 
 
-def losses_of() -> list[float]:
-    """By the model's own function, by ``initialize``'s, and by the last layer."""
+@on_ranks(1)
+def test_the_loss_is_the_last_layers_or_the_functions_and_initializes_wins() -> None:
     settings = {"train_batch_size": 1}
     model = PipelineModule([nn.Linear(2, 2)], loss_fn=lambda outputs, labels: outputs.mean() * 0 + 3)
     given = [(torch.ones(1, 2), torch.ones(1))]
@@ -456,16 +426,10 @@ def losses_of() -> list[float]:
         engine.eval_batch(iter([torch.ones(1, 2)]))
     with pytest.raises(ValueError, match="pass one, or training_data="):
         engine.train_batch()
-    return found
+    assert found == [3.0, 7.0, 5.0]
 
 
-def test_the_loss_is_the_last_layers_or_the_functions_and_initializes_wins() -> None:
-    assert run_ranks(losses_of, 1) == [[3.0, 7.0, 5.0]]
-
-
-class Topology:
-    """As DeepSpeed's: an axis that is not there has the size 0."""
-
+class Topology:  # as DeepSpeed's: an axis that is not there has the size 0
     def __init__(self, **sizes: int) -> None:
         self.sizes = sizes
 
@@ -486,9 +450,7 @@ class Topology:
         ({}, {}, 1, "parameters"),
     ],
 )
-def test_the_configuration_wins_and_the_model_says_what_it_leaves_out(
-    options: dict[str, Any], document: dict[str, Any], stages: int, partition: Any
-) -> None:
+def test_the_configuration_wins_and_the_model_says_what_it_leaves_out(options, document, stages, partition) -> None:
     model = PipelineModule([nn.Linear(1, 1)], activation_checkpoint_interval=3, **options)
     settings = settings_of(model, Settings.load(document), None)
     assert settings.model_sizes["pipeline"] == stages
@@ -506,9 +468,7 @@ def test_the_configuration_wins_and_the_model_says_what_it_leaves_out(
         ({"topology": Topology(pipe=2, model=2)}, {}, "set mesh.tensor to 2, and build the layers whole"),
     ],
 )
-def test_what_contradicts_the_configuration_is_refused(
-    options: dict[str, Any], document: dict[str, Any], message: str
-) -> None:
+def test_arguments_that_contradict_the_configuration_are_refused(options, document, message) -> None:
     model = PipelineModule([nn.Linear(1, 1)], **options)
     with pytest.raises(ValueError, match=message):
         settings_of(model, Settings.load(document), None)
@@ -549,13 +509,13 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_is_refused(fault: str) -> None:
+def test_impossible_layers_and_arguments_are_refused(fault: str) -> None:
     action, message = FAULTS[fault]
     with pytest.raises(ValueError, match=message):
         action()
 
 
-def test_what_is_written_to_layers_without_memory_is_kept_or_refused() -> None:
+def test_writes_to_layers_without_memory_are_kept_or_refused() -> None:
     def fill(module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
             nn.init.constant_(parameter, 2.0)

@@ -1,7 +1,5 @@
 """Stages that keep only what they are given, and compute their activations again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,9 +25,7 @@ MICROBATCHES = 8
         pytest.param("t5", {"pipeline": 2, "row": 2}, "interleaved-1f1b", {}, marks=pytest.mark.full),
     ],
 )
-def test_what_is_computed_again_trains_to_the_numbers_of_one_process(
-    kind: str, layout: dict[str, int], schedule: str, further: dict[str, Any]
-) -> None:
+def test_recomputed_stages_train_to_the_numbers_of_one_process(kind, layout, schedule, further) -> None:
     expected, values, _, _ = run_ranks(train, 1, kind, timeout=LIMIT, further=further)[0]
     chosen = {"schedule": schedule, "chunks": CHUNKS.get(schedule), "recompute": True}
     ranks = layout["pipeline"] * layout.get("data", 1) * layout.get("tensor", 1)
@@ -43,8 +39,6 @@ def test_what_is_computed_again_trains_to_the_numbers_of_one_process(
 
 
 class Noisy(nn.Module):
-    """Random numbers in its forward, and buffers that it changes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
@@ -73,14 +67,12 @@ def run(recompute: bool) -> tuple[list[float], dict[str, Tensor], tuple[int, ...
             yield x, torch.randint(4, (4,), generator=generator)
 
     losses = [float(engine.train_batch(given(step))) for step in range(STEPS)]
-    assert engine.pipelined is not None
     engine.pipelined.record()
     losses.append(float(engine.train_batch(given(STEPS))))
-    assert engine.pipelined.recorded is not None
     return losses, engine.gathered_state_dict(), engine.pipelined.recorded.held
 
 
-def test_it_has_the_same_random_numbers_changes_buffers_once_and_holds_one_graph() -> None:
+def test_recomputation_draws_the_same_numbers_changes_buffers_once_and_holds_one_graph() -> None:
     losses, state, held = run_ranks(run, 2, False)[0]
     again, other, less = run_ranks(run, 2, True)[0]
     assert again == losses

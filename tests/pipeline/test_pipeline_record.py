@@ -1,7 +1,5 @@
 """A run of a pipeline says what its ranks did when, beside what was predicted."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence
@@ -30,7 +28,6 @@ MICROBATCHES = 8
 
 
 def record(folder: Path | None, schedule: str, chunks: int | None = None, data: int = 1, steps: int = 3) -> Any:
-    """What was recorded, what was logged, and the losses."""
     lines: list[str] = []
 
     class Note(logging.Handler):
@@ -51,7 +48,6 @@ def record(folder: Path | None, schedule: str, chunks: int | None = None, data: 
         if folder is not None:
             settings["pipeline"]["record"] = {"folder": str(folder), "step": 2}
         engine = zeromesh.initialize(model=build("plain"), config=settings)[0]
-        assert engine.pipelined is not None
         losses, seen = [], []
         for step in range(steps):
             given = batches("plain", 0, MICROBATCHES, engine.data_rank, engine.data_size)
@@ -106,7 +102,7 @@ def test_an_update_is_recorded_and_drawn(tmp_path: Path, schedule: str, chunks: 
     assert ElementTree.parse(files[0]).getroot().tag == f"{SPACE}svg"
 
 
-def test_it_can_be_asked_for_in_python() -> None:
+def test_recording_can_be_asked_for_in_python() -> None:
     for recorded, lines, _, seen in run_ranks(record, 2, None, "1f1b"):
         assert seen == [False, True, True]
         assert lines == []
@@ -114,7 +110,7 @@ def test_it_can_be_asked_for_in_python() -> None:
 
 
 @pytest.mark.full
-def test_of_several_pipelines_the_first_is_written(tmp_path: Path) -> None:
+def test_the_first_of_several_pipelines_is_written(tmp_path: Path) -> None:
     results = run_ranks(record, 4, tmp_path, "1f1b", data=2)
     assert [len(lines) for _, lines, _, _ in results] == [1, 0, 0, 0]
     assert len(list(tmp_path.iterdir())) == 3
@@ -150,7 +146,7 @@ def test_older_files_stay(tmp_path: Path) -> None:
         (True, "pipeline.record"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused(given: Any, message: str) -> None:
+def test_recordings_that_cannot_be_made_are_refused(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Settings.load({"train_batch_size": 1, "pipeline": {"record": given}})
 
@@ -159,7 +155,6 @@ MANY = 12
 
 
 def sent_and_kept() -> tuple[int, int]:
-    """Messages of an update, and those of them that are in memory until its end."""
     settings = {
         "train_batch_size": SAMPLES * MANY,
         "train_micro_batch_size_per_gpu": SAMPLES,
@@ -197,8 +192,6 @@ def test_messages_that_were_received_are_not_kept_until_the_end_of_the_update() 
     assert last[1] <= 6, "of gradients, which have one tensor each, the latest"
 
 
-# Times that are known.
-
 TEXT = """
 microbatches: 2
 placement: 0 1
@@ -207,8 +200,7 @@ rank 1: RA1.0 F1.0 B1.0 SG1.0 RA1.1 F1.1 B1.1 SG1.1
 """
 
 
-def an_example() -> Recorded:
-    """Forwards take 1 s, backwards 2 s, messages 0.5 s."""
+def an_example() -> Recorded:  # forwards take 1 s, backwards 2 s, messages 0.5 s
     timeline = simulate(parse(TEXT), Costs(1.0, latency=0.5))
     waits: list[tuple[TimedAction, ...]] = []
     for steps in timeline.ranks:
@@ -224,7 +216,7 @@ def an_example() -> Recorded:
     return Recorded(timeline, tuple(waits), (2, 1))
 
 
-def test_what_was_measured_is_predicted_again() -> None:
+def test_measured_times_are_predicted_again() -> None:
     recorded = an_example()
     assert recorded.costs.forward == [1.0, 1.0]
     assert recorded.costs.backward == [2.0, 2.0]
@@ -291,9 +283,6 @@ def test_waiting_is_told_apart_from_computing(monkeypatch: pytest.MonkeyPatch) -
         pass
     times = [[value - recorder._moment for value in row] for row in recorder.times()]
     assert times == [pytest.approx([1.0, 3.0, 7.0]), pytest.approx([8.0, 8.0, 9.0])]
-
-
-# Pictures.
 
 
 def test_a_picture_has_timelines_one_above_the_other_on_one_axis() -> None:

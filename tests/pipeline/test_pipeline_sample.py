@@ -1,7 +1,5 @@
 """Models of ``initialize`` are cut for the user's own data, on all ranks alike, and the data stay as they were."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -12,14 +10,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 
 WIDTH = 4
 
 
-class Squares(nn.Linear):
-    """Its operations grow with the length squared."""
-
+class Squares(nn.Linear):  # its operations grow with the length squared
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH, bias=False)
 
@@ -27,9 +23,7 @@ class Squares(nn.Linear):
         return x @ x.transpose(1, 2) @ x + super().forward(x)
 
 
-class Model(nn.Module):
-    """Nothing tells what it takes. Its last block is as dear as two others where texts are short."""
-
+class Model(nn.Module):  # nothing tells what it takes. Its last block is as dear as two others where texts are short
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5)), Squares()])
@@ -41,9 +35,7 @@ class Model(nn.Module):
         return (x - labels).square().mean()
 
 
-class Adding(Model):
-    """What passes by the blocks would be lost."""
-
+class Adding(Model):  # what passes by the blocks would be lost
     def forward(self, numbers: Tensor, labels: Tensor) -> Tensor:
         x = numbers
         for block in self.blocks:
@@ -52,8 +44,6 @@ class Adding(Model):
 
 
 class Noise(Dataset[Any]):
-    """Draws random numbers when it is read."""
-
     def __init__(self, length: int) -> None:
         self.length, self.read = length, []
 
@@ -66,8 +56,6 @@ class Noise(Dataset[Any]):
 
 
 class Broken(Noise):
-    """Its first samples cannot be read."""
-
     def __getitem__(self, number: int) -> Tensor:
         raise OSError("not yet")
 
@@ -95,7 +83,6 @@ def cut(kind: str, lengths: list[int], data: str = "Noise") -> Any:
         engine, _, loader, _ = zeromesh.initialize(model=model, config=config, training_data=given, collate_fn=collate)
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
-    assert loader is not None
     assert states() == before
     assert (loader.position, loader.sampler.epoch) == ((0, 0), 0)
     assert given.read == ([0, 1, 2] if data == "Noise" else [])
@@ -110,7 +97,7 @@ def test_operations_are_those_of_the_users_lengths_over_all_ranks(lengths: list[
     assert run_ranks(cut, 2, "Model", lengths) == [starts, starts]
 
 
-def test_what_would_be_lost_between_stages_is_seen_with_the_users_data() -> None:
+def test_values_that_would_be_lost_between_stages_are_seen_with_the_users_data() -> None:
     for said in run_ranks(cut, 2, "Adding", [2, 2]):
         assert "Adding reads, after its call of blocks.1" in said
 
@@ -120,12 +107,9 @@ def test_data_that_cannot_be_read_yet_is_no_hindrance() -> None:
     assert run_ranks(cut, 2, "Model", [2, 2], "Broken") == [(0, 3), (0, 3)]
 
 
-def cut_differently() -> Any:
-    return cut("Model", [2, 2], ["Noise", "Broken"][torch.distributed.get_rank()])
-
-
+@on_ranks(2)
 def test_ranks_that_see_different_models_are_told() -> None:
-    for said in run_ranks(cut_differently, 2):
-        assert "a trace of the model's forward with the first samples" in said
-        assert "-operations are counted" in said
-        assert "+operations are not counted" in said
+    said = cut("Model", [2, 2], ["Noise", "Broken"][torch.distributed.get_rank()])
+    assert "a trace of the model's forward with the first samples" in said
+    assert "-operations are counted" in said
+    assert "+operations are not counted" in said

@@ -1,7 +1,5 @@
 """What is saved, loaded or shown of a model that is cut into stages is the whole of it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +10,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import assert_same
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.zero import (
@@ -26,8 +24,6 @@ LAYERS, WORDS = 5, 20
 
 
 class Block(nn.Module):
-    """Keeps a mean of what it has seen, in a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(8)
@@ -41,8 +37,6 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Has buffers in its blocks, before them and after them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, 8)
@@ -86,7 +80,6 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
 def start(
     kind: str, row: int = 0, pipeline: int = 1, tensor: int = 1, schedule: dict[str, Any] | None = None
 ) -> zeromesh.Engine:
-    """An engine of four micro-batches per update."""
     settings = {
         "train_batch_size": 8,
         "gradient_accumulation_steps": 4,
@@ -112,13 +105,9 @@ def train(engine: zeromesh.Engine, updates: int) -> list[float]:
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint but the states of generators."""
     reader = Reader(folder)
     reader.verify()
     return {name: reader.tensor(name) for name in reader.names if not name.startswith("random/")}
-
-
-# Checkpoints.
 
 
 def begin(kind: str, folder: str) -> None:
@@ -168,8 +157,9 @@ def test_a_checkpoint_goes_from_any_number_of_stages_to_any_other(kind: str, tmp
         tag = to
 
 
-def save_and_go_on(folder: str) -> None:
-    """A run goes on where its checkpoint was written, and one that loads it does, too."""
+@on_ranks(4)
+def test_a_resumed_run_continues_bit_for_bit_with_each_ranks_random_state(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     engine = start("decoder", row=2, pipeline=2)
     train(engine, 2)
     torch.manual_seed(engine.mesh.rank)
@@ -182,10 +172,6 @@ def save_and_go_on(folder: str) -> None:
     assert expected[-1] == float(torch.rand((), generator=torch.Generator().manual_seed(engine.mesh.rank)))
 
 
-def test_a_resumed_run_continues_bit_for_bit_with_each_ranks_random_state(tmp_path: Path) -> None:
-    run_ranks(save_and_go_on, 4, str(tmp_path))
-
-
 def continue_from(folder: str, pipeline: int, updates: int, save: bool) -> list[float]:
     engine = start("decoder", pipeline=pipeline)
     engine.load_checkpoint(folder)
@@ -196,7 +182,6 @@ def continue_from(folder: str, pipeline: int, updates: int, save: bool) -> list[
 
 
 def test_losses_after_a_change_of_stages_are_those_of_the_undisturbed_run(tmp_path: Path) -> None:
-    """With buffers before and after the blocks, which every stage has and only one computes with."""
     expected = run_ranks(undisturbed, 1)[0]
     run_ranks(continue_from, 2, str(tmp_path), 2, 2, True)
     found = run_ranks(continue_from, 1, str(tmp_path), 1, 2, False)[0]
@@ -238,7 +223,6 @@ class Scale(nn.Module):
 
 
 def share_buffers(folder: str, pipeline: int) -> Any:
-    """Losses and what is saved and shown of a model whose blocks share a module, and a buffer under two names."""
     torch.manual_seed(0)
     model, scale = Decoder(), Scale()
     for number, layer in enumerate(model.layers):
@@ -270,7 +254,6 @@ def test_a_buffer_that_blocks_of_several_stages_have_is_one(tmp_path: Path) -> N
 
 
 def load_into_other(folder: str) -> list[str]:
-    """Models that lack a layer on the last stage, or have one more; then what is in both is taken."""
     said = []
     for layers in (4, 6):
         torch.manual_seed(0)
@@ -299,7 +282,6 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_names_of_all_stages(tmp
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """One group that the last stage has nothing of, and one that the first has nothing of."""
     early = [*model.embed.parameters(), *model.first.parameters()]
     late = [*model.last.parameters(), *model.head.parameters()]
     rest = [*model.layers.parameters()]
@@ -341,12 +323,7 @@ def test_groups_that_a_stage_has_nothing_of_stay_as_they_are(tmp_path: Path) -> 
     assert first[0][1][0]["lr"] == 0.05
 
 
-# Position in the data.
-
-
 class Numbers(torch.utils.data.Dataset):
-    """Samples that are told apart by their first word."""
-
     def __len__(self) -> int:
         return 20
 
@@ -385,9 +362,6 @@ def test_the_data_go_on_where_the_checkpoint_was_written(tmp_path: Path) -> None
     assert run_ranks(read_data, 1, str(tmp_path), 1, True)[0] == first[0]
 
 
-# Whole models.
-
-
 def save_whole(kind: str, folder: str, settings: dict[str, int]) -> dict[str, torch.Tensor]:
     engine = start(kind, **settings)
     train(engine, 1)
@@ -417,7 +391,7 @@ def save_unwritable(folder: str) -> None:
     engine.save_16bit_model(f"{folder}-other")
 
 
-def test_if_the_first_rank_cannot_write_all_stages_raise(tmp_path: Path) -> None:
+def test_all_stages_raise_if_the_first_rank_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     run_ranks(save_unwritable, 2, str(tmp_path / "file"))
 

@@ -1,7 +1,5 @@
 """What ranks of a pipeline send: activations and their gradients along it, and gradients as often as the row says."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +15,6 @@ MICROBATCHES, DATA, LENGTH, BYTES = 4, 2, 6, 8
 def sent(
     kind: str, row: int, schedule: str, chunks: int | None, slots: int | None = None
 ) -> tuple[dict[str, Any], list[int], list[int]]:
-    """Of an update, what a rank sends; the sizes of its units in bytes; and by stage, which units it has."""
     settings = {
         "train_batch_size": SAMPLES * MICROBATCHES,
         "train_micro_batch_size_per_gpu": SAMPLES // DATA,
@@ -37,7 +34,6 @@ def sent(
     engine.traffic_report(reset=True)
     engine.train_batch(given())
     sizes = [sum(flat.layout.size for flat in unit.flats) * BYTES for unit in engine.sharded.units]
-    assert engine.pipelined is not None
     stages = engine.pipelined.stages
     parts = [engine.pipelined.units_of(stage, engine.sharded) for stage in stages]
     turns = [sum(unit in part for part in parts if part is not None) or 1 for unit in range(len(sizes))]
@@ -54,7 +50,7 @@ def sent(
         pytest.param(2, "zb-h1", None, marks=pytest.mark.full),
     ],
 )
-def test_what_a_step_sends(row: int, schedule: str, chunks: int | None) -> None:
+def test_a_step_sends_what_the_formulas_say(row: int, schedule: str, chunks: int | None) -> None:
     boundaries = 2 * (chunks or 1) - 1
     tokens = SAMPLES // DATA * sum(LENGTH + 2 * (number % 2) for number in range(MICROBATCHES))
     along = dict.fromkeys(("activations", "gradients of activations"), 0)

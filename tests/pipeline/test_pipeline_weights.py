@@ -1,7 +1,5 @@
 """Weight gradients that come later than input gradients: of which layers, and what they are then."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -17,7 +15,6 @@ from zeromesh.pipeline.runtime.weights import postpone, roots_of
 
 
 def kept_by_stages(further: dict[str, Any], tensor: int) -> list[tuple[int, list[str]]]:
-    """Of each backward of weights: how many layers it is of, and the parameters that it gives gradients to."""
     settings = {
         "train_batch_size": SAMPLES * 4,
         "train_micro_batch_size_per_gpu": SAMPLES,
@@ -90,7 +87,6 @@ def test_gradients_that_come_later_are_the_same(dtype: torch.dtype | None) -> No
     torch.testing.assert_close(x.grad, own.grad)
     torch.autograd.backward(roots_of(kept), [torch.empty_like(root) for root in roots_of(kept)])
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert one.grad is not None
         assert one.grad.dtype == other.dtype
         torch.testing.assert_close(one.grad, other.grad)
 
@@ -108,7 +104,6 @@ def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
 
 
 def gradient(given: Tensor, later: bool, inner: bool | None = None) -> Tensor | None:
-    """Of a weight; with a gradient inside of the forward, perhaps with a graph."""
     torch.manual_seed(0)
     weight, x = nn.Parameter(torch.randn(3, 3)), given.clone().requires_grad_()
     kept: Kept | None = [] if later else None

@@ -1,7 +1,5 @@
 """The named schedules beside the formulas of their papers, and the search beside the named schedules."""
 
-from __future__ import annotations
-
 import random
 import re
 from contextlib import suppress
@@ -74,7 +72,7 @@ def test_zb_v_is_never_idle_with_enough_micro_batches(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_what_is_held_is_what_the_formulas_say(ranks: int) -> None:
+def test_held_micro_batches_are_those_of_the_formulas(ranks: int) -> None:
     for microbatches in (1, ranks, 2 * ranks, 3 * ranks):
         assert most_held_by_stage(generate("gpipe", ranks, microbatches)) == [microbatches] * ranks
         held = most_held_by_stage(generate("1f1b", ranks, microbatches))
@@ -97,7 +95,6 @@ def test_what_is_held_is_what_the_formulas_say(ranks: int) -> None:
 
 
 def test_the_table_says_what_is_so() -> None:
-    """Bubbles and what is held, as the command shows them beside what comes out."""
     for (name, row), ranks, microbatches in product(ROWS.items(), (1, 2, 4), (4, 8, 12)):
         shape = shape_of(name, ranks, microbatches)
         schedule = generate(name, ranks, microbatches)
@@ -129,9 +126,7 @@ def test_groups_of_any_size_make_an_order_between_interleaved_and_breadth_first(
         (("zb-v", 4, 8, 2, 4), ["group is 4", "zb-v has no groups"]),
     ],
 )
-def test_what_a_schedule_is_not_for_is_refused_with_what_it_is_for(
-    asked: tuple[str, int, int], parts: list[str]
-) -> None:
+def test_sizes_that_a_schedule_is_not_for_are_refused_with_those_it_is_for(asked, parts) -> None:
     with pytest.raises(ValueError, match=".*".join(map(re.escape, parts))):
         generate(*asked)
 

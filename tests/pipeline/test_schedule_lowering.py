@@ -1,7 +1,5 @@
 """What passes add to schedules: all that is needed, nothing needless, and so that nothing waits for ever."""
 
-from __future__ import annotations
-
 import random
 from itertools import combinations
 
@@ -86,10 +84,7 @@ def check_passes(seed: int, largest: int) -> None:
     draw = random.Random(seed)
     schedule, costs = some_schedule(draw, largest)
     stages = [stage for stage in range(schedule.stages) if draw.random() < 0.7]
-    passes = {
-        (Kind.RECOMPUTE,): lambda s: add_recompute(s, stages),
-        SENDS + RECEIVES: lambda s: add_messages(s, costs),
-    }
+    passes = {(Kind.RECOMPUTE,): lambda s: add_recompute(s, stages), SENDS + RECEIVES: lambda s: add_messages(s, costs)}
     chosen = draw.sample(list(passes), draw.randint(1, len(passes)))
     before = schedule
     for kinds in chosen:

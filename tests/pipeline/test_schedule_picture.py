@@ -1,7 +1,5 @@
 """Pictures: each computation is where its time says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from xml.etree import ElementTree

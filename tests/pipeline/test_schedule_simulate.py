@@ -1,7 +1,5 @@
 """The simulator beside times worked out by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from zeromesh.pipeline.schedule.actions import ScheduleError, parse

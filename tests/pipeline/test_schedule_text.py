@@ -3,8 +3,6 @@
 ``python tests/pipeline/test_schedule_text.py`` writes the files in ``schedules`` beside it anew.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 
@@ -27,7 +25,6 @@ rank 1: F1.0 B1.0 F1.1 B1.1
 
 @cache
 def known() -> dict[str, Schedule]:
-    """File name -> what it holds."""
     found = {
         f"{name}-{ranks}x{microbatches}": generate(name, ranks, microbatches)
         for name in NAMES
@@ -94,7 +91,7 @@ def test_comments_and_empty_lines_do_not_count() -> None:
         (("placement: 0 1\n", "placement: 0 1\nplacement: 0 1\n"), 3, "placement", "leave one of them out"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_line(change: tuple[str, str], line: int, word: str, rule: str) -> None:
+def test_unreadable_words_are_named_with_their_line(change: tuple[str, str], line: int, word: str, rule: str) -> None:
     with pytest.raises(ScheduleError) as error:
         parse(SMALL.replace(*change))
     assert error.value.fault == "unreadable text"

@@ -1,7 +1,5 @@
 """Schedules broken by hand: each fault is called by its name, at its place."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 
@@ -72,9 +70,7 @@ def test_both_are_valid() -> None:
         (PLAIN, "F0.0", "RECOMPUTE0.0 F0.0", "wrong order", (0, 0, "RECOMPUTE0.0"), "F0.0"),
     ],
 )  # fmt: skip
-def test_a_fault_is_called_by_its_name_at_its_place(
-    text: str, old: str, new: str, fault: str, place: tuple[int, int, str | None], reason: str
-) -> None:
+def test_a_fault_is_called_by_its_name_at_its_place(text, old, new, fault, place, reason) -> None:
     error = broken(text, old, new)
     rank, position, action = place
     assert error.fault == fault, error

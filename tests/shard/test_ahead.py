@@ -100,12 +100,10 @@ def change_gradient(engine: Any) -> None:
 
 
 def change_one_shard(engine: Any) -> None:
-    """What rests of one unit, and of no other, is not what it was."""
     engine.sharded.flats[-1].gradient.shard.mul_(2)
 
 
 def leave_one_out(engine: Any) -> None:
-    """From here on one parameter gets no gradient, and is not updated."""
     block = engine.module.blocks[1]
     block.forward = lambda x: x + nn.functional.linear(torch.tanh(block.up(x)), block.down.weight)
 
@@ -115,13 +113,11 @@ def look_at_state(engine: Any) -> None:
 
 
 def give_up(engine: Any) -> None:
-    """The gradients of this backward are dropped, and others take their place."""
     engine.zero_grad()
     engine.backward(engine((torch.arange(8).view(1, 8) * 3) % 32))
 
 
 def add_more(engine: Any) -> None:
-    """A second backward is added after the one that seemed to be the last."""
     engine.backward(engine((torch.arange(8).view(1, 8) * 3) % 32))
 
 
@@ -136,7 +132,6 @@ UNDISTURBED = 3
 
 
 def train(place: str, folder: str, share: float, disturbances: int, more: dict[str, Any]) -> Any:
-    """The losses, masters, states and parameters of a run, and how many flat buffers' early updates counted."""
     with Watched() as watched:
         engine = begin(place, folder, share, **more)
         losses = []
@@ -156,7 +151,6 @@ def train(place: str, folder: str, share: float, disturbances: int, more: dict[s
 
 
 def later_and_early(place: str, folder: str, disturbances: int = 0, more: dict[str, Any] | None = None) -> list[int]:
-    """What counted of a run that begins updates early, after it was compared with one that does not."""
     later, early = (train(place, folder, share, disturbances, more or {}) for share in (0.0, 1.0))
     assert later[0] == early[0]
     for one, other in zip(later[1], early[1], strict=True):
@@ -172,7 +166,7 @@ def later_and_early(place: str, folder: str, disturbances: int = 0, more: dict[s
 @pytest.mark.parametrize(
     "place", [pytest.param(p, marks=[pytest.mark.full] if p in ("row 3", "all") else []) for p in PLACES]
 )
-def test_whatever_happens_before_the_step_the_result_is_that_of_an_update_after_it(place: str, tmp_path: Path) -> None:
+def test_early_updates_equal_late_ones_whatever_happens_before_the_step(place: str, tmp_path: Path) -> None:
     counted = later_and_early(place, str(tmp_path), len(DISTURBANCES))
     by_disturbance = [counted[number : number + UNDISTURBED + 1] for number in range(0, len(counted), UNDISTURBED + 1)]
     left_out = False

@@ -11,14 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh
-from harness import RankFailure, run_ranks
+from harness import RankFailure, on_ranks, run_ranks
 
 WIDTH = 6
 
 
 class Holder(nn.Module):
-    """A linear layer and one buffer; before each forward ``change`` gets the module and the number of the forward."""
-
     def __init__(self, value: torch.Tensor | None, change: Callable[[Holder, int], None] | None = None) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -44,8 +42,6 @@ def train(engine: zeromesh.Engine, steps: int = 1) -> None:
         engine.step()
 
 
-# What they are.
-
 DTYPES = [
     torch.int16, torch.uint16, torch.bool, torch.complex64, torch.complex128, torch.bfloat16, torch.float8_e4m3fn,
     torch.int64,
@@ -56,47 +52,37 @@ def wide(value: torch.Tensor) -> torch.Tensor:
     return value.resolve_conj().to(torch.complex128 if value.is_complex() else torch.float64)
 
 
-def shared_at_first() -> dict[str, tuple[torch.dtype, torch.Tensor]]:
+@on_ranks(2)
+def test_every_rank_gets_the_first_ranks_values_whatever_their_dtype() -> None:
     found = {}
     for dtype in DTYPES:
         value = (torch.arange(8).view(2, 4) + 5 * dist.get_rank()).float().to(dtype)
         found[f"{dtype}"] = start(Holder(value.t())).module.value
         found[f"{dtype}, 0-dim"] = start(Holder(value[0, 0].clone())).module.value
     found["conjugate"] = start(Holder(torch.tensor([1j * (1 + dist.get_rank())]).conj())).module.value
-    return {name: (value.dtype, wide(value)) for name, value in found.items()}
+    found = {name: (value.dtype, wide(value)) for name, value in found.items()}
+    for dtype in DTYPES:
+        value = torch.arange(8).view(2, 4).float().to(dtype)
+        for name, expected in ((f"{dtype}", value.t()), (f"{dtype}, 0-dim", value[0, 0])):
+            assert found[name][0] == dtype
+            assert torch.equal(found[name][1], wide(expected)), name
+    assert found["conjugate"][1].tolist() == [-1j]
 
 
-def test_every_rank_gets_the_first_ranks_values_whatever_their_dtype() -> None:
-    for found in run_ranks(shared_at_first, 2):
-        for dtype in DTYPES:
-            value = torch.arange(8).view(2, 4).float().to(dtype)
-            for name, expected in ((f"{dtype}", value.t()), (f"{dtype}, 0-dim", value[0, 0])):
-                assert found[name][0] == dtype
-                assert torch.equal(found[name][1], wide(expected)), name
-        assert found["conjugate"][1].tolist() == [-1j]
-
-
-def expanded(row: int) -> list[torch.Tensor]:
+@pytest.mark.parametrize(("ranks", "row"), [(1, 0), (2, 1), (2, 3)])
+@on_ranks("ranks")
+def test_an_expanded_buffer_gets_memory_of_its_own(ranks: int, row: int) -> None:
     def add(module: Holder, forward: int) -> None:
         module.value[forward] += 1 + dist.get_rank()
 
     engine = start(Holder(torch.full((1,), 3.0 + dist.get_rank()).expand(4), add), row)
     train(engine, 2)
-    return [engine.module.value.clone()]
-
-
-@pytest.mark.parametrize(("ranks", "row"), [(1, 0), (2, 1), (2, 3)])
-def test_an_expanded_buffer_gets_memory_of_its_own(ranks: int, row: int) -> None:
-    for (value,) in run_ranks(expanded, ranks, row):
-        assert value.tolist() == [4.0, 4.0, 3.0, 3.0]
+    assert engine.module.value.tolist() == [4.0, 4.0, 3.0, 3.0]
 
 
 def test_a_sparse_buffer_is_refused_unless_it_is_no_state() -> None:
     with pytest.raises(ValueError, match=r"buffer value has layout torch.sparse_coo.*persistent=False"):
         start(Holder(torch.eye(2).to_sparse()))
-
-
-# How they change.
 
 
 def at_the_address(module: Holder, like: torch.Tensor) -> torch.Tensor:
@@ -108,8 +94,23 @@ def at_the_address(module: Holder, like: torch.Tensor) -> torch.Tensor:
     return others[-1]
 
 
-def becomes(kind: str) -> list[Any]:
-    """The buffer after each of four updates."""
+TENS = [[10.0 * forward] * 3 for forward in range(4)]
+BECOMES: dict[str, list[Any]] = {
+    "replaced": TENS,
+    "replaced on the last rank": [[7.0] * 3] * 4,
+    "expanded": TENS,
+    "none and back": [TENS[0], None, TENS[2], None],
+    "none on the last rank": TENS,
+    "none on the first rank": [TENS[0], None, *TENS[2:]],
+    "longer": [[10 * forward] * (3 + forward) for forward in range(4)],
+    "resized": [[10.0 * forward] * (4 + forward) for forward in range(4)],
+    "inference": TENS,
+}
+
+
+@pytest.mark.parametrize("kind", BECOMES)
+@on_ranks(2)
+def test_a_buffer_that_is_replaced_is_the_first_ranks_after_every_update(kind: str) -> None:
     rank = dist.get_rank()
 
     def change(module: Holder, forward: int) -> None:
@@ -141,57 +142,21 @@ def becomes(kind: str) -> list[Any]:
         train(engine)
         value = engine.module.value
         found.append(None if value is None else value.tolist())
-    return found
+    assert found == BECOMES[kind]
 
 
-TENS = [[10.0 * forward] * 3 for forward in range(4)]
-BECOMES: dict[str, list[Any]] = {
-    "replaced": TENS,
-    "replaced on the last rank": [[7.0] * 3] * 4,
-    "expanded": TENS,
-    "none and back": [TENS[0], None, TENS[2], None],
-    "none on the last rank": TENS,
-    "none on the first rank": [TENS[0], None, *TENS[2:]],
-    "longer": [[10 * forward] * (3 + forward) for forward in range(4)],
-    "resized": [[10.0 * forward] * (4 + forward) for forward in range(4)],
-    "inference": TENS,
-}
-
-
-@pytest.mark.parametrize("kind", BECOMES)
-def test_a_buffer_that_is_replaced_is_the_first_ranks_after_every_update(kind: str) -> None:
-    assert run_ranks(becomes, 2, kind) == [BECOMES[kind]] * 2
-
-
-def broadcasts() -> list[int]:
-    """After each of three updates, how often the first rank sent a buffer."""
-
+@on_ranks(2)
+def test_a_buffer_is_sent_only_when_it_changed() -> None:
     def change(module: Holder, forward: int) -> None:
         if forward == 1:
             module.value += 1
 
     engine = start(Holder(torch.ones(3), change), 2)
-    found = []
-    for _ in range(3):
+    for calls in (0, 1, 0):
         engine.traffic_report(reset=True)
         train(engine)
-        found.append(engine.traffic_report().get("broadcast/world", {}).get("calls", 0))
-    return found
-
-
-def test_a_buffer_is_sent_only_when_it_changed() -> None:
-    assert run_ranks(broadcasts, 2)[0] == [0, 1, 0]
-
-
-def registered_late() -> float:
-    def change(module: Holder, forward: int) -> None:
-        if forward == 1:
-            module.register_buffer("late", torch.full((1,), float(engine.mesh.rank)))
-
-    engine = start(Holder(torch.ones(3), change))
-    train(engine)
-    train(engine)
-    return float(engine.module.late)
+        found = engine.traffic_report().get("broadcast/world", {}).get("calls", 0)
+        assert found == calls or dist.get_rank() != 0
 
 
 def start_with_buffers_in_another_order(persistent: bool) -> None:
@@ -208,16 +173,18 @@ def test_buffers_that_are_no_state_may_be_in_another_order_on_each_rank() -> Non
         run_ranks(start_with_buffers_in_another_order, 2, True)
 
 
+@on_ranks(2)
 def test_a_buffer_that_is_registered_late_stays_each_ranks_own() -> None:
-    assert run_ranks(registered_late, 2) == [0.0, 1.0]
+    def change(module: Holder, forward: int) -> None:
+        if forward == 1:
+            module.register_buffer("late", torch.full((1,), float(dist.get_rank())))
 
-
-# In 16-bit runs.
+    engine = start(Holder(torch.ones(3), change))
+    train(engine, 2)
+    assert float(engine.module.late) == dist.get_rank()
 
 
 class Positions(nn.Module):
-    """Adds a table to its input, normalises, and turns by frequencies that 16 bits cannot hold."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.full((WIDTH,), 0.3162))

@@ -1,7 +1,5 @@
 """Graphs that are made inside ``GatheredParameters`` and needed outside of it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -54,7 +52,7 @@ def train(row: int, inside: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_they_are_differentiated_outside_as_in_plain_torch(inside: bool) -> None:
+def test_graphs_of_gathered_parameters_are_differentiated_as_in_plain_torch(inside: bool) -> None:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):

@@ -1,7 +1,5 @@
 """Where gradients are between autograd and their shard: copied into a slot, or left where autograd put them."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +10,7 @@ from torch import nn
 
 import numerics
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks
 from zeromesh.comm import sums
 from zeromesh.shard.gradient import FullState, Gradient, ShardState
 from zeromesh.shard.layout import Layout
@@ -32,7 +30,6 @@ def test_a_gradient_that_is_all_of_its_buffer_stays_where_it_is() -> None:
     torch.arange(float(SIZE), out=value.view(-1))
     address, found = value.data_ptr(), gradient((8, 8))
     assert found.adopt(value, 0.5)
-    assert found.full is not None
     assert found.full.data_ptr() == address
     assert torch.equal(found.full, torch.arange(float(SIZE)) / 2)
     assert found.arrived == found.used == [True]
@@ -59,8 +56,7 @@ def test_states_follow_the_way_of_a_gradient() -> None:
     assert found.forget() == [slot]
 
 
-def held(kind: str) -> tuple[Gradient, torch.Tensor, Any]:
-    """A gradient that must be copied, and who else is there."""
+def held(kind: str) -> tuple[Gradient, torch.Tensor, Any]:  # A gradient that must be copied, and who else is there
     if kind == "of another dtype":
         return gradient((8, 8)), torch.ones(8, 8, dtype=torch.bfloat16), None
     if kind == "with gaps around it":
@@ -98,8 +94,6 @@ def test_a_gradient_that_is_not_alone_in_memory_as_it_should_be_is_copied(kind: 
 
 
 class Shared(torch.autograd.Function):
-    """The sum of two matrices; both get the same memory as their gradient."""
-
     @staticmethod
     def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         return first + second
@@ -131,7 +125,9 @@ def inputs(step: int) -> torch.Tensor:
     return torch.randn(4, 48, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
-def train(row: int) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize("row", range(4))
+@on_ranks(2)
+def test_gradients_that_share_memory_are_each_counted_once(row: int) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -144,11 +140,7 @@ def train(row: int) -> dict[str, torch.Tensor]:
     for step in range(6):
         engine.backward(engine(inputs(step).chunk(2)[engine.data_rank]))
         engine.step()
-    return engine.state_dict()
-
-
-@pytest.mark.parametrize("row", range(4))
-def test_gradients_that_share_memory_are_each_counted_once(row: int) -> None:
+    trained = engine.state_dict()
     model = pair()
     for step in range(0, 6, 2):
         loss = (model(inputs(step)) + model(inputs(step + 1))) / 2
@@ -157,20 +149,18 @@ def test_gradients_that_share_memory_are_each_counted_once(row: int) -> None:
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), found, strict=True):
                 parameter -= 0.1 * value
-    for rank in run_ranks(train, 2, row):
-        for name, expected in model.state_dict().items():
-            assert torch.allclose(rank[name], expected, rtol=1e-12, atol=1e-14), name
+    for name, expected in model.state_dict().items():
+        assert torch.allclose(trained[name], expected, rtol=1e-12, atol=1e-14), name
 
 
 class Looked(Pair):
-    """On one rank the loss depends on a weight that was used outside of its unit."""
-
     def forward(self, x: torch.Tensor, look: bool = False) -> torch.Tensor:
         h = self.second(x) + self.third(x) + self.first(x)
         return h.square().mean() + (self.first.weight.square().mean() if look else 0.0)
 
 
-def look_at_a_weight_on_one_rank() -> None:
+@on_ranks(2)
+def test_after_the_last_backward_no_rank_has_units_that_others_have_not() -> None:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 3},
@@ -184,10 +174,6 @@ def look_at_a_weight_on_one_rank() -> None:
             engine.backward(engine(inputs(step), look=engine.data_rank == 0))
             assert all(unit.slot is None for unit in engine.sharded.units[1:])
         engine.step()
-
-
-def test_after_the_last_backward_no_rank_has_units_that_others_have_not() -> None:
-    run_ranks(look_at_a_weight_on_one_rank, 2)
 
 
 @pytest.mark.parametrize("add", [False, True])

@@ -1,7 +1,5 @@
 """Flat buffers and slots: every element has one place and one owner, and memory is lent without a copy."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import pairwise
@@ -22,7 +20,6 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 
 
 def layouts() -> Iterator[Layout]:
-    """Of random shapes, among them scalars and parameters without elements."""
     chance = random.Random(0)
     for trial in range(300):
         shapes = [
@@ -68,7 +65,7 @@ def test_segments_and_gaps_cover_the_buffer_once() -> None:
         assert all(start < stop for start, stop in layout.gaps)
 
 
-def test_what_the_ranks_own_partitions_every_parameter() -> None:
+def test_the_parts_of_the_ranks_partition_every_parameter() -> None:
     for layout in layouts():
         found: list[list[tuple[int, int]]] = [[] for _ in layout.segments]
         for rank in range(layout.shards):
@@ -82,13 +79,10 @@ def test_what_the_ranks_own_partitions_every_parameter() -> None:
             assert not ranges or (ranges[0][0], ranges[-1][1]) == (segment.start, segment.stop)
 
 
-def test_who_holds_the_whole_buffer_owns_whole_parameters() -> None:
+def test_a_rank_with_the_whole_buffer_owns_whole_parameters() -> None:
     for layout in layouts():
         full = [(i, s.start, s.stop) for i, s in enumerate(layout.segments) if s.shape.numel()]
         assert layout.owned(0, layout.size) == full
-
-
-# Slots.
 
 
 def test_a_pool_lends_the_smallest_slot_that_fits_and_nothing_smaller() -> None:
@@ -105,7 +99,7 @@ def test_a_pool_lends_the_smallest_slot_that_fits_and_nothing_smaller() -> None:
     assert [slot and slot.nbytes for slot in (pool.take(1), pool.take(1), pool.take(1))] == [64, 128, 256]
 
 
-def test_what_a_pool_grew_by_is_counted_and_used_again() -> None:
+def test_the_growth_of_a_pool_is_counted_and_used_again() -> None:
     pool = Pool([64], CPU)
     grown = pool.grow(640)
     assert pool.nbytes == 704

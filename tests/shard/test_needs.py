@@ -1,7 +1,5 @@
 """What rests off the device is known to the byte before the start, and is refused where there is no room for it."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -19,11 +17,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "half": {"stage": 3, "offload_optimizer": {**HOST, "ratio": 0.5}},
     "all": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
     "early": {"stage": 3, "offload_optimizer": {**HOST, "update_during_backward": 0.5}, "offload_param": HOST},
-    "split": {
-        "stage": 3,
-        "offload_optimizer": {**HOST, "split_master": True, "ratio": 0.5},
-        "offload_param": HOST,
-    },
+    "split": {"stage": 3, "offload_optimizer": {**HOST, "split_master": True, "ratio": 0.5}, "offload_param": HOST},
     "early, files": {"stage": 2, "offload_optimizer": {"device": "nvme", "update_during_backward": 1.0}},
     "files": {"stage": 3, "offload_optimizer": {"device": "nvme", "buffer_count": 2}, "offload_param": HOST},
     "parameters in files": {"stage": 3, "offload_optimizer": HOST, "offload_param": {"device": "nvme"}},
@@ -36,7 +30,6 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def limits(name: str, folder: str, precision: dict[str, Any]) -> list[str]:
-    """What a run needs by its report, and what is said with one byte less for both ranks, and with just as much."""
     places = PLACES[name].items()
     zero = {key: {**value, "nvme_path": folder} if isinstance(value, dict) else value for key, value in places}
     engine = start(zero, **precision)

@@ -1,7 +1,5 @@
 """What becomes a unit of a model, and which unit owns each parameter."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter
@@ -20,7 +18,6 @@ def names(model: nn.Module, *targets: str) -> list[str]:
 
 
 def share(model: nn.Module, unit: str) -> float:
-    """Of the model's elements, the part that a unit owns."""
     owned = assign(model, names(model))[unit]
     return sum(p.numel() for _, p in owned) / sum(p.numel() for p in model.parameters())
 
@@ -95,9 +92,6 @@ def test_every_parameter_is_owned_once_under_any_units() -> None:
             assert Counter(map(id, owned)) == Counter(map(id, model.parameters()))
 
 
-# Kinds of models.
-
-
 class Residual(nn.Module):
     def __init__(self, width: int, wider: int) -> None:
         super().__init__()
@@ -107,8 +101,6 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """As in torchvision: the stages are attributes, of which each is a Sequential of blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 8, 7)
@@ -142,8 +134,6 @@ class Recommender(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A block whose experts are a list of their own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(32, 4)
@@ -152,8 +142,6 @@ class Mixture(nn.Module):
 
 
 class Stages(nn.Module):
-    """Like Swin: a list of stages, each with a list of blocks and a module that leads to the next."""
-
     class Stage(nn.Module):
         def __init__(self, width: int, depth: int) -> None:
             super().__init__()
@@ -167,16 +155,12 @@ class Stages(nn.Module):
 
 
 class Activated(nn.Module):
-    """Has a child, but one without parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.activation = nn.Parameter(torch.zeros(4, 32, 32)), nn.ReLU()
 
 
 class NoList(nn.Module):
-    """Its blocks are attributes."""
-
     class Half(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -261,9 +245,6 @@ def test_hugging_face_models_in_their_usual_sizes_are_cut_into_their_blocks(name
     assert Counter(re.sub(r"\d+", "#", unit) for unit in names(model)) == expected
 
 
-# Units that the user names.
-
-
 def test_targets_are_class_names_or_patterns_of_names_and_then_exactly_these_become_units() -> None:
     model = Gpt()
     assert names(model, "TransformerEncoderLayer") == numbered("blocks.#", 3)
@@ -295,9 +276,6 @@ def test_a_target_that_matches_nothing_with_parameters_is_named_with_what_there_
         "The classes in this model are Embedding, LayerNorm, Linear, ModuleList, MultiheadAttention, "
         "NonDynamicallyQuantizableLinear, TransformerEncoderLayer"
     )
-
-
-# What can be sharded at all.
 
 
 def test_a_model_on_one_device_with_something_to_train_is_accepted() -> None:

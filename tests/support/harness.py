@@ -1,13 +1,15 @@
 """Tests on several ranks: worker processes that are started once per session, and commands with a time limit.
 
-``run_ranks`` is what most tests use, ``run_mpi_ranks`` does the same on ranks that ``mpiexec`` starts, ``spawn_ranks``
-is for tests that kill ranks, ``run_command`` for command lines.
+``on_ranks`` decorates tests that run on ranks with their asserts, ``run_ranks`` calls a function there for its results,
+``run_mpi_ranks`` does the same on ranks that ``mpiexec`` starts, ``spawn_ranks`` is for tests that kill ranks,
+``run_command`` for command lines.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import pickle
 import shutil
@@ -381,6 +383,39 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     """
     __tracebackhide__ = True
     return _values(fn, session_pool().run(fn, world_size, args, kwargs, timeout))
+
+
+class _Body:
+    """The test that ``on_ranks`` wraps, pickled as a name: in its module the wrapper has that name."""
+
+    def __init__(self, test: Callable[..., None]) -> None:
+        self.test, self.__name__ = test, test.__name__
+
+    def __call__(self, **arguments: Any) -> None:
+        self.test(**arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
+        return _body_of, (self.test.__module__, self.test.__name__)
+
+
+def _body_of(module: str, name: str) -> Callable[..., None]:
+    body: Callable[..., None] = getattr(importlib.import_module(module), name).__wrapped__
+    return body
+
+
+def on_ranks(world_size: int | str, timeout: float = 180) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test to run, with its asserts, on so many ranks, or as many as its parameter of that name says."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def on_all(**arguments: Any) -> None:
+            __tracebackhide__ = True
+            ranks = arguments[world_size] if isinstance(world_size, str) else world_size
+            run_ranks(_Body(test), ranks, timeout=timeout, **arguments)
+
+        return on_all
+
+    return decorate
 
 
 def run_mpi_ranks(

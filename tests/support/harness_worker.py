@@ -8,6 +8,7 @@ import gc
 import os
 import pickle
 import random
+import reprlib
 import signal
 import sys
 import threading
@@ -96,6 +97,17 @@ def answer(request: dict[str, Any], rank: int, backend: str) -> Any:
     return function(*args, **kwargs)
 
 
+def operands() -> str:
+    """Return the variables beside a failed assertion; pytest shows operands only in its own process."""
+    kind, _, trace = sys.exc_info()
+    if kind is not AssertionError or trace is None:
+        return ""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    lines = [f"{name} = {reprlib.repr(value)}" for name, value in trace.tb_frame.f_locals.items()]
+    return "\n".join(["where", *lines, ""])
+
+
 def serve(connection: Connection, rank: int, backend: str) -> None:
     """Answer calls until the parent closes the socket."""
     environment = dict(os.environ)
@@ -108,7 +120,7 @@ def serve(connection: Connection, rank: int, backend: str) -> None:
             reset(environment)
             reply = pickle.dumps(("returned", answer(request, rank, backend), time.time()))
         except BaseException:
-            reply = pickle.dumps(("raised", traceback.format_exc(), time.time()))
+            reply = pickle.dumps(("raised", traceback.format_exc() + operands(), time.time()))
         connection.send_bytes(reply)
 
 

@@ -89,9 +89,6 @@ def without_dropout(config: Any) -> None:
             without_dropout(value)
 
 
-# Batches.
-
-
 def tokens(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, shape or (SAMPLES, LENGTH), generator=generator)
 
@@ -271,8 +268,6 @@ MODELS = {
 }  # fmt: skip
 
 
-# Their documentation.
-
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 INTRODUCTION = """# Tested Hugging Face models
 
@@ -293,10 +288,7 @@ Units are found in the model's own structure; # stands for a number.
 
 def page() -> str:
     """The table as a page of the documentation, in Markdown."""
-    lines = [
-        "| class | block units | compared in | tolerance | why not float64 to 1e-9 |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| class | block units | compared in | tolerance | why not float64 to 1e-9 |", "|---|---|---|---|---|"]
     for model in MODELS.values():
         units = ", ".join(f"`{kind}` x {count}" for kind, count in model.blocks.items())
         dtype = str(model.dtype).removeprefix("torch.")

@@ -240,9 +240,6 @@ class Case:
         }
 
 
-# The model and its data.
-
-
 class Block(nn.Module):
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -307,9 +304,6 @@ def share(case: Case, micro_batch: int, rank: int) -> slice:
     """Which rows of the global batch a rank feeds in a micro-batch."""
     start = (micro_batch * case.ranks + rank) * case.micro
     return slice(start, start + case.micro)
-
-
-# On the engine.
 
 
 @dataclass
@@ -385,9 +379,6 @@ def assemble(runs: Sequence[Run], trained: nn.Module) -> dict[str, torch.Tensor]
     return whole
 
 
-# The optimizer of a reference.
-
-
 class Alone:
     """What Lamb asks of the other ranks, where there are none."""
 
@@ -461,9 +452,6 @@ def counts(views: dict[Any, nn.Parameter], optimizers: Any) -> dict[str, float]:
     return {name: float(states.get(view, {}).get("step", 0)) for (name, _, _), view in views.items()}
 
 
-# Plain torch.
-
-
 @functools.cache
 def plain(precision: str, clip: bool, optimizer: str) -> tuple[Run, dict[str, torch.Tensor]]:
     """Torch on the whole global batch in one process; the run, and the parameters at the end."""
@@ -490,9 +478,6 @@ def plain(precision: str, clip: bool, optimizer: str) -> tuple[Run, dict[str, to
         run.rates.append(optimizers[0].param_groups[0]["lr"])
     run.counts = counts(views, optimizers)
     return run, {name: p.detach() for name, p in trained.items()}
-
-
-# The reference with the same rounding points.
 
 
 def rounded(case: Case, runs: Sequence[Run]) -> tuple[Run, dict[str, torch.Tensor]]:

@@ -18,6 +18,7 @@ from harness import (
     Pool,
     RankFailure,
     mpi_pool,
+    on_ranks,
     run_command,
     run_mpi_ranks,
     run_ranks,
@@ -72,8 +73,6 @@ def random_number() -> float:
 
 
 class Circle:
-    """Refers to itself, so that only the garbage collector finds that nobody else does."""
-
     def __init__(self) -> None:
         self.itself = self
 
@@ -102,7 +101,6 @@ def traces() -> list[str]:
 
 
 def alive(pid: int) -> bool:
-    """Whether it runs; one that has ended may wait for its parent to take notice."""
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
     return bool(state) and not state.startswith("Z")
 
@@ -117,13 +115,27 @@ def test_every_rank_computes_in_a_world_of_the_asked_size(world_size: int) -> No
         assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == str(world_size)
         assert environment["MASTER_ADDR"] == "127.0.0.1"
     assert len({environment["MASTER_PORT"] for _, _, environment in results}) == 1
+    pids = [pid for _, pid, _ in results]
+    assert [pid for _, pid, _ in run_ranks(total, world_size, 1.0)] == pids, "workers are used again"
+    assert os.getpid() not in pids
 
 
-def test_workers_are_reused() -> None:
-    first = [pid for _, pid, _ in run_ranks(total, 3, 1.0)]
-    second = [pid for _, pid, _ in run_ranks(total, 2, 1.0)]
-    assert first[:2] == second
-    assert os.getpid() not in first
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks", timeout=60)
+def test_tests_run_on_ranks_with_their_parameters_and_fixtures(ranks: int, tmp_path: Path) -> None:
+    assert dist.get_world_size() == ranks
+    (tmp_path / str(dist.get_rank())).touch()
+
+
+@on_ranks(2)
+def fails_on_the_second() -> None:
+    answer = 41 + dist.get_rank()
+    assert answer == 41
+
+
+def test_a_failed_assertion_on_a_rank_shows_what_it_compared() -> None:
+    with pytest.raises(RankFailure, match=r"rank 1 raised(?s:.*)assert answer == 41(?s:.*)answer = 42"):
+        fails_on_the_second()
 
 
 @pytest.mark.full

@@ -1,7 +1,5 @@
 """Losses without all of the logits, where each rank has all of the head: as plain torch, in less memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from heap import Heap
 from huggingface_models import GPT2, GROUPED, SPECIAL
 from zeromesh.tensor.loss import CHUNK_BYTES
@@ -89,16 +87,11 @@ def test_losses_in_chunks_train_as_plain_torch(name: str, settings: dict[str, An
             assert torch.allclose(state[key], want, rtol=1e-9, atol=1e-9), key
 
 
-def peak(chunked: bool) -> int:
-    """Bytes that were live at most in a step, above what rested."""
+def peak(chunked: bool) -> int:  # bytes that were live at most in a step, above what rested
     heap = Heap(smallest=1 << 20)
     engine, *_ = zeromesh.initialize(
         model=build("llama", vocab_size=32000, max_position_embeddings=2048, num_hidden_layers=1),
-        config={
-            "train_batch_size": 1,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "chunked_loss": chunked,
-        },
+        config={"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "chunked_loss": chunked},
     )
     ids = torch.randint(3, 32000, (1, 2048))
     for _ in range(2):
@@ -116,16 +109,13 @@ def test_logits_are_never_all_there() -> None:
     assert chunked < 3.5 * CHUNK_BYTES < whole
 
 
-def refused() -> str:
+@on_ranks(1)
+def test_a_model_without_a_vocabulary_is_refused() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     with pytest.raises(ValueError, match="chunked_loss") as failure:
         zeromesh.initialize(
             model=model, config={"train_batch_size": 1, "optimizer": {"type": "SGD"}, "chunked_loss": True}
         )
     model(torch.ones(1, 4)).sum().backward()
-    return str(failure.value)
-
-
-def test_a_model_without_a_vocabulary_is_refused() -> None:
-    (said,) = run_ranks(refused, 1)
+    said = str(failure.value)
     assert "Sequential has no linear layer over the entries of an embedding; leave it out" in said

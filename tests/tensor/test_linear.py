@@ -1,7 +1,5 @@
 """Layers split by columns and rows: numbers, and what travels when."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model import linear
@@ -22,7 +20,6 @@ SEQUENCE, WIDTH, INNER = 4, 6, 8
 
 
 def weights(transposed: bool) -> dict[str, torch.Tensor]:
-    """Of a gated MLP."""
     torch.manual_seed(5)
     shapes = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}
     found = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
@@ -46,9 +43,7 @@ def own(whole: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     return whole.detach().chunk(group.size, dim)[group.rank].clone().requires_grad_()
 
 
-class Split:
-    """The same MLP, of which each rank has a part."""
-
+class Split:  # the same MLP, of which each rank has a part
     def __init__(self, transposed: bool, dim: int | None) -> None:
         self.mesh = Mesh({"tensor": dist.get_world_size()}, torch.device("cpu"))
         self.group, self.dim, self.transposed = self.mesh.group("tensor"), dim, transposed
@@ -106,8 +101,8 @@ def test_split_layers_compute_what_whole_ones_do(ranks: int, transposed: bool, d
         torch.testing.assert_close(sum(of["down bias"] for of in found), want["down bias"])
 
 
-def order() -> list[str]:
-    """What happens in a backward, in order."""
+@on_ranks(2)
+def test_the_input_gradient_is_summed_once_and_travels_while_weight_gradients_are_computed() -> None:
     mlp, heard = Split(False, None), []
     y = mlp(inputs())
     mlp.mesh.traffic.listen(lambda collective, axis, sent: heard.append(f"{collective} {sent}"))
@@ -119,30 +114,22 @@ def order() -> list[str]:
 
     with patch.object(linear, "_gradients", gradients):
         y.sum().backward()
-    return heard
-
-
-def test_the_input_gradient_is_summed_once_and_travels_while_weight_gradients_are_computed() -> None:
     half = 2 * SEQUENCE * WIDTH * 8 // 2
     expected = ["gradient of a weight", f"all_gather {half}", "gradient of a weight"]
-    assert run_ranks(order, 2) == [[f"reduce_scatter {half}", *expected]] * 2
+    assert heard == [f"reduce_scatter {half}", *expected]
 
 
-def keep_nothing() -> int:
-    """Tickets, and with them inputs, that are left after a backward, and after a forward without one."""
+@on_ranks(2)
+def test_a_pass_leaves_nothing_behind() -> None:
     mlp = Split(False, None)
     gc.collect()
     gc.disable()  # so that circles show
     try:
         mlp(inputs()).sum().backward()
         mlp(inputs())
-        return sum(isinstance(thing, linear.Ticket) for thing in gc.get_objects())
+        assert not [thing for thing in gc.get_objects() if isinstance(thing, linear.Ticket)]
     finally:
         gc.enable()
-
-
-def test_a_pass_leaves_nothing_behind() -> None:
-    assert run_ranks(keep_nothing, 2) == [0, 0]
 
 
 def reuse() -> list[torch.Tensor]:

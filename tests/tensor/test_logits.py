@@ -1,7 +1,5 @@
 """Logits that are computed only if somebody looks at them, against plain torch: whole, and split over ranks."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -134,9 +132,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-class Square(torch.autograd.Function):
-    """One of a user's own, of which torch tells its arguments nothing."""
-
+class Square(torch.autograd.Function):  # one of a user's own, of which torch tells its arguments nothing
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -164,7 +160,6 @@ def gradients(value: Tensor, *of: Tensor) -> list[Tensor]:
 
 
 def all_cases() -> dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]]:
-    """By name: what is computed of logits and labels, and whether that does without values."""
     cases: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {}
     for name, (change, fit) in REMEMBERED.items():
         cases["loss", name] = (lambda x, y, c=change, f=fit: F.cross_entropy(c(x), f(y)), True)
@@ -222,9 +217,7 @@ def split(rows: int, whole_bias: bool) -> dict[str, Any]:
     ("ranks", "rows", "whole_bias"),
     [(1, 11, False), (2, 6, True), (4, 4, True), pytest.param(4, 3, False, marks=pytest.mark.full)],
 )
-def test_whatever_is_done_on_ranks_gives_the_values_and_gradients_of_torch(
-    ranks: int, rows: int, whole_bias: bool
-) -> None:
+def test_all_operations_give_the_values_and_gradients_of_torch(ranks, rows, whole_bias) -> None:
     by_rank = run_ranks(split, ranks, rows, whole_bias)
     hidden, weight, bias, labels = operands()
     for name, (compute, lazy) in all_cases().items():
@@ -246,7 +239,7 @@ def test_whatever_is_done_on_ranks_gives_the_values_and_gradients_of_torch(
 
 
 @pytest.mark.parametrize("name", REMEMBERED)
-def test_what_is_remembered_looks_like_the_tensor_that_it_stands_for(name: str) -> None:
+def test_lazy_logits_look_like_the_tensor_that_they_stand_for(name: str) -> None:
     hidden, weight, bias, _ = operands()
     change = REMEMBERED[name][0]
     whole = Logits(hidden, weight, bias)
@@ -328,7 +321,7 @@ def test_copies_files_and_trees_have_the_values() -> None:
     assert f"{logits[0, 0, 0]:.4f}" == f"{plain[0, 0, 0]:.4f}"
 
 
-def test_changes_in_place_reach_views_and_no_copies() -> None:
+def test_changes_in_place_reach_views_and_no_copies_or_are_refused() -> None:
     hidden, weight, bias, labels = operands()
 
     def changed(logits: Tensor) -> list[Tensor]:
@@ -342,10 +335,6 @@ def test_changes_in_place_reach_views_and_no_copies() -> None:
     for got, want in zip(changed(Logits(hidden, weight, bias)), of_torch, strict=True):
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(gradients(got, hidden, weight), gradients(want, hidden, weight))
-
-
-def test_a_change_in_place_that_would_be_lost_is_refused() -> None:
-    hidden, weight, bias, _ = operands()
     with torch.no_grad():
         logits = Logits(hidden, weight, bias)
         with pytest.raises(RuntimeError, match="aten.add_.Tensor would change logits that have no memory"):
@@ -511,9 +500,7 @@ def test_a_listener_hears_of_what_is_computed() -> None:
     assert again[0] is logits.materialise()
 
 
-class Asked(torch.nn.Parameter):
-    """As an engine's that is not in memory: its class is asked before any operation."""
-
+class Asked(torch.nn.Parameter):  # as an engine's that is not in memory: its class is asked before any operation
     count = 0
 
     @classmethod
@@ -535,8 +522,6 @@ def test_the_parameter_is_used_itself_when_something_is_computed() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that is made."""
-
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
@@ -564,8 +549,6 @@ def test_the_memory_of_a_loss_is_that_of_a_chunk(flat: bool) -> None:
     assert largest.bytes == 600 * 32000 * 4
 
 
-# Models of Hugging Face.
-
 VOCABULARY = 97
 COHERE = Model("CohereForCausalLM", "CohereConfig", {**GROUPED, **SPECIAL, "logit_scale": 0.25}, text, {})
 ROBERTA = Model("RobertaForMaskedLM", "RobertaConfig", {**USUAL, **SPECIAL}, masked, {})
@@ -584,7 +567,6 @@ FAMILIES: dict[str, tuple[Model, str, dict[str, Any]]] = {
 
 
 def make(family: str, dtype: torch.dtype) -> tuple[Any, dict[str, Tensor], Any]:
-    """The model, a batch, and its head."""
     model, name, options = FAMILIES[family]
     torch.manual_seed(5)
     built = replace(model, options={**model.options, **options, "vocab_size": VOCABULARY}).build().double()
@@ -607,7 +589,6 @@ def forward(model: Any, batch: dict[str, Tensor], dtype: torch.dtype) -> Any:
 
 
 def lazily(family: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, Any]:
-    """The loss, gradients of the parameters, of the head's own rows and bias, and the logits, on this rank."""
     group = tensor_group()
     model, batch, head = make(family, dtype)
     cut = Split.padded(0, VOCABULARY, group.size)
@@ -636,9 +617,7 @@ def lazily(family: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor], 
     ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_models_of_hugging_face_have_the_losses_and_gradients_of_torch(
-    family: str, ranks: int, dtype: torch.dtype
-) -> None:
+def test_models_of_hugging_face_have_the_losses_and_gradients_of_torch(family, ranks, dtype) -> None:
     pytest.importorskip("transformers")
     tolerance = FAMILIES[family][0].tolerance if dtype == torch.float64 else 1e-5
     model, batch, head = make(family, dtype)
@@ -662,7 +641,7 @@ def test_models_of_hugging_face_have_the_losses_and_gradients_of_torch(
                 torch.testing.assert_close(sum(parts), parameter.grad, **near)
 
 
-def test_the_label_smoother_of_hugging_face_has_the_values() -> None:
+def test_outputs_of_hugging_face_are_trees_and_its_label_smoother_has_the_values() -> None:
     trainer = pytest.importorskip("transformers.trainer_pt_utils")
     modeling = pytest.importorskip("transformers.modeling_outputs")
     hidden, weight, bias, labels = operands()
@@ -672,15 +651,9 @@ def test_the_label_smoother_of_hugging_face_has_the_values() -> None:
         smoothed = trainer.LabelSmoother(0.1)(output, labels, shift_labels=True)
         found.append([smoothed, *gradients(smoothed, hidden, weight, bias)])
     torch.testing.assert_close(*found)
-
-
-def test_outputs_of_hugging_face_are_handled_as_trees() -> None:
-    modeling = pytest.importorskip("transformers.modeling_outputs")
-    hidden, weight, bias, _ = operands()
     output = modeling.CausalLMOutput(logits=Logits(hidden, weight, bias))
     assert output.to_tuple()[0] is output[0] is output.logits
-    same = tree_map(lambda x: x.double(), output)
-    assert isinstance(same, modeling.CausalLMOutput)
+    assert isinstance(tree_map(lambda x: x.double(), output), modeling.CausalLMOutput)
     assert output.logits.lazy
     with torch.no_grad():
         output = modeling.CausalLMOutput(logits=Logits(hidden, weight, bias))

@@ -1,7 +1,5 @@
 """The loss of a head in chunks, its vocabulary whole or split, against torch's."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -38,7 +36,6 @@ def operands(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Te
 
 
 def expected(hidden: Any, weight: Any, bias: Any, labels: Any, **options: Any) -> torch.Tensor:
-    """With all logits at once."""
     logits = F.linear(hidden, weight, bias) * options.pop("scale", 1.0)
     cap, z = options.pop("softcap", None), options.pop("z_loss", 0.0)
     if cap is not None:
@@ -86,8 +83,6 @@ def test_a_graph_may_be_used_twice_and_what_needs_no_gradient_gets_none() -> Non
 
 
 class Products(TorchDispatchMode):
-    """Counts the products of matrices."""
-
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
@@ -276,7 +271,7 @@ def test_second_derivatives_are_refused(reduction: str) -> None:
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_operands_that_do_not_fit_are_refused() -> None:
     hidden, weight, _, labels = operands()
     with pytest.raises(ValueError, match="reduction is 'average', but must be one of mean, sum, none"):
         linear_cross_entropy(hidden, weight, labels, reduction="average")

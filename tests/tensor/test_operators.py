@@ -1,7 +1,5 @@
 """The operators of tensor parallelism, with their gradients, and the gradients of these."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -34,7 +32,6 @@ def apply_all() -> dict[tuple[str, int], tuple[torch.Tensor, ...]]:
 
 
 def expected(what: str, values: list[torch.Tensor], rank: int, dim: int) -> torch.Tensor:
-    """By the table."""
     total = torch.stack(values).sum(0)
     return {
         "nothing": lambda: values[rank],
@@ -101,9 +98,7 @@ def sums_of_16_bits() -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_16_bits_are_summed_in_32_and_rounded_once_and_an_all_reduce_sends_each_number_once_each_way(
-    ranks: int,
-) -> None:
+def test_16_bits_are_summed_in_32_and_rounded_once_and_an_all_reduce_sends_each_number_once_each_way(ranks) -> None:
     exact = torch.stack([value(rank, SHAPE).bfloat16().float() for rank in range(ranks)]).sum(0).bfloat16()
     for rank, (total, part, sent) in enumerate(run_ranks(sums_of_16_bits, ranks)):
         assert torch.equal(total, exact)

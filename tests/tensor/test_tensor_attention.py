@@ -1,16 +1,13 @@
 """``torch.nn.MultiheadAttention`` and torch's transformers, split by heads: all that they can be asked for."""
 
-from __future__ import annotations
-
-import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
+from same_training import require_same_training, train_on_engine
 
 WIDTH, HEADS, SAMPLES, LENGTH = 16, 4, 2, 8
 
@@ -46,9 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Attending(nn.Module):
-    """An attention between layers of its own, so that gradients of what it is given count."""
-
+class Attending(nn.Module):  # an attention between layers of its own, so that gradients of what it is given count
     def __init__(self, case: dict[str, Any]) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -109,62 +104,19 @@ def given(case: dict[str, Any], step: int) -> torch.Tensor:
     return torch.randn(*shape, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def trained(case: dict[str, Any], tensor: int) -> tuple[list[float], dict[str, torch.Tensor], list[int], float]:
-    """Losses, parameters, the shape of this rank's weight, and a loss without gradients."""
-    model = Attending(case).double()
-    engine, *_ = zeromesh.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": SAMPLES,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
-            "mesh": {"tensor": tensor},
-        },
-    )
-    losses = []
-    for step in range(3):
-        loss = engine(given(case, step))
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    first = next(p for p in engine.module.attention.parameters() if p.ndim == 2)
-    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
-        state = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
-    with torch.no_grad():
-        last = float(engine.eval()(given(case, 3)))
-    return losses, state, list(first.shape), last
-
-
-def plain(case: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], float]:
-    model = Attending(case).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    losses = []
-    for step in range(3):
-        loss = model(given(case, step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    with torch.no_grad():
-        return losses, model.state_dict(), float(model.eval()(given(case, 3)))
-
-
 @pytest.mark.some(7)
 @pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", CASES)
+@on_ranks("tensor")
 def test_attention_of_torch_is_split_by_heads_whatever_it_is_asked_for(name: str, tensor: int) -> None:
-    losses, state, last = plain(CASES[name])
-    whole = next(p for p in Attending(CASES[name]).attention.parameters() if p.ndim == 2)
-    for found in run_ranks(trained, tensor, CASES[name], tensor):
-        assert found[2] == [whole.shape[0] // tensor, whole.shape[1]]
-        assert found[0] == pytest.approx(losses, rel=1e-9)
-        assert found[3] == pytest.approx(last, rel=1e-9)
-        for key, want in state.items():
-            assert torch.allclose(found[1][key], want, rtol=1e-9, atol=1e-9), key
+    case = CASES[name]
+    settings = {"train_micro_batch_size_per_gpu": SAMPLES, "mesh": {"tensor": tensor}}
+    shapes = require_same_training(lambda: Attending(case), lambda step: (given(case, step),), settings, lr=0.01)
+    first, whole = next((n, p.shape) for n, p in Attending(case).attention.named_parameters() if p.ndim == 2)
+    assert shapes[f"attention.{first}"] == (whole[0] // tensor, whole[1])
 
 
 class Translator(nn.Module):
-    """Torch's own encoder and decoder."""
-
     def __init__(self, batch_first: bool = True, dropout: float = 0.0, **more: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -192,95 +144,46 @@ def sentences(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return source, torch.randint(1, 32, (4, 8), generator=generator)
 
 
-def translate(made: dict[str, Any], settings: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], float]:
-    engine, *_ = zeromesh.initialize(
-        model=Translator(**made).double(),
-        config={
-            "train_micro_batch_size_per_gpu": 4,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-            **settings,
-        },
-    )
-    losses = []
-    for step in range(3):
-        loss = engine(*sentences(step))
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
-        state = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
-    with torch.no_grad():
-        return losses, state, float(engine.eval()(*sentences(3)))
-
-
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
-    ("made", "settings"),
+    ("made", "settings", "ranks"),
     [
-        ({}, {"mesh": {"tensor": 2}}),
-        ({"batch_first": False, "norm_first": True}, {"mesh": {"tensor": 2}, "zero_optimization": {"stage": 3}}),
-        ({"activation": "gelu"}, {"mesh": {"tensor": 2}, "tensor_parallel": {"sequence": True}}),
-        ({"activation": nn.Softmax(-1)}, {"mesh": {"tensor": 2}}),
-        ({"batch_first": False}, {"mesh": {"tensor": 4}, "tensor_parallel": {"sequence": True}}),
+        ({}, {}, 2),
+        ({"batch_first": False, "norm_first": True}, {"zero_optimization": {"stage": 3}}, 2),
+        ({"activation": "gelu"}, {"tensor_parallel": {"sequence": True}}, 2),
+        ({"activation": nn.Softmax(-1)}, {}, 2),
+        ({"batch_first": False}, {"tensor_parallel": {"sequence": True}}, 4),
     ],
     ids=["post-norm", "pre-norm, sharded", "sequence", "softmax", "sequence, four ranks"],
 )
-def test_transformers_of_torch_are_split(made: dict[str, Any], settings: dict[str, Any]) -> None:
-    model = Translator(**made).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in range(3):
-        loss = model(*sentences(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    with torch.no_grad():
-        last = float(model.eval()(*sentences(3)))
-    for found, state, without in run_ranks(translate, settings["mesh"]["tensor"], made, settings):
-        assert found == pytest.approx(losses, rel=1e-9)
-        assert without == pytest.approx(last, rel=1e-9)
-        for key, want in model.state_dict().items():
-            assert torch.allclose(state[key], want, rtol=1e-9, atol=1e-9), key
+@on_ranks("ranks")
+def test_transformers_of_torch_are_split(made: dict[str, Any], settings: dict[str, Any], ranks: int) -> None:
+    settings = {"train_micro_batch_size_per_gpu": 4, "mesh": {"tensor": ranks}, **settings}
+    require_same_training(lambda: Translator(**made), sentences, settings)
+
+
+def translate_with_dropout() -> Any:
+    settings = {"train_micro_batch_size_per_gpu": 4, "mesh": {"tensor": 2}, "seed": 3}
+    return train_on_engine(Translator(dropout=0.2).double(), sentences, settings)
 
 
 def test_dropped_weights_differ_between_ranks_and_all_else_is_alike() -> None:
-    settings = {"mesh": {"tensor": 2}, "seed": 3}
-    found = run_ranks(translate, 2, {"dropout": 0.2}, settings)
+    found = run_ranks(translate_with_dropout, 2)
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[0][1][key], found[1][1][key]) for key in found[0][1])
 
 
-def fail(case: dict[str, Any], settings: dict[str, Any]) -> str:
-    with pytest.raises(ValueError, match=r".") as failure:
-        zeromesh.initialize(
-            model=Attending(case).double(),
-            config={
-                "train_micro_batch_size_per_gpu": 2,
-                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-                **settings,
-            },
-        )
-    return str(failure.value)
-
-
 @pytest.mark.parametrize(
-    ("plan", "said"),
+    ("ranks", "plan", "said"),
     [
-        ({"attention.out_proj": "rowwise"}, "attention.out_proj is not called by attention, .* the style heads"),
-        ({"attention": "colwise"}, "attention is a MultiheadAttention, which the style colwise does not fit"),
-        (
-            {"before": "heads"},
-            r"before is a Linear, which the style heads does not .* torch.nn.MultiheadAttention",
-        ),
+        (2, {"attention.out_proj": "rowwise"}, "attention.out_proj is not called by attention, .* the style heads"),
+        (2, {"attention": "colwise"}, "attention is a MultiheadAttention, which the style colwise does not fit"),
+        (2, {"before": "heads"}, r"before is a Linear, which the style heads does not .* torch.nn.MultiheadAttention"),
+        (3, {}, r"attention \(heads\): 4 heads of width 4 cannot be split over 3 ranks.*2 and 4"),
     ],
 )
-def test_rules_that_do_not_fit_attention_of_torch_are_refused(plan: dict[str, str], said: str) -> None:
-    (found, _) = run_ranks(fail, 2, {}, {"mesh": {"tensor": 2}, "tensor_parallel": {"plan": plan}})
-    assert re.search(said, found), found
-
-
-def test_heads_that_ranks_do_not_divide_are_refused_with_the_sizes_that_work() -> None:
-    (found, *_) = run_ranks(fail, 3, {}, {"mesh": {"tensor": 3}})
-    assert "attention (heads): 4 heads of width 4 cannot be split over 3 ranks" in found
-    assert "2 and 4" in found
+@on_ranks("ranks")
+def test_rules_and_heads_that_do_not_fit_attention_of_torch_are_refused(ranks, plan, said) -> None:
+    settings = {"mesh": {"tensor": ranks}, "tensor_parallel": {"plan": plan}}
+    with pytest.raises(ValueError, match=said):
+        train_on_engine(Attending({}).double(), lambda step: (given({}, step),), settings)

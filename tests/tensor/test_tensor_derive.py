@@ -1,7 +1,5 @@
 """What plans are derived for modules of many shapes, and where their weights are cut."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +16,6 @@ QUERIES = HEADS * HEAD
 
 
 class Layers(nn.Module):
-    """Linear layers by name, of (inputs, outputs), and attributes."""
-
     def __init__(self, layers: dict[str, tuple[int, int] | nn.Module], **attributes: Any) -> None:
         super().__init__()
         for name, one in layers.items():
@@ -29,8 +25,6 @@ class Layers(nn.Module):
 
 
 class Model(nn.Module):
-    """A list of blocks."""
-
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
@@ -38,7 +32,6 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The classes of this file are taken to compute what their layers' names say."""
     monkeypatch.setattr("zeromesh.tensor.derive.KNOWN", (*KNOWN, __name__))
 
 
@@ -107,15 +100,13 @@ def test_a_sequence_of_layers_is_split_as_an_mlp_if_what_lies_between_works_on_e
 
 
 def test_gated_queries_of_a_plan_are_cut_by_heads() -> None:
-    """They are as many as queries, keys and values together."""
     model = Model(attention(q_proj=(WIDTH, 2 * QUERIES)))
     plan = parse({**{f"blocks.*.{name}": "colwise" for name in APART}, "blocks.*.o_proj": "rowwise"})
     split = resolve(model, plan, {}, 0, 4).held["blocks.0.q_proj.weight"].split
-    assert split is not None
     assert split.intervals == tuple(((start, start + 2 * HEAD),) for start in range(0, 2 * QUERIES, 2 * HEAD))
 
 
-def test_of_what_attention_is_given_only_masks_and_biases_are_cut_by_heads_and_nothing_is_lost() -> None:
+def test_only_masks_and_biases_of_attention_are_cut_by_heads_and_nothing_is_lost() -> None:
     class Attention(nn.Module):
         def forward(self, x: Any, attention_mask: Any, *more: Any, **others: Any) -> None: ...
 

@@ -1,23 +1,18 @@
 """Plans that would be silently wrong are refused in the first pass; those that are not, are not."""
 
-from __future__ import annotations
-
-import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import zeromesh
-from harness import run_ranks
+from harness import on_ranks
+from same_training import require_same_training, train_on_engine
 
 WIDTH, HEADS, LENGTH = 32, 4, 8
 
 
 class Between(nn.Module):
-    """Two linear layers, and something in between that depends on ``kind``."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
@@ -48,8 +43,6 @@ class Between(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks of one kind."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Between(kind) for _ in range(2))
@@ -60,9 +53,7 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-class Scores(nn.Module):
-    """Attention whose scores have three dims; its output layer is in a module beside, as BERT's."""
-
+class Scores(nn.Module):  # attention whose scores have three dims; its output layer is in a module beside, as BERT's
     def __init__(self) -> None:
         super().__init__()
         self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
@@ -78,8 +69,6 @@ class Scores(nn.Module):
 
 
 class Output(nn.Module):
-    """The layer that is split by rows."""
-
     def __init__(self) -> None:
         super().__init__()
         self.dense = nn.Linear(WIDTH, WIDTH)
@@ -89,8 +78,6 @@ class Output(nn.Module):
 
 
 class Attention(nn.Module):
-    """Both."""
-
     def __init__(self) -> None:
         super().__init__()
         self.self = Scores()
@@ -101,8 +88,6 @@ class Attention(nn.Module):
 
 
 class Bert(nn.Module):
-    """A block, whose attention is called as BERT's, so that its plan is found."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.attention = Attention()
@@ -111,22 +96,17 @@ class Bert(nn.Module):
         return self.attention(x).square().mean()
 
 
-def train(kind: str, plan: dict[str, str], ranks: int) -> tuple[list[float], dict[str, Tensor]]:
+def build(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    config: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    if ranks > 1:
-        config |= {"mesh": {"tensor": ranks}, "tensor_parallel": {"plan": plan}}
-    model = Bert(kind) if kind == "scores" else Model(kind)
-    engine = zeromesh.initialize(model=model.double(), config=config)[0]
-    losses = []
-    for step in range(3):
-        x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        loss = engine(x)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
-        return losses, {name: value.clone() for name, value in engine.module.state_dict().items()}
+    return Bert(kind) if kind == "scores" else Model(kind)
+
+
+def sequences(step: int) -> tuple[Tensor]:
+    return (torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step)),)
+
+
+def split(ranks: int, plan: dict[str, str]) -> dict[str, Any]:
+    return {"mesh": {"tensor": ranks}, "tensor_parallel": {"plan": plan}}
 
 
 SPLIT = {"blocks.*.first": "colwise", "blocks.*.second": "rowwise"}
@@ -143,16 +123,15 @@ WRONG = {
 }
 
 
-def refused(kind: str, plan: dict[str, str]) -> str:
-    with pytest.raises(ValueError, match="split by rows|rowwise") as error:
-        train(kind, plan, 2)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_what_needs_all_of_the_split_dim_is_refused(kind: str) -> None:
-    for said in run_ranks(refused, 2, kind, SPLIT):
-        assert re.search(rf"blocks\.0\.second is split by rows, but.*({WRONG[kind]})", said), said
+@pytest.mark.parametrize("kind", [*WRONG, "nothing"])
+@on_ranks(2)
+def test_operations_that_need_all_of_the_split_dim_are_refused(kind: str) -> None:
+    plan, said = SPLIT, rf"blocks\.0\.second is split by rows, but.*({WRONG.get(kind)})"
+    if kind == "nothing":  # columns that are not gathered before a layer that splits its input
+        plan = {"blocks.*.first": "colwise", "blocks.*.second": "rowwise_split_input"}
+        said = "rowwise_split_input reads 64 entries, but was given 32"
+    with pytest.raises(ValueError, match=said):
+        train_on_engine(build(kind).double(), sequences, split(2, plan))
 
 
 RIGHT = [("nothing", SPLIT), ("heads", SPLIT), ("parameter", SHARED), *((kind, APART) for kind in WRONG)]
@@ -160,21 +139,11 @@ RIGHT = [("nothing", SPLIT), ("heads", SPLIT), ("parameter", SHARED), *((kind, A
 
 @pytest.mark.some(4)
 @pytest.mark.parametrize(("kind", "plan"), RIGHT)
-def test_what_is_right_is_not_refused_and_equal(kind: str, plan: dict[str, str]) -> None:
-    ((losses, state),) = run_ranks(train, 1, kind, plan, 1)
-    for found, parts in run_ranks(train, 2, kind, plan, 2):
-        assert found == pytest.approx(losses, rel=1e-12)
-        assert all(torch.allclose(parts[name], value, rtol=0, atol=1e-12) for name, value in state.items())
+@on_ranks(2)
+def test_right_plans_are_not_refused_and_train_alike(kind: str, plan: dict[str, str]) -> None:
+    require_same_training(lambda: build(kind), sequences, split(2, plan))
 
 
+@on_ranks(4)
 def test_scores_over_as_many_keys_as_a_rank_has_entries_are_not_refused() -> None:
-    ((losses, state),) = run_ranks(train, 1, "scores", {}, 1)
-    for found, parts in run_ranks(train, 4, "scores", {}, 4):
-        assert found == pytest.approx(losses, rel=1e-12)
-        assert all(torch.allclose(parts[name], value, rtol=0, atol=1e-12) for name, value in state.items())
-
-
-def test_columns_that_are_not_gathered_before_a_layer_that_splits_its_input_are_refused() -> None:
-    plan = {"blocks.*.first": "colwise", "blocks.*.second": "rowwise_split_input"}
-    for said in run_ranks(refused, 2, "nothing", plan):
-        assert "rowwise_split_input reads 64 entries, but was given 32" in said
+    require_same_training(lambda: build("scores"), sequences, split(4, {}))

@@ -1,7 +1,5 @@
 """Causal models of transformers, split over two ranks, train as in one process; the page says what is split."""
 
-from __future__ import annotations
-
 import pytest
 
 from causal_models import PAGE, Row, is_equal, line, names, row
@@ -26,7 +24,6 @@ CHOSEN = {
 
 
 def told(text: str) -> dict[str, list[str]]:
-    """By model, the cells of its row, without the error, in which machines differ."""
     rows = [[cell.strip() for cell in one.strip("|\n").split("|")] for one in text.splitlines() if one.startswith("| ")]
     return {cells[0]: cells[1:8] + cells[9:] for cells in rows[1:]}
 
@@ -60,7 +57,6 @@ def test_every_causal_model_is_split_as_the_page_says_and_equal(name: str) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ALL)
-def test_every_causal_model_is_equal_on_four_ranks(name: str) -> None:
-    """Twice as many as there are heads of keys."""
+def test_every_causal_model_is_equal_on_four_ranks(name: str) -> None:  # twice as many as there are heads of keys
     found = row(name, 4)
     assert found.failure or is_equal(found), found

@@ -1,7 +1,5 @@
 """Mistakes in splitting that leave losses of ordinary runs as they are: each test fails where one is made."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 
@@ -10,7 +8,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from huggingface_models import MODELS
 from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config, gpt2, llama, trained, whole
 from zeromesh.comm.mesh import Mesh
@@ -53,7 +51,6 @@ def test_logits_may_be_far_apart_on_different_ranks() -> None:
 
 
 def accumulated(mesh: dict[str, int], row: int, look: bool, **options: Any) -> Any:
-    """Two updates of two micro-batches; ``look`` asks for a whole gradient between these, which sums what there is."""
     settings = config(1, row, gradient_accumulation_steps=2, mesh=mesh, gradient_clipping=0.1)
     settings["tensor_parallel"] = {"sequence": mesh.get("tensor", 1) > 1}
     engine = zeromesh.initialize(model=llama(num_hidden_layers=1, **options), config=settings)[0]
@@ -115,7 +112,6 @@ def test_the_clipped_norm_does_not_depend_on_the_loss_scale() -> None:
 
 
 def masks_of_attention() -> list[torch.Tensor]:
-    """What is dropped of the weights of attention, by layer and step."""
     model = gpt2(attn_pdrop=0.5, attn_implementation="eager")
     engine = zeromesh.initialize(model=model, config=config(2))[0]
     found, dropout = [], nn.functional.dropout
@@ -174,7 +170,6 @@ def test_attention_of_torch_drops_other_weights_on_each_rank() -> None:
 
 
 def padded_embedding(tensor: int, padding: int) -> torch.Tensor:
-    """The gradient of an embedding whose padding is among the tokens."""
     torch.manual_seed(0)
 
     class Model(nn.Module):
@@ -219,7 +214,7 @@ def odd(tensor: int) -> Any:
     return widths, {"output": y.detach(), **gradients}
 
 
-def test_what_fills_the_last_ranks_part_of_a_layer_is_not_seen() -> None:
+def test_padding_of_the_last_ranks_part_is_not_seen() -> None:
     _, expected = run_ranks(odd, 1, 1, timeout=LIMIT)[0]
     for tensor in (3, 4):
         for widths, found in run_ranks(odd, tensor, tensor, timeout=LIMIT):
@@ -282,21 +277,18 @@ def test_heads_of_keys_that_ranks_share_are_repeated_as_often_as_there_are_queri
 # 10, 13: what optimizers are told of parts.
 
 
-def with_groups() -> dict[str, torch.Tensor]:
+@on_ranks(2, timeout=LIMIT)
+def test_each_group_has_its_own_decay() -> None:
     model = llama(num_hidden_layers=1)
     settings = config(2, 1, optimizer={"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4, "weight_decay": 3.0}})
-    return trained(model, settings, model_parameters=no_decay_groups(model, 5.0))[1]
-
-
-def test_each_group_has_its_own_decay() -> None:
+    state = trained(model, settings, model_parameters=no_decay_groups(model, 5.0))[1]
     model = llama(num_hidden_layers=1)
     optimizer = torch.optim.AdamW(no_decay_groups(model, 5.0), lr=1e-2, eps=1e-4)
     for number in range(STEPS):
         model(input_ids=batch(number), labels=batch(number)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    for state in run_ranks(with_groups, 2, timeout=LIMIT):
-        assert_close(state, model.state_dict(), 1e-6)
+    assert_close(state, model.state_dict(), 1e-6)
 
 
 def with_lamb(tensor: int) -> dict[str, torch.Tensor]:

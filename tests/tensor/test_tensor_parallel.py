@@ -1,7 +1,5 @@
 """Models that are split over a tensor axis, as they are, train as in one process, in every combination."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is easy to get silently wrong where models are split: each rule has a test that fails when it is broken."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path
@@ -13,7 +11,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from huggingface_models import GPT2, GROUPED, SPECIAL, USUAL
 from zeromesh.config.settings import Settings
 from zeromesh.initialization import layout
@@ -78,15 +76,11 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def trained(model: Any, settings: dict[str, Any], vocabulary: int = 96, **arguments: Any) -> tuple[list[float], Any]:
-    """On every rank: losses and the whole state."""
     engine = zeromesh.initialize(model=model, config=settings, **arguments)[0]
     losses = [step(engine, batch(number, vocabulary)) for number in range(STEPS)]
     state = whole(engine)
     engine.destroy()
     return losses, state
-
-
-# 5, 6: vocabularies that do not divide.
 
 
 def odd_vocabulary(tensor: int, tied: bool, row: int = 0) -> Any:
@@ -104,19 +98,13 @@ def test_padding_of_the_vocabulary_is_seen_nowhere(tied: bool) -> None:
             assert state["model.embed_tokens.weight"].shape == (97, 32)
 
 
-def unknown_id() -> str:
+@on_ranks(2, timeout=LIMIT)
+def test_an_id_that_is_in_no_part_of_the_vocabulary_is_refused() -> None:
     engine = zeromesh.initialize(model=llama(), config=config(2))[0]
     with pytest.raises(IndexError) as caught:
         engine(input_ids=torch.full((4, 8), 96))
-    return str(caught.value)
-
-
-def test_an_id_that_is_in_no_part_of_the_vocabulary_is_refused() -> None:
-    for message in run_ranks(unknown_id, 2, timeout=LIMIT):
-        assert message == "the id 96 is not in the vocabulary of 96 entries: ids are 0 to 95"
-
-
-# 10, 13: groups, and optimizers that look at whole parameters.
+    message = str(caught.value)
+    assert message == "the id 96 is not in the vocabulary of 96 entries: ids are 0 to 95"
 
 
 def with_optimizer(tensor: int, row: int, optimizer: str, groups: bool) -> Any:
@@ -137,9 +125,7 @@ def with_optimizer(tensor: int, row: int, optimizer: str, groups: bool) -> Any:
         pytest.param("Lion", 4, 1, True, marks=pytest.mark.full),
     ],
 )
-def test_groups_and_optimizers_of_whole_parameters_see_the_same(
-    optimizer: str, ranks: int, row: int, groups: bool
-) -> None:
+def test_groups_and_optimizers_of_whole_parameters_see_the_same(optimizer, ranks, row, groups) -> None:
     expected = run_ranks(with_optimizer, 1, 1, 0, optimizer, groups, timeout=LIMIT)[0]
     # Muon's directions, of entries up to 1, are products in bf16, three in each of five iterations: a sum in another
     # order may round one of them the other way, in every update.
@@ -151,10 +137,8 @@ def test_groups_and_optimizers_of_whole_parameters_see_the_same(
         assert_close(state, expected[1], tolerance)
 
 
-# 11: an overflow on one rank.
-
-
-def overflow() -> Any:
+@on_ranks(2, timeout=LIMIT)
+def test_an_overflow_of_one_ranks_part_skips_the_update_on_all() -> None:
     settings = config(2, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
     engine = zeromesh.initialize(model=llama(torch.float32), config=settings)[0]
     before = whole(engine)
@@ -164,18 +148,10 @@ def overflow() -> Any:
         parameter.register_hook(lambda gradient: gradient + infinite)
     step(engine, batch(0))
     same = all(torch.equal(value, before[name]) for name, value in whole(engine).items())
-    return engine.skipped_steps, engine.loss_scale, same
-
-
-def test_an_overflow_of_one_ranks_part_skips_the_update_on_all() -> None:
-    assert run_ranks(overflow, 2, timeout=LIMIT) == [(1, 8.0, True)] * 2
-
-
-# 14: random numbers.
+    assert (engine.skipped_steps, engine.loss_scale, same) == (1, 8.0, True)
 
 
 def masks(sequence: bool) -> list[tuple[int, torch.Tensor]]:
-    """Of each dropout of a forward: the number of dims, and what was dropped."""
     import transformers
 
     torch.manual_seed(0)
@@ -232,7 +208,9 @@ def test_recomputation_draws_the_same_numbers(checkpointing: str, sequence: bool
     assert_close(run_ranks(dropped, 2, checkpointing, sequence, timeout=LIMIT)[1][1], expected[1][1], 1e-12)
 
 
-def other_samples(update: int, length: int) -> str:
+@pytest.mark.parametrize(("update", "length"), [(0, 0), (0, 2), (1, 0)])
+@on_ranks(2, timeout=LIMIT)
+def test_ranks_that_share_a_batch_and_are_given_other_samples_are_told(update: int, length: int) -> None:
     """The message where the ranks' inputs differ, of the whole numbers of which nothing else tells."""
     engine = zeromesh.initialize(model=llama(), config=config(2))[0]
     for _ in range(update):
@@ -240,30 +218,22 @@ def other_samples(update: int, length: int) -> str:
     ids = batch(engine.mesh.rank)
     with pytest.raises(ValueError, match="share one batch") as caught:
         step(engine, ids[:, : ids.shape[1] - length * engine.mesh.rank])
-    return str(caught.value)
+    message = str(caught.value)
+    assert "ranks 0 and 1 share one batch, but their models were given different inputs" in message
+    assert "rank=engine.data_rank" in message
 
 
-@pytest.mark.parametrize(("update", "length"), [(0, 0), (0, 2), (1, 0)])
-def test_ranks_that_share_a_batch_and_are_given_other_samples_are_told(update: int, length: int) -> None:
-    for message in run_ranks(other_samples, 2, update, length, timeout=LIMIT):
-        assert "ranks 0 and 1 share one batch, but their models were given different inputs" in message
-        assert "rank=engine.data_rank" in message
-
-
-def other_losses() -> str:
+@on_ranks(2, timeout=LIMIT)
+def test_ranks_that_share_a_batch_and_compute_other_losses_are_told() -> None:
     engine = zeromesh.initialize(model=llama(), config=config(2))[0]
     loss = engine(input_ids=batch(0), labels=batch(0)).loss
     engine.backward(loss * (1 + 1e-4 * engine.mesh.rank))
     with pytest.raises(RuntimeError) as caught:
         engine.step()
-    return str(caught.value)
-
-
-def test_ranks_that_share_a_batch_and_compute_other_losses_are_told() -> None:
-    for message in run_ranks(other_losses, 2, timeout=LIMIT):
-        assert "have different losses: " in message
-        assert "give them the same samples" in message
-        assert "are parts" in message
+    message = str(caught.value)
+    assert "have different losses: " in message
+    assert "give them the same samples" in message
+    assert "are parts" in message
 
 
 def without_gradients(_: int) -> float:
@@ -303,22 +273,16 @@ def test_layers_whose_weight_is_computed_stay_whole() -> None:
     assert max(run_ranks(differ_when_parametrized, 2, timeout=LIMIT)) <= 1e-12
 
 
-def columns_after_columns() -> str:
+@on_ranks(2, timeout=LIMIT)
+def test_columns_after_columns_are_told() -> None:
     plan = {"0": "colwise", "2": "colwise"}
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
     engine = zeromesh.initialize(model=model, config=config(2, tensor_parallel={"plan": plan}))[0]
     with pytest.raises(ValueError, match="plan splits") as caught:
         engine(torch.ones(4, 16))
-    return str(caught.value)
-
-
-def test_columns_after_columns_are_told() -> None:
-    for message in run_ranks(columns_after_columns, 2, timeout=LIMIT):
-        assert "2 (Linear), which tensor_parallel.plan splits, has 32 entries of its input on this rank" in message
-        assert "colwise_gather_output" in message
-
-
-# 15: initial weights.
+    message = str(caught.value)
+    assert "2 (Linear), which tensor_parallel.plan splits, has 32 entries of its input on this rank" in message
+    assert "colwise_gather_output" in message
 
 
 def initial(tensor: int, row: int) -> dict[str, torch.Tensor]:
@@ -338,8 +302,6 @@ def test_initial_weights_do_not_depend_on_how_the_model_is_split() -> None:
         for state in run_ranks(initial, ranks, tensor, row, timeout=LIMIT):
             assert all(torch.equal(value, expected[name]) for name, value in state.items())
 
-
-# Precision.
 
 PRECISIONS = {
     "bf16": {"bf16": {"enabled": True}},
@@ -368,9 +330,6 @@ def test_16_bits_train_as_on_one_rank_up_to_their_rounding(precision: str) -> No
         for losses, _ in run_ranks(narrow, 2, 2, precision, sequence, timeout=LIMIT):
             assert losses == pytest.approx(expected, rel=ROUNDOFF[precision])
             assert abs(losses[-1] - losses[0]) > 0.03  # more than the rounding
-
-
-# Checkpoints.
 
 
 def begin(tensor: int, row: int, folder: str) -> None:
@@ -447,9 +406,6 @@ def test_a_split_model_is_written_for_transformers_and_read_into_its_parts(tmp_p
             assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
-# Whole tensors of split parameters.
-
-
 def change() -> Any:
     engine = zeromesh.initialize(model=llama(), config=config(2, 3))[0]
     weight = engine.module.model.layers[0].mlp.down_proj.weight
@@ -477,9 +433,6 @@ def test_whole_tensors_of_split_parameters_are_read_and_changed() -> None:
     results = run_ranks(change, 4, timeout=LIMIT)
     assert all(result[:4] == (True, True, True, True) for result in results)
     assert len({result[4] for result in results}) == 1
-
-
-# Adapters and compiled blocks.
 
 
 def adapted(tensor: int) -> Any:
@@ -517,134 +470,19 @@ def test_blocks_may_be_compiled(sequence: bool) -> None:
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
-# Models of one's own.
-
-
-class Mixer(nn.Module):
-    """Attention as many write it: the width of a head follows from that of the input."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.n_head = heads
-        self.c_attn = nn.Linear(width, 3 * width)
-        self.c_proj = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        samples, length, width = x.shape
-        parts = self.c_attn(x).split(width, dim=2)
-        q, k, v = (y.view(samples, length, self.n_head, width // self.n_head).transpose(1, 2) for y in parts)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).reshape(samples, length, width))
-
-
-class Normed(nn.Module):
-    """An MLP that looks at all of its width in between."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = nn.functional.gelu(self.fc1(x))
-        return self.fc2(nn.functional.layer_norm(wide, wide.shape[-1:]))
-
-
-class Own(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(97, 32)
-        self.mixers = nn.ModuleList(Mixer(32, 4) for _ in range(2))
-        self.mlps = nn.ModuleList(Normed(32) for _ in range(2))
-        self.torch = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(32, 97)
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids)
-        for mixer, mlp in zip(self.mixers, self.mlps, strict=True):
-            x = x + mixer(x)
-            x = x + mlp(x)
-        return nn.functional.cross_entropy(self.head(self.torch(x)).flatten(0, 1), labels.flatten())
-
-
-def own(tensor: int, row: int) -> Any:
-    torch.manual_seed(0)
-    engine = zeromesh.initialize(model=Own().double(), config=config(tensor, row))[0]
-    losses = []
-    for number in range(STEPS):
-        engine.backward(loss := engine(batch(number, 97), batch(number, 97)))
-        engine.step()
-        losses.append(loss.item())
-    engine.eval()
-    with torch.no_grad():
-        losses.append(engine(batch(9, 97), batch(9, 97)).item())
-    parts = {name: tuple(parameter.shape) for name, parameter in engine.module.named_parameters()}
-    return losses, whole(engine), parts
-
-
-@pytest.mark.parametrize(("tensor", "row"), [pytest.param(2, 0, marks=pytest.mark.full), (4, 3)])
-def test_layers_of_unknown_modules_are_split_one_by_one(tensor: int, row: int) -> None:
-    expected = run_ranks(own, 1, 1, 0, timeout=LIMIT)[0]
-    for losses, state, parts in run_ranks(own, tensor, tensor, row, timeout=LIMIT):
-        assert losses == pytest.approx(expected[0], rel=1e-9)
-        assert_close(state, expected[1])
-        assert parts["mixers.0.c_attn.weight"] == (96 // tensor, 32)
-        assert parts["mlps.1.fc2.weight"] == (32, 128 // tensor)
-
-
-def built_in(tensor: int, architecture: str, sequence: bool) -> Any:
-    from zeromesh.config.train import ModelShape
-    from zeromesh.train.architectures.decoder import Decoder
-
-    torch.manual_seed(0)
-    shape = ModelShape(
-        architecture=architecture, vocab_size=97, hidden_size=32, layers=2, heads=4, kv_heads=2, sequence_length=8
-    )
-    settings = config(tensor, 2, tensor_parallel={"sequence": sequence})
-    engine = zeromesh.initialize(model=Decoder(shape).double(), config=settings)[0]
-    losses = []
-    for number in range(STEPS):
-        engine.backward(loss := engine(batch(number, 97), batch(number, 97)))
-        engine.step()
-        losses.append(loss.item())
-    parts = {name: tuple(parameter.shape) for name, parameter in engine.module.named_parameters()}
-    return losses, whole(engine), parts
-
-
-@pytest.mark.parametrize(
-    ("architecture", "sequence"),
-    [
-        ("gpt", True),
-        ("llama", False),
-        pytest.param("gpt", False, marks=pytest.mark.full),
-        pytest.param("llama", True, marks=pytest.mark.full),
-    ],
-)
-def test_the_built_in_decoders_are_split(architecture: str, sequence: bool) -> None:
-    expected = run_ranks(built_in, 1, 1, architecture, False, timeout=LIMIT)[0]
-    for losses, state, parts in run_ranks(built_in, 2, 2, architecture, sequence, timeout=LIMIT):
-        assert losses == pytest.approx(expected[0], rel=1e-9)
-        assert_close(state, expected[1])
-        split = [name for name, shape in parts.items() if shape != tuple(expected[1][name].shape)]
-        assert {name.split(".")[-2] for name in split} >= {"query", "key", "output", "up", "down", "embedding"}
-
-
-def late_logits() -> str:
+@on_ranks(2, timeout=LIMIT)
+def test_logits_that_are_asked_for_after_the_update_are_refused() -> None:
     engine = zeromesh.initialize(model=llama(torch.float32), config=config(2))[0]
     output = engine(input_ids=batch(0), labels=batch(0))
     engine.backward(output.loss)
     engine.step()
     with pytest.raises(RuntimeError) as caught:
         output.logits.argmax(-1)
-    return str(caught.value)
-
-
-def test_logits_that_are_asked_for_after_the_update_are_refused() -> None:
-    for message in run_ranks(late_logits, 2, timeout=LIMIT):
-        assert "was changed after its logits were made, as by step" in message
+    message = str(caught.value)
+    assert "was changed after its logits were made, as by step" in message
 
 
 def start(settings: dict[str, Any], options: dict[str, Any]) -> str:
-    """What is wrong with the settings; the model is as it was then, and trains."""
     model = llama(**options)
     try:
         zeromesh.initialize(model=model, config=settings)
@@ -673,9 +511,7 @@ def start(settings: dict[str, Any], options: dict[str, Any]) -> str:
          r"the sections \[32, 16\] make 48 entries, and there are 64"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_split_is_told_with_the_arithmetic(
-    ranks: int, plan: dict[str, Any], options: dict[str, Any], match: str
-) -> None:
+def test_sizes_that_cannot_be_split_are_refused_with_the_arithmetic(ranks, plan, options, match) -> None:
     for message in run_ranks(start, ranks, config(ranks, tensor_parallel={"plan": plan}), options, timeout=LIMIT):
         assert re.search(match, message), message
 
@@ -714,7 +550,8 @@ def test_a_config_is_not_changed_by_splitting() -> None:
     assert settings == before
 
 
-def parts_are_written() -> list[str]:
+@on_ranks(2, timeout=LIMIT)
+def test_a_state_dict_of_parts_is_refused() -> None:
     engine = zeromesh.initialize(model=llama(torch.float32), config=config(2))[0]
     said = []
     for module in (engine.module, engine.module.model.layers[0].mlp):
@@ -724,39 +561,30 @@ def parts_are_written() -> list[str]:
     engine.module.model.norm.state_dict()
     with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
         assert engine.module.state_dict()["lm_head.weight"].shape == (96, 32)
-    return said
+    first, second = said
+    assert "model.embed_tokens.weight: shape (48, 32) of (96, 32)" in first
+    assert "a part of gate_proj.weight" in second
 
 
-def test_a_state_dict_of_parts_is_refused() -> None:
-    for first, second in run_ranks(parts_are_written, 2, timeout=LIMIT):
-        assert "model.embed_tokens.weight: shape (48, 32) of (96, 32)" in first
-        assert "a part of gate_proj.weight" in second
-
-
-def unsplit(plan: dict[str, Any]) -> str:
+@on_ranks(1, timeout=LIMIT)
+def test_a_plan_is_checked_where_there_is_nothing_to_split() -> None:
+    plan = {"model.layers.*.mpl.*": "colwise"}
     with pytest.raises(ValueError, match="tensor-parallel") as caught:
         zeromesh.initialize(model=llama(torch.float32), config=config(1, tensor_parallel={"plan": plan}))
-    return str(caught.value)
-
-
-def test_a_plan_is_checked_where_there_is_nothing_to_split() -> None:
-    (said,) = run_ranks(unsplit, 1, {"model.layers.*.mpl.*": "colwise"}, timeout=LIMIT)
+    said = str(caught.value)
     assert "'model.layers.*.mpl.*' matches no module or parameter" in said
 
 
-def copied() -> tuple[list[float], list[tuple[int, ...]]]:
+@on_ranks(2, timeout=LIMIT)
+def test_a_copy_of_a_split_model_is_split_and_its_own() -> None:
     engine = zeromesh.initialize(model=llama(), config=config(2))[0]
     other = copy.deepcopy(engine.module)
     losses = [float(one(input_ids=batch(0), labels=batch(0)).loss.detach()) for one in (engine, other)]
     step(engine, batch(0))
     losses += [float(one(input_ids=batch(0), labels=batch(0)).loss.detach()) for one in (engine, other)]
-    return losses, [tuple(one.lm_head.weight.shape) for one in (engine.module, other)]
-
-
-def test_a_copy_of_a_split_model_is_split_and_its_own() -> None:
-    for (first, same, later, still), shapes in run_ranks(copied, 2, timeout=LIMIT):
-        assert first == same == still != later
-        assert shapes == [(48, 32)] * 2
+    (first, same, later, still), shapes = losses, [tuple(one.lm_head.weight.shape) for one in (engine.module, other)]
+    assert first == same == still != later
+    assert shapes == [(48, 32)] * 2
 
 
 def said_of_the_share() -> list[str]:

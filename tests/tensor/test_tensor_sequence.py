@@ -1,24 +1,19 @@
 """Sequence parallelism is for blocks that are called one after the other and leave tokens apart; others are refused."""
 
-from __future__ import annotations
-
 import traceback
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
+from same_training import require_same_training, train_on_engine
 
 WIDTH, LENGTH = 32, 8
 
 
 class Block(nn.Module):
-    """A residual MLP; ``inside`` is what else it computes."""
-
     def __init__(self, inside: str) -> None:
         super().__init__()
         self.inside = inside
@@ -42,9 +37,7 @@ class Block(nn.Module):
         return x + self.down(self.up(y).relu())
 
 
-class Mixer(nn.Module):
-    """An MLP over tokens (Tolstikhin et al., "MLP-Mixer", 2021)."""
-
+class Mixer(nn.Module):  # an MLP over tokens (Tolstikhin et al., "MLP-Mixer", 2021)
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(LENGTH, 2 * LENGTH), nn.Linear(2 * LENGTH, LENGTH)
@@ -54,8 +47,6 @@ class Mixer(nn.Module):
 
 
 class Model(nn.Module):
-    """Three blocks; ``kind`` is how they are called, or what they compute inside."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
@@ -91,28 +82,20 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def trained(kind: str, tensor: int) -> Any:
+def build(kind: str) -> Model:
     torch.manual_seed(0)
-    model = Model(kind).double()
-    settings = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "mesh": {"tensor": tensor},
-        "tensor_parallel": {
-            "sequence": tensor > 1,
-            "plan": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"} if tensor > 1 else {},
-        },
-    }
-    engine = zeromesh.initialize(model=model, config=settings)[0]
-    losses = []
-    for number in range(3):
-        generator = torch.Generator().manual_seed(number)
-        x = torch.randn(4, LENGTH, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
-        loss = engine(x)
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss))
-    return losses
+    return Model(kind)
+
+
+def sequences(step: int) -> tuple[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return (torch.randn(4, LENGTH, WIDTH, generator=generator, dtype=torch.float64).requires_grad_(),)
+
+
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+SETTINGS = {
+    "train_batch_size": 4, "mesh": {"tensor": 2}, "tensor_parallel": {"sequence": True, "plan": PLAN},
+}  # fmt: skip
 
 
 RIGHT = ("usual", "apart", "without the second", "twice", "recomputed", "recomputed, reentrant")
@@ -120,10 +103,9 @@ RIGHT = ("usual", "apart", "without the second", "twice", "recomputed", "recompu
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("kind", RIGHT)
+@on_ranks(2)
 def test_blocks_that_are_called_one_after_the_other_compute_what_one_rank_does(kind: str) -> None:
-    expected = run_ranks(trained, 1, kind, 1)[0]
-    for losses in run_ranks(trained, 2, kind, 2):
-        assert losses == pytest.approx(expected, rel=1e-12)
+    require_same_training(lambda: build(kind), sequences, SETTINGS)
 
 
 WRONG = {
@@ -141,10 +123,9 @@ WRONG = {
 }
 
 
-def refused(kind: str, tensor: int) -> str:
-    """What a rank says; ranks that fail would have to be started again."""
+def refused(kind: str, tensor: int) -> str:  # what a rank says; ranks that fail would have to be started again
     try:
-        trained(kind, tensor)
+        train_on_engine(build(kind).double(), sequences, SETTINGS)
     except Exception as error:
         return "".join(traceback.format_exception_only(error))
     return "nothing"
@@ -152,7 +133,7 @@ def refused(kind: str, tensor: int) -> str:
 
 @pytest.mark.some(5)
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_needs_tokens_of_other_ranks_is_refused(kind: str) -> None:
+def test_blocks_that_need_tokens_of_other_ranks_are_refused(kind: str) -> None:
     said = run_ranks(refused, 2, kind, 2)
     assert any(WRONG[kind] in one for one in said), said
     assert all("set tensor_parallel.sequence to false" in one for one in said), said

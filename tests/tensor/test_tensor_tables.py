@@ -1,15 +1,11 @@
 """Tables of embeddings, as recommenders have them, split over ranks."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-import zeromesh
-from harness import run_ranks
+from harness import on_ranks
+from same_training import require_same_training
 from zeromesh.tensor.derive import derive
 from zeromesh.tensor.plan import parse, resolve
 
@@ -17,8 +13,6 @@ ROWS, WIDTH, BAGS = 30, 8, 4
 
 
 class Recommender(nn.Module):
-    """Bags of ids in three ways, one of them with learned weights, and what they have in common."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -40,45 +34,16 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(BAGS, 5, generator=generator).double(), torch.randint(ROWS, (BAGS, 6), generator=generator)
 
 
-def trained(settings: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], dict[str, tuple[int, ...]]]:
-    engine, *_ = zeromesh.initialize(
-        model=Recommender().double(),
-        config={
-            "train_micro_batch_size_per_gpu": BAGS,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}},
-            "mesh": {"tensor": 2},
-            **settings,
-        },
-    )
-    losses = []
-    for step in range(3):
-        loss = engine(*batch(step))
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    shapes = {name: tuple(p.shape) for name, p in engine.module.named_parameters() if p.ndim == 2}
-    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
-        return losses, {name: value.clone() for name, value in engine.module.state_dict().items()}, shapes
-
-
 @pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
 def test_bags_are_split_by_width_and_train_as_one_process(stage: int) -> None:
-    model = Recommender().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    losses = []
-    for step in range(3):
-        loss = model(*batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    for found, state, shapes in run_ranks(trained, 2, {"zero_optimization": {"stage": stage}}):
-        assert found == pytest.approx(losses, rel=1e-9)
-        for key, want in model.state_dict().items():
-            assert torch.allclose(state[key], want, rtol=1e-9, atol=1e-9), key
-        if stage == 0:
-            tables = {name: shape for name, shape in shapes.items() if "tables" in name or "weighted" in name}
-            assert set(tables.values()) == {(ROWS, WIDTH // 2)}
+    settings = {"train_micro_batch_size_per_gpu": BAGS, "mesh": {"tensor": 2}, "zero_optimization": {"stage": stage}}
+    shapes = require_same_training(Recommender, batch, settings, lr=0.5)
+    if stage == 0:
+        tables = {
+            shape for name, shape in shapes.items() if len(shape) == 2 and ("tables" in name or "weighted" in name)
+        }
+        assert tables == {(ROWS, WIDTH // 2)}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What tensor parallelism sends: the report is the formula, and what the kernel counts on the wire is the report."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -31,7 +29,6 @@ def llama() -> Any:
 
 
 def measured(settings: dict[str, Any], micro_batches: int = 1) -> tuple[dict[str, Any], int]:
-    """What an update with all its micro-batches sends, by the report, and by the kernel's counters of this rank."""
     engine, *_ = zeromesh.initialize(
         model=llama(),
         config={
@@ -62,7 +59,6 @@ def of_tensor(report: dict[str, Any]) -> int:
 
 
 def all_reduce(size: int, ranks: int) -> int:
-    """Bytes that each rank sends."""
     return 2 * size * (ranks - 1) // ranks
 
 

@@ -1,7 +1,5 @@
 """A device with a fifth of the memory that a model's states take: with states off it, the model trains there."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Copies between a device and the host: whoever uses what is copied waits for it, and nobody else does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -14,7 +12,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from late_copies import LateStreams
 from zeromesh.comm.collectives import Pending
 from zeromesh.shard import arrivals, flat, gradient_memory, sharded
@@ -92,7 +90,6 @@ Outcome = tuple[dict[str, torch.Tensor], int]
 
 
 def result(streams: LateStreams | None, zero: dict[str, Any], accumulation: int, **more: Any) -> Outcome:
-    """What is trained with copies that run late, or at once."""
     with simulated(streams):
         engine = start(zero, accumulation, **more)
         train(engine, accumulation)
@@ -100,7 +97,6 @@ def result(streams: LateStreams | None, zero: dict[str, Any], accumulation: int,
         trained = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
         for name, parameter in trained:
             master = zeromesh.zero.safe_get_full_fp32_param(parameter)
-            assert master is not None
             found[f"master of {name}"] = master.clone()
         engine.destroy()
     return found, 0 if streams is None else streams.copies
@@ -108,7 +104,6 @@ def result(streams: LateStreams | None, zero: dict[str, Any], accumulation: int,
 
 @contextmanager
 def simulated(streams: LateStreams | None) -> Iterator[None]:
-    """Engines that are made in here copy on these streams; slots that are given back hold NaN."""
     give = Pool.give
 
     def poison(pool: Pool, slot: Slot) -> None:
@@ -123,7 +118,6 @@ def simulated(streams: LateStreams | None) -> Iterator[None]:
 
 
 def both(zero: dict[str, Any]) -> list[tuple[Outcome, Outcome]]:
-    """At once and late, for each accumulation, precision and way to update."""
     cases: list[tuple[int, dict[str, Any]]] = [
         (accumulation, {"bf16": bf16, "optimizer": OPTIMIZERS[optimizer]})
         for accumulation in (1, 2, 3)
@@ -143,7 +137,7 @@ USUAL = [name for name in [*ZERO, "row 3, all, some frozen"] if name not in SOME
 @pytest.mark.some(1)
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("name", [*USUAL, *(pytest.param(name, marks=pytest.mark.full) for name in SOME)])
-def test_what_is_copied_late_trains_to_the_same_bits(name: str, ranks: int) -> None:
+def test_late_copies_train_to_the_same_bits(name: str, ranks: int) -> None:
     zero = {**ZERO["row 3, all"], "frozen": True} if "frozen" in name else ZERO[name]
     for rank in run_ranks(both, ranks, zero):
         for number, ((expected, _), (found, copies)) in enumerate(rank):
@@ -151,30 +145,6 @@ def test_what_is_copied_late_trains_to_the_same_bits(name: str, ranks: int) -> N
             assert expected.keys() == found.keys()
             different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
             assert not different, (number, different)
-
-
-# Each wait is needed.
-
-
-def without_waits_of_the_host() -> Any:
-    return patch.object(Copy, "wait", lambda copy: None)
-
-
-def without_waits_of_the_stream() -> Any:
-    return patch.object(Copy, "order", lambda copy: None)
-
-
-def without_waiting_for_what_is_computed() -> Any:
-    return patch.object(LateStreams, "current", lambda streams: streams.to_host)
-
-
-def without_waits_before_homes_are_used() -> Any:
-    return patch.object(HostSums, "land", lambda sums: None)
-
-
-def without_waits_before_slots_go_back() -> Any:
-    leaving = gradient_memory._Leaving
-    return patch.object(gradient_memory, "_Leaving", lambda copy, pool, slot: leaving(DONE, pool, slot))
 
 
 def without_waits_for_buffers() -> Any:
@@ -185,14 +155,6 @@ def without_waits_for_buffers() -> Any:
 
     take_arrival = HostSums._take
     return patch.object(HostSums, "_take", take)
-
-
-def without_waits_for_what_is_fetched() -> Any:
-    return patch.object(flat, "Pending", lambda then: Pending())
-
-
-def without_waits_for_new_parameters() -> Any:
-    return patch.object(Flat, "expect", lambda flat, copy: None)
 
 
 def without_waits_for_staged_parameters() -> Any:
@@ -206,27 +168,28 @@ def without_waits_for_staged_parameters() -> Any:
     return patch.object(Staging, "send", forget)
 
 
-def without_waits_of_collectives() -> Any:
-    return patch.object(Link, "behind", lambda link: nullcontext())
+def without_waits_before_slots_go_back() -> Any:
+    leaving = gradient_memory._Leaving
+    return patch.object(gradient_memory, "_Leaving", lambda copy, pool, slot: leaving(DONE, pool, slot))
 
 
-MUTATIONS: dict[Callable[[], Any], tuple[int, str, int]] = {
-    without_waits_of_the_host: (1, "row 2", 1),
-    without_waits_of_the_stream: (1, "row 3, all", 1),
-    without_waiting_for_what_is_computed: (1, "row 3, all", 1),
-    without_waits_before_homes_are_used: (1, "row 2", 1),
-    without_waits_before_slots_go_back: (1, "row 2", 1),
-    without_waits_for_buffers: (2, "row 3", 2),
-    without_waits_for_what_is_fetched: (1, "row 3, all", 1),
-    without_waits_for_new_parameters: (1, "row 3", 1),
-    without_waits_for_staged_parameters: (1, "row 1", 1),
-    without_waits_of_collectives: (2, "row 3, all", 1),
+MUTATIONS: dict[str, tuple[Callable[[], Any], int, str, int]] = {
+    "of the host": (lambda: patch.object(Copy, "wait", lambda copy: None), 1, "row 2", 1),
+    "of the stream": (lambda: patch.object(Copy, "order", lambda copy: None), 1, "row 3, all", 1),
+    "for what is computed": (lambda: patch.object(LateStreams, "current", lambda s: s.to_host), 1, "row 3, all", 1),
+    "before shards are used": (lambda: patch.object(HostSums, "land", lambda sums: None), 1, "row 2", 1),
+    "before slots go back": (without_waits_before_slots_go_back, 1, "row 2", 1),
+    "for buffers": (without_waits_for_buffers, 2, "row 3", 2),
+    "for what is fetched": (lambda: patch.object(flat, "Pending", lambda then: Pending()), 1, "row 3, all", 1),
+    "for new parameters": (lambda: patch.object(Flat, "expect", lambda flat, copy: None), 1, "row 3", 1),
+    "for staged parameters": (without_waits_for_staged_parameters, 1, "row 1", 1),
+    "of collectives": (lambda: patch.object(Link, "behind", lambda link: nullcontext()), 2, "row 3, all", 1),
 }
-"""What is left out, and where it shows: on how many ranks, in which row, with how many micro-batches."""
+"""Which wait is left out, how, and where it shows: on how many ranks, in which row, with how many micro-batches."""
 
 
-def mutated(leave_out: Callable[[], Any] | None, name: str, accumulation: int) -> Outcome | str:
-    with nullcontext() if leave_out is None else leave_out():
+def mutated(left_out: str | None, name: str, accumulation: int) -> Outcome | str:
+    with nullcontext() if left_out is None else MUTATIONS[left_out][0]():
         try:
             return result(LateStreams(), ZERO[name], accumulation)
         except (AssertionError, FloatingPointError) as error:
@@ -234,19 +197,15 @@ def mutated(leave_out: Callable[[], Any] | None, name: str, accumulation: int) -
 
 
 @pytest.mark.some(4)
-@pytest.mark.parametrize("leave_out", MUTATIONS, ids=lambda leave_out: leave_out.__name__)
-def test_a_wait_that_is_left_out_is_noticed(leave_out: Callable[[], Any]) -> None:
-    ranks, *case = MUTATIONS[leave_out]
-    whole, cut = run_ranks(mutated, ranks, None, *case)[0], run_ranks(mutated, ranks, leave_out, *case)[0]
+@pytest.mark.parametrize("left_out", MUTATIONS)
+def test_a_wait_that_is_left_out_is_noticed(left_out: str) -> None:
+    _, ranks, *case = MUTATIONS[left_out]
+    whole, cut = run_ranks(mutated, ranks, None, *case)[0], run_ranks(mutated, ranks, left_out, *case)[0]
     assert not isinstance(whole, str), whole
     assert isinstance(cut, str) or any(not torch.equal(value, cut[0][name]) for name, value in whole[0].items())
 
 
-# What is not waited for.
-
-
 def waits(zero: dict[str, Any]) -> list[tuple[int, int]]:
-    """By micro-batch: how often the host waits for copies in its forward and backward, and copies begun in them."""
     streams, found = LateStreams(), []
     with simulated(streams):
         engine = start(zero, 2)
@@ -280,14 +239,16 @@ def test_a_sum_is_added_after_those_that_came_before_it() -> None:
     for number, total in enumerate(sums):
         landing = torch.empty(3)
         before = arrivals.Arrival(link.to_host(landing, total), landing, shard, number > 0, before)
-    assert before is not None
     before.wait()
     before.wait()
     assert shard.tolist() == [7.0, 7.0, 7.0]
 
 
-def told(zero: dict[str, Any], late: bool) -> list[tuple[list[str], bool]]:
-    """By update: whose shards were said to be on their way, and whether they held in the end what they had then."""
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@on_ranks("ranks")
+def test_listeners_are_told_of_each_shard_once_it_is_complete(ranks: int, late: bool) -> None:
+    zero = ZERO["row 3, all"]
     found: list[tuple[list[str], bool]] = []
     with simulated(LateStreams() if late else None):
         engine = start(zero, 2)
@@ -299,7 +260,6 @@ def told(zero: dict[str, Any], late: bool) -> list[tuple[list[str], bool]]:
                 thread = Thread(target=gradient.landed.wait)
                 thread.start()
                 thread.join()
-            assert gradient.shard is not None
             shards[gradient.unit] = gradient.shard.clone()
 
         engine.sharded.reducer.on_shard = listen
@@ -314,13 +274,6 @@ def told(zero: dict[str, Any], late: bool) -> list[tuple[list[str], bool]]:
             engine.step()
             shards.clear()
         engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-def test_who_listens_is_told_of_each_home_once_it_lacks_nothing(ranks: int, late: bool) -> None:
-    for rank in run_ranks(told, ranks, ZERO["row 3, all"], late):
-        for units, equal in rank:
-            assert sorted(units) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "embed"]
-            assert equal
+    for units, equal in found:
+        assert sorted(units) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "embed"]
+        assert equal

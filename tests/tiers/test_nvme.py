@@ -1,18 +1,11 @@
 """The NVMe tier: what is written comes back, or an error says why not; swap files never stay."""
 
-from __future__ import annotations
-
-import contextlib
 import errno
 import fcntl
 import gc
-import logging
 import os
 import random
 import re
-import resource
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,12 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from zeromesh.tiers import swap_file
-from zeromesh.tiers.bandwidth import measure_bandwidth
 from zeromesh.tiers.buffers import Buffer, Buffers
-from zeromesh.tiers.nvme import FileStore, Region, checksum
+from zeromesh.tiers.nvme import FileStore, Region
 from zeromesh.tiers.places import stream
-from zeromesh.tiers.swap_file import ALIGNMENT, SwapFile, aligned, sweep
+from zeromesh.tiers.swap_file import ALIGNMENT, aligned
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVMe tier needs Linux")
 
@@ -36,8 +27,24 @@ BLOCK = 16384
 """Bytes of a request here: small, so that there are many."""
 
 
+def before_each(patch: pytest.MonkeyPatch, name: str, first: Callable[[], object]) -> None:
+    """Call ``first`` ahead of every request of the disk."""
+    real = getattr(os, name)
+    patch.setattr(os, name, lambda *given: (first(), real(*given))[1])
+
+
+def fail_at(patch: pytest.MonkeyPatch, code: int, text: str, where: Callable[[int], bool]) -> None:
+    real = os.pwritev
+
+    def write_or_fail(descriptor: int, memory: Any, offset: int) -> int:
+        if where(offset):
+            raise OSError(code, text)
+        return real(descriptor, memory, offset)
+
+    patch.setattr(os, "pwritev", write_or_fail)
+
+
 def without_direct(patch: pytest.MonkeyPatch) -> None:
-    """Let no file system have direct I/O."""
     real = os.open
 
     def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
@@ -50,7 +57,6 @@ def without_direct(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["direct", "buffered"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileStore]:
-    """A store, with direct I/O where there is any, and without."""
     if request.param == "buffered":
         without_direct(monkeypatch)
     with FileStore(tmp_path, block_size=BLOCK, queue_depth=4) as store:
@@ -61,7 +67,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def filled(value: int, nbytes: int) -> Buffer:
-    """A buffer of bytes that depend on ``value`` and on their place."""
     buffer = Buffer(nbytes)
     buffer.memory.copy_(torch.arange(buffer.nbytes).mul_(value + 1).add_(value).remainder_(251))
     return buffer
@@ -88,10 +93,8 @@ def allocate(store: FileStore, *sizes: int, spare: int = 0) -> list[Region]:
     return regions
 
 
-# What is written comes back.
-
-
 def test_regions_of_any_size_come_back_and_the_file_has_the_size_that_is_reported(store: FileStore) -> None:
+    assert bool(fcntl.fcntl(store._file._descriptor, fcntl.F_GETFL) & os.O_DIRECT) == store.direct
     sizes = [1, ALIGNMENT, ALIGNMENT + 1, BLOCK, 3 * BLOCK - 1, 20 * BLOCK + 5]
     assert os.stat(store.path).st_size == store.nbytes == 0
     regions = allocate(store, *sizes)
@@ -107,11 +110,10 @@ def test_regions_of_any_size_come_back_and_the_file_has_the_size_that_is_reporte
     assert holds(store, regions[0], 0)
     assert os.stat(store.path).st_size == store.nbytes == sum(map(aligned, [*sizes, 100]))
     moved = store.traffic()
-    assert moved.bytes_written == store.nbytes
-    assert moved.bytes_read == store.nbytes + aligned(1)
+    assert (moved.bytes_written, moved.bytes_read) == (store.nbytes, store.nbytes + aligned(1))
 
 
-def test_whether_a_region_holds_what_a_buffer_does_is_known_without_reading(store: FileStore) -> None:
+def test_a_region_is_compared_with_a_buffer_without_reading(store: FileStore) -> None:
     (region,) = allocate(store, 3 * BLOCK + 5, spare=1)
     assert not store.holds(region, filled(1, region.nbytes)), "nothing was written yet"
     write(store, region, 1)
@@ -126,11 +128,6 @@ def test_whether_a_region_holds_what_a_buffer_does_is_known_without_reading(stor
     assert store.traffic().bytes_read == read_so_far
 
 
-def test_whether_io_is_direct_is_what_the_kernel_says(store: FileStore) -> None:
-    flags = fcntl.fcntl(store._file._descriptor, fcntl.F_GETFL)
-    assert bool(flags & os.O_DIRECT) == store.direct
-
-
 def test_a_relative_folder_stays_the_same_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     store = FileStore(".")
@@ -143,9 +140,7 @@ def test_a_relative_folder_stays_the_same_one(tmp_path: Path, monkeypatch: pytes
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_file_system_without_direct_io_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_system_without_direct_io_is_said_once(tmp_path, monkeypatch, caplog) -> None:
     without_direct(monkeypatch)
     with FileStore(tmp_path) as store:
         region = allocate(store, 10)[0]
@@ -157,30 +152,19 @@ def test_a_file_system_without_direct_io_is_said_once(
     ]
 
 
-def test_several_requests_of_one_transfer_are_with_the_disk_at_once(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_requests_of_one_transfer_are_with_the_disk_at_once(store, monkeypatch) -> None:
     region = allocate(store, 8 * BLOCK)[0]
-    meeting, real = threading.Barrier(4), {name: getattr(os, name) for name in ("preadv", "pwritev")}
-    for name in real:
-
-        def meet(*given: Any, name: str = name) -> int:
-            meeting.wait(60)  # goes on only if as many requests as the queue is deep are there
-            return int(real[name](*given))
-
-        monkeypatch.setattr(os, name, meet)
+    meeting = threading.Barrier(4)
+    for name in ("preadv", "pwritev"):  # goes on only if as many requests as the queue is deep are there
+        before_each(monkeypatch, name, lambda: meeting.wait(60))
     write(store, region, 3)
     assert holds(store, region, 3)
 
 
 def test_any_order_of_operations_reads_what_was_written_last(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many operations under way at once, on few regions and buffers, with a disk that takes its time."""
     draw = random.Random(0)
-    real = os.pwritev
-    monkeypatch.setattr(os, "pwritev", lambda *given: (time.sleep(draw.choice([0, 0.002])), real(*given))[1])
-    regions = [store.allocate(BLOCK * 2 + 100) for _ in range(4)]
-    store.allocate_spare(regions[0].nbytes, 3)
-    store.reserve()
+    before_each(monkeypatch, "pwritev", lambda: time.sleep(draw.choice([0, 0.002])))  # so that many are under way
+    regions = allocate(store, *[BLOCK * 2 + 100] * 4, spare=3)
     current, following = dict.fromkeys(regions, 0), dict[Region, int]()
     for region in regions:
         write(store, region, 0)
@@ -211,8 +195,7 @@ def test_any_order_of_operations_reads_what_was_written_last(store: FileStore, m
 def test_a_buffer_that_is_written_is_not_read_into_before(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = allocate(store, BLOCK, BLOCK)
     write(store, second, 2)
-    real = os.pwritev
-    monkeypatch.setattr(os, "pwritev", lambda *given: (time.sleep(0.05), real(*given))[1])
+    before_each(monkeypatch, "pwritev", lambda: time.sleep(0.05))
     buffer = filled(1, BLOCK)
     store.write(first, buffer)
     store.read(second, buffer).wait()
@@ -242,7 +225,7 @@ def test_a_provisional_write_counts_from_commit_on(store: FileStore) -> None:
     assert store.nbytes == size == os.stat(store.path).st_size
 
 
-def test_what_a_caller_must_not_do_is_an_assertion(store: FileStore) -> None:
+def test_misuse_by_a_caller_is_an_assertion(store: FileStore) -> None:
     region, other = allocate(store, BLOCK, BLOCK, spare=1)
     late = store.allocate(BLOCK)
     buffer = Buffer(BLOCK)
@@ -266,16 +249,10 @@ def test_numbers_out_of_range_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# Buffers and streams.
-
-
 def test_buffers_are_aligned_and_stay_within_their_budget(store: FileStore) -> None:
     pool = Buffers([BLOCK, 3, BLOCK])
     assert pool.nbytes == 2 * BLOCK + ALIGNMENT
     small, large, larger = pool.take(3), pool.take(4097), pool.take(1)
-    assert small is not None
-    assert large is not None
-    assert larger is not None
     assert [buffer.nbytes for buffer in (small, large, larger)] == [ALIGNMENT, BLOCK, BLOCK]
     assert all(buffer.memory.data_ptr() % ALIGNMENT == 0 for buffer in (small, large, larger))
     assert pool.take(1) is None
@@ -293,8 +270,7 @@ def test_buffers_are_aligned_and_stay_within_their_budget(store: FileStore) -> N
 
 def test_a_buffer_that_the_disk_uses_cannot_be_given_back(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     region, go = allocate(store, BLOCK)[0], threading.Event()
-    real = os.pwritev
-    monkeypatch.setattr(os, "pwritev", lambda *given: (go.wait(60), real(*given))[1])
+    before_each(monkeypatch, "pwritev", lambda: go.wait(60))
     pool = Buffers([BLOCK])
     buffer = pool.take(BLOCK)
     assert buffer is not None
@@ -321,15 +297,14 @@ def test_a_stream_changes_every_region_in_order(store: FileStore, count: int) ->
             buffer.memory.add_(1)
     before = store.traffic().bytes_written
     for number, buffer in enumerate(stream(store, regions, pool, write=False)):
-        assert torch.equal(
-            buffer.memory[: sizes[number]], filled(number, sizes[number]).memory[: sizes[number]] + round_ + 1
-        )
+        expected = filled(number, sizes[number]).memory[: sizes[number]] + round_ + 1
+        assert torch.equal(buffer.memory[: sizes[number]], expected)
         buffer.memory.zero_()
     assert store.traffic().bytes_written == before
     assert [pool.take(5 * BLOCK) is not None for _ in range(count + 1)] == [True] * count + [False]
 
 
-def test_what_a_stream_writes_provisionally_can_be_dropped(store: FileStore) -> None:
+def test_provisional_writes_of_a_stream_can_be_dropped(store: FileStore) -> None:
     regions = allocate(store, *[BLOCK] * 3, spare=3)
     for region in regions:
         write(store, region, 1)
@@ -364,9 +339,7 @@ def test_a_stream_reads_ahead_and_writes_behind(store: FileStore, monkeypatch: p
         assert order["use", number] < order["write", number] < order["use", number + 1]
 
 
-def test_a_stream_that_ends_early_or_fails_gives_all_buffers_back(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_ends_early_or_fails_gives_all_buffers_back(store, monkeypatch) -> None:
     regions = allocate(store, *[2 * BLOCK] * 4)
     for region in regions:
         write(store, region, 1)
@@ -386,21 +359,11 @@ def test_a_stream_that_ends_early_or_fails_gives_all_buffers_back(
     gc.collect()
     assert all_there()
     assert [holds(store, region, value) for region, value in zip(regions, [2, 1, 1, 1], strict=True)] == [True] * 4
-    real = os.pwritev
-
-    def fail(descriptor: int, memory: Any, offset: int) -> int:
-        if offset >= 2 * BLOCK:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(descriptor, memory, offset)
-
-    monkeypatch.setattr(os, "pwritev", fail)
+    fail_at(monkeypatch, errno.EIO, "Input/output error", lambda offset: offset >= 2 * BLOCK)
     with pytest.raises(OSError, match="writing .* failed"):
         for _ in stream(store, regions, pool):
             pass
     assert all_there()
-
-
-# Disks that fail.
 
 
 def test_a_folder_that_cannot_be_used_is_said(tmp_path: Path) -> None:
@@ -429,35 +392,6 @@ def test_a_full_disk_is_said_before_the_start(store: FileStore) -> None:
     assert holds(store, kept, 5)
 
 
-def test_space_that_cannot_be_reserved_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = SwapFile(tmp_path, 0)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    file.reserve(ALIGNMENT)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * ALIGNMENT, limits[1]))
-    try:
-        with pytest.raises(OSError, match="cannot be reserved .*ulimit -f") as caught:
-            file.reserve(5 * ALIGNMENT)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
-    assert caught.value.errno == errno.EFBIG
-    assert os.stat(file.path).st_size == file.nbytes == ALIGNMENT
-    real = os.posix_fallocate
-
-    def begin(descriptor: int, offset: int, nbytes: int) -> None:
-        real(descriptor, offset, nbytes // 2)  # as kernels do, which then find no more
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", begin)
-        with pytest.raises(OSError, match="needs 16,384 bytes more in .*, which cannot be reserved .No space left"):
-            file.reserve(5 * ALIGNMENT)
-    assert os.stat(file.path).st_size == file.nbytes == ALIGNMENT
-    file.delete()
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
 def test_short_transfers_are_continued(store: FileStore, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     region = allocate(store, 4 * BLOCK)[0]
@@ -479,19 +413,12 @@ def test_short_transfers_are_continued(store: FileStore, monkeypatch: pytest.Mon
 def test_a_file_that_is_cut_off_is_noticed(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     region = allocate(store, 4 * BLOCK)[0]
     write(store, region, 4)
-    real = os.preadv
-
-    def cut(*given: Any) -> int:
-        os.truncate(store.path, BLOCK)
-        return real(*given)
-
-    monkeypatch.setattr(os, "preadv", cut)
+    before_each(monkeypatch, "preadv", lambda: os.truncate(store.path, BLOCK))
     with pytest.raises(OSError, match=r"ended after 0: the file was cut off by somebody else"):
         read(store, region)
-    with pytest.raises(OSError, match=r"changed by somebody else: it has 16,384 bytes and had 65,536"):
-        read(store, region)
-    with pytest.raises(OSError, match=r"changed by somebody else: it has 16,384 bytes and had 65,536"):
-        write(store, region, 5)
+    for use in (lambda: read(store, region), lambda: write(store, region, 5)):
+        with pytest.raises(OSError, match=r"changed by somebody else: it has 16,384 bytes and had 65,536"):
+            use()
 
 
 def test_a_file_that_somebody_writes_to_is_noticed(store: FileStore) -> None:
@@ -508,9 +435,7 @@ def test_a_file_that_somebody_writes_to_is_noticed(store: FileStore) -> None:
     assert holds(store, second, 3)
 
 
-def test_a_file_that_somebody_deletes_is_said_and_another_of_its_name_is_left(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_somebody_deletes_is_said_and_another_of_its_name_is_left(tmp_path, caplog) -> None:
     with FileStore(tmp_path) as store:
         region = allocate(store, BLOCK)[0]
         write(store, region, 1)
@@ -523,20 +448,11 @@ def test_a_file_that_somebody_deletes_is_said_and_another_of_its_name_is_left(
 
 
 @pytest.mark.parametrize(("code", "text"), [(errno.EIO, "Input/output error"), (errno.ENOSPC, "No space left")])
-def test_a_disk_that_fails_is_said_and_nothing_is_taken_for_written(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch, code: int, text: str
-) -> None:
+def test_a_disk_that_fails_is_said_and_nothing_is_taken_for_written(store, monkeypatch, code, text) -> None:
     region = allocate(store, 4 * BLOCK, spare=1)[0]
     write(store, region, 1)
-    real = os.pwritev
-
-    def fail(descriptor: int, memory: Any, offset: int) -> int:
-        if offset % (4 * BLOCK) == BLOCK:
-            raise OSError(code, text)
-        return real(descriptor, memory, offset)
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", fail)
+        fail_at(patch, code, text, lambda offset: offset % (4 * BLOCK) == BLOCK)
         pending = store.write(region, filled(2, region.nbytes), provisional=True)
         for _ in range(2):
             with pytest.raises(
@@ -557,14 +473,11 @@ def test_a_disk_that_fails_is_said_and_nothing_is_taken_for_written(
     assert holds(store, region, 3)
 
 
-def test_a_slow_disk_is_said_while_one_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    real = os.pwritev
+def test_a_slow_disk_is_said_while_one_waits(tmp_path, monkeypatch, caplog) -> None:
     with FileStore(tmp_path, patience=0.05) as store:
         region = allocate(store, BLOCK)[0]
         write(store, region, 1)
-        monkeypatch.setattr(os, "pwritev", lambda *given: (time.sleep(0.3), real(*given))[1])
+        before_each(monkeypatch, "pwritev", lambda: time.sleep(0.3))
         write(store, region, 2)
         assert store.traffic().write_seconds >= 0.3
     (message, *_) = [record.message for record in caplog.records if "is not done after" in record.message]
@@ -578,8 +491,8 @@ def test_a_slow_disk_is_said_while_one_waits(
 def test_closing_forgets_what_waits_and_deletes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FileStore(tmp_path, block_size=BLOCK, queue_depth=1)
     region = allocate(store, 4 * BLOCK)[0]
-    under_way, real = threading.Event(), os.pwritev
-    monkeypatch.setattr(os, "pwritev", lambda *given: (under_way.set(), time.sleep(0.05), real(*given))[2])
+    under_way = threading.Event()
+    before_each(monkeypatch, "pwritev", lambda: (under_way.set(), time.sleep(0.05)))
     pending = store.write(region, filled(1, region.nbytes))
     under_way.wait(60)
     store.close()
@@ -605,160 +518,14 @@ def test_a_store_that_is_forgotten_deletes_its_file_and_ends_its_threads(tmp_pat
     assert pending.done()
 
 
-# Processes that end.
-
-PROCESSES = """
-import os, sys, time
-from zeromesh.tiers.nvme import FileStore
-from zeromesh.tiers.buffers import Buffer
-
-def say(*words):
-    # A line at once, which no other process's cuts in two.
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-
-# All from one that has imported torch, which takes seconds.
-ends, pids = sys.argv[2:], {}
-for rank, end in enumerate(ends):
-    pid = os.fork()
-    if pid == 0:
-        break
-    pids[pid] = rank
-else:
-    print(*pids, flush=True)
-    while pids:
-        pid, status = os.wait()
-        say("ended", pids.pop(pid), os.waitstatus_to_exitcode(status))
-    sys.exit()
-
-store = FileStore(sys.argv[1], rank=rank, block_size=4096, queue_depth=2)
-region = store.allocate(1 << 20)
-store.reserve()
-buffer = Buffer(1 << 20)
-store.write(region, buffer).wait()
-if end == "fork":
-    if os.fork() == 0:
-        sys.exit()
-    os.wait()
-    assert store.path.exists(), "it is the parent's"
-if end == "raise":
-    store.write(region, buffer)
-    raise SystemExit(3)
-if end == "work":
-    real = os.pwritev
-    def slow(*given):
-        time.sleep(0.01)
-        return real(*given)
-    os.pwritev = slow
-    say("ready")
-    while True:
-        store.write(region, buffer).wait()
-"""
-
-
-@pytest.mark.full
-def test_only_killed_processes_leave_files_which_the_next_one_removes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ends = ["return", "raise", "fork", "work", "work", "work"]
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PROCESSES, str(tmp_path), *ends], stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdout is not None
-    pids = list(map(int, parent.stdout.readline().split()))
-    try:
-        lines = [parent.stdout.readline() for _ in ends]
-        assert sorted(lines) == ["ended 0 0\n", "ended 1 3\n", "ended 2 0\n", *["ready\n"] * 3]
-        os.kill(pids[3], signal.SIGINT)
-        os.kill(pids[4], signal.SIGKILL)
-        assert sorted(parent.stdout.readline() for _ in range(2)) == ["ended 3 -2\n", "ended 4 -9\n"]
-        killed, living = (f"zeromesh-{swap_file.host_name()}-rank{rank}-pid{pids[rank]}-0.swap" for rank in (4, 5))
-        assert {path.name for path in tmp_path.iterdir()} == {killed, living}
-        other = tmp_path / "zeromesh.swap"
-        other.touch()
-        with caplog.at_level(logging.WARNING), FileStore(tmp_path) as store:
-            assert {path.name for path in tmp_path.iterdir()} == {living, store.path.name, other.name}
-        assert f"removed {tmp_path / killed} (1,048,576 bytes), left by a process that was killed" in caplog.text
-    finally:
-        for pid in pids[3:]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        parent.communicate()
-
-
-def test_a_file_that_is_swept_before_it_is_locked_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, swept = os.open, list[Path]()
-
-    def open_and_sweep(path: Any, flags: int, *rest: Any) -> int:
-        descriptor = real(path, flags, *rest)
-        if flags & os.O_CREAT and not swept:
-            with monkeypatch.context() as patch:
-                patch.setattr(os, "open", real)
-                swept.extend(sweep(tmp_path))
-        return descriptor
-
-    monkeypatch.setattr(os, "open", open_and_sweep)
-    file = SwapFile(tmp_path, 0)
-    assert len(swept) == 1
-    assert [*tmp_path.iterdir()] == [file.path] != swept
-    file.reserve(ALIGNMENT)
-    file.check()
-    file.delete()
-
-
-def test_files_of_other_hosts_stay_where_locks_may_not_be_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    names = [f"zeromesh-{host}-rank0-pid1-0.swap" for host in (swap_file.host_name(), "another")]
-    for name in names:
-        (tmp_path / name).touch()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "major", lambda device: 0)
-        assert sweep(tmp_path) == [tmp_path / names[0]]
-    assert f"{tmp_path / names[1]} (0 bytes) is another host's" in caplog.text
-    monkeypatch.setattr(os, "major", lambda device: 8)
-    assert sweep(tmp_path) == [tmp_path / names[1]]
-
-
-# What tells and measures.
-
-
-def test_the_checksum_sees_order_and_signs() -> None:
-    torch.manual_seed(0)
-    values = torch.randn(1 << 14)
-
-    def of(tensor: torch.Tensor) -> int:
-        return checksum(tensor.contiguous().view(torch.uint8).numpy().data)
-
-    blocks = values.view(4, -1)
-    others = [-values, values.flip(0), blocks[[1, 0, 2, 3]], values.nextafter(torch.tensor(9.0)), values.roll(1)]
-    two = values.clone()
-    two[[5, 77]] *= -1
-    assert len({of(values), *map(of, others), of(two)}) == 7
-    assert of(values) == of(values.clone())
-
-
-def test_bandwidth_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
-    found = measure_bandwidth(tmp_path, nbytes=3 * (1 << 20) + 5)
-    assert found.read > 0 < found.write
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(OSError, match="are free"):
-        measure_bandwidth(tmp_path, nbytes=1 << 60)
-    assert not list(tmp_path.iterdir())
-
-
-def test_seconds_are_those_in_which_a_request_was_with_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.preadv
+def test_seconds_are_those_in_which_a_request_was_with_the_disk(tmp_path, monkeypatch) -> None:
     with FileStore(tmp_path, block_size=BLOCK, queue_depth=2) as store:
         region = allocate(store, 4 * BLOCK)[0]
         write(store, region, 1)
         before = store.traffic()
         assert before.read_seconds == 0.0
         naps = iter([0.1, 0.15, 0.15, 0.1])  # two at a time: the third begins while the second goes on
-        monkeypatch.setattr(os, "preadv", lambda *given: (time.sleep(next(naps)), real(*given))[1])
+        before_each(monkeypatch, "preadv", lambda: time.sleep(next(naps)))
         read(store, region)
         after = store.traffic()
         assert after.read_seconds >= 0.25

@@ -1,7 +1,5 @@
 """Parameters on NVMe: the same numbers as anywhere else, files as large as is said, and what goes wrong is told."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys
@@ -14,8 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zeromesh
-from harness import FOLDERS, run_command, run_ranks
-from test_swap import PRECISIONS
+from harness import FOLDERS, on_ranks, run_ranks
+from test_swap import PRECISIONS, assert_equal, places, require_files_to_be_needed
 from test_tiers import Net, in_stages, start, update
 from zeromesh import zero
 from zeromesh.shard.stored import Stored
@@ -24,22 +22,7 @@ from zeromesh.tiers import swap_file
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVMe tier needs Linux")
 
 
-def places(folder: Path | str, parameters: str, optimizer: str, buffers: int = 3) -> dict[str, Any]:
-    """Where a run in row 3 has its states."""
-    more = {"nvme_path": str(folder), "buffer_count": buffers}
-    return {
-        "stage": 3,
-        "offload_param": {"device": parameters, **more},
-        "offload_optimizer": {"device": optimizer, **more},
-    }
-
-
-# The same numbers.
-
-
 class Part(nn.Module):
-    """Trained and frozen, some in fp32 in every run, and a codebook that the forward writes to, past autograd."""
-
     def __init__(self, width: int, number: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
@@ -90,7 +73,6 @@ def begin(settings: dict[str, Any], precision: str, deferred: bool = False) -> z
 
 
 def life(folder: str, parameters: str, optimizer: str, precision: str) -> list[Any]:
-    """All that a run does with its parameters: updates, evaluations, checkpoints, looks and changes from outside."""
     engine = begin(places(folder, parameters, optimizer), precision, deferred=parameters == "nvme")
     found: list[Any] = [update(engine, number) for number in range(3)]
     engine.eval()
@@ -124,10 +106,6 @@ def life(folder: str, parameters: str, optimizer: str, precision: str) -> list[A
     return found
 
 
-def both_lives(folder: str, *case: Any) -> tuple[list[Any], list[Any]]:
-    return life(folder, "cpu", *case), life(folder, "nvme", *case)
-
-
 CASES = [
     (2, "nvme", "bf16"),
     (1, "none", "fp32"),
@@ -137,18 +115,14 @@ CASES = [
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("ranks", "optimizer", "precision"), CASES)
-def test_a_run_is_the_same_to_the_bit_as_with_parameters_on_the_host(
-    ranks: int, optimizer: str, precision: str, tmp_path: Path
-) -> None:
-    for host, nvme in run_ranks(both_lives, ranks, str(tmp_path), optimizer, precision):
-        assert len(host) == len(nvme)
-        for one, other in zip(host, nvme, strict=True):
-            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+@on_ranks("ranks")
+def test_a_run_is_the_same_to_the_bit_as_with_parameters_on_the_host(ranks, optimizer, precision, tmp_path) -> None:
+    assert_equal(*(life(str(tmp_path), device, optimizer, precision) for device in ("cpu", "nvme")))
+    torch.distributed.barrier()  # the other rank deletes its files, too
     assert not list(tmp_path.glob("*.swap"))
 
 
 def go_on(settings: dict[str, Any], folder: str) -> list[float]:
-    """Two updates, from a checkpoint if there is one, and another checkpoint."""
     engine = begin(settings, "bf16")
     engine.load_checkpoint(folder)
     found = [update(engine, number) for number in range(2)]
@@ -158,7 +132,6 @@ def go_on(settings: dict[str, Any], folder: str) -> list[float]:
 
 
 def test_a_checkpoint_does_not_know_where_parameters_rested(tmp_path: Path) -> None:
-    """Runs in turns, with files and without; each goes on from the one before."""
     nvme, plain = places(tmp_path, "nvme", "cpu", buffers=1), {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     turns = [run_ranks(go_on, 2, one, str(tmp_path / "turns")) for one in (nvme, plain, nvme)]
     assert turns == [run_ranks(go_on, 2, plain, str(tmp_path / "plain")) for _ in range(3)]
@@ -192,11 +165,7 @@ def test_weights_are_read_from_a_checkpoint_straight_into_the_file(tmp_path: Pat
     engine.destroy()
 
 
-# What goes over to the disk and comes from there.
-
-
 def watch_reads(patch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each read that was waited for had been begun before."""
     seen: list[bool] = []
     real = Stored._take
 
@@ -208,9 +177,7 @@ def watch_reads(patch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-def test_units_are_read_once_for_each_fetch_and_begun_before_they_are_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_units_are_read_once_for_each_fetch_and_begun_before_they_are_needed(tmp_path, monkeypatch) -> None:
     seen = watch_reads(monkeypatch)
     engine = start(places(tmp_path, "nvme", "nvme", buffers=3), depth=6)
     stored = engine.sharded.stored
@@ -235,7 +202,7 @@ def test_units_are_read_once_for_each_fetch_and_begun_before_they_are_needed(
     engine.destroy()
 
 
-def test_what_is_frozen_is_written_only_if_somebody_changed_it(tmp_path: Path) -> None:
+def test_frozen_parameters_are_written_only_if_they_changed(tmp_path: Path) -> None:
     torch.manual_seed(3)
     model = Net(4)
     model.blocks.requires_grad_(False)
@@ -250,7 +217,6 @@ def test_what_is_frozen_is_written_only_if_somebody_changed_it(tmp_path: Path) -
     block = (stored.nbytes - embed) / 4
 
     def written() -> int:
-        """Bytes, with what is still to be written."""
         engine.sharded.rest()
         stored.read_ahead([])
         while stored._behind:
@@ -267,9 +233,6 @@ def test_what_is_frozen_is_written_only_if_somebody_changed_it(tmp_path: Path) -
     update(engine, 1)
     assert written() - before == 2 * embed + block
     engine.destroy()
-
-
-# What is counted.
 
 
 def on_tier(report: dict[str, Any], tier: str) -> int:
@@ -335,7 +298,7 @@ with zeromesh.zero.Init():
     model = Net({depth})
 engine = zeromesh.initialize(model=model, config=config)[0]
 print("first", update(engine))
-print("second", update(engine))
+print("last", update(engine))
 """
 
 
@@ -346,21 +309,10 @@ def test_under_a_limit_of_memory_too_small_for_the_parameters_it_trains(tmp_path
     elements = sum(parameter.numel() for parameter in Net(depth).parameters())
     script = tmp_path / "script.py"
     script.write_text(LIMITED.format(tests=FOLDERS, limit=int(4.5 * elements), folder=str(tmp_path), depth=depth))
-    found = {
-        # Else the C library keeps what was freed.
-        device: run_command([sys.executable, script, device], timeout=120, MALLOC_MMAP_THRESHOLD_="262144")
-        for device in ("cpu", "nvme")
-    }
-    assert found["cpu"].returncode != 0
-    assert "memory" in found["cpu"].stdout
-    assert found["nvme"].returncode == 0, found["nvme"].stdout
-    assert "second" in found["nvme"].stdout
+    require_files_to_be_needed(script, MALLOC_MMAP_THRESHOLD_="262144")  # else the C library keeps what was freed
 
 
-# What goes wrong.
-
-
-def test_what_cannot_be_used_is_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_folders_are_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="offload_param.device is nvme, but nvme_path is missing; set it to a folder"):
         start({"stage": 3, "offload_param": {"device": "nvme"}})
     with pytest.raises(OSError, match="missing"):
@@ -380,21 +332,6 @@ def test_what_cannot_be_used_is_refused_before_the_start(tmp_path: Path, monkeyp
     with pytest.raises(OSError, match="bytes more"):
         start(places(tmp_path, "nvme", "none"))
     assert not list(tmp_path.iterdir())
-
-
-def folder_of_rank(folders: list[str]) -> str:
-    """What a rank says whose folder may be missing; the configuration is the same, but the link is not."""
-    try:
-        start(places(folders[int(os.environ["RANK"])], "nvme", "none")).destroy()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_ranks_that_cannot_open_their_files_end_all(tmp_path: Path) -> None:
-    (tmp_path / "link").write_text("no folder")
-    for said in run_ranks(folder_of_rank, 2, [str(tmp_path / "link")] * 2):
-        assert "link" in said
 
 
 def damage(path: Path, how: str) -> None:

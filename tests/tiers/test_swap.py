@@ -1,7 +1,5 @@
 """Optimizer states on NVMe: the same numbers as on the host, files as large as is said, and what goes wrong is told."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import FOLDERS, run_command, run_ranks
+from harness import FOLDERS, on_ranks, run_command
 from test_tiers import Net, start, update
 from zeromesh import zero
 from zeromesh.shard.swap import unloaded
@@ -24,7 +22,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def life(folder: str, device: str, stage: int, optimizer: str, precision: str) -> list[Any]:
-    """All that a run does with its states: updates, a checkpoint, looks and changes from outside."""
     params = {"lr": 1e-3, **({"momentum": 0.9, "dampening": 0.1} if optimizer == "SGD" else {})}
     engine = start(
         {"stage": stage, "offload_optimizer": {"device": device, "nvme_path": folder, "buffer_count": 2}},
@@ -47,7 +44,6 @@ def life(folder: str, device: str, stage: int, optimizer: str, precision: str) -
 
 
 def last_of_life(engine: Any) -> list[Any]:
-    """Losses after what was changed, and what is left when all is changed once more."""
     found: list[Any] = [update(engine, 5), update(engine, 6)]
     values = engine.gathered_state_dict()
     engine.load_state_dict({name: value * 0.9 for name, value in engine.state_dict().items()})
@@ -56,8 +52,10 @@ def last_of_life(engine: Any) -> list[Any]:
     return found
 
 
-def both_lives(folder: str, *case: Any) -> tuple[list[Any], list[Any]]:
-    return life(folder, "cpu", *case), life(folder, "nvme", *case)
+def assert_equal(host: list[Any], nvme: list[Any]) -> None:
+    assert len(host) == len(nvme)
+    for one, other in zip(host, nvme, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 CASES = [
@@ -69,30 +67,31 @@ CASES = [
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("stage", "optimizer", "precision"), CASES)
-def test_a_run_is_the_same_to_the_bit_as_with_states_on_the_host(
-    stage: int, optimizer: str, precision: str, tmp_path: Path
-) -> None:
-    for host, nvme in run_ranks(both_lives, 2, str(tmp_path), stage, optimizer, precision):
-        for one, other in zip(host, nvme, strict=True):
-            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+@on_ranks(2)
+def test_a_run_is_the_same_to_the_bit_as_with_states_on_the_host(stage, optimizer, precision, tmp_path) -> None:
+    host, nvme = (life(str(tmp_path), device, stage, optimizer, precision) for device in ("cpu", "nvme"))
+    assert_equal(host, nvme)
+    torch.distributed.barrier()  # the other rank deletes its files, too
     assert sorted(os.listdir(tmp_path)) == ["cpu", "nvme"]
 
 
 def masters(engine: Any) -> list[torch.Tensor]:
-    found = [zero.safe_get_full_fp32_param(parameter) for parameter in engine.module.parameters()]
-    assert all(master is not None for master in found)
-    return [master.clone() for master in found if master is not None]
+    return [zero.safe_get_full_fp32_param(parameter).clone() for parameter in engine.module.parameters()]
+
+
+def start_nvme(folder: Path | str, device: str = "nvme", **more: Any) -> Any:
+    return start({"stage": 3, "offload_optimizer": {"device": device, "nvme_path": str(folder)}}, **more)
 
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("saved", "loaded"), [("nvme", "none"), ("none", "nvme")])
 def test_a_checkpoint_does_not_know_where_states_rested(saved: str, loaded: str, tmp_path: Path) -> None:
-    engine = start({"stage": 3, "offload_optimizer": {"device": saved, "nvme_path": str(tmp_path)}})
+    engine = start_nvme(tmp_path, saved)
     update(engine)
     engine.save_checkpoint(tmp_path / "checkpoints")
     expected = update(engine), masters(engine)
     engine.destroy()
-    engine = start({"stage": 3, "offload_optimizer": {"device": loaded, "nvme_path": str(tmp_path)}})
+    engine = start_nvme(tmp_path, loaded)
     engine.load_checkpoint(tmp_path / "checkpoints")
     assert update(engine) == expected[0]
     for found, want in zip(masters(engine), expected[1], strict=True):
@@ -105,7 +104,7 @@ def test_a_checkpoint_does_not_know_where_states_rested(saved: str, loaded: str,
 @pytest.mark.some(1)
 @pytest.mark.parametrize("depth", [2, 8])
 def test_the_report_has_the_size_of_the_file_and_of_the_buffers(depth: int, tmp_path: Path) -> None:
-    engine = start({"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}, depth=depth)
+    engine = start_nvme(tmp_path, depth=depth)
     update(engine)
     report, (file,) = engine.memory_report(), list(tmp_path.iterdir())
     elements = sum(parameter.numel() for parameter in Net(depth).parameters())
@@ -128,11 +127,7 @@ def test_unloaded_tensors_cannot_be_written_to() -> None:
         value.copy_(torch.ones(3, 2))
 
 
-def start_nvme(folder: Path | str, **more: Any) -> Any:
-    return start({"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}}, **more)
-
-
-def test_what_cannot_rest_there_is_refused_before_the_start(tmp_path: Path) -> None:
+def test_states_that_cannot_rest_in_files_are_refused_before_the_start(tmp_path: Path) -> None:
     adam = {"type": "Adam", "params": {"lr": 1e-3, "amsgrad": True}}
     with pytest.raises(ValueError, match="AdamW, with the options of group 0, .* offload_optimizer.device = cpu"):
         start_nvme(tmp_path, optimizer=adam)
@@ -145,20 +140,21 @@ def test_what_cannot_rest_there_is_refused_before_the_start(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-def attempt(folders: list[str]) -> str:
-    rank = int(os.environ["RANK"])
-    try:
-        start_nvme(folders[rank])
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+@on_ranks(2)
+def test_ranks_that_cannot_open_their_files_all_say_so(tmp_path: Path) -> None:
+    for start_with in (lambda: start_nvme(tmp_path / "file"), lambda: start(places(tmp_path / "file", "nvme", "none"))):
+        (tmp_path / "file").write_text("no folder")
+        with pytest.raises((OSError, RuntimeError), match="file"):
+            start_with()
 
 
-def test_a_rank_that_cannot_open_its_file_ends_all(tmp_path: Path) -> None:
-    config_alike = [str(tmp_path / "link"), str(tmp_path / "link")]
-    (tmp_path / "link").write_text("no folder")
-    for said in run_ranks(attempt, 2, config_alike):
-        assert "link" in said
+def places(folder: Path | str, parameters: str, optimizer: str, buffers: int = 3) -> dict[str, Any]:
+    more = {"nvme_path": str(folder), "buffer_count": buffers}
+    return {
+        "stage": 3,
+        "offload_param": {"device": parameters, **more},
+        "offload_optimizer": {"device": optimizer, **more},
+    }
 
 
 def test_a_file_that_is_changed_underneath_ends_the_run(tmp_path: Path) -> None:
@@ -197,9 +193,13 @@ def test_under_a_limit_of_memory_too_small_for_the_states_it_trains(tmp_path: Pa
     states = 12 * sum(parameter.numel() for parameter in Net(depth).parameters())
     script = tmp_path / "script.py"
     script.write_text(LIMITED.format(tests=FOLDERS, limit=int(0.9 * states), folder=str(tmp_path), depth=depth))
-    on_host = run_command([sys.executable, script, "cpu"], timeout=120)
-    assert on_host.returncode != 0
-    assert "memory" in on_host.stdout
-    on_nvme = run_command([sys.executable, script, "nvme"], timeout=120)
-    assert on_nvme.returncode == 0, on_nvme.stdout
-    assert "last" in on_nvme.stdout
+    require_files_to_be_needed(script)
+
+
+def require_files_to_be_needed(script: Path, **variables: str) -> None:
+    """Run a script that trains within a limit, which is enough for states in files and too little on the host."""
+    found = {device: run_command([sys.executable, script, device], 120, **variables) for device in ("cpu", "nvme")}
+    assert found["cpu"].returncode != 0
+    assert "memory" in found["cpu"].stdout
+    assert found["nvme"].returncode == 0, found["nvme"].stdout
+    assert "last" in found["nvme"].stdout

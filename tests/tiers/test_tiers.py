@@ -1,7 +1,5 @@
 """States that rest off the device: where they lie, what is counted, and that nothing else changes."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from pathlib import Path
@@ -12,7 +10,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from heap import Heap
 
 HOST = {"device": "cpu"}
@@ -71,26 +69,6 @@ def update(engine: zeromesh.Engine, number: int = 0) -> float:
     return loss.item()
 
 
-# What is counted.
-
-
-def reported(names: list[str]) -> dict[str, Any]:
-    """By what is offloaded: the report, and what the heap holds between updates beyond what was there before."""
-    found, heap = {}, Heap()
-    for name in [names[0], *names]:  # what libraries allocate once is there from the second on
-        gc.collect()
-        before = heap.live()
-        engine = start(OFFLOADED[name])
-        update(engine)
-        update(engine)
-        engine.sharded.rest()
-        gc.collect()
-        found[name] = engine.memory_report(), heap.live() - before
-        engine.destroy()
-        del engine
-    return found
-
-
 def in_parameters(name: str) -> dict[str, dict[str, float]]:
     """Bytes per parameter by state and tier, on two ranks in bf16; sums of gradients of two ranks are in fp32."""
     on_host, half = "optimizer" in name or "all" in name, 0.5
@@ -105,89 +83,80 @@ def in_parameters(name: str) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 and Linux count")
+@on_ranks(2)
 def test_the_report_by_tier_is_what_the_formulas_say_and_the_heap_holds() -> None:
+    names = list(OFFLOADED)
+    found, heap = {}, Heap()
+    for name in [names[0], *names]:  # what libraries allocate once is there from the second on
+        gc.collect()
+        before = heap.live()
+        engine = start(OFFLOADED[name])
+        update(engine)
+        update(engine)
+        engine.sharded.rest()
+        gc.collect()
+        found[name] = engine.memory_report(), heap.live() - before
+        engine.destroy()
+        del engine
     elements = sum(parameter.numel() for parameter in Net().parameters())
-    for rank in run_ranks(reported, 2, list(OFFLOADED)):
-        for name, (report, resting) in rank.items():
-            for state, tiers in in_parameters(name).items():
-                assert set(tiers) <= set(report[state]), (name, state)
-                for tier, size in report[state].items():
-                    assert size / elements == pytest.approx(tiers.get(tier, 0.0), rel=0.01, abs=0.01), (name, state)
-            given_back = 4 * elements / 2 if name in ("none", "parameters") else 0  # sums of gradients in row 3
-            slots = sum(report["slot"].values())
-            held = report["total"] - slots - given_back
-            assert held - 2e5 <= resting <= held + slots + 8e5, name
+    for name, (report, resting) in found.items():
+        for state, tiers in in_parameters(name).items():
+            assert set(tiers) <= set(report[state]), (name, state)
+            for tier, size in report[state].items():
+                assert size / elements == pytest.approx(tiers.get(tier, 0.0), rel=0.01, abs=0.01), (name, state)
+        given_back = 4 * elements / 2 if name in ("none", "parameters") else 0  # sums of gradients in row 3
+        slots = sum(report["slot"].values())
+        held = report["total"] - slots - given_back
+        assert held - 2e5 <= resting <= held + slots + 8e5, name
 
 
-def depths() -> list[dict[str, Any]]:
+@on_ranks(2)
+def test_with_all_on_the_host_the_device_holds_as_much_whatever_the_depth() -> None:
     found = []
     for depth in (2, 6):
         engine = start(OFFLOADED["all"], depth)
         update(engine)
         found.append(engine.memory_report())
         engine.destroy()
-    return found
+    shallow, deep = ({s: v for s, v in one.items() if isinstance(v, dict) and s != "measured"} for one in found)
+    on_device, on_host = (
+        [sum(state.get(tier, 0) for state in report.values()) for report in (shallow, deep)]
+        for tier in ("device", "host")
+    )
+    assert on_device[1] <= on_device[0]
+    assert on_host[1] > 2.5 * on_host[0]
 
 
-def test_with_all_on_the_host_the_device_holds_as_much_whatever_the_depth() -> None:
-    for rank in run_ranks(depths, 2):
-        shallow, deep = ({s: v for s, v in one.items() if isinstance(v, dict) and s != "measured"} for one in rank)
-        on_device, on_host = (
-            [sum(state.get(tier, 0) for state in report.values()) for report in (shallow, deep)]
-            for tier in ("device", "host")
-        )
-        assert on_device[1] <= on_device[0]
-        assert on_host[1] > 2.5 * on_host[0]
-
-
-def half() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_units_whose_gradients_come_last_stay_on_the_device() -> None:
     engine = start({"stage": 2, "offload_optimizer": {**HOST, "ratio": 0.4}})
     update(engine)
-    return [(unit.name, flat.optimizer_tier.value) for unit in engine.sharded.units for flat in unit.flats]
-
-
-def test_what_stays_on_the_device_is_of_the_units_whose_gradients_come_last() -> None:
-    assert run_ranks(half, 2)[0] == [
-        ("", "device"), ("blocks.0", "device"), ("blocks.1", "host"), ("blocks.2", "host")
-    ]  # fmt: skip
-
-
-# Stores of their own.
-
-
-def apart(name: str) -> list[str]:
-    """What shares memory with what it must not share it with."""
-    engine, shared = start(OFFLOADED[name]), []
-    update(engine)
-    with engine.sharded.gathered(engine.sharded.units):
-        for flat in engine.sharded.flats:
-            states = {"shard": flat.shard, "master": flat.master, "gradient": flat.gradient.buffer, "full": flat.full}
-            row = engine.config.row
-            places = {
-                "shard": row.parameter_tier,
-                "master": row.optimizer_tier,
-                "gradient": row.gradient_tier,
-                "full": "slots",
-            }
-            for one, other in (("shard", "master"), ("gradient", "full"), ("gradient", "shard"), ("master", "full")):
-                both = states[one], states[other]
-                if places[one] != places[other] and None not in both:
-                    same = both[0].untyped_storage().data_ptr() == both[1].untyped_storage().data_ptr()
-                    shared += [f"{one} and {other}"] if same else []
-    return shared
+    tiers = {unit.name: flat.optimizer_tier.value for unit in engine.sharded.units for flat in unit.flats}
+    assert tiers == {"": "device", "blocks.0": "device", "blocks.1": "host", "blocks.2": "host"}
 
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["optimizer of row 1", "optimizer of row 3", "parameters", "all"])
+@on_ranks(2)
 def test_the_host_is_a_store_of_its_own_where_device_and_host_are_one_memory(name: str) -> None:
-    assert run_ranks(apart, 2, name) == [[], []]
-
-
-# Together with all else.
+    engine = start(OFFLOADED[name])
+    update(engine)
+    row = engine.config.row
+    with engine.sharded.gathered(engine.sharded.units):
+        for flat in engine.sharded.flats:
+            places = {
+                "shard": (flat.shard, row.parameter_tier),
+                "master": (flat.master, row.optimizer_tier),
+                "gradient": (flat.gradient.buffer, row.gradient_tier),
+                "full": (flat.full, "slots"),
+            }
+            for pair in (("shard", "master"), ("gradient", "full"), ("gradient", "shard"), ("master", "full")):
+                (one, tier), (other, its) = (places[state] for state in pair)
+                if tier != its and one is not None and other is not None:
+                    assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr(), pair
 
 
 def trained(zero: dict[str, Any], folder: Path, before: Path | None, **more: Any) -> Any:
-    """Two updates, from a checkpoint if there is one: losses, and whole masters and moments by the accessors."""
     engine = start(zero, 4, **more)
     if before is not None:
         assert engine.load_checkpoint(before)[0] is not None
@@ -208,7 +177,6 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.full
 def test_a_checkpoint_goes_on_with_its_states_elsewhere(tmp_path: Path) -> None:
-    """Each continues from the one before; a run without offload continues from itself."""
     device, before, places = {"stage": 2}, None, ["optimizer of row 2", "all", "none", "optimizer of row 1"]
     plain_before = None
     for number, name in enumerate(places):
@@ -220,7 +188,6 @@ def test_a_checkpoint_goes_on_with_its_states_elsewhere(tmp_path: Path) -> None:
 
 
 def changed(zero: dict[str, Any]) -> list[torch.Tensor]:
-    """What becomes of parameters that users change by every way that there is."""
     engine = start(zero)
     update(engine)
     first, second, third = (block.up.weight for block in engine.module.blocks)

@@ -25,7 +25,6 @@ def tool() -> ModuleType:
 
 
 def tree(root: Path, **files: str) -> Path:
-    """A package under ``root``; the key ``shard__unit`` is the file zeromesh/shard/unit.py."""
     (root / "zeromesh").mkdir(parents=True, exist_ok=True)
     (root / "zeromesh" / "__init__.py").touch()
     for key, text in files.items():
@@ -43,11 +42,7 @@ def test_the_package_keeps_its_layers(tool: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("importing", "text", "reported"),
     [
-        (
-            "config__settings",
-            "import zeromesh.comm.mesh",
-            ":1 imports zeromesh.comm.mesh: imports point down only",
-        ),
+        ("config__settings", "import zeromesh.comm.mesh", ":1 imports zeromesh.comm.mesh: imports point down only"),
         (
             "shard__unit",
             "\nfrom ..optim import update",
@@ -63,17 +58,11 @@ def test_the_package_keeps_its_layers(tool: ModuleType) -> None:
         ),
         ("cli__main", "import zeromesh.novel.thing", ":1 imports zeromesh.novel.thing: novel is in no layer"),
         ("model__row", "from torch import distributed", ":1 imports torch.distributed: model must not import"),
-        (
-            "pipeline__schedule__actions",
-            "import torch",
-            ":1 imports torch: pipeline.schedule must not import torch",
-        ),
+        ("pipeline__schedule__actions", "import torch", ":1 imports torch: pipeline.schedule must not import torch"),
         ("model__row", "import torch.distributed.tensor", ":1 imports torch.distributed.tensor: model must not import"),
     ],
 )
-def test_a_broken_rule_is_reported_with_its_place(
-    tool: ModuleType, tmp_path: Path, importing: str, text: str, reported: str
-) -> None:
+def test_a_broken_rule_is_reported_with_its_place(tool, tmp_path, importing, text, reported) -> None:
     others = {
         "comm__mesh": "",
         "optim__update": "",
@@ -96,9 +85,7 @@ def test_a_circle_of_files_is_reported(tool: ModuleType, tmp_path: Path) -> None
     assert all(f"zeromesh.shard.{name}" in problem for name in "abc")
 
 
-def test_imports_within_a_package_downwards_and_between_top_modules_are_allowed(
-    tool: ModuleType, tmp_path: Path
-) -> None:
+def test_imports_within_a_package_downwards_and_between_top_modules_are_allowed(tool, tmp_path) -> None:
     root = tree(
         tmp_path,
         model__row="import torch",

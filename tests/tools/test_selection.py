@@ -1,7 +1,5 @@
 """Parts of the tests, records of their outcomes, and a second try of the few that failed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +13,6 @@ import test_all  # type: ignore[import-not-found]
 
 
 def left(names: list[str], **options: str) -> list[str]:
-    """The tests that are left of those with these names."""
     config: Any = SimpleNamespace(
         getoption=lambda name: options.get(name.removeprefix("--")),
         hook=SimpleNamespace(pytest_deselected=lambda items: None),

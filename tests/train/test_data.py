@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gzip
 import os
 from collections.abc import Sequence
@@ -79,7 +77,7 @@ def contents(documents: list[Document]) -> bytes:
     return "".join(text for document in documents for text in pieces_of(document)).encode()
 
 
-def test_of_a_single_document_the_last_lines_are_held_out(tmp_path: Path) -> None:
+def test_the_last_lines_of_a_single_document_are_held_out(tmp_path: Path) -> None:
     path = tmp_path / "one.txt"
     path.write_text("".join(f"line {n}\n" for n in range(1000)))
     for name in ("one.txt", "by its hash it would be held out"):
@@ -118,9 +116,7 @@ def test_both_sides_of_a_split_get_text(tmp_path: Path) -> None:
         ("", []),
     ],
 )
-def test_a_long_document_is_cut_at_lines_words_or_characters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, pieces: list[str]
-) -> None:
+def test_a_long_document_is_cut_at_lines_words_or_characters(tmp_path, monkeypatch, text, pieces) -> None:
     path = tmp_path / "x"
     path.write_text(text)
     monkeypatch.setattr(formats_module, "PIECE_BYTES", 10)
@@ -144,7 +140,7 @@ def test_suffixes_are_the_ends_of_names(folder: Path) -> None:
     assert len(find_documents([str(folder)], ["py"])) == len(TEXTS)
 
 
-def test_what_runs_write_is_no_text(folder: Path) -> None:
+def test_files_of_runs_are_no_text(folder: Path) -> None:
     before = find_documents([str(folder)], [])
     for name in ("runs/this/text", "runs/other/text", "runs/.hidden"):
         (folder / name).mkdir(parents=True)
@@ -160,13 +156,10 @@ def test_what_runs_write_is_no_text(folder: Path) -> None:
 
 
 def ids_of(part: TokenSet) -> list[list[int]]:
-    """The ids of each document of a set."""
     return [part.indexed.document(number).tolist() for number in part.numbers]
 
 
-def test_a_long_document_is_read_in_pieces_and_has_the_same_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_document_is_read_in_pieces_and_has_the_same_tokens(tmp_path, monkeypatch) -> None:
     path = tmp_path / "long.py"
     path.write_text("".join(text.replace("value", f"value_{n}") for n in range(30) for text in TEXTS))
     data = TextData(train=(str(path),), validation_fraction=0.1, vocabulary_size=320)
@@ -190,9 +183,7 @@ def test_a_long_document_is_read_in_pieces_and_has_the_same_tokens(
     assert ids_of(pieces.validation[0]) == ids_of(whole.validation[0])
 
 
-def test_a_tokenizer_is_trained_on_pieces_from_all_over_the_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_is_trained_on_pieces_from_all_over_the_text(tmp_path, monkeypatch) -> None:
     for name, size in (("a", 100_000), ("b", 100), ("c", 50_000)):
         (tmp_path / name).write_text(f"{name * 4}\n" * (size // 5))
     data = TextData(train=(str(tmp_path),))
@@ -295,7 +286,7 @@ def test_bytes_are_those_of_the_text_also_where_a_tokenizer_loses_some(folder: P
     assert prepared.train[0].bytes + prepared.validation[0].bytes == size
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_tokenizers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(ValueError, match=r"broken\.json.*is not a tokenizer"):
         load_tokenizer(tmp_path / "broken.json")
@@ -359,9 +350,7 @@ def test_words_of_the_usual_length_are_learned_from_whole(caplog: pytest.LogCapt
     assert "words of more than" not in caplog.text
 
 
-def test_files_of_zeros_and_pipes_are_left_out_and_named(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_of_zeros_and_pipes_are_left_out_and_named(folder, tmp_path, caplog) -> None:
     (folder / "zeros.py").write_bytes(bytes(5000))
     os.mkfifo(folder / "pipe.py")
     os.mkfifo(folder / "pipe.jsonl")

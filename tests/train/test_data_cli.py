@@ -1,7 +1,5 @@
 """``zeromesh train`` on records, blends and Megatron's files: what it checks before ranks start, and that it trains."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,11 @@ from zeromesh.config.settings import Settings
 
 
 def change(source: Any, **more: Any) -> dict[str, Any]:
-    """The section ``data`` of ``config`` with other sources, and no tokenizer to be trained."""
     return {"train": source, "suffixes": [], "vocabulary_size": "auto", "validation_fraction": 0.2} | more
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Sources of all kinds that one tokenizer fits."""
     folder = tmp_path_factory.mktemp("parts")
     chats = [{"messages": [CHAT[1], {**CHAT[2], "content": "x" * n}]} for n in range(16)]
     ids = np.random.default_rng(0).integers(0, 250, (30, 40)).tolist()
@@ -47,7 +43,6 @@ def test_a_blend_of_all_kinds_is_trained_on_and_resumed(parts: dict[str, Path], 
     assert result.exit_code == 0, result.output
     assert "bits per byte" in result.output
     settings = Settings.load(tmp_path / "run" / "config.json")
-    assert settings.data is not None
     assert [weight for _, weight in settings.data.blend] == [0.4, 0.3, 0.2, 0.1]
     whole = numbers(tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -77,9 +72,7 @@ def test_tokens_without_a_tokenizer_are_trained_on(parts: dict[str, Path], tmp_p
         ({"train_batch_size": 64}, ("gives 32 samples", "fewer than the 64", "train_batch_size")),
     ],
 )
-def test_tokens_that_do_not_suit_the_run_are_refused(
-    parts: dict[str, Path], tmp_path: Path, changes: dict[str, Any], messages: tuple[str, ...]
-) -> None:
+def test_tokens_that_do_not_suit_the_run_are_refused(parts, tmp_path, changes, messages) -> None:
     settings = {"run": {"sample": {}}, "data": change(str(parts["indexed"]))} | changes
     refused(call("train", config(tmp_path, tmp_path, **settings)), *messages)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -94,7 +87,7 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_refused(parts: dict[str, P
     refused(call("train", path), "long.jsonl, line 1: has 42 tokens", "data.too_long")
 
 
-def test_what_was_left_out_is_said(parts: dict[str, Path], tmp_path: Path) -> None:
+def test_records_that_were_left_out_are_counted(parts: dict[str, Path], tmp_path: Path) -> None:
     records = [{"prompt": "p" * n, "response": "r"} for n in range(45)]
     data = change(str(lines(tmp_path / "a.jsonl", records)), tokenizer=str(parts["tokenizer"]), too_long="drop")
     result = call("train", config(tmp_path, tmp_path, data=data, run={"steps": 1, "sample": {}}))
@@ -103,9 +96,7 @@ def test_what_was_left_out_is_said(parts: dict[str, Path], tmp_path: Path) -> No
 
 
 @pytest.mark.full
-def test_the_example_of_a_blend_takes_a_step_with_the_tokenizer_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_example_of_a_blend_takes_a_step_with_the_tokenizer_of_the_page(tmp_path, monkeypatch) -> None:
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)

@@ -1,11 +1,8 @@
 """Megatron's indexed format, against files whose bytes are put together here."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +15,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 
 def published(
     prefix: Path, documents: list[list[list[int]]], code: int = 8, kind: str = "H", modes: list[int] | None = None
-) -> None:
-    """Write documents of sequences of ids byte by byte, as the layout is published."""
+) -> None:  # write documents of sequences of ids byte by byte, as the layout is published
     sequences = [sequence for document in documents for sequence in document]
     width = struct.calcsize("<" + kind)
     data = b"".join(struct.pack(f"<{len(s)}{kind}", *s) for s in sequences)
@@ -83,7 +79,7 @@ def write_and_fail(prefix: Path) -> None:
         raise ZeroDivisionError
 
 
-def test_what_is_written_is_read_and_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
+def test_written_documents_are_read_and_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     lengths = random.integers(0, 50, 200).astype(np.int32)
     ids = random.integers(0, 2**31, lengths.sum())
@@ -139,18 +135,12 @@ LENGTHS, OFFSETS, BOUNDARIES = 34, 34 + 4 * 3, 34 + 12 * 3
         (changed(17, b"\x09"), r"set\.idx' has the dtype code 9, which must be one of 1 \(uint8\).*8 \(uint16\)"),
         (lambda index: index[:20], r"set\.idx' is cut off in its header, after 20 bytes"),
         (lambda index: b"", r"set\.idx' begins with b''"),
-        (
-            lambda index: index[:-1],
-            r"set\.idx' is cut off: 3 sequences and 3 document boundaries take 94.*has 93",
-        ),
+        (lambda index: index[:-1], r"set\.idx' is cut off: 3 sequences and 3 document boundaries take 94.*has 93"),
         (lambda index: index + b"\0", r"set\.idx' has more than it should.*94 bytes, or 97 with modes, and it has 95"),
         (changed(18, b"\x04"), r"set\.idx' is cut off: 4 sequences"),
         (changed(LENGTHS, struct.pack("<i", -1)), r"sequence of -1 tokens"),
         (changed(LENGTHS, struct.pack("<i", 3)), r"set\.bin' has 8 bytes, and by 'set\.idx' it must have 10"),
-        (
-            changed(OFFSETS + 8, struct.pack("<q", 400)),
-            r"sequence 1 begins at byte 400, outside of 'set\.bin' of 8",
-        ),
+        (changed(OFFSETS + 8, struct.pack("<q", 400)), r"sequence 1 begins at byte 400, outside of 'set\.bin' of 8"),
         (changed(OFFSETS + 8, struct.pack("<q", -4)), r"sequence 1 begins at byte -4, outside of"),
         (changed(OFFSETS + 8, struct.pack("<q", 2)), r"sequence 1 begins at byte 2, not where the one before it ends"),
         (changed(BOUNDARIES + 8, struct.pack("<q", 4)), r"must rise from 0 to the 3 sequences, and are \[0, 4, 3\]"),
@@ -183,9 +173,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         ([[[0.5]]], 7, "f", "numbers of type float32, and ids must be whole numbers"),
     ],
 )
-def test_numbers_that_are_no_ids_are_refused(
-    tmp_path: Path, documents: Any, code: int, kind: str, message: str
-) -> None:
+def test_numbers_that_are_no_ids_are_refused(tmp_path, documents, code, kind, message) -> None:
     published(tmp_path / "set", documents, code, kind)
     with pytest.raises(ValueError, match=message):
         scan_documents(tmp_path / "set")

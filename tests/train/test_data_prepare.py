@@ -1,7 +1,5 @@
 """Preparing data: in tasks, from Megatron's files, once, and without harm where it fails."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -125,7 +123,6 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def preparing(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that prepares text into ``tmp_path / "run"``, and has begun to write."""
     source = tmp_path / "corpus"
     source.mkdir()
     (source / "a.txt").write_text(words(30_000, 0) * 400)

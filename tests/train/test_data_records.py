@@ -1,7 +1,5 @@
 """Records: JSON lines, tables, prompts with responses, chats; what is learned of them, and what is refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys
@@ -63,7 +61,6 @@ def data(path: Path, **more: Any) -> TextData:
 
 
 def learned(part: TokenSet, tokenizer: TextTokenizer) -> list[tuple[str, str]]:
-    """Of each record, all that it holds and what of it is learned, special tokens by their names."""
     found = []
     for number in part.numbers:
         span = slice(part.indexed.bounds[number], part.indexed.bounds[number + 1])
@@ -74,7 +71,6 @@ def learned(part: TokenSet, tokenizer: TextTokenizer) -> list[tuple[str, str]]:
 
 
 def spell(ids: np.ndarray, tokenizer: TextTokenizer) -> str:
-    """Text in which the special tokens of the chat tokenizer, those above 255, have their names."""
     pieces, plain = [], []
     for token in [*ids.tolist(), None]:
         if token is None or token >= 256:
@@ -92,7 +88,7 @@ def tokenizer_of(prepared: PreparedData) -> TextTokenizer:
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path: Path, template: str) -> None:
+def test_the_assistants_turns_of_a_chat_are_learned(tmp_path: Path, template: str) -> None:
     folder = chat_tokenizer(tmp_path / "tokenizer", template)
     path = lines(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": CHAT[1:3]}])
     prepared = prepare(data(path, tokenizer=str(folder)), tmp_path / "text")
@@ -238,9 +234,7 @@ def test_nulls_that_a_table_adds_to_tools_and_calls_are_taken_out(tmp_path: Path
     assert learned(found.train[0], tokenizer_of(found)) == wanted
 
 
-def test_records_of_which_nothing_is_learned_are_left_out_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_records_of_which_nothing_is_learned_are_left_out_and_counted(tmp_path, caplog) -> None:
     folder = chat_tokenizer(tmp_path / "tokenizer", MARKED)
     empty = {"prompt": "", "response": ""}
     path = lines(
@@ -284,14 +278,11 @@ def test_chats_need_a_chat_template(tmp_path: Path) -> None:
         (("q", "a"), {"prompt_key": "q", "response_key": "a"}),
     ],
 )
-def test_of_a_prompt_with_a_response_the_response_and_its_end_are_learned(
-    tmp_path: Path, keys: tuple[str, str], settings: dict[str, str]
-) -> None:
+def test_the_response_to_a_prompt_and_its_end_are_learned(tmp_path, keys, settings) -> None:
     records = [dict(zip(keys, pair, strict=True)) for pair in (("Add 1", " 2 é"), ("", "x"), ("y", ""))]
     prepared = prepare(data(lines(tmp_path / "a.jsonl", records), **settings), tmp_path / "text")
     (part,) = prepared.train
     tokenizer = tokenizer_of(prepared)
-    assert part.mask is not None
     for number, record in enumerate(records):
         span = slice(part.indexed.bounds[number], part.indexed.bounds[number + 1])
         ids, mask = part.indexed.tokens[span], part.mask[span] != 0
@@ -399,10 +390,7 @@ GOOD = {"messages": CHAT[1:3]}
         (["[", GOOD, "]"], r"line 1: is not JSON \(Expecting value, column 2\).*, and `jq -c '\.\[\]' FILE` writes"),
         ([GOOD, "[1, 2]"], r"a\.jsonl, line 2: is \[1, 2\], and must be an object with keys: .* and `jq -c"),
         ([GOOD, {"text": "x"}], r"line 2: has the keys \['text'\] and lacks 'messages'; all records of a source"),
-        (
-            [{"some": 1}],
-            r"line 1: has the keys \['some'\], and must have 'messages' or 'prompt' and 'response' or 't",
-        ),
+        ([{"some": 1}], r"line 1: has the keys \['some'\], and must have 'messages' or 'prompt' and 'response' or 't"),
         ([GOOD, {"messages": []}], r"line 2: messages = \[\] must be a list of at least one message"),
         ([GOOD, {"messages": "hi"}], r'line 2: messages = "hi" must be a list'),
         ([GOOD, {"messages": ["hi"]}], r'line 2: messages\[0\] = "hi" must be an object with role and content'),
@@ -428,9 +416,7 @@ GOOD = {"messages": CHAT[1:3]}
     ],
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
-def test_a_wrong_record_is_refused_with_its_place(
-    tmp_path: Path, records: list[Any], message: str, packed: bool
-) -> None:
+def test_a_wrong_record_is_refused_with_its_place(tmp_path, records, message, packed) -> None:
     folder = chat_tokenizer(tmp_path / "tokenizer", MARKED)
     path = lines(tmp_path / "a.jsonl", records)
     if packed:
@@ -534,7 +520,6 @@ def pairs(part: TokenSet, tokenizer: TextTokenizer) -> list[tuple[str, None]]:
     found = []
     for number in part.numbers:
         span = slice(part.indexed.bounds[number], part.indexed.bounds[number + 1])
-        assert part.mask is not None
         ids, mask = part.indexed.tokens[span], part.mask[span] != 0
         found.append(("|".join(tokenizer.decode(ids[side].tolist()) for side in (~mask, mask)), None))
     return found
@@ -548,10 +533,7 @@ def test_kinds_that_are_learned_from_in_different_ways_are_parts_of_a_blend(tmp_
     with pytest.raises(ValueError, match=r"plain text, .*a\.txt, and data\.format = 'chat' needs records"):
         prepare(data(tmp_path / "a.txt", format="chat"), tmp_path / "text")
     blend = [{"source": str(tmp_path / "a.txt"), "weight": 3}, {"source": str(tmp_path / "b.jsonl"), "weight": 1}]
-    prepared = prepare(
-        TextData.model_validate({"train": blend, "validation_fraction": 0.1}),
-        tmp_path / "run" / "text",
-    )
+    prepared = prepare(TextData.model_validate({"train": blend, "validation_fraction": 0.1}), tmp_path / "run" / "text")
     assert prepared.weights == (0.75, 0.25)
     assert [part.packed for part in prepared.train] == [False, True]
     assert [part.packed for part in prepared.validation] == [False, True]

@@ -1,7 +1,5 @@
 """From token files to batches: orders, windows, packing, blends, and resuming by counting."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 
@@ -26,7 +24,6 @@ PAD = 7777
 
 
 def write(prefix: Path, documents: list[np.ndarray], masks: list[np.ndarray] | None = None) -> TokenSet:
-    """A set of these documents, each of one sequence."""
     ends = np.ones(len(documents), dtype=bool)
     lengths = np.array([len(document) for document in documents], dtype=np.int32)
     for path, dtype, arrays in ((prefix, "<i4", documents), (file_of(prefix, ".mask"), "u1", masks or [])):
@@ -210,7 +207,6 @@ def blend(tmp_path: Path) -> PreparedData:
 
 
 def steps(whole: PreparedData, ranks: int, consumed: int, count: int, rows: int, micro_batches: int) -> list[list[int]]:
-    """The tokens of the samples of each step, gathered over the ranks in the order of the global batch."""
     shares = [Share(rank, ranks, rows, micro_batches) for rank in range(ranks)]
     streams = [training_batches(whole, 48, share, 7, consumed) for share in shares]
     found = []
@@ -283,9 +279,7 @@ def test_batches_draw_no_random_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("count", "length", "rows", "ranks"), [(2, 4, 2, 1), (9, 4, 2, 1), (50, 4, 3, 2), (97, 8, 2, 3)]
 )
-def test_evaluation_has_every_token_but_the_first_as_a_label_once(
-    tmp_path: Path, count: int, length: int, rows: int, ranks: int
-) -> None:
+def test_evaluation_has_every_token_but_the_first_as_a_label_once(tmp_path, count, length, rows, ranks) -> None:
     part = write(tmp_path / "set", [np.arange(1, count + 1)])
     shares = [
         list(evaluation_batches(prepared(validation=(part,)), length, rows, rank, ranks)) for rank in range(ranks)

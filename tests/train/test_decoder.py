@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -148,7 +146,7 @@ def test_dropout_acts_in_training_alone() -> None:
     assert torch.equal(model(tokens), model(tokens))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="25 tokens is longer than the model's 24"):
         decoder(shape())(ids(length=25))
     with pytest.raises(ValueError, match=r"hidden_size / model\.heads = 3 must be even"):

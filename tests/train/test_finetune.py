@@ -1,10 +1,9 @@
 """``zeromesh train`` on models of transformers: all of their weights, or adapters; and ``zeromesh export``."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS, VOCABULARY
 from zeromesh.cli.main import app
-from zeromesh.comm.environment import shutdown
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import HuggingFace, ModelShape
 from zeromesh.observe.metrics import read_metrics
@@ -38,11 +36,7 @@ LIMIT = 200
 STEPS = 4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def leave_the_group() -> Iterator[None]:
-    """Some tests here are the only rank."""
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def settings(source: Path, output: Path, **changes: Any) -> dict[str, Any]:
@@ -76,7 +70,6 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def tuned(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run on two ranks."""
     folder = tmp_path_factory.mktemp("tuned")
     sample = {"prompts": ["What is rain?"], "length": 5, "chat": True}
     path = write(folder, settings(tiny, folder / "run", run={"sample": sample}))
@@ -86,7 +79,6 @@ def tuned(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run on two ranks that trained adapters."""
     folder = tmp_path_factory.mktemp("adapted")
     lora = {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"]}  # which is the embedding, too
     path = write(folder, settings(tiny, folder / "run", lora=lora, bf16={"enabled": True}))
@@ -165,7 +157,6 @@ def test_a_prompt_begins_as_a_text_does_in_training(tiny: Path, begin: int | Non
 
 @pytest.mark.full
 def test_a_tuned_run_goes_on_as_if_it_had_not_been_stopped(tiny: Path, tuned: Path, tmp_path: Path) -> None:
-    """And on one rank instead of two."""
     shutil.copytree(tuned, tmp_path / "run", ignore=shutil.ignore_patterns("global_step4", "latest", "model"))
     (tmp_path / "run" / "checkpoints" / "latest").write_text("global_step2")
     sample = {"prompts": ["What is rain?"], "length": 5, "chat": True}
@@ -285,20 +276,19 @@ def test_a_run_of_a_built_in_decoder_is_exported(tmp_path: Path) -> None:
     assert not (tmp_path / "merged").exists()
 
 
-# Attention within documents.
-
-
-def packed(name: str, folder: Path) -> float | str:
-    """How far the logits of a packed row are from those of its documents alone."""
+def prepared(name: str, folder: Path) -> tuple[Any, Transformer]:
     torch.manual_seed(3)
     MODELS[name].build().save_pretrained(folder)
     language = Transformer(HuggingFace(path=str(folder), sequence_length=16))
     config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}}
-    engine = zeromesh.initialize(language.build(), config=config)[0].eval()
-    try:
-        require_document_attention(engine, language, VOCABULARY)
-    except ValueError as error:
-        return str(error)
+    return zeromesh.initialize(language.build(), config=config)[0], language
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", pytest.param("qwen3", marks=pytest.mark.full), "gemma3", "gpt_neox"])
+def test_documents_in_a_row_are_as_documents_alone(name: str, tmp_path: Path) -> None:
+    engine, language = prepared(name, tmp_path)
+    engine.eval()
+    require_document_attention(engine, language, VOCABULARY)
     engine.eval()
     lengths = (3, 1, 5, 4)
     parts = [torch.randint(0, VOCABULARY, (1, length)) for length in lengths]
@@ -308,38 +298,27 @@ def packed(name: str, folder: Path) -> float | str:
         tokens = torch.cat(parts, dim=1)
         together = language.logits(engine, Batch(tokens, tokens, positions, documents))
         alone = torch.cat([language.logits(engine, Batch(part, part)) for part in parts], dim=1)
-    return float((together - alone).abs().max())
+    assert float((together - alone).abs().max()) == pytest.approx(0, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", pytest.param("qwen3", marks=pytest.mark.full), "gemma3", "gpt_neox"])
-def test_documents_in_a_row_are_as_documents_alone(name: str, tmp_path: Path) -> None:
-    assert packed(name, tmp_path) == pytest.approx(0, abs=1e-5)
+LOOKS_ACROSS = "attends across documents whatever positions it is given; set it to false"
 
 
-@pytest.mark.parametrize("name", ["bloom", "mamba"])
-def test_models_that_look_across_documents_are_refused(name: str, tmp_path: Path) -> None:
-    assert "attends across documents whatever positions it is given; set it to false" in str(packed(name, tmp_path))
+@pytest.mark.parametrize(
+    ("name", "require", "message"),
+    [
+        ("bloom", require_document_attention, LOOKS_ACROSS),
+        ("mamba", require_document_attention, LOOKS_ACROSS),
+        ("bert", require_causal, "is no causal model"),
+        ("llama", require_causal, None),
+        ("mamba", require_causal, None),
+    ],
+)
+def test_models_that_look_ahead_or_across_documents_are_refused(name, require, message, tmp_path) -> None:
+    engine, language = prepared(name, tmp_path)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        require(engine, language, VOCABULARY)
 
-
-def causal(name: str, folder: Path) -> str:
-    torch.manual_seed(3)
-    MODELS[name].build().save_pretrained(folder)
-    language = Transformer(HuggingFace(path=str(folder), sequence_length=16))
-    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}}
-    engine = zeromesh.initialize(language.build(), config=config)[0]
-    try:
-        require_causal(engine, language, VOCABULARY)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(("name", "refused"), [("bert", True), ("llama", False), ("mamba", False)])
-def test_models_that_look_ahead_are_refused(name: str, refused: bool, tmp_path: Path) -> None:
-    assert ("is no causal model" in causal(name, tmp_path)) == refused
-
-
-# What is refused before the start.
 
 SHAPE = {"hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}
 
@@ -365,7 +344,9 @@ SHAPE = {"hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}
         ({"train_batch_size": 4096}, "samples of huggingface.sequence_length = 192 tokens, fewer than the 4096"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_trained_is_refused(tiny: Path, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_settings_that_cannot_be_trained_are_refused(
+    tiny: Path, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     result = invoke("train", write(tmp_path, settings(tiny, tmp_path / "run", **changes)))
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
@@ -413,9 +394,7 @@ def test_an_unknown_role_is_named_with_its_line(tiny: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_a_base_model_that_is_gone_is_named_with_the_way_back(
-    tiny: Path, tuned: Path, adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_model_that_is_gone_is_named_with_the_way_back(tiny, tuned, adapted, tmp_path, monkeypatch) -> None:
     for run, needed in ((tuned, "export"), (adapted, "sample")):
         name = run.parent.name
         shutil.copytree(run, tmp_path / name, ignore=shutil.ignore_patterns("*.png"))
@@ -469,7 +448,7 @@ def test_the_settings_describe_one_model() -> None:
         language_model(Settings.load({}))
 
 
-def test_what_a_model_of_transformers_costs_is_counted(tiny: Path) -> None:
+def test_the_cost_of_a_model_of_transformers_is_counted(tiny: Path) -> None:
     language = Transformer(HuggingFace(path=str(tiny), sequence_length=64))
     model = language.build()
     multiplied = sum(parameter.numel() for parameter in model.parameters())  # tied: the embedding is the output layer

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -31,7 +29,6 @@ STEPS = 6
 
 
 def config(corpus: Path, folder: Path, **changes: Any) -> Path:
-    """A configuration file with a tiny model; ``changes`` are by section, ``None`` drops one."""
     settings: dict[str, Any] = {
         "train_batch_size": 4,
         "train_micro_batch_size_per_gpu": 1,
@@ -76,7 +73,6 @@ def call(*arguments: str | Path) -> Result:
 
 @pytest.fixture(scope="module")
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run on one rank, in this process."""
     folder = tmp_path_factory.mktemp("finished")
     result = call("train", config(corpus, folder))
     assert result.exit_code == 0, result.output
@@ -84,7 +80,6 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
-    """What of the metrics does not depend on the clock."""
     kept = ("kind", "step", "samples", "tokens", "loss", "learning_rate", "gradient_norm", "bits_per_byte")
     return [{key: record[key] for key in kept if key in record} for record in read_metrics(run / "metrics.jsonl")]
 
@@ -101,7 +96,6 @@ def test_a_run_leaves_its_config_metrics_weights_picture_and_report(finished: Pa
     assert [text[:5] for text in report["samples"]] == ["def f", "class"]
     assert "gzip -9 on the same bytes" in (finished / "report.md").read_text("utf-8")
     settings = Settings.load(finished / "config.json")
-    assert settings.model is not None
     assert (settings.model.vocab_size, settings.gradient_accumulation_steps) == (270, 4)
     pytest.importorskip("matplotlib")
     assert (finished / "loss.png").is_file()
@@ -240,9 +234,7 @@ def refused(result: Result, *parts: str) -> None:
         ({"units": ["Blok"]}, ("units", "Blok", "Block")),
     ],
 )
-def test_bad_input_is_refused_before_training(
-    corpus: Path, tmp_path: Path, changes: dict[str, Any], parts: tuple[str, ...]
-) -> None:
+def test_bad_input_is_refused_before_training(corpus, tmp_path, changes, parts) -> None:
     result = call("train", config(corpus, tmp_path, **changes))
     refused(result, *parts)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -331,14 +323,11 @@ def test_a_run_may_be_resumed_on_other_ranks_and_with_settings_that_change_nothi
 
 
 def begun(finished: Path, copy: Path) -> None:
-    """Copy a run as after an end before its first checkpoint."""
     shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("global_step*", "latest", "model"))
 
 
 @pytest.mark.full
-def test_a_run_that_ended_before_its_first_checkpoint_is_started_again(
-    finished: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_ended_before_its_first_checkpoint_is_started_again(finished, corpus, tmp_path, monkeypatch) -> None:
     begun(finished, tmp_path / "run")
     refused(call("train", config(corpus, tmp_path), "--resume"), "holds no checkpoint", "without --resume")
     # A machine that is said to do one operation per second is found to do more.
@@ -379,9 +368,7 @@ def test_the_log_is_shown_in_short_lines_while_a_command_runs(capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_log_is_shown_on_the_first_rank_only(
-    rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_is_shown_on_the_first_rank_only(rank, capsys, monkeypatch) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     for name, value in (place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}).items():
         monkeypatch.setenv(name, str(value))
@@ -393,9 +380,7 @@ def test_the_log_is_shown_on_the_first_rank_only(
     assert not logging.getLogger("zeromesh").handlers
 
 
-def test_a_folder_with_weights_but_no_checkpoint_is_not_said_to_be_resumable(
-    finished: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_folder_with_weights_but_no_checkpoint_is_not_said_to_be_resumable(finished, corpus, tmp_path) -> None:
     shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
     for arguments in ([], ["--resume"]):
         result = call("train", config(corpus, tmp_path), *arguments)
@@ -406,12 +391,7 @@ def test_a_folder_with_weights_but_no_checkpoint_is_not_said_to_be_resumable(
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (FloatingPointError, 1)])
 def test_a_run_that_is_stopped_or_fails_says_what_was_kept_and_how_to_go_on(
-    finished: Path,
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: type[BaseException],
-    code: int,
+    finished: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], code: int
 ) -> None:
     def stop(*arguments: Any) -> None:
         raise error

@@ -1,7 +1,5 @@
 """``zeromesh train`` with the model cut into stages: its log and its weights are those of one process."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -11,13 +9,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from harness import run_ranks
 from test_finetune import settings as finetuning
 from test_finetune import write
-from test_train_mesh import numbers
+from test_train_mesh import assert_same_model, assert_same_run, numbers
 from zeromesh.cli.main import app
 from zeromesh.observe.metrics import read_metrics
 from zeromesh.train import loop
@@ -69,22 +66,6 @@ def config(corpus: Path, folder: Path, **changes: Any) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps(settings))
     return path
-
-
-def assert_same_run(run: Path, alone: Path) -> None:
-    for found, expected in zip(numbers(run), numbers(alone), strict=True):
-        assert found == pytest.approx(expected, rel=1e-3), (found, expected)
-    assert_same_model(run, alone)
-
-
-def assert_same_model(run: Path, alone: Path) -> None:
-    found, expected = (load_file(next((one / "model").glob("*.safetensors"))) for one in (run, alone))
-    assert found.keys() == expected.keys()
-    for key, want in expected.items():
-        assert float((found[key].float() - want.float()).abs().max()) < 1e-3, key
-    reports = [json.loads((one / "report.json").read_text()) for one in (run, alone)]
-    for key in ("parameters", "tokens"):
-        assert reports[0][key] == reports[1][key], key
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +134,7 @@ ADAPTERS = {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"]}  # whi
         pytest.param(ADAPTERS, "1f1b", id="adapters"),
     ],
 )
-def test_a_model_of_transformers_is_trained_in_stages(
-    lora: dict[str, Any] | None, schedule: str, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_model_of_transformers_is_trained_in_stages(lora, schedule, tiny, tmp_path) -> None:
     changes: dict[str, Any] = {"lora": lora, "train_micro_batch_size_per_gpu": 1, "run": {"evaluate_every": 2}}
     for ranks in (1, 2):
         cut = {"mesh": {"pipeline": ranks}, "pipeline": {"schedule": schedule}}
@@ -179,9 +158,7 @@ def test_a_model_of_transformers_is_trained_in_stages(
         ({"pipeline": {"blocks": ["layers.*"]}}, "pipeline.blocks: 'layers.*' matches no module"),
     ],
 )
-def test_what_cannot_run_in_stages_is_refused_before_the_start(
-    changes: dict[str, Any], message: str, corpus: Path, tmp_path: Path
-) -> None:
+def test_settings_that_cannot_run_in_stages_are_refused_before_the_start(changes, message, corpus, tmp_path) -> None:
     changes = {**TWO_STAGES, "train_batch_size": None, "gradient_accumulation_steps": 4} | changes
     path = config(corpus, tmp_path, **changes)
     ranks = math.prod(changes["mesh"].values())

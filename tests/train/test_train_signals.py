@@ -1,7 +1,5 @@
 """Runs that are told to end, or that cannot save, lose nothing."""
 
-from __future__ import annotations
-
 import errno
 import signal
 import subprocess
@@ -65,7 +63,7 @@ def test_sigusr1_saves_and_sigterm_saves_and_ends(prefix: list[str], corpus: Pat
     assert run.last_checkpoint not in (None, saved)
 
 
-def test_what_is_asked_for_while_ranks_agree_counts_at_the_next_update() -> None:
+def test_requests_during_an_agreement_count_at_the_next_update() -> None:
     engine = zeromesh.initialize(model=nn.Linear(2, 1), config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})[0]
 
     def update() -> int:
@@ -91,9 +89,7 @@ def test_what_is_asked_for_while_ranks_agree_counts_at_the_next_update() -> None
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("policy", ["continue", "stop"])
-def test_a_save_that_fails_is_tried_again_at_the_next(
-    policy: str, corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_that_fails_is_tried_again_at_the_next(policy, corpus, tmp_path, caplog) -> None:
     path = config(corpus, tmp_path, checkpoint={"on_failure": policy}, run={"save_every": 2, "ranks": 1})
     save, calls = Engine.save_checkpoint, []
 
@@ -115,9 +111,7 @@ def test_a_save_that_fails_is_tried_again_at_the_next(
         assert RunFolder(tmp_path / "run").last_checkpoint == "global_step6"
 
 
-def test_a_folder_of_checkpoints_that_cannot_be_written_to_is_refused_at_the_start(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_a_folder_of_checkpoints_that_cannot_be_written_to_is_refused_at_the_start(corpus, tmp_path) -> None:
     path = config(corpus, tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("a file in the way")
