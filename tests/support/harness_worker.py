@@ -121,6 +121,8 @@ def serve(connection: Connection, rank: int, backend: str) -> None:
             reply = pickle.dumps(("returned", answer(request, rank, backend), time.time()))
         except BaseException:
             reply = pickle.dumps(("raised", traceback.format_exc() + operands(), time.time()))
+        if coverage := sys.modules.get("coverage"):
+            coverage.Coverage.current().save()  # the pool ends its workers with SIGKILL
         connection.send_bytes(reply)
 
 
