@@ -211,7 +211,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the whole gradient, the mean over ranks; None if no rank has one. Call it between backward and ``step``."""
+    """Return the whole mean gradient over ranks; None if no rank has one. Call it between backward and ``step``."""
     if param in _ELSEWHERE:
         return None
     engine, _, flat, index = _find(param)
