@@ -1,4 +1,4 @@
-"""The engine: forward, backward, step. ``computation.py`` runs forward and backward, ``update.py`` the update."""
+"""Engine: forward, backward, step. ``computation.py`` runs forward and backward, ``update.py`` the update."""
 
 from __future__ import annotations
 

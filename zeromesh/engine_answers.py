@@ -81,7 +81,7 @@ class Answers(EngineState):
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale; 1 where the loss is not scaled."""
+        """Current loss scale; 1 where the loss is not scaled."""
         return self._update.loss_scale
 
     @property
@@ -91,7 +91,7 @@ class Answers(EngineState):
 
     @property
     def asked(self) -> int:
-        """The largest number that any rank passed to ``ask`` before the last update; 0 if none did."""
+        """Largest number that any rank passed to ``ask`` before the last update; 0 if none did."""
         return self._update.asked
 
     @property
@@ -100,7 +100,7 @@ class Answers(EngineState):
         return self._update.runs
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group; 0 of a group that has none, as in DeepSpeed."""
+        """Return the learning rate of each parameter group; 0 of a group that has none, as in DeepSpeed."""
         # ``float`` waits for the device where a rate is a tensor there.
         return [float(group.get("lr", 0.0)) for group in self.optimizer.param_groups] if self.optimizer else []
 

@@ -33,7 +33,7 @@ MOST_SKIPPED = 10
 
 
 class Update:
-    """The update of one model by one optimizer."""
+    """Updates of one model by one optimizer."""
 
     def __init__(self, sharded: ShardedModel, config: Resolved, optimizer: Optimizer | None) -> None:
         scaler = sharded.accumulation.scaler

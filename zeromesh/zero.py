@@ -1,4 +1,4 @@
-"""The interface of ``deepspeed.zero``: building sharded, reading and changing whole tensors.
+"""Interface of ``deepspeed.zero``: building sharded, reading and changing whole tensors.
 
 All functions here are collective: every rank calls them, in the same order. Of a model that is cut into stages, a rank
 has the parameters of its own, and what is called for one of them concerns the ranks of that stage (``engine.mesh.
@@ -206,12 +206,12 @@ def _whole(parameter: nn.Parameter, pick: Pick) -> torch.Tensor | None:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole master of a parameter, in the master's dtype; None if it is frozen, or another stage's."""
+    """Return the whole master of a parameter, in the master's dtype; None if it is frozen, or another stage's."""
     return _whole(param, lambda flat, local, piece: piece.parameter.detach())
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole gradient, averaged over ranks; None if no rank has one. To be called between backward and ``step``."""
+    """Return the whole mean gradient over ranks; None if no rank has one. Call it between backward and ``step``."""
     if param in _ELSEWHERE:
         return None
     engine, _, flat, index = _find(param)
@@ -267,7 +267,7 @@ def clip_grad_norm_(
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """The whole of one of the optimizer's states, such as ``exp_avg``; None before the first update.
+    """Return the whole of one of the optimizer's states, such as ``exp_avg``; None before the first update.
 
     Raises:
         ValueError: the state is a single number, such as ``step``.

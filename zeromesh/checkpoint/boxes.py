@@ -151,19 +151,19 @@ class Reader:
         self.names = frozenset(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Global shape of a tensor."""
+        """Return the global shape of a tensor."""
         return self._stored[name][0].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which a tensor was written."""
+        """Return the dtype in which a tensor was written."""
         return self._stored[name][0].dtype
 
     def files(self, name: str) -> list[str]:
-        """The files that hold a tensor."""
+        """Return the files that hold a tensor."""
         return sorted({stored.file for stored in self._stored[name]})
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor, on the host, in the dtype in which it was written."""
+        """Return a whole tensor, on the host, in the dtype in which it was written."""
         shape = self.shape(name)
         out = torch.empty(prod(shape), dtype=self.dtype(name))
         self.read(name, 0, out.numel(), out)

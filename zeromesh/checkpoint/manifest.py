@@ -125,7 +125,7 @@ def some(items: Iterable[str], what: str = "", separator: str = ", ", most: int 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype's name in torch, such as ``bfloat16``."""
+    """Return a dtype's name in torch, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -76,8 +76,9 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
     known = module.split(".")[0] == "zeromesh" or module.startswith("torch.optim")
     # All others known here have states like their parameters, but for single numbers.
     is_elementwise = known and type(optimizer).__name__ != "Adafactor"
+    keys = _state_keys(reader)  # once: it goes through all names
     for flat, piece in pieces(sharded):
-        for name in (f"optimizer/{key}/{piece.name}" for key in _state_keys(reader)):
+        for name in (f"optimizer/{key}/{piece.name}" for key in keys):
             if name not in reader.names:
                 continue
             shape, dtype = reader.shape(name), reader.dtype(name)

@@ -1,4 +1,4 @@
-"""The whole model on one rank or on all, gathered from the stages of a pipeline; with one stage nothing is sent."""
+"""Whole model on one rank or on all, gathered from the stages of a pipeline; with one stage nothing is sent."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class Placement(enum.Enum):
 
 
 class Tier(enum.Enum):
-    """The memory in which a state rests."""
+    """Memory in which a state rests."""
 
     DEVICE = "device"
     HOST = "host"
@@ -74,4 +74,4 @@ ROWS: dict[int, PlacementRow] = {
     2: PlacementRow(_REPLICATED, _SHARDED, _SHARDED),
     3: PlacementRow(_SHARDED, _SHARDED, _SHARDED),
 }
-"""The rows by their ZeRO number, tiers on the device."""
+"""Rows by their ZeRO number, tiers on the device."""

@@ -16,7 +16,7 @@ _EDGE = re.compile(r"embed|(^|[._])heads?(\.|$)", re.IGNORECASE)
 
 
 def no_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The usual two parameter groups: weight decay for weights, none for biases and norms.
+    """Return the usual two parameter groups: weight decay for weights, none for biases and norms.
 
     Without decay are the parameters of norm modules (whose class, or a base of it, is called a norm), biases, and other
     parameters with fewer than two dims. Frozen parameters are left out.

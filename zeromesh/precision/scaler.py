@@ -1,4 +1,4 @@
-"""The fp16 loss scale as it changes from step to step."""
+"""Loss scale of fp16 as it changes from step to step."""
 
 from __future__ import annotations
 
