@@ -182,7 +182,9 @@ class Transformer:
         tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
         # With a whole mask, the model does not read the tokens to find where documents begin.
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
-        return training_cost(model, {"input_ids": tokens, "attention_mask": mask, "use_cache": False}, length)
+        return training_cost(
+            model, {"input_ids": tokens, "attention_mask": mask, "use_cache": False}, length
+        ).operations
 
     def logits(self, model: Callable[..., Any], batch: Batch) -> torch.Tensor:
         """Call the model, or its engine, and return the logits, shape ``(rows, length, vocabulary)``."""
