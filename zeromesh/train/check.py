@@ -145,15 +145,15 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     prepared = prepare(job.data, job.folder.text, may_write, length, console)
     if prepared.document_attention and _mesh(job)["context"] > 1:
         raise ValueError(
-            f"{keys.CONTEXT_RANKS} > 1: attention over several ranks cannot hide the documents of a sample from each other; "
-            f"set {keys.DOCUMENT_ATTENTION} to false, {keys.PADDED}, or {keys.CONTEXT_RANKS} to 1"
+            f"{keys.CONTEXT_RANKS} > 1: attention over several ranks cannot hide the documents of a sample from each "
+            f"other; set {keys.DOCUMENT_ATTENTION} to false, {keys.PADDED}, or {keys.CONTEXT_RANKS} to 1"
         )
     vocabulary = job.language.vocabulary or prepared.vocabulary
     # A larger vocabulary than the tokenizer's is usual: models round theirs up.
     if prepared.tokenizer is None and job.run.sample.prompts:
         raise ValueError(
-            f"{keys.PROMPTS} need a tokenizer, and {keys.SOURCES} is tokens already; name it in {keys.TOKENIZER}, or leave the "
-            "prompts out"
+            f"{keys.PROMPTS} need a tokenizer, and {keys.SOURCES} is tokens already; name it in {keys.TOKENIZER}, or "
+            "leave the prompts out"
         )
     if prepared.tokenizer is not None and vocabulary < prepared.vocabulary:
         raise ValueError(
@@ -176,20 +176,17 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     wanted = _resolved(job).train_batch_size
     if samples < wanted:
         raise ValueError(
-            f"{keys.SOURCES} gives {samples} samples of {job.language.section}.sequence_length = {length} tokens, fewer "
-            f"than the {wanted} of one step (train_batch_size); add text, or make the batch or the sequence smaller"
+            f"{keys.SOURCES} gives {samples} samples of {job.language.section}.sequence_length = {length} tokens, "
+            f"fewer than the {wanted} of one step (train_batch_size); add text, or make the batch or the sequence smaller"
         )
     return prepared
 
 
 def _larger(job: Job) -> str:
     """Return the change that gives the model a larger vocabulary, for messages."""
-    built_in = job.language.section == "model"
-    return (
-        f"raise {keys.MODEL_VOCABULARY}"
-        if built_in
-        else f"name a model with a larger vocabulary in {keys.MODEL_FOLDER}"
-    )
+    if job.language.section == "model":
+        return f"raise {keys.MODEL_VOCABULARY}"
+    return f"name a model with a larger vocabulary in {keys.MODEL_FOLDER}"
 
 
 # Settings of a resumed run.

@@ -161,8 +161,8 @@ class Transformer:
         own = self.tokenizer
         if named is None:
             raise ValueError(
-                f"the weights in {keys.MODEL_FOLDER} = {self.source.path!r} know the ids of their own tokenizer, which is "
-                f"not there; name it in {keys.TOKENIZER}, or set {keys.MODEL_WEIGHTS} to false"
+                f"the weights in {keys.MODEL_FOLDER} = {self.source.path!r} know the ids of their own tokenizer, which "
+                f"is not there; name it in {keys.TOKENIZER}, or set {keys.MODEL_WEIGHTS} to false"
             )
         # A copy of the model's tokenizer in another folder has the same size, and is let through.
         if own is not None and Path(named) != Path(own) and (entries := load_tokenizer(Path(own)).size) != size:
