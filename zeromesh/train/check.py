@@ -177,7 +177,8 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     if samples < wanted:
         raise ValueError(
             f"{keys.SOURCES} gives {samples} samples of {job.language.section}.sequence_length = {length} tokens, "
-            f"fewer than the {wanted} of one step (train_batch_size); add text, or make the batch or the sequence smaller"
+            f"fewer than the {wanted} of one step (train_batch_size); add text, or make the batch or the sequence "
+            "smaller"
         )
     return prepared
 
