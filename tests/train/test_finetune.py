@@ -23,7 +23,6 @@ from zeromesh.config.train import HuggingFace, ModelShape
 from zeromesh.observe.metrics import read_metrics
 from zeromesh.train import check, export
 from zeromesh.train import run as train
-from zeromesh.train.architectures import published
 from zeromesh.train.architectures.decoder import Decoder
 from zeromesh.train.data.loader import Batch
 from zeromesh.train.data.tokenizer import load_tokenizer
@@ -227,10 +226,12 @@ def test_built_in_decoders_are_models_of_transformers(architecture: Any, tied: b
     decoder = Decoder(shape).double().eval()
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    name, arguments = published.configuration(shape, 7)
+    name, arguments = export.published_configuration(shape, 7)
     make = getattr(transformers, name)
     model = make(make.config_class(**arguments)).double().eval()
-    state = {tensor.name: tensor.make(dict(decoder.state_dict()).__getitem__) for tensor in published.tensors(shape)}
+    state = {
+        tensor.name: tensor.make(dict(decoder.state_dict()).__getitem__) for tensor in export.published_tensors(shape)
+    }
     result = model.load_state_dict(state, strict=False)
     assert not result.unexpected_keys
     assert result.missing_keys == (["lm_head.weight"] if tied else [])

@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from zeromesh.config.keys import OUTPUT, STEPS
+
 app = typer.Typer(
     help="Train PyTorch models that do not fit, or are too slow, on one device.",
     no_args_is_help=True,
@@ -46,11 +48,11 @@ def root(
 def train(
     config: Annotated[Path, typer.Argument(help="A JSON file in DeepSpeed's format, with model, data and run.")],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in run.steps=100.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=f"Override a key, as in {STEPS}=100.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in run.output.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help=f"Continue from the last checkpoint in {OUTPUT}.")] = False,
     auto_resume: Annotated[
-        bool, typer.Option("--auto-resume", help="Continue if run.output has a checkpoint, else start.")
+        bool, typer.Option("--auto-resume", help=f"Continue if {OUTPUT} has a checkpoint, else start.")
     ] = False,
 ) -> None:
     """Train a language model on text."""

@@ -58,6 +58,7 @@ TOKENIZER = "data.tokenizer"
 OUTPUT = "run.output"
 OTHER_OUTPUT = f"choose another folder with --set {OUTPUT}=FOLDER"
 RESUME = "run.resume"
+STEPS = "run.steps"
 SAVE_EVERY = "run.save_every"
 PROMPTS = "run.sample.prompts"
 OPTIMIZER_ENTRY = '"optimizer": {"type": "AdamW", "params": {"lr": ...}}'

@@ -10,19 +10,7 @@ from torch import nn
 
 from zeromesh import Environment, Settings
 from zeromesh.comm.detect import is_launched, may_restart
-from zeromesh.config.keys import (
-    CONTEXT_RANKS,
-    DOCUMENT_ATTENTION,
-    MODEL_FOLDER,
-    MODEL_VOCABULARY,
-    OPTIMIZER_ENTRY,
-    OTHER_OUTPUT,
-    PADDED,
-    PROMPTS,
-    SOURCES,
-    TOKENIZER,
-    VOCABULARY,
-)  # fmt: skip
+from zeromesh.config import keys
 from zeromesh.config.printing import changes
 from zeromesh.config.settings import Resolved
 from zeromesh.config.train import RunSettings, TextData
@@ -103,7 +91,7 @@ def check(settings: Settings) -> Job:
     """Check everything that can be checked before the text is read; raise ValueError if the run cannot start."""
     job = Job.of(settings)
     if settings.optimizer is None:
-        raise ValueError(f"zeromesh train needs an optimizer; add {OPTIMIZER_ENTRY}")
+        raise ValueError(f"zeromesh train needs an optimizer; add {keys.OPTIMIZER_ENTRY}")
     sizes = _mesh(job)
     # The engine would find this, too, but in a batch, after the text was read.
     if sizes["context"] > 1:
@@ -139,7 +127,7 @@ def _build_model(job: Job) -> nn.Module:
     entries = None if shape is None else shape.vocab_size
     if entries is not None and job.data.tokenizer is None and size_is_set(job.data) and entries < wanted:
         raise ValueError(
-            f"{MODEL_VOCABULARY} = {entries} is smaller than {VOCABULARY} = {wanted}; leave out the former"
+            f"{keys.MODEL_VOCABULARY} = {entries} is smaller than {keys.VOCABULARY} = {wanted}; leave out the former"
         )
     language = job.with_vocabulary(wanted).language
     try:
@@ -157,20 +145,20 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     prepared = prepare(job.data, job.folder.text, may_write, length, console)
     if prepared.document_attention and _mesh(job)["context"] > 1:
         raise ValueError(
-            f"{CONTEXT_RANKS} > 1: attention over several ranks cannot hide the documents of a sample from each other; "
-            f"set {DOCUMENT_ATTENTION} to false, {PADDED}, or {CONTEXT_RANKS} to 1"
+            f"{keys.CONTEXT_RANKS} > 1: attention over several ranks cannot hide the documents of a sample from each "
+            f"other; set {keys.DOCUMENT_ATTENTION} to false, {keys.PADDED}, or {keys.CONTEXT_RANKS} to 1"
         )
     vocabulary = job.language.vocabulary or prepared.vocabulary
     # A larger vocabulary than the tokenizer's is usual: models round theirs up.
     if prepared.tokenizer is None and job.run.sample.prompts:
         raise ValueError(
-            f"{PROMPTS} need a tokenizer, and {SOURCES} is tokens already; name it in {TOKENIZER}, or leave the "
-            "prompts out"
+            f"{keys.PROMPTS} need a tokenizer, and {keys.SOURCES} is tokens already; name it in {keys.TOKENIZER}, or "
+            "leave the prompts out"
         )
     if prepared.tokenizer is not None and vocabulary < prepared.vocabulary:
         raise ValueError(
             f"the model's vocabulary has {vocabulary} entries, and the tokenizer {prepared.vocabulary}; use the "
-            f"model's own tokenizer in {TOKENIZER}, or {_larger(job)}"
+            f"model's own tokenizer in {keys.TOKENIZER}, or {_larger(job)}"
         )
     if prepared.tokenizer is not None and isinstance(job.language, Transformer):
         job.language.require_tokenizer(job.data.tokenizer, prepared.vocabulary)
@@ -188,16 +176,18 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     wanted = _resolved(job).train_batch_size
     if samples < wanted:
         raise ValueError(
-            f"{SOURCES} gives {samples} samples of {job.language.section}.sequence_length = {length} tokens, fewer "
-            f"than the {wanted} of one step (train_batch_size); add text, or make the batch or the sequence smaller"
+            f"{keys.SOURCES} gives {samples} samples of {job.language.section}.sequence_length = {length} tokens, "
+            f"fewer than the {wanted} of one step (train_batch_size); add text, or make the batch or the sequence "
+            "smaller"
         )
     return prepared
 
 
 def _larger(job: Job) -> str:
     """Return the change that gives the model a larger vocabulary, for messages."""
-    built_in = job.language.section == "model"
-    return f"raise {MODEL_VOCABULARY}" if built_in else f"name a model with a larger vocabulary in {MODEL_FOLDER}"
+    if job.language.section == "model":
+        return f"raise {keys.MODEL_VOCABULARY}"
+    return f"name a model with a larger vocabulary in {keys.MODEL_FOLDER}"
 
 
 # Settings of a resumed run.
@@ -214,7 +204,7 @@ def require_unchanged(folder: RunFolder, settings: Resolved) -> None:
         lines = "".join(f"\n  {line}" for line in different)
         raise ValueError(
             f"the run in {str(folder.path)!r} was started with other settings:{lines}\n"
-            f"bring back those of the run, or start a new one without --resume: {OTHER_OUTPUT}"
+            f"bring back those of the run, or start a new one without --resume: {keys.OTHER_OUTPUT}"
         )
 
 
@@ -222,7 +212,7 @@ def _automatic(settings: Resolved) -> set[str]:
     """Return the keys of sizes that the settings leave to the text."""
     free = set()
     if settings.model is not None and settings.model.vocab_size is None:
-        free.add(MODEL_VOCABULARY)
+        free.add(keys.MODEL_VOCABULARY)
     if settings.data is not None and not size_is_set(settings.data):
-        free.add(VOCABULARY)
+        free.add(keys.VOCABULARY)
     return free

@@ -49,11 +49,6 @@ class RunFolder:
             return None
         return latest(self.checkpoints)
 
-    @property
-    def has_no_result(self) -> bool:
-        """True if a run ended before it wrote a checkpoint or the weights."""
-        return self.metrics.exists() and self.last_checkpoint is None and not self.has_finished
-
     def settings(self) -> Resolved:
         """Return the settings of the run; raise ValueError if no run wrote the file."""
         try:

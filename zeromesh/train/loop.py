@@ -45,7 +45,10 @@ class Loop:
 
     def run(self, batches: Iterator[Batch], start: Progress) -> Progress:
         """Train from ``start`` to the last step, and save the last state. Collective."""
-        peak = self._peak_flops()
+        dtype = self.engine.config.precision.compute or self.engine.config.precision.autocast or torch.float32
+        # Measured on all ranks at the same time, which may share cores or the power of a machine.
+        own = torch.tensor([peak_flops(self.engine.device, dtype)], dtype=torch.float64)
+        peak = float(self.engine.mesh.group("world").exchange(own).sum())
         progress = logged = start
         while progress.step < self.job.run.steps:
             began = time.perf_counter()
@@ -170,9 +173,3 @@ class Loop:
             )  # fmt: skip
             return False
         return True
-
-    def _peak_flops(self) -> float:
-        """Return the peak operations per second of all ranks together, measured on all at the same time."""
-        dtype = self.engine.config.precision.compute or self.engine.config.precision.autocast or torch.float32
-        own = torch.tensor([peak_flops(self.engine.device, dtype)], dtype=torch.float64)
-        return float(self.engine.mesh.group("world").exchange(own).sum())

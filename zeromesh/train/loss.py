@@ -93,7 +93,8 @@ class HeldOut:
             return None
         # Bytes per label are the mean over all held-out text, also if a part of it is evaluated.
         size = self.prepared.held_out_bytes
-        bits = total / count / math.log(2) * self.prepared.held_out_labels / size if size else None
+        labels = sum(held.labels for held in self.prepared.validation)
+        bits = total / count / math.log(2) * labels / size if size else None
         return Score(loss=total / count, bits_per_byte=bits)
 
 

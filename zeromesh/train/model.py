@@ -15,15 +15,8 @@ from torch import nn
 
 import zeromesh
 from zeromesh import Settings
+from zeromesh.config import keys
 from zeromesh.config.errors import nearest
-from zeromesh.config.keys import (
-    ADAPTED,
-    LONGEST_SEQUENCE,
-    MODEL_ATTENTION,
-    MODEL_FOLDER,
-    MODEL_WEIGHTS,
-    TOKENIZER,
-)  # fmt: skip
 from zeromesh.config.train import HuggingFace, Lora, ModelShape
 from zeromesh.model.lengths import positions
 from zeromesh.pretrained import build, configuration
@@ -90,7 +83,9 @@ class Transformer:
         try:
             config = json.loads((self.folder / "config.json").read_text())
         except (OSError, ValueError) as error:
-            raise ValueError(f"{MODEL_FOLDER} = {str(self.folder)!r} has no readable config.json: {error}") from None
+            raise ValueError(
+                f"{keys.MODEL_FOLDER} = {str(self.folder)!r} has no readable config.json: {error}"
+            ) from None
         return str((config.get("architectures") or [self.folder.name])[0])
 
     @property
@@ -130,8 +125,8 @@ class Transformer:
             yield
         except (ValueError, ImportError) as error:
             attention = self.source.attention
-            beside = "" if attention is None else f" with {MODEL_ATTENTION} = {attention!r}"
-            raise ValueError(f"{MODEL_FOLDER} = {self.source.path!r}{beside}: {error}") from None
+            beside = "" if attention is None else f" with {keys.MODEL_ATTENTION} = {attention!r}"
+            raise ValueError(f"{keys.MODEL_FOLDER} = {self.source.path!r}{beside}: {error}") from None
 
     def unfilled(self, dtype: torch.dtype) -> nn.Module:
         """Return the model without values of its parameters."""
@@ -148,14 +143,14 @@ class Transformer:
         # Adapters alone could not make sense of weights that were drawn at random.
         if self.lora is not None and not self.has_weights:
             raise ValueError(
-                f"lora adapts the weights of a model, and {MODEL_FOLDER} = {self.source.path!r} gives none, or "
-                f"{MODEL_WEIGHTS} leaves them out; choose one with weights, or leave lora out"
+                f"lora adapts the weights of a model, and {keys.MODEL_FOLDER} = {self.source.path!r} gives none, or "
+                f"{keys.MODEL_WEIGHTS} leaves them out; choose one with weights, or leave lora out"
             )
         longest = positions(model.config.get_text_config())
         if longest is not None and self.sequence_length > longest:
             raise ValueError(
-                f"{LONGEST_SEQUENCE} = {self.sequence_length} is longer than the {longest} positions of the "
-                f"model in {MODEL_FOLDER} = {self.source.path!r}; set it to {longest} or less"
+                f"{keys.LONGEST_SEQUENCE} = {self.sequence_length} is longer than the {longest} positions of the "
+                f"model in {keys.MODEL_FOLDER} = {self.source.path!r}; set it to {longest} or less"
             )
         return model if self.lora is None else _with_adapters(model, self.lora)
 
@@ -166,14 +161,14 @@ class Transformer:
         own = self.tokenizer
         if named is None:
             raise ValueError(
-                f"the weights in {MODEL_FOLDER} = {self.source.path!r} know the ids of their own tokenizer, which is "
-                f"not there; name it in {TOKENIZER}, or set {MODEL_WEIGHTS} to false"
+                f"the weights in {keys.MODEL_FOLDER} = {self.source.path!r} know the ids of their own tokenizer, which "
+                f"is not there; name it in {keys.TOKENIZER}, or set {keys.MODEL_WEIGHTS} to false"
             )
         # A copy of the model's tokenizer in another folder has the same size, and is let through.
         if own is not None and Path(named) != Path(own) and (entries := load_tokenizer(Path(own)).size) != size:
             raise ValueError(
-                f"{TOKENIZER} = {named!r} has {size} entries, and the model's own in {own!r} has {entries}; leave "
-                f"{TOKENIZER} out, or set {MODEL_WEIGHTS} to false"
+                f"{keys.TOKENIZER} = {named!r} has {size} entries, and the model's own in {own!r} has {entries}; leave "
+                f"{keys.TOKENIZER} out, or set {keys.MODEL_WEIGHTS} to false"
             )
 
     def cost(self, model: nn.Module) -> float:
@@ -182,7 +177,9 @@ class Transformer:
         tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
         # With a whole mask, the model does not read the tokens to find where documents begin.
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
-        return training_cost(model, {"input_ids": tokens, "attention_mask": mask, "use_cache": False}, length)
+        return training_cost(
+            model, {"input_ids": tokens, "attention_mask": mask, "use_cache": False}, length
+        ).operations
 
     def logits(self, model: Callable[..., Any], batch: Batch) -> torch.Tensor:
         """Call the model, or its engine, and return the logits, shape ``(rows, length, vocabulary)``."""
@@ -227,7 +224,7 @@ def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
         with zeromesh.zero.Init():
             adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))  # type: ignore[arg-type]
     except ValueError as error:
-        raise ValueError(f"{ADAPTED}: {error}") from None
+        raise ValueError(f"{keys.ADAPTED}: {error}") from None
     return adapted
 
 

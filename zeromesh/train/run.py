@@ -67,7 +67,7 @@ def _decided(settings: Settings) -> Settings:
 
 
 def _prepare(job: Job, console: Console) -> None:
-    if job.folder.has_no_result:
+    if job.folder.metrics.exists() and job.folder.last_checkpoint is None and not job.folder.has_finished:
         console.print(
             f"{job.folder.path} holds a run that ended before its first checkpoint; it is started again, "
             "and its metrics are overwritten"

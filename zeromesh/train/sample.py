@@ -50,7 +50,11 @@ class TextWriter:
         following = self.begin()
         for _ in range(tokens):
             # Models may have more entries than the tokenizer, which have no text.
-            token = _choose(following(context)[: self.tokenizer.size].float(), temperature, generator)
+            logits = following(context)[: self.tokenizer.size].float()
+            if temperature == 0:
+                token = int(logits.argmax())
+            else:
+                token = int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
             if token in self.ends:
                 break
             context.append(token)
@@ -59,12 +63,6 @@ class TextWriter:
     def text(self, prompt: str, tokens: int, temperature: float, seed: int, chat: bool = False) -> str:
         """Return the prompt with its continuation."""
         return prompt + ("\n" if chat else "") + "".join(self.pieces(prompt, tokens, temperature, seed, chat))
-
-
-def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
 
 
 def load_writer(folder: RunFolder) -> TextWriter:

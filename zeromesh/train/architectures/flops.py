@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,8 +12,6 @@ from torch.func import functional_call
 from zeromesh.config.train import ModelShape
 from zeromesh.observe.operations import Operations
 from zeromesh.train.architectures.decoder import Decoder, Sizes
-
-_log = logging.getLogger(__name__)
 
 
 def parameters(shape: ModelShape) -> int:
@@ -40,7 +37,14 @@ def training_flops_per_token(shape: ModelShape) -> float:
     return 6.0 * multiplied_parameters(shape) + attention
 
 
-def training_cost(model: nn.Module, inputs: Mapping[str, Any], tokens: int) -> float:
+class TokenCost(NamedTuple):
+    """Operations of training on one token."""
+
+    operations: float  # of forward and backward, without recomputation
+    how: str  # origin of the number, as a part of a sentence
+
+
+def training_cost(model: nn.Module, inputs: Mapping[str, Any], tokens: int) -> TokenCost:
     """Return the operations per token of any model, with the work that frozen and tied parameters cause.
 
     A causal mask saves nothing: for the built-in decoder the result is ``6 P + 12 L h s``.
@@ -50,17 +54,18 @@ def training_cost(model: nn.Module, inputs: Mapping[str, Any], tokens: int) -> f
         inputs: keyword arguments of its forward; only shapes and dtypes of tensors matter.
         tokens: number of tokens in the inputs.
     """
+    reason = ""
     for dtype in (None, torch.bfloat16):  # torch's products of experts run on the meta device in 16 bits only
         try:
             counted = training_operations(model, inputs, dtype)
         except Exception as error:
-            _log.debug("operations cannot be counted in %s: %s", dtype, error)
+            reason = reason or (str(error) or type(error).__name__).splitlines()[0]
         else:
-            return (counted.forward + counted.backward) / tokens
+            return TokenCost((counted.forward + counted.backward) / tokens, "counted on the meta device")
     # The forward depends on values. This counts embeddings as products, and leaves attention out.
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
-    return 6.0 * trained + 4.0 * frozen
+    return TokenCost(6.0 * trained + 4.0 * frozen, f"from the number of parameters, since counting failed: {reason}")
 
 
 def training_operations(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype | None = None) -> Operations:

@@ -82,11 +82,6 @@ class PreparedData:
         return sum(sizes) if all(sizes) else 0
 
     @property
-    def held_out_labels(self) -> int:
-        """Labels of all held-out documents."""
-        return sum(held.labels for held in self.validation)
-
-    @property
     def gzip_bits_per_byte(self) -> float | None:
         """Bits per byte that ``gzip -9`` reaches on the held-out text; None if its bytes are unknown or zero."""
         return 8 * self.gzip_bytes / self.held_out_bytes if self.held_out_bytes else None
