@@ -451,7 +451,7 @@ def building(how: str, precision: dict[str, Any], width: int = 512) -> tuple[flo
     if width > 64:
         building(how, precision, 64)  # what is loaded, and kept, the first time
     gc.collect()
-    heap, run, put, place = Heap(), deferred.Tape._run, flat_module._put, sharded_module.place_units
+    heap, run, put, updates = Heap(), deferred.Tape._run, flat_module._put, sharded_module.EarlyUpdates
     placed = []
 
     def looking(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -463,11 +463,11 @@ def building(how: str, precision: dict[str, Any], width: int = 512) -> tuple[flo
 
         return wrapped
 
-    def place_and_stop(*args: Any) -> None:
-        place(*args)
+    def stop_when_placed(*args: Any) -> Any:
         for _ in range(8):
             torch.distributed.barrier()  # a thread of gloo's lets go of the tensor of one call when it gets another
         placed.append((heap.most - heap.start, heap.live() - heap.start))
+        return updates(*args)
 
     with torch.device("meta") if how == "meta" else zeromesh.zero.Init():
         model = big(width)
@@ -475,7 +475,7 @@ def building(how: str, precision: dict[str, Any], width: int = 512) -> tuple[flo
     with (
         patch.object(deferred.Tape, "_run", staticmethod(looking(run))),
         patch.object(flat_module, "_put", looking(put)),
-        patch.object(sharded_module, "place_units", place_and_stop),
+        patch.object(sharded_module, "EarlyUpdates", stop_when_placed),
     ):
         start(model, 3, **precision)
     return placed[0][0] / MIB, placed[0][1] / MIB
