@@ -406,16 +406,16 @@ def building(how: str, precision: dict[str, Any], width: int = 512) -> tuple[flo
     if width > 64:
         building(how, precision, 64)  # what is loaded, and kept, the first time
     gc.collect()
-    heap, place, after = Heap(), sharded_module.place_units, []
+    heap, updates, after = Heap(), sharded_module.EarlyUpdates, []
     before = heap.live()
 
-    def place_and_stop(*args: Any) -> None:
-        place(*args)
+    def look_when_placed(*args: Any) -> Any:
         for _ in range(8):
             torch.distributed.barrier()  # a thread of gloo's lets go of the tensor of one call when it gets another
         after.append(heap.live())
+        return updates(*args)
 
-    with heap.watch() as peak, patch.object(sharded_module, "place_units", place_and_stop):
+    with heap.watch() as peak, patch.object(sharded_module, "EarlyUpdates", look_when_placed):
         with torch.device("meta") if how == "meta" else zeromesh.zero.Init():
             model = big(width)
         start(model, 3, **precision)

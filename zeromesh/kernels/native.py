@@ -14,7 +14,7 @@ import torch
 _log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-_INTERFACE = 4  # `INTERFACE` in native.h, to be counted up there and here when a structure or a function changes
+_INTERFACE = 4  # `INTERFACE` in native.h, to be counted up in both when one would misread the other
 TYPES: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # codes; 0 is no tensor
 
 
@@ -54,7 +54,6 @@ class Library:
 @functools.cache
 def library() -> Library | None:
     """Return the native kernels, or None where there are none: then that is logged, once."""
-    # They are compiled when the package is installed, never later: a compiler at the first step would stall all ranks.
     try:
         return _load()
     except OSError as error:

@@ -56,9 +56,7 @@ class UpdatePiece:
     # Take what is new; None and () for where the old ones are. A step so written can be dropped.
     new_master: torch.Tensor | None = None
     new_states: tuple[torch.Tensor, ...] = field(default=())
-    remainder: torch.Tensor | None = (
-        None  # int16, the lower half of the master as `halves` splits it; None: it is whole
-    )
+    remainder: torch.Tensor | None = None  # int16, the lower half of the master; None: it is whole
     new_remainder: torch.Tensor | None = None
 
 
@@ -108,7 +106,6 @@ def update(
     table = ctypes.create_string_buffer(PIECE_BYTES * len(pieces))
     for index, piece in enumerate(pieces):
         struct.pack_into(PIECE, table, PIECE_BYTES * index, *_described(piece), numbers[id(piece.step)], 0)
-    # By all pieces together: what stays in the caches for the next reader is lost to the later pieces.
     stream = sum(piece.master.numel() for piece in pieces) >= STREAMED
     native.handle.zeromesh_update(native.choose(instructions), rows, table, len(pieces), stream, workers)
 

@@ -30,8 +30,9 @@ def _collect(value: Any, found: list[torch.Tensor], around: frozenset[int]) -> N
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     if items and id(value) not in around:  # a container may hold itself
+        inside = around | {id(value)}
         for item in items:
-            _collect(item, found, around | {id(value)})
+            _collect(item, found, inside)
 
 
 def map_tensors(

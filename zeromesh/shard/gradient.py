@@ -101,7 +101,7 @@ class ShardState(Enum):
     """State of this rank's part of the sum over ranks and micro-batches."""
 
     EMPTY = "empty"  # nothing was summed since the last update
-    REDUCING = "reducing"  # A sum over the ranks is under way. It will be added to the shard, if there is one.
+    REDUCING = "reducing"  # a sum over the ranks is under way, to be added to the shard if there is one
     LANDING = "landing"  # the last sum is on its way from the device to the shard on the host
     READY = "ready"  # the shard holds all sums so far
 

@@ -43,12 +43,9 @@ class GradientMemory:
         # to all ranks stays in its buffer while the next ones are made.
         wires = [g.layout.size * policy.wire_dtype(g.layout).itemsize for g in gradients if self.converts(g)]
         self.wires = Pool(largest(wires, self.limit if policy.owned else self.limit + 1), mesh.device)
-        self.receives = Pool(
-            largest(map(self._receive_bytes, gradients), self.limit), mesh.device
-        )  # other ranks' parts
-        self.landings = Pool(
-            largest(map(self._landing_bytes, gradients), self.limit), mesh.device
-        )  # on the way to hosts
+        # The parts of other ranks, and sums that go on to the host.
+        self.receives = Pool(largest(map(self._receive_bytes, gradients), self.limit), mesh.device)
+        self.landings = Pool(largest(map(self._landing_bytes, gradients), self.limit), mesh.device)
 
     def _choose_dtype(self, gradient: Gradient) -> None:
         """Sum micro-batches in the dtype of the shard; keep what is reduced at once as narrow as the wire."""

@@ -56,7 +56,7 @@ class HostUpdates:
         for index, local, piece in flat.pieces:
             output = None if out is None else out[local]
             if gradient.used[index] and steps.takes(piece.parameter, shard):
-                halves = self._store.halves(flat, index)
+                halves = self._store.halves(flat, local)
                 inputs[index] = StepInput(piece.parameter, shard[local], output, halves)
             elif output is not None:  # what has no gradient is sent all the same, with the rest
                 output.copy_(piece.parameter.detach().view(-1))

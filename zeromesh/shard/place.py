@@ -21,6 +21,7 @@ from zeromesh.shard.unit import Unit
 # Contents of the messages with the tags of a flat buffer, for error texts.
 PURPOSES = ("parameters", "gradients", "summed gradients", "a whole tensor")
 
+Named = Sequence[tuple[str, nn.Parameter]]
 Kind = tuple[torch.dtype, bool, tuple[int, ...]]
 
 
@@ -103,10 +104,7 @@ def _rows(sizes: Sequence[int], row: PlacementRow) -> list[PlacementRow]:
 
 
 def _kinds(
-    module: nn.Module,
-    named: Sequence[tuple[str, nn.Parameter]],
-    precision: Precision,
-    tied: Mapping[str, Sequence[int]],
+    module: nn.Module, named: Named, precision: Precision, tied: Mapping[str, Sequence[int]]
 ) -> dict[Kind, list[tuple[str, nn.Parameter]]]:
     """The parameters by (dtype to compute in, trainable, places along the pipeline that have it, if several do)."""
     # Of normalisations with running statistics: torch's kernels take 16-bit inputs with these in fp32.

@@ -95,9 +95,8 @@ class ShardedModel:
         self.pool = Pool(largest(sizes, slots.parameter or 2), mesh.device, lent=True)
         self.root_pool = Pool([self.root.nbytes] if self.sharded else [], mesh.device, lent=True)
         self._order = Order([unit for unit in rest if unit.flats])
-        self._guards: dict[
-            Unit, Guard
-        ] = {}  # filled below: guards call events, which call residency, which calls guards
+        # Filled below: guards call events, which call residency, which calls guards.
+        self._guards: dict[Unit, Guard] = {}
         read_ahead = None if self.stored is None else self.stored.read_ahead
         self.residency = Residency(self.root, rest, self.pool, self.root_pool, mesh, self._switch, read_ahead)
         self.events = Events(self.units, self._order, self.residency, self.reducer, mesh, self.accumulation)
@@ -331,11 +330,8 @@ class ShardedModel:
                 if segment.held.split is not None and index not in flat.unbound
             ]
             try:
-                for (
-                    flat,
-                    index,
-                    segment,
-                ) in split:  # whoever gathers a parameter expects all of it, not a tensor rank's part
+                # Whoever gathers a parameter expects all of it, and not a tensor rank's part.
+                for flat, index, segment in split:
                     flat.unbind(index, join(segment.held, flat.views[index], self.mesh))
                 yield
             finally:

@@ -53,9 +53,9 @@ class Tiers:
         """Return whether states are in memory only while they are loaded, and whether the master is in halves."""
         return (False, False) if self.swap is None else (flat in self.swap, self.swap.splits(flat))
 
-    def halves(self, flat: Flat, index: int) -> Halves | None:
-        """Return the halves of parameter ``index``'s master during ``stream``; None for a whole master."""
-        return None if self.swap is None else self.swap.halves(flat, index)
+    def halves(self, flat: Flat, local: slice) -> Halves | None:
+        """Return the halves of a piece's master during ``stream``; None for a whole master."""
+        return None if self.swap is None else self.swap.halves(flat, local)
 
     def stream(self, flats: Sequence[Flat], write: bool) -> Generator[Flat]:
         """Yield each flat buffer in order, with its master and states loaded until the next one is asked for."""

@@ -87,11 +87,6 @@ class Rows:
         for part in _runs(self._elements) if self.form.split else ():
             self._flat.shard[part], lower[part] = halves.split(master[part])
 
-    def halves(self, memory: torch.Tensor, piece: int) -> Halves:
-        """Return both halves of the master of the piece with this number."""
-        local = self._flat.pieces[piece][1]
-        return Halves(self._flat.shard[local], self.raw(memory)[0][local])
-
 
 class Swap:
     """Loads masters and states of flat buffers, in turn or one at a time, and takes them back."""
@@ -117,7 +112,7 @@ class Swap:
         self.commit, self.drop, self.traffic, self.close = (
             self._place.commit, self._place.drop, self._place.traffic, self._place.close,
         )  # fmt: skip
-        self._unpacked = unpacked_bytes(self._rows.values())
+        self.host_bytes = self._place.host_bytes + unpacked_bytes(self._rows.values())
         self._here: tuple[Flat, torch.Tensor, list[torch.Tensor]] | None = None
         self._dirty = self._known = False
         self._optimizer: Optimizer | None = None
@@ -127,11 +122,6 @@ class Swap:
 
     def __contains__(self, flat: Flat) -> bool:
         return flat in self._rows
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of buffers and of a joined master in host memory."""
-        return self._place.host_bytes + self._unpacked
 
     def serve(self, optimizer: Optimizer, names: Names) -> None:
         """Keep the states of an optimizer, too, from here on, those that it has already among them."""
@@ -213,12 +203,11 @@ class Swap:
         if self._here is not None and self._here[0] is flat and self.splits(flat):
             self.flush()
 
-    def halves(self, flat: Flat, index: int) -> Halves | None:
-        """Return the halves of parameter ``index``'s master while ``stream`` yields ``flat``; None if it is whole."""
+    def halves(self, flat: Flat, local: slice) -> Halves | None:
+        """Return the halves of a piece's master while ``stream`` yields ``flat``; None if it is whole."""
         if self._streamed is None or self._streamed[0] is not flat:
             return None
-        number = next(number for number, (which, *_) in enumerate(flat.pieces) if which == index)
-        return self._rows[flat].halves(self._streamed[1], number)
+        return Halves(flat.shard[local], self._rows[flat].raw(self._streamed[1])[0][local])
 
     def _load_shard(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         if self._stored is not None and flat in self._stored:

@@ -84,11 +84,6 @@ class Unit:
         return max(0, bisect_right(self._starts, offset) - 1)
 
     @property
-    def is_viewed(self) -> bool:
-        """True if there are views of the parameters beside the unit's own."""
-        return self._count_references() > self._references
-
-    @property
     def ancestors(self) -> set[Unit]:
         """The units that enclose this one."""
         return set() if self.parent is None else {self.parent} | self.parent.ancestors
@@ -157,7 +152,7 @@ class Unit:
                 flat.write_back(self._link)
         # A view of an empty storage would be a segmentation fault on a CPU, and silently wrong once it is refilled. So
         # the memory is left to those who hold views, and new memory goes into the slot.
-        if self.is_viewed:
+        if self._count_references() > self._references:
             self._bind(allocate(self.slot.nbytes, self.storage.device))
         detach(self.storage, self.slot)
         slot, self.slot, self.state = self.slot, None, State.AT_REST

@@ -13,7 +13,7 @@ class CopyStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # One for each direction: a copy waits neither for what the device computes nor for copies the other way.
+        # One for each direction: a copy waits neither for what is computed meanwhile nor for copies the other way.
         self.to_host: Any = torch.Stream(device)
         self.to_device: Any = torch.Stream(device)
 

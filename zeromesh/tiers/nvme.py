@@ -25,7 +25,7 @@ from zeromesh.kernels import sums
 from zeromesh.kernels.native import library
 from zeromesh.tiers.buffers import Buffer
 from zeromesh.tiers.swap_file import ALIGNMENT, SwapFile, aligned
-from zeromesh.tiers.traffic import DiskTraffic, Meter
+from zeromesh.tiers.traffic import Meter
 
 _log = logging.getLogger(__name__)
 
@@ -176,7 +176,9 @@ class FileStore:
         self._block_size = block_size
         self._patience = patience  # seconds of waiting for a transfer after which the log says that the disk is slow
         self._file = SwapFile(Path(folder), rank)
+        self.path, self.direct = self._file.path, self._file.direct  # direct: requests pass by the page cache
         self._meter = Meter()
+        self.traffic = self._meter.traffic
         self._requests: SimpleQueue[_Request | None] = SimpleQueue()
         self._end = 0
         self._spare: list[_Place] = []
@@ -198,19 +200,9 @@ class FileStore:
         self.close()
 
     @property
-    def path(self) -> Path:
-        """The swap file."""
-        return self._file.path
-
-    @property
     def nbytes(self) -> int:
         """The size of the swap file."""
         return self._file.nbytes
-
-    @property
-    def direct(self) -> bool:
-        """True if its requests pass by the page cache."""
-        return self._file.direct
 
     def allocate(self, nbytes: int) -> Region:
         """A region of ``nbytes`` bytes, to be used after the next ``reserve``."""
@@ -273,10 +265,6 @@ class FileStore:
                 _settle(region._next)
             self._spare.append(region.drop())
         self._provisional.clear()
-
-    def traffic(self) -> DiskTraffic:
-        """Return the traffic so far."""
-        return self._meter.traffic()
 
     def close(self) -> None:
         """Wait for the requests that are with the disk, forget the others, and delete the file."""

@@ -1,0 +1,28 @@
+"""Tensors are found and replaced in all containers, in the same order."""
+
+from __future__ import annotations
+
+import torch
+
+from zeromesh.model.containers import map_tensors, tensors_of
+
+
+def test_results_of_torch_are_containers() -> None:
+    found = torch.randn(3, 4).max(0)
+    assert [id(one) for one in tensors_of({"a": [found]})] == [id(found.values), id(found.indices)]
+    mapped = map_tensors(found, lambda one: one + 1)
+    assert type(mapped) is type(found)
+    assert torch.equal(mapped.values, found.values + 1)
+    assert map_tensors(found, lambda one: one) is found
+
+
+def test_a_container_may_hold_itself() -> None:
+    tensor = torch.ones(1)
+    held: list[object] = [tensor]
+    held.append(held)
+    assert tensors_of(held) == [tensor]
+
+
+def test_sizes_stay_as_they_are() -> None:
+    size = torch.ones(2, 3).shape
+    assert map_tensors((size, torch.ones(1)), lambda one: one + 1)[0] is size
