@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,23 +12,14 @@ from zeromesh.comm.collectives import Group, Pending
 from zeromesh.model.linear import Columns, Product, Ticket, WeightGradient, is_keeping
 from zeromesh.tensor.operators import move, scatter
 
+Layer = Callable[[Tensor], Tensor]
+"""Layer split by columns, for one pass through an entry: ``(..., inputs)`` to ``(..., part of the outputs)``."""
 
-class Layer:
-    """Layer split by columns, for one pass through an entry."""
 
-    def __init__(self, columns: Columns, passage: _Passage) -> None:
-        self._columns, self._ticket = columns, Ticket()
-        self._token: Tensor = WeightGradient.apply(  # type: ignore[no-untyped-call]
-            columns.weight, columns.bias, self._ticket, columns.transposed, passage.advance
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the layer's outputs: shape ``(..., inputs)`` to ``(..., part of the outputs)``."""
-        columns = self._columns
-        y: Tensor = Product.apply(  # type: ignore[no-untyped-call]
-            x, self._token, columns.weight, columns.bias, self._ticket, columns.transposed
-        )
-        return y
+def _layer(columns: Columns, passage: _Passage) -> Layer:
+    ticket, (weight, bias, transposed) = Ticket(), (columns.weight, columns.bias, columns.transposed)
+    token = WeightGradient.apply(weight, bias, ticket, transposed, passage.advance)  # type: ignore[no-untyped-call]
+    return lambda x: Product.apply(x, token, weight, bias, ticket, transposed)  # type: ignore[no-untyped-call]
 
 
 def enter(
@@ -52,7 +43,7 @@ def enter(
     # computed.
     passage = _Passage(group, tag, dim)
     waiting: Tensor = _Wait.apply(x, passage)  # type: ignore[no-untyped-call]
-    layers = [Layer(one, passage) for one in columns]
+    layers = [_layer(one, passage) for one in columns]
     entered: Tensor = _Begin.apply(waiting, passage)  # type: ignore[no-untyped-call]
     return entered, layers
 

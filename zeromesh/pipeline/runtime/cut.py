@@ -70,14 +70,15 @@ def _blocks(
 
 def _finer(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
     """Return patterns of the modules in the outermost lists inside of blocks."""
-    lists = [
-        f"{block}.{name}".rstrip(".")
-        for block in blocks
-        for name, inner in model.get_submodule(block).named_modules()
-        if isinstance(inner, LISTS) and _has_parameters(inner)
-    ]
-    outer = [name for name in lists if not any(_is_in(name, other) for other in lists if other != name)]
+    outer = [name for block in blocks for name in _outer_lists(model.get_submodule(block), block)]
     return tuple(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) + ".*" for name in outer))
+
+
+def _outer_lists(model: nn.Module, prefix: str = "") -> list[str]:
+    """Return the names of the outermost lists of modules, of those that have parameters."""
+    named = model.named_modules(prefix=prefix)
+    lists = [name for name, module in named if isinstance(module, LISTS) and _has_parameters(module)]
+    return [name for name in lists if not any(_is_in(name, other) for other in lists if other != name)]
 
 
 def describe_stages(model: nn.Module, blocks: Blocks, cut: Cut) -> list[str]:
@@ -160,9 +161,10 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
                 )
             found += matching
         return found
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, LISTS) and _has_parameters(m)]
-    outer = [(name, m) for name, m in lists if not any(_is_in(name, other) for other, _ in lists if other != name)]
-    blocks = [f"{name}.{child}".lstrip(".") for name, m in outer for child, _ in m.named_children()]
+    children = (
+        (name, child) for name in _outer_lists(model) for child, _ in model.get_submodule(name).named_children()
+    )
+    blocks = [f"{name}.{child}".lstrip(".") for name, child in children]
     if not blocks:
         raise ValueError(
             f"{type(model).__name__} has no list of blocks (nn.ModuleList or nn.Sequential) to be cut into stages: "

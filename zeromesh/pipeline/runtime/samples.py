@@ -88,8 +88,7 @@ def _inputs_of(model: nn.Module, length: int) -> Iterator[Inputs]:
     if "Classification" in type(model).__name__:
         labels.reverse()
     tried = [{**inputs, "labels": one} for one in labels] + [inputs]
-    for one in tried:
-        yield one
+    yield from tried
     for one in tried:  # of models of several kinds of inputs, perhaps only the main one
         if len(one) > 2:
             yield {name: value for name, value in one.items() if name in (main, "labels", *_OPTIONS)}
