@@ -159,8 +159,9 @@ def init_distributed(
         problem = error
     if found.one_node:
         interface.stay_on_loopback()
-    else:
-        interface.use_route_to(found.master_address, found.master_port)
+    elif (name := interface.interface_to(found.master_address, found.master_port)) is not None:
+        # Left alone gloo looks up the machine's own name, which may be that of loopback or of another network.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     _start(found, backend, device, timeout, limit, problem)
     found = _checked(found, backend, device)
     if verbose and found.rank == 0:
@@ -314,14 +315,8 @@ def _environment_of_group() -> Environment:
         launcher = Environment.detect().launcher
     except ValueError:  # the group is what counts: variables that contradict each other did not prevent it
         launcher = TORCHRUN.name
-    node = Environment(
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        local_world_size=world_size,
-        master_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        launcher=launcher,
-    )
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    node = Environment(rank, rank, 0, world_size, world_size, address, launcher=launcher)  # as if on one node
     return peers.with_topology(node, peers.gather(device))
 
 

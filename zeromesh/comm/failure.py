@@ -59,15 +59,13 @@ class RankFailure(RuntimeError):
 
 
 def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
-    """Return the failure to show: a rank that was killed or left no record, else the earliest record.
-
-    ``exitcodes`` are those of failed ranks; the negative number of the signal where one ended it.
-    """
+    """Return the failure to show; ``exitcodes`` are those of failed ranks, negative numbers of signals among them."""
     records = {int(file.stem): json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.failure")}
     deciding = [rank for rank in records if records[rank]["lingers"]]
     if deciding:  # the run was ended on purpose, and with it ranks that are killed
         first = min(deciding, key=lambda rank: float(records[rank]["at"]))
         return RankFailure(first, records[first]["summary"], records[first]["details"], records[first]["status"])
+    # A rank that was killed, or left no record, comes before those with records: they may have failed because of it.
     killed = {rank: -code for rank, code in exitcodes.items() if code < 0}
     for rank, number in sorted(killed.items()):
         if number not in CONSEQUENCES:

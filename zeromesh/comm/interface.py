@@ -23,14 +23,6 @@ def stay_on_loopback() -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", names[0])
 
 
-def use_route_to(address: str, port: int) -> None:
-    """Let gloo use the interface that leads to the master, unless GLOO_SOCKET_IFNAME is set."""
-    # Left alone it looks up the machine's own name, which may be that of the loopback interface or of another network.
-    name = interface_to(address, port)
-    if name is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
 def interface_to(address: str, port: int) -> str | None:
     """Return the name of the interface that leads to an address; None if it is unknown."""
     # On the machine of that address itself the route may go over loopback, which the other nodes cannot reach: there

@@ -125,10 +125,7 @@ class Mesh:
         return Group(axis, group, self.device, self.traffic, self._watchdog, nodes, hierarchical)
 
     def group(self, axis: str) -> Group:
-        """Return the ranks that differ from this one along ``axis`` only.
-
-        ``"world"`` is all ranks, and ``"stage"`` those of this rank's pipeline stage.
-        """
+        """Return the ranks that differ from this one along ``axis`` only, or those of ``"world"`` or ``"stage"``."""
         return self._groups[axis]
 
     def lines(self, axis: str) -> list[list[int]]:
@@ -148,11 +145,7 @@ class Mesh:
         return None if self._watchdog is None else self._watchdog.waited
 
     def neighbours(self, axis: str, count: int) -> Group:
-        """Return the group of ``count`` consecutive ranks on ``axis`` that contains this rank. Collective.
-
-        Raises:
-            ValueError: ``count`` does not divide the ranks along the axis.
-        """
+        """Return the group of ``count`` consecutive ranks on ``axis`` that contains this rank. Collective."""
         size = self.sizes[axis]
         if size % count:
             raise ValueError(f"{size} ranks along {axis} cannot be divided into groups of {count}")

@@ -83,11 +83,7 @@ def run_module(name: str, arguments: list[str]) -> None:
 
 
 def run_function(call: Any) -> bytes:
-    """Call a function as a rank of ``zeromesh.launch`` and return its pickled result.
-
-    Args:
-        call: ``(function, arguments)``, pickled if this process was not forked from the one that has them.
-    """
+    """Run ``call``, a function and its arguments, pickled in spawned ranks, and return the pickled result."""
     os.setsid()  # the launcher ends this rank, and what it leaves behind, as a process group
     # A rank that waits in a collective never gets to run Python's handler, so let Ctrl-C end it outright.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

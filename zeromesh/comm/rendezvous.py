@@ -32,11 +32,7 @@ _starts: Counter[tuple[str, int]] = Counter()
 
 
 def start_limit(timeout: timedelta | None = None) -> timedelta:
-    """Return the limit of the wait for other ranks: ``timeout``, else ZEROMESH_START_TIMEOUT, else five minutes.
-
-    Raises:
-        ValueError: if it is not a number above 0.
-    """
+    """Return the limit of the wait for other ranks: ``timeout``, else ZEROMESH_START_TIMEOUT, else five minutes."""
     text = os.environ.get("ZEROMESH_START_TIMEOUT")
     try:
         seconds = timeout.total_seconds() if timeout is not None else START_SECONDS if text is None else float(text)

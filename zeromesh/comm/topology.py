@@ -22,13 +22,10 @@ class Topology:
 
     @classmethod
     def of(cls, node_of: Sequence[int], rank: int, hierarchical: bool | None) -> Topology:
-        """Return the topology of a group, seen from its rank ``rank``; ``node_of`` is the node of each.
-
-        ``hierarchical``: True for two steps, False for direct messages; None chooses two steps if all nodes have the
-        same number of ranks. True raises ValueError if they do not.
-        """
+        """Return the topology of a group, seen from its rank ``rank``; ``node_of`` is the node of each."""
         counts = Counter(node_of)
         even = len(set(counts.values())) == 1
+        # True asks for two steps, False for direct messages; None takes two steps where that can be.
         if hierarchical and not even:
             raise ValueError(
                 "two steps, or fewer bits, between nodes are asked for, but a group of "

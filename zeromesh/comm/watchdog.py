@@ -35,14 +35,13 @@ OWN = 10  # times PATIENCE that collectives of the program's own may take: nothi
 TICKS = 6  # looks per PATIENCE
 SILENT = 10  # times PATIENCE without a sign of life after which a rank on another host, or the store, is given up
 
-# The same by what is known of its process; native code may keep Python from running for as long as it likes.
-LIMITS = {"stopped": 1, "alive": None, "unknown": SILENT}
-_LIVES = {
-    "stopped": ": it is stopped, or gone",
-    "alive": ", though its process runs: native code keeps Python from running there",
-    "unknown": "; it was stopped, or its machine is gone or has run out of memory",
+# The same by what is known of its process, and what to say; native code may keep Python from running for as long as it
+# likes.
+LIVES: dict[str, tuple[int | None, str]] = {
+    "stopped": (1, ": it is stopped, or gone"),
+    "alive": (None, ", though its process runs: native code keeps Python from running there"),
+    "unknown": (SILENT, "; it was stopped, or its machine is gone or has run out of memory"),
 }
-
 # Bytes per second of the slowest link that ranks are thought to train over; a large collective may take longer.
 SLOWEST_LINK = 5e6
 
@@ -115,7 +114,7 @@ class Watchdog:
         """Give a sign of life. If this rank has waited for long, look for a reason to end the run."""
         self._beat += 1
         self._store.set(f"zeromesh/signs/{self._rank}", f"{self._beat} {_PLACE} {os.getpid()} {socket.gethostname()}")
-        self._holder = self._holder or self._signs([0])[0]
+        self._holder = self._holder or last_said(self._store, "zeromesh/signs/0")
         if why := last_said(self._store, "zeromesh/ended"):
             self._end(why, publish=False)
         wait, now = self._wait(), time.monotonic()
@@ -126,7 +125,7 @@ class Watchdog:
             self._warned.clear()
             signs = None
         else:
-            signs = self._signs(range(self._world_size))
+            signs = [last_said(self._store, f"zeromesh/signs/{rank}") for rank in range(self._world_size)]
             self._look_for_silent(wait, signs)
         if wait is None or signs is None or now < (self._due if self._what else self._since + OWN * self._patience):
             self._publish({})
@@ -162,9 +161,6 @@ class Watchdog:
             self._store.set(f"zeromesh/waits/{self._rank}", json.dumps(state))
             self._published = state
 
-    def _signs(self, ranks: Sequence[int]) -> list[str]:
-        return [last_said(self._store, f"zeromesh/signs/{rank}") for rank in ranks]
-
     def _look_for_silent(self, wait: dict[str, Any], signs: Sequence[str]) -> None:
         """End the run if a rank has given no sign for long: it was stopped, or its machine is gone."""
         for rank, sign in enumerate(signs):
@@ -174,17 +170,16 @@ class Watchdog:
             self._quiet[rank] = sign, count
             if count < TICKS // 2 or rank == self._rank:
                 continue
-            life = _life(sign)
+            limit, life = LIVES[_life(sign)]
             _, _, process, host = sign.split(" ", 3)
             text = (
                 f"rank {rank} (process {process} on {host}) has given no sign of life for "
                 f"{count * self._patience / TICKS:.0f} s"
-                f"{_LIVES[life]}; rank {self._rank} waits for {_described(wait)}"
+                f"{life}; rank {self._rank} waits for {_described(wait)}"
             )
             if rank not in self._warned:
                 self._warned.add(rank)
                 print(f"zeromesh: {text}", file=sys.stderr, flush=True)
-            limit = LIMITS[life]
             if limit is not None and count >= TICKS * limit:
                 self._end(text, publish=True)
 
@@ -216,7 +211,7 @@ class Watchdog:
         if ticks == TICKS:
             print(f"zeromesh: {text}", file=sys.stderr, flush=True)
         stopped = bool(self._holder) and _life(self._holder) == "stopped"
-        if ticks >= TICKS * ((LIMITS["stopped"] if stopped else None) or SILENT):
+        if ticks >= TICKS * (1 if stopped else SILENT):
             self._end(text, publish=False)
 
     def _end(self, why: str, publish: bool) -> None:
@@ -294,7 +289,7 @@ except OSError:
 
 
 def _life(sign: str) -> str:
-    """Return what the kernel says of the process that gave the sign: a key of ``LIMITS``."""
+    """Return what the kernel says of the process that gave the sign: a key of ``LIVES``."""
     _, place, process, _ = sign.split(" ", 3)
     if place != _PLACE or place.endswith("?"):
         return "unknown"

@@ -77,7 +77,9 @@ def run(
     with ExitStack() as stack:
         # From now on, as nodes may wait for others for long; torchrun's library sets the same ones for the ranks.
         stack.enter_context(_handlers(_end))
-        stack.enter_context(_silence())
+        # Keep torchrun's own log lines off the terminal: this process only waits, and the ranks speak for themselves.
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.ERROR)
         if plan.restarts:
             # Ranks that are started again must not find what those before left in the store, such as their addresses;
             # the one that torchrun's library shares with them by default stays the same.
@@ -369,17 +371,6 @@ def _handlers(handler: Callable[[int, Any], None], numbers: Sequence[signal.Sign
     finally:
         for number, old in before.items():
             signal.signal(number, old if old is not None else signal.SIG_DFL)  # None: one that is not Python's
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Keep torchrun's own log lines off the terminal: this process only waits, and the ranks speak for themselves."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 @contextmanager

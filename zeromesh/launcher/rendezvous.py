@@ -24,10 +24,7 @@ HOW = (
 
 
 def read_secret(file: Path | None) -> bytes:
-    """Return the secret that the nodes share, of a file or of the variable ZEROMESH_SECRET; empty where there is none.
-
-    Raise ValueError if the file cannot be read, others may read it, or the secret is too short.
-    """
+    """Return the secret of the nodes, of a file or of the variable ZEROMESH_SECRET; empty where there is none."""
     if file is None:
         secret, name = os.environ.get(VARIABLE, "").strip().encode(), VARIABLE
     else:

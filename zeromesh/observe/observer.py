@@ -31,7 +31,7 @@ class Observer:
         self.monitor = monitor or Monitor()
         self.spans = Spans(device, timed=bool(every or whole))
         self._rank = rank
-        self._updates = 0
+        self.updates = 0  # since the engine was made
         self._since: float | None = None
         self._every = every
         self._timer = Timer(self.spans) if every or whole else None
@@ -69,18 +69,18 @@ class Observer:
 
     def after_update(self, step: int) -> None:
         """Take in what was seen of update ``step``, which is over."""
-        self._updates += 1
+        self.updates += 1
         if self._trace is not None or self._profile is not None:
             with self.spans.phase("observe"):  # files are written: nobody shall take this for the engine's own time
-                if self._trace is not None and not self._trace.after(self._updates):
+                if self._trace is not None and not self._trace.after(self.updates):
                     self._trace = None
                 if self._profile is not None:
                     self._profile.read(step)
         if self._timer is not None:
             self._timer.after_update()
-            if self._every and self._updates - self._timed_from >= self._every:
+            if self._every and self.updates - self._timed_from >= self._every:
                 self._show(self._timer, step)
-            elif self._updates == 1 and not self._every:
+            elif self.updates == 1 and not self._every:
                 self._timer.begin()  # without the first update, in which libraries load and memory is taken
                 self._timed_from = 1
         if self._profile is not None and self._profile.prepare(step):
@@ -95,20 +95,15 @@ class Observer:
 
     def _take(self, timer: Timer) -> Breakdown:
         """Return the breakdown since the last one, and begin another."""
-        found = timer.take(self._updates - self._timed_from)
-        self._timed_from = self._updates
+        found = timer.take(self.updates - self._timed_from)
+        self._timed_from = self.updates
         self._whole = found if self._whole is None else self._whole + found
         timer.begin()
         return found
 
-    @property
-    def updates(self) -> int:
-        """Updates since the engine was made."""
-        return self._updates
-
     def breakdown(self) -> Breakdown | None:
         """Return the breakdown of all updates but the first; None without one. Waits for the device."""
-        if self._timer is not None and self._updates > self._timed_from:
+        if self._timer is not None and self.updates > self._timed_from:
             self._take(self._timer)
         return self._whole
 

@@ -64,14 +64,14 @@ class Span:
             self._function = record_function(f"{PREFIX}{self.kind} {self._of}".rstrip())
             self._function.__enter__()
         if spans.timed:
-            spans.open.append(self)
+            spans.open.spans.append(self)
             self.begin = spans.clock.mark()
 
     def __exit__(self, *error: Any) -> None:
         spans = self._spans
         if self.begin is not None:
             self.end = spans.clock.mark()
-            spans.open.pop()
+            spans.open.spans.pop()
             spans.add(self, self._outermost)
         if self._function is not None:
             self._function.__exit__(*error)
@@ -95,7 +95,7 @@ class Spans:
         self.traced = False  # True if torch's profiler gets their names
         self.phases: list[Span] = []  # those that have ended and were not taken yet
         self.in_phase = False
-        self._open = _Open()
+        self.open = _Open()
         self._unattached: list[Span] = []
 
     def time(self, timed: bool) -> None:
@@ -121,19 +121,14 @@ class Spans:
         """Return the context of a phase of the engine."""
         return Span(self, name, "", is_phase=True) if self.timed or self.traced else NOTHING
 
-    @property
-    def open(self) -> list[Span]:
-        """The spans of this thread that have begun."""
-        return self._open.spans
-
     def add(self, span: Span, outermost: bool) -> None:
         """Take in a span that has ended."""
         if outermost:
             span.inside.extend(self._unattached)
             self._unattached.clear()
             self.phases.append(span)
-        elif self.open:
-            self.open[-1].inside.append(span)
+        elif self.open.spans:
+            self.open.spans[-1].inside.append(span)
         else:
             self._unattached.append(span)  # the phase is open in another thread, which waits for this one
 
