@@ -8,8 +8,10 @@ too; ``NAMED_ELSEWHERE`` counts the strings of other packages that still do.
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,11 +37,7 @@ ABOVE: dict[str, dict[str, int]] = {
 }
 """Kind of limit -> file or class -> size. Constructors here have signatures of DeepSpeed or torch."""
 
-NAMED_ELSEWHERE: dict[str, int] = {
-    "top-level modules": 16,
-    "initialization": 5,
-    "train": 70,
-}
+NAMED_ELSEWHERE: dict[str, int] = {"train": 1}  # of a layer of transformers that has the name of a key
 """Package -> its strings that name a key or a ZeRO stage. A number may shrink and never grow."""
 
 FRAGMENTS = ("What", "Of", "Whether", "As", "How", "By", "To", "If", "That", "Where", "Who", "Which", "All that")
@@ -48,8 +46,11 @@ FRAGMENTS = ("What", "Of", "Whether", "As", "How", "By", "To", "If", "That", "Wh
 MOST_FRAGMENTS = 0.03
 """Share of docstrings that may open so."""
 
-MOST_FOREIGN_WRITES = 81
+MOST_FOREIGN_WRITES = 33
 """Assignments in the package to attributes of objects that the function has not made."""
+
+LEAST_COMMENTS = 0.06
+"""Share of lines that have a comment, which says why."""
 
 OWN = ("self", "cls", "ctx", "context")
 """Names of an object in its own methods, and of autograd's contexts, which exist to be written to."""
@@ -91,6 +92,11 @@ def foreign_writes(tree: ast.Module) -> Iterator[tuple[int, str]]:
                             yield part.lineno, ast.unparse(part)
 
 
+def comments(text: str) -> int:
+    """Return the number of comments of a file."""
+    return sum(token.type == tokenize.COMMENT for token in tokenize.generate_tokens(io.StringIO(text).readline))
+
+
 def names_of_keys() -> re.Pattern[str]:
     """Return what finds a dotted key, a key in JSON, or a ZeRO stage in a text."""
     from zeromesh.config.settings import entries
@@ -128,9 +134,11 @@ def check(root: Path) -> list[str]:
     classes: dict[str, list[str]] = defaultdict(list)
     named: dict[str, list[str]] = defaultdict(list)
     written, fragments, writes, key = 0, [], [], names_of_keys()
+    total, commented = 0, 0
     for file in sorted((root / PACKAGE).rglob("*.py")):
         text, name = file.read_text(encoding="utf-8"), str(file.relative_to(root / PACKAGE))
         tree = ast.parse(text, str(file))
+        total, commented = total + text.count("\n"), commented + comments(text)
         for kind, what, size in sizes(tree, name, text.count("\n")):
             found[kind][what] = size
         for node in tree.body:
@@ -168,6 +176,8 @@ def check(root: Path) -> list[str]:
     ]
     if len(fragments) > MOST_FRAGMENTS * written:
         problems += fragments
+    if commented < LEAST_COMMENTS * total:
+        problems.append(f"{commented} comments in {total} lines; at least {LEAST_COMMENTS:.0%}")
     if len(writes) > MOST_FOREIGN_WRITES:
         problems += [*writes, f"{len(writes)} writes to attributes of other objects; at most {MOST_FOREIGN_WRITES}"]
     return problems

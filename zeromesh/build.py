@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from zeromesh.comm.environment import Environment, init_distributed
 from zeromesh.comm.mesh import Mesh
+from zeromesh.config import keys
 from zeromesh.engine import Engine
 from zeromesh.initialization import steps
 from zeromesh.initialization.layout import make_mesh
@@ -83,7 +84,7 @@ def initialize(
     if not isinstance(model, nn.Module):
         named = "" if model is None else f", not a {type(model).__name__}"
         raise ValueError(f"initialize needs a model: pass model= with a torch.nn.Module{named}")
-    sizes = 'set the sizes of the axes in the configuration, as in "mesh": {"tensor": 2, "context": 2}'
+    sizes = f"set the sizes of the axes in the configuration, as in {keys.SIZES_OF_AXES}"
     refuse("initialize", "mpu", mpu, sizes)
     refuse("initialize", "mesh_param", mesh_param, sizes)
     if loss_fn is None and isinstance(model, PipelineModule):

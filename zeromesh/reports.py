@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from zeromesh.comm.agreement import catch
 from zeromesh.comm.mesh import Mesh
 from zeromesh.comm.traffic import Traffic
+from zeromesh.config import keys
 from zeromesh.config.settings import Resolved
 from zeromesh.model.placement import Placement, Tier
 from zeromesh.observe.bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, Bounds, bounds
@@ -216,23 +217,23 @@ def _remedies(report: dict[str, Any], sharded: ShardedModel, settings: Resolved,
     whole = [state for state in ("parameter", "gradient", "optimizer") if getattr(row, state) is not Placement.SHARDED]
     freed = sum(on_device(state) for state in whole) * (ranks - 1) // ranks
     if freed:
-        yield f'"zero_optimization": {{"stage": 3}} shards {" and ".join(whole)} over {ranks} ranks: {_less(freed)}'
+        yield f"{keys.SHARD_ALL} shards {' and '.join(whole)} over {ranks} ranks: {_less(freed)}"
     if row.optimizer_tier is Tier.DEVICE and on_device("optimizer"):
         size = on_device("optimizer") // (ranks if "optimizer" in whole else 1)
-        yield f'"zero_optimization": {{"offload_optimizer": {{"device": "cpu"}}}} moves {bytes_text(size)} to the host'
+        yield f"{keys.OPTIMIZER_ON_HOST} moves {bytes_text(size)} to the host"
     micro = settings.train_micro_batch_size_per_gpu
     if micro % 2 == 0:
         steps = 2 * sharded.accumulation.steps
         yield (
-            f'"train_micro_batch_size_per_gpu": {micro // 2} with "gradient_accumulation_steps": {steps} halves '
+            f'"{keys.MICRO_BATCH}": {micro // 2} with "{keys.ACCUMULATION}": {steps} halves '
             f"activations: up to {_less(rest // 2)}"
         )
     if not settings.activation_checkpointing.enabled:
-        yield f'"activation_checkpointing": {{"enabled": true}} computes activations again: up to {_less(rest)}'
+        yield f"{keys.RECOMPUTE} computes activations again: up to {_less(rest)}"
     if row.parameter is Placement.SHARDED and row.parameter_tier is Tier.DEVICE and on_device("parameter"):
         moved = bytes_text(on_device("parameter"))
-        yield f'"zero_optimization": {{"offload_param": {{"device": "cpu"}}}} moves {moved} to the host'
-    yield f"{2 * ranks} ranks instead of {ranks} at stage 3 halve all sharded states of a rank"
+        yield f"{keys.PARAMETERS_ON_HOST} moves {moved} to the host"
+    yield f"{2 * ranks} ranks instead of {ranks} halve all sharded states of a rank"
 
 
 def _less(size: int) -> str:

@@ -50,7 +50,7 @@ class Update:
         self._stragglers = Stragglers(self._mesh)
         answer(optimizer, self.loss_scale, overflow=False)
         if optimizer is not None:  # by a weak reference: the hook lives as long as the model, the engine may not
-            sharded.early.steps = partial(_host_steps, weakref.ref(self))
+            sharded.early.ask(partial(_host_steps, weakref.ref(self)))
 
     @property
     def loss_scale(self) -> float:

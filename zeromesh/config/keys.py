@@ -8,6 +8,14 @@ UNTESTED_OPTIMIZER = "zero_allow_untested_optimizer"
 CLIPPING = "gradient_clipping"
 MIN_LOSS_SCALE = "fp16.min_loss_scale"
 
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
+
+SHARD_ALL = '"zero_optimization": {"stage": 3}'
+OPTIMIZER_ON_HOST = '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}'
+PARAMETERS_ON_HOST = '"zero_optimization": {"offload_param": {"device": "cpu"}}'
+RECOMPUTE = '"activation_checkpointing": {"enabled": true}'
+QUANTIZED_WEIGHTS = "zero_optimization.zero_quantized_weights"
 UNSHARDED = "ZeRO-0 (zero_optimization.stage = 0)"
 UNSHARDED_PARAMETERS = "zero_optimization.stage 2"
 PARAMETER_SLOTS = "slots.parameter"
@@ -24,6 +32,8 @@ HOST_MEMORY_LIMIT = "host_memory_limit"
 KEEP_LAST = "checkpoint.keep_last"
 RECOMPUTED = "activation_checkpointing.targets"
 PARTITION_ACTIVATIONS = "activation_checkpointing.partition_activations"
+SIZES_OF_AXES = '"mesh": {"data": 4, "tensor": 2}'
+RANKS_PER_NODE = "communication.ranks_per_node"
 CONTEXT_RANKS = "mesh.context"
 ONE_CONTEXT_RANK = f"set {CONTEXT_RANKS} to 1"
 
@@ -32,10 +42,12 @@ ONE_STAGE = f"set {PIPELINE_RANKS} to 1"
 STAGE_BLOCKS = "pipeline.blocks"
 PARTITION = "pipeline.partition"
 SCHEDULE = "pipeline.schedule"
+RECORD = "pipeline.record"
 TENSOR_RANKS = "mesh.tensor"
 TENSOR_PLAN = "tensor_parallel.plan"
 SEQUENCE = "tensor_parallel.sequence"
 WHOLE_SEQUENCE = f"set {SEQUENCE} to false"
+
 # Of zeromesh train.
 LONGEST_SEQUENCE = "huggingface.sequence_length"
 SEQUENCE_LENGTH = f"model.sequence_length or {LONGEST_SEQUENCE}"

@@ -17,6 +17,7 @@ from zeromesh.comm.agreement import agree_run, catch
 from zeromesh.comm.environment import Environment, device_of_group, init_distributed
 from zeromesh.comm.formats import FORMATS
 from zeromesh.comm.mesh import Links, Mesh
+from zeromesh.config import keys
 from zeromesh.tensor.derive import derive
 from zeromesh.tensor.plan import SplitPlan as SplitPlan
 from zeromesh.tensor.plan import as_json, parse, resolve
@@ -44,7 +45,7 @@ def make_mesh(settings: Settings, environment: Environment | None = None) -> Mes
     if count is not None:
         if environment.world_size % count:
             raise ValueError(
-                f"communication.ranks_per_node is {count}, which does not divide the {environment.world_size} ranks; "
+                f"{keys.RANKS_PER_NODE} is {count}, which does not divide the {environment.world_size} ranks; "
                 "set it to a divisor, or leave it out"
             )
         # The setting wins over what was detected, as a fast link may join less or more than a machine.
@@ -84,7 +85,9 @@ def plan_stages(
     chosen, world = settings.pipeline, mesh.group("world")
     if mesh.sizes["pipeline"] == 1:
         if chosen.record is not None:
-            _log.warning("pipeline.record is set, but mesh.pipeline is 1: there are no stages, and nothing is recorded")
+            _log.warning(
+                "%s is set, but %s is 1: there are no stages, and nothing is recorded", keys.RECORD, keys.PIPELINE_RANKS
+            )
         return None
     # Imported here: a run without stages needs none of it.
     from zeromesh.pipeline.runtime.cut import describe_stages, examine
@@ -97,7 +100,8 @@ def plan_stages(
     made = Pipelined(model, mesh, chosen, settings.gradient_accumulation_steps, blocks)
     if mesh.rank == 0:
         lines = "".join(f"\n  {line}" for line in describe_stages(model, blocks, made.cut))
-        _log.info("the model is cut into stages by pipeline.partition = %s:%s", json.dumps(chosen.partition), lines)
+        chosen_cut = f"{keys.PARTITION} = {json.dumps(chosen.partition)}"
+        _log.info("the model is cut into stages by %s:%s", chosen_cut, lines)
     return made
 
 

@@ -118,8 +118,7 @@ class EarlyUpdates:
     # alone.
 
     def __init__(self, store: Tiers, mesh: Mesh, link: Link, pinned: bool) -> None:
-        # Asked for at the first gradient of an update that is whole; None: nothing begins early.
-        self.steps: Callable[[], HostUpdate | None] | None = None
+        self._steps: Callable[[], HostUpdate | None] | None = None  # set by ``ask``
         self._flats = {id(flat.gradient): flat for flat in store.early}
         self._swap = store.swap
         self._device, self._pinned = mesh.device, pinned
@@ -145,14 +144,18 @@ class EarlyUpdates:
 
     # During the backward.
 
+    def ask(self, steps: Callable[[], HostUpdate | None]) -> None:
+        """Ask ``steps`` for the update when its first gradient is whole; before this call nothing begins early."""
+        self._steps = steps
+
     def is_whole(self, gradient: Gradient) -> None:
         """Begin the update from a gradient that is summed over all ranks, with nothing expected to be added."""
         assert self._state is not EarlyState.COUNTED, self._state
         flat = self._flats.get(id(gradient))
-        if flat is None or self.steps is None:
+        if flat is None or self._steps is None:
             return
         if not self._arrived:
-            self._update = None if self._left else self.steps()
+            self._update = None if self._left else self._steps()
             self._left = max(0, self._left - 1)
         if flat in self._arrived:  # more was added after all
             self.spoil()
