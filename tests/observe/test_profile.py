@@ -180,7 +180,7 @@ def test_spans_go_to_the_engine_whose_phase_it_is_and_end_with_exceptions() -> N
             raise KeyError
     assert span("fetch") is NOTHING
     assert [[part.kind for part in spans.phases[0].inside] for spans in (outer, inner)] == [["reduce"], ["fetch"]]
-    assert outer.open == inner.open == []
+    assert outer.open.spans == inner.open.spans == []
 
 
 def test_spans_of_another_thread_belong_to_the_phase() -> None:  # as in a backward on an accelerator

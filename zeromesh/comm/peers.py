@@ -29,17 +29,23 @@ class Peer:
     versions: tuple[str, ...]  # of ``VERSIONS``
     host: str  # a hash
 
+    @classmethod
+    def own(cls) -> Peer:
+        """Return the facts of this rank."""
+        try:
+            zeromesh = version("zeromesh")
+        except PackageNotFoundError:  # run from a folder of sources
+            zeromesh = "unknown"
+        python = ".".join(platform.python_version_tuple()[:2])  # patch releases fit together
+        # With torchrun's number of the node, as containers may share a name.
+        host = hashlib.sha256(f"{socket.gethostname()} {os.environ.get('GROUP_RANK')}".encode()).hexdigest()
+        return cls((zeromesh, torch.__version__, python), host[:_WIDTH])
+
 
 def gather(device: torch.device) -> list[Peer]:
     """Return the facts of every rank; ``device`` is one that the group serves. Collective."""
-    try:
-        zeromesh = version("zeromesh")
-    except PackageNotFoundError:  # run from a folder of sources
-        zeromesh = "unknown"
-    python = ".".join(platform.python_version_tuple()[:2])  # patch releases fit together
-    # With torchrun's number of the node, as containers may share a name.
-    host = hashlib.sha256(f"{socket.gethostname()} {os.environ.get('GROUP_RANK')}".encode()).hexdigest()
-    fields = [text.encode()[:_WIDTH].ljust(_WIDTH, b"\0") for text in (zeromesh, torch.__version__, python, host)]
+    own = Peer.own()
+    fields = [text.encode()[:_WIDTH].ljust(_WIDTH, b"\0") for text in (*own.versions, own.host)]
     row = torch.frombuffer(bytearray(b"".join(fields)), dtype=torch.uint8).to(device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
