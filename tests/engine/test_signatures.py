@@ -145,7 +145,7 @@ CALLS: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "no module": (lambda m: zeromesh.initialize(model="m", config=config()), ValueError, "not a str"),
     "no model": (lambda m: zeromesh.initialize(Namespace(), config=config()), ValueError, "initialize needs a model"),
     "too many": (lambda m: zeromesh.initialize(None, m, *[None] * 12), TypeError, "at most 13 positional arguments"),
-    "mpu": (lambda m: zeromesh.initialize(m, config=config(), mpu=object()), ValueError, '"mesh": {"tensor": 2'),
+    "mpu": (lambda m: zeromesh.initialize(m, config=config(), mpu=object()), ValueError, '"mesh": {"data": 4'),
     "mesh_param": (lambda m: zeromesh.initialize(m, config=config(), mesh_param=(1, 1)), ValueError, "mesh_param = "),
     "two configurations": (
         lambda m: zeromesh.initialize(Namespace(deepspeed_config="a.json"), m, config=config()),
@@ -161,7 +161,7 @@ CALLS: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         "zero_quantized_weights in the",
     ),
     "frozen weights": (lambda m: zero.Init(zero_quantized_nontrainable_weights=True), ValueError, "leave it out"),
-    "a swapper": (lambda m: zero.Init(param_swapper=object()), ValueError, "offload_param in the configuration"),
+    "a swapper": (lambda m: zero.Init(param_swapper=object()), ValueError, '{"offload_param": {"device": "cpu"}}'),
     "a misspelt argument": (lambda m: zero.GatheredParameters([], modifer_rank=0), TypeError, "modifer_rank"),  # type: ignore[call-arg]
 }
 

@@ -126,6 +126,7 @@ LARGE = {
     "shard__a": "class Twice:\n    pass\n",
     "shard__b": "class Twice:\n    pass\n",
     "shard__long": "x = 1\n" * 451,
+    "shard__uncommented": "x = 1\n" * 95 + "x = 1  # of a reason\n" * 5,
     "shard__many": "class Many:\n" + "".join(f"    def m{n}(self):\n        pass\n" for n in range(26)),
     "shard__arguments": f"class Wide:\n    def __init__(self, {', '.join('abcdefghi')}):\n        pass\n",
     "shard__riddle": '"""What it is."""\n',
@@ -143,6 +144,7 @@ LARGE = {
         ("shard__arguments", "shard/arguments.py:Wide: 9 arguments of a constructor; at most 8"),
         ("shard__riddle", "zeromesh/shard/riddle.py:1: 'What it is.' opens as a fragment"),
         ("shard__keys", "shard: 3 names of keys; at most 0"),
+        ("shard__uncommented", "5 comments in 100 lines; at least 6%"),
         ("shard__writes", "300 writes to attributes of other objects; at most"),
     ],
 )
@@ -155,7 +157,7 @@ def test_a_broken_limit_is_reported(key: str, reported: str, tmp_path: Path, mon
     others = {"shard__b": LARGE["shard__b"]} if key == "shard__a" else {}
     problems = check_structure.check(tree(tmp_path, **{key: LARGE[key], **others}))
     assert any(problem.startswith(reported) for problem in problems), problems
-    assert check_structure.check(tree(tmp_path / "other", shard__a="x = 1\n")) == []
+    assert check_structure.check(tree(tmp_path / "other", shard__a="x = 1  # as an example\n")) == []
 
 
 def test_the_package_keeps_its_limits() -> None:
