@@ -137,8 +137,7 @@ class Saving(EngineState):
             result = whole.load_here(sharded, state_dict, strict)
             for flat in sharded.flats:
                 for index, segment in enumerate(flat.layout.segments):
-                    # From one rank: replicas have to be equal to the bit even if the given states
-                    # differ.
+                    # From one rank: replicas have to be equal to the bit even if the given states differ.
                     sharded.take_value(flat, index, rank=0)
                     value, now = state_dict.get(segment.name), flat.parameters[index].detach()
                     if value is not None and flat.master.dtype != now.dtype and torch.equal(value.to(now), now):

@@ -71,8 +71,7 @@ class EngineState:
         self.lr_scheduler = parts.scheduler
         self.observer = parts.observer
         self.training_dataloader = parts.loader
-        # The position at the last update, not of the loader: batches handed out since would be lost
-        # after a restart.
+        # The position at the last update, not of the loader: batches handed out since would be lost after a restart.
         self.data_position = None if parts.loader is None else parts.loader.position
         self.global_steps = 0
         self.global_samples = 0

@@ -31,6 +31,9 @@ class LayerSpec:
         typename: class of the layer, of torch.nn.Module.
         module_args: positional arguments of the class.
         module_kwargs: named arguments of the class.
+
+    Raises:
+        ValueError: ``typename`` is no class of modules.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:

@@ -140,7 +140,11 @@ def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **confi
 
 
 def configuration(path: Path, **config: Any) -> tuple[PretrainedConfig, dict[str, Any]]:
-    """Return a folder's config.json with some values replaced, and the values that it has no place for."""
+    """Return a folder's config.json with some values replaced, and the values that it has no place for.
+
+    Raises:
+        ValueError: there is none, it needs code of the folder's own, or is of quantized weights or of adapters.
+    """
     transformers = require_transformers()
     if config.pop("trust_remote_code", False):
         raise ValueError(

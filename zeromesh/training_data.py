@@ -66,7 +66,11 @@ class Sampler(DistributedSampler[Any]):
 
 
 class Loader(DataLoader[Any]):
-    """Batches of this rank's share of the data set; ``position`` is up to where batches were handed out."""
+    """Batches of this rank's share of the data set; ``position`` is up to where batches were handed out.
+
+    Raises:
+        ValueError: there is no batch in the data.
+    """
 
     sampler: Sampler
 
@@ -102,8 +106,7 @@ class Loader(DataLoader[Any]):
             yield from self
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        # Worker processes read ahead: what the sampler has given out says nothing of what the user
-        # was handed.
+        # Worker processes read ahead: what the sampler has given out says nothing of what the user was handed.
         begun = None
         for count, batch in enumerate(batches, 1):
             # Only after the first batch: the sampler begins its pass when it is asked for it.

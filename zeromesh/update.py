@@ -72,8 +72,7 @@ class Update:
 
     def agree(self, number: int) -> Agreement:
         """Complete the gradients of update ``number`` and exchange notes. Collective; raises where ranks disagree."""
-        # One row of notes a rank goes with the gradients' norm, and all come to the same decision
-        # from it.
+        # One row of notes a rank goes with the gradients' norm, and all come to the same decision from it.
         agreement = self._sharded.complete(self._notes())
         # Before the checks: after an error the next micro-batch begins a new update.
         self._accumulation.restart()
@@ -105,8 +104,7 @@ class Update:
     def _update(self, optimizer: Optimizer, factor: float) -> None:
         """Let the optimizer update the masters by the gradients times ``factor``, and send the new parameters."""
         try:
-            # In place writes of the user since the last update go into the masters before these are
-            # updated.
+            # In place writes of the user since the last update go into the masters before these are updated.
             with span("take_changes"):
                 self._sharded.take_changes()
             self._check_groups()

@@ -43,8 +43,7 @@ def register(engine: Engine) -> None:
     for flat in engine.sharded.flats:
         for parameter in flat.parameters:
             _OWNERS[parameter] = ref(engine)
-    # Zeros that are no parameters are in their places; users may hand them to the functions below
-    # all the same.
+    # Zeros that are no parameters are in their places; users may hand them to the functions below all the same.
     if engine.pipelined is not None:
         for module, name in engine.pipelined.taken:
             _ELSEWHERE[vars(module)[name]] = ref(engine)

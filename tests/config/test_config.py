@@ -157,6 +157,8 @@ def test_names_of_keys_for_messages_are_names_of_keys() -> None:
         ({"fp16": {"enabled": 1}}, ["fp16.enabled = 1", "true or false", "write true"]),
         ({"fp16": {"enabled": "False"}}, ['fp16.enabled = "False"', "write false without quotes"]),
         ({"fp16": True}, ["fp16 = true", "must be an object", "enabled"]),
+        ({"autotuning": True}, ["autotuning = true", "must be an object"]),
+        ({"data_efficiency": [{"enabled": True}]}, ["data_efficiency = ", "must be an object"]),
         ({"fp16": {"loss_scale": -1}}, ["fp16.loss_scale = -1", ">= 0"]),
         ({"fp16": {"loss_scale_window": 0}}, ["fp16.loss_scale_window = 0", ">= 1"]),
         ({"torch_autocast": {"dtype": "fp61"}}, ['torch_autocast.dtype = "fp61"', 'did you mean "fp16"?']),

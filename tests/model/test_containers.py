@@ -23,6 +23,23 @@ def test_a_container_may_hold_itself() -> None:
     assert tensors_of(held) == [tensor]
 
 
+class Own(tuple):
+    """A tuple of a user's, whose constructor nobody knows."""
+
+
+class Fields:
+    n_fields, _fields = 2, ("a", "b")
+
+
+def test_tensors_are_found_and_replaced_in_the_same_containers() -> None:
+    first, second = torch.zeros(1), torch.ones(1)
+    value = (Own((first,)), Fields(), second)
+    assert tensors_of(value) == [second]
+    mapped = map_tensors(value, lambda one: one + 1)
+    assert mapped[:2] == value[:2]
+    assert mapped[2].tolist() == [2.0]
+
+
 def test_sizes_stay_as_they_are() -> None:
     size = torch.ones(2, 3).shape
     assert map_tensors((size, torch.ones(1)), lambda one: one + 1)[0] is size

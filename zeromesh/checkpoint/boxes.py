@@ -193,8 +193,7 @@ class Reader:
         self.require_files()
         with another_offered(self.folder):
             damaged: dict[str, list[str]] = {}
-            # Several processes may share the work; ``names`` are the tensors that matter to this
-            # run.
+            # Several processes may share the work; ``names`` are the tensors that matter to this run.
             parts = [(shard, *part) for shard in self.manifest["shards"] for part in _parts(shard, names)]
             for shard, begin, end, digest, keys in parts[first::step]:
                 with (self.folder / shard["file"]).open("rb", buffering=0) as file:

@@ -110,8 +110,7 @@ def load_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) 
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     keys = _state_keys(reader)
     for flat, piece in pieces(sharded):
-        # Without ``strict`` the checkpoint may lack it; then its state stays with the value that it
-        # is of.
+        # Without ``strict`` the checkpoint may lack it; then its state stays with the value that it is of.
         if f"parameter/{piece.name}" not in reader.names:
             continue
         flat.load_states(write=True)

@@ -69,8 +69,7 @@ def pack(value: Any, path: str = "the value", apart: dict[str, torch.Tensor] | N
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):
-        # A dict of the user's with a mark as its key must not be taken for what the mark stands
-        # for.
+        # A dict of the user's with a mark as its key must not be taken for what the mark stands for.
         if all(type(key) is str and key not in MARKS for key in value):
             return {key: pack(item, f"{path}[{key!r}]", apart) for key, item in value.items()}
         items = [(pack(key, f"{path}, the key {key!r}", apart), key, item) for key, item in value.items()]

@@ -99,8 +99,7 @@ def _receive(group: Group, place: int, device: torch.device) -> State:
         group.send_and_receive({}, {place: message}, STATE_TAG, "whole tensors").wait()
         return message
 
-    # The receiver knows nothing of what comes: first the length of the header, then the header,
-    # then the tensors.
+    # The receiver knows nothing of what comes: first the length of the header, then the header, then the tensors.
     length = int(receive(torch.empty(1, dtype=torch.int64, device=device)))
     header = receive(torch.empty(length, dtype=torch.uint8, device=device))
     found = State()

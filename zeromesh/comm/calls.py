@@ -83,7 +83,8 @@ def compare_calls(store: Any, watched: Watchdog | None, patience: float) -> None
         function = getattr(dist, name, None)
         # A function that the program has imported by its name before is not compared. An engine made before this one
         # may have replaced it here: compared twice, each call would count twice.
-        if function is not None and function.__code__.co_filename != __file__:
+        code = getattr(function, "__code__", None)  # a tool may have put an object in its place
+        if function is not None and (code is None or code.co_filename != __file__):
             setattr(dist, name, comparing(name, function))
 
 

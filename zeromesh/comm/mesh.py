@@ -145,7 +145,11 @@ class Mesh:
         return None if self._watchdog is None else self._watchdog.waited
 
     def neighbours(self, axis: str, count: int) -> Group:
-        """Return the group of ``count`` consecutive ranks on ``axis`` that contains this rank. Collective."""
+        """Return the group of ``count`` consecutive ranks on ``axis`` that contains this rank. Collective.
+
+        Raises:
+            ValueError: ``count`` does not divide the ranks along the axis.
+        """
         size = self.sizes[axis]
         if size % count:
             raise ValueError(f"{size} ranks along {axis} cannot be divided into groups of {count}")

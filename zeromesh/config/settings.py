@@ -148,8 +148,21 @@ class Settings(Section):
             log.info("these keys of the configuration have no effect:%s", lines)
         return settings
 
+    @classmethod
+    def reread(cls, document: Mapping[str, Any]) -> Self:
+        """Return the settings that a run wrote, maybe with an earlier version; raise ValueError if no run did.
+
+        Keys that have gone since are left out: they must not keep the run from going on. ``load`` would refuse them,
+        and would report keys without effect once more.
+        """
+        return cls.model_validate(without_unread(document))
+
     def resolve_mesh(self, world_size: int) -> dict[str, int]:
-        """Return the size of every axis of the mesh, or raise ConfigError if they do not fit the number of ranks."""
+        """Return the size of every axis of the mesh: their product is ``world_size``, and -1 stands for what is left.
+
+        Raises:
+            ConfigError: the sizes do not fit the number of ranks.
+        """
         return solve_mesh(self.mesh.model_dump() | self.model_sizes, self._shard_group, world_size)
 
     @property
@@ -263,12 +276,6 @@ class Settings(Section):
         """Return every value in JSON, in a fixed order, as ``load`` reads it."""
         return json.dumps(jsonable(self.model_dump()), indent=2)
 
-    # Also of files that an earlier version wrote for a run: a key that is gone must not keep the run from going on.
-    @model_validator(mode="before")
-    @classmethod
-    def _read_keys_only(cls, document: Any) -> Any:
-        return without_unread(document) if isinstance(document, Mapping) else document
-
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
         switches = {name: getattr(self, name).enabled for name in ("fp16", "bf16", "torch_autocast")}
@@ -315,7 +322,7 @@ def _validate(document: dict[str, Any], source: str) -> Settings:
     found: list[str] = []
     settings = None
     try:
-        settings = Settings.model_validate(document)
+        settings = Settings.model_validate(without_unread(document))
     except ValidationError as error:
         found = explain(error, entries())
     # All problems come in one error, so that a file is mended once.

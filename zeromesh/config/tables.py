@@ -93,7 +93,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         f"aio.{name}": "a thread for each of queue_depth requests waits for it"
         for name in ("intra_op_parallelism", "single_submit", "overlap_events", "thread_count")
     },
-    # Whole sections, in which anything may stand.
+    # Whole sections, in which anything may stand, and keys of sections that are read.
     "autotuning": "settings are not searched for",
     "hybrid_engine": "there is no engine for generation",
     "compile": "the compiler passes of DeepSpeed are not here; compile the model's blocks with torch.compile",
@@ -243,6 +243,11 @@ def sections_of(path: str) -> set[str]:
 def not_yet_problems(document: Mapping[str, Any], known: Sequence[str]) -> list[str]:
     """Return a sentence for each key whose value needs something that this version does not have."""
     problems = []
+    # A word in the place of a section asks for what the section would switch on.
+    for section in dict.fromkeys(path.rpartition(".")[0] for path in NOT_YET):
+        found, value = look_up(document, section)
+        if section in WITHOUT_EFFECT and found and not isinstance(value, Mapping) and value not in (None, False, UNSET):
+            problems.append(f"{section} = {show(value)}: must be an object; leave it out, or write {{ ... }}")
     for path, row in NOT_YET.items():
         found, value = look_up(document, path)
         # A key whose value is wrong anyway is in the list already, and is not named twice.

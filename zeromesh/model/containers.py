@@ -25,7 +25,7 @@ def _collect(value: Any, found: list[torch.Tensor], around: frozenset[int]) -> N
     items: Collection[Any] = ()
     if isinstance(value, Mapping):
         items = value.values()
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list) or _is_known_tuple(value):
         items = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
@@ -33,6 +33,13 @@ def _collect(value: Any, found: list[torch.Tensor], around: frozenset[int]) -> N
         inside = around | {id(value)}
         for item in items:
             _collect(item, found, inside)
+
+
+def _is_known_tuple(value: Any) -> bool:
+    # Nothing is known of how to make another kind of tuple; results of torch, such as that of max, have ``n_fields``.
+    return type(value) is tuple or (
+        isinstance(value, tuple) and (hasattr(value, "_fields") or hasattr(value, "n_fields"))
+    )
 
 
 def map_tensors(
@@ -44,8 +51,7 @@ def map_tensors(
     items: dict[Any, Any] = {}
     if isinstance(value, Mapping):
         items = dict(value.items())
-    # Nothing is known of how to make another kind of tuple; results of torch, such as that of max, have ``n_fields``.
-    elif isinstance(value, list) or type(value) is tuple or hasattr(value, "_fields") or hasattr(value, "n_fields"):
+    elif isinstance(value, list) or _is_known_tuple(value):
         items = dict(enumerate(value))
     # The class itself is a dataclass, too, and has no fields to read.
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -44,8 +44,7 @@ class PlacementRow:
         return replace(self, gradient_tier=Tier.DEVICE, optimizer_tier=Tier.DEVICE)
 
     def __post_init__(self) -> None:
-        # What is communicated follows from neighbouring cells, which have no collective for the
-        # other order.
+        # What is communicated follows from neighbouring cells, which have no collective for the other order.
         order = [self.parameter, self.gradient, self.optimizer]
         sharded = [placement is Placement.SHARDED for placement in order]
         if sharded != sorted(sharded):

@@ -38,14 +38,15 @@ class Tile(nn.Linear):
 class TiledLinear(nn.Module):
     """Linear layer whose weight is in ``out_splits`` x ``in_splits`` tiles, never in memory all at once.
 
-    Shapes are those of ``nn.Linear``: ``(..., in_features)`` to ``(..., out_features)``.
+    Shapes are those of ``nn.Linear``: ``(..., in_features)`` to ``(..., out_features)``. Outputs of the tiles of a row
+    are added from left to right.
 
     Args:
         in_features, out_features, bias, device, dtype: as in ``nn.Linear``.
         in_splits, out_splits: into how many parts inputs and outputs are cut; sizes differ by one at the most.
 
     Attributes:
-        tiles: by part of the outputs, then of the inputs.
+        tiles: by part of the outputs, then of the inputs. The first of each row has the bias.
 
     Raises:
         ValueError: there would be empty tiles.
@@ -141,8 +142,7 @@ def tile_linears(model: nn.Module, most_elements: int) -> list[str]:
         if not name:
             raise ValueError("the model itself is a linear layer, which cannot be replaced in place; use TiledLinear")
         inputs, outputs = module.in_features, module.out_features
-        # Outputs are cut first, and inputs where one output's row is too large: sums over tiles
-        # cost more.
+        # Outputs are cut first, and inputs where one output's row is too large: sums over tiles cost more.
         in_splits = -(-inputs // most_elements)
         width = -(-inputs // in_splits)
         tiled = TiledLinear.of(module, in_splits, min(outputs, -(-outputs // max(1, most_elements // width))))

@@ -92,8 +92,7 @@ class HostSteps:
         states = tuple(state.get(name) for name in RULES[rule].states(group))
         if not all(isinstance(value, torch.Tensor) for value in states) or (rule in COUNTED and "step" not in state):
             return None
-        # The numbers as they are now: whether they still hold is compared when the update is asked
-        # for.
+        # The numbers as they are now: whether they still hold is compared when the update is asked for.
         numbers = {key: group[key] for key in HYPERPARAMETERS if key in group}
         # SGD only tells the first step from the others, by its momentum.
         return UpdateStep(rule, numbers, int(state["step"]) + 1 if rule in COUNTED else 2), states

@@ -138,7 +138,8 @@ class Muon(StepOptimizer):
 def orthogonalize(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
     """Return nearly the nearest orthogonal matrix, by Newton-Schulz iteration of a quintic polynomial (Jordan 2024).
 
-    The default coefficients, of x, x^3 and x^5, push singular values to within about [0.7, 1.2].
+    The matrix has shape (rows, columns) and any floating dtype, the result that shape in bfloat16. The default
+    coefficients, of x, x^3 and x^5, push singular values to within about [0.7, 1.2].
     """
     a, b, c = coefficients
     x = matrix.bfloat16()  # its accuracy suffices for a direction

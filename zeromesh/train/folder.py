@@ -52,8 +52,7 @@ class RunFolder:
     def settings(self) -> Resolved:
         """Return the settings of the run; raise ValueError if no run wrote the file."""
         try:
-            # Not by load, which would report keys without effect again.
-            return Resolved.model_validate(json.loads(self.config.read_text(encoding="utf-8")))
+            return Resolved.reread(json.loads(self.config.read_text(encoding="utf-8")))
         except ValueError as error:
             raise ValueError(f"{str(self.config)!r} is not what zeromesh train wrote: {error}") from None
 

@@ -1,7 +1,9 @@
 """The backend mpi: every collective of every dtype, beside plain computation; order, errors, and how ranks end."""
 
 import os
+import shutil
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -87,12 +89,19 @@ def every_reduction() -> int:
             tensor = own.clone()
             dist.all_reduce(tensor, op, group=group)
             assert same(tensor, expected), f"all_reduce {case}"
+            tensor, root = own.clone(), ranks[-1]
+            dist.reduce(tensor, root, op, group=group)
+            assert same(tensor, expected if dist.get_rank() == root else own), f"reduce {case}"
             if elements % len(ranks):
                 continue
             mine = slice(None) if elements == 0 else slice(*bounds(elements, len(ranks), group.rank()))
             out = torch.empty_like(expected[mine])
             dist.reduce_scatter_tensor(out, own, op, group=group)
             assert same(out, expected[mine]), f"reduce_scatter_tensor {case}"
+            parts = [own[slice(*bounds(elements, len(ranks), rank))] for rank in range(len(ranks))]
+            out.zero_()
+            dist.reduce_scatter(out, parts, op, group=group)
+            assert same(out, expected[mine]), f"reduce_scatter {case}"
             done += 1
     return done
 
@@ -116,12 +125,23 @@ def every_movement() -> int:
             tensor = own.clone()
             dist.broadcast(tensor, root, group=group)
             assert same(tensor, values(root, elements, dtype)), f"broadcast {case}"
+            rows = [torch.empty_like(own) for _ in ranks]
+            dist.gather(own, rows if rank == root else None, root, group=group)
+            assert rank != root or all(map(same, rows, all_of_it)), f"gather {case}"
+            tensor = torch.empty_like(own)
+            dist.scatter(tensor, all_of_it if rank == root else None, root, group=group)
+            assert same(tensor, own), f"scatter {case}"
         rows = [torch.empty_like(own) for _ in ranks]
         dist.all_gather(rows, own, group=group)
         assert all(map(same, rows, all_of_it)), f"all_gather {case}"
         full = torch.empty(size * elements, dtype=dtype)
         dist.all_gather_into_tensor(full, own, group=group)
         assert same(full, torch.cat([part.view(torch.uint8) for part in all_of_it]).view(dtype)), f"into {case}"
+        sent = [values(10 * rank + other, elements + group.rank(), dtype) for other in ranks]
+        got = [torch.empty(elements + other, dtype=dtype) for other in range(size)]
+        dist.all_to_all(got, sent, group=group)
+        expected = [values(10 * r + rank, elements + i, dtype) for i, r in enumerate(ranks)]
+        assert all(map(same, got, expected)), f"all_to_all {case}"
         done += 1
     return done
 
@@ -129,6 +149,24 @@ def every_movement() -> int:
 @pytest.mark.full
 def test_every_movement_brings_every_dtype_to_the_bit() -> None:
     assert min(run_mpi_ranks(every_movement, 4)) > 40
+
+
+def uneven() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # Rank r sends (r + target) % 3 rows of two to each.
+    sent = [(rank + target) % 3 for target in range(size)]
+    received = [(source + rank) % 3 for source in range(size)]
+    full = torch.arange(2 * sum(sent)).view(-1, 2) + 1000 * rank
+    out = torch.empty(sum(received), 2, dtype=torch.int64)
+    dist.all_to_all_single(out, full, received, sent)
+    expected = []
+    for source in range(size):
+        before = sum((source + target) % 3 for target in range(rank))
+        rows = torch.arange(2 * before, 2 * (before + (source + rank) % 3)).view(-1, 2) + 1000 * source
+        expected.append(rows)
+    assert torch.equal(out, torch.cat(expected))
+    with pytest.raises(ValueError, match="the input has 4 rows, which the split sizes .* do not divide"):
+        dist.all_to_all_single(torch.empty(4), torch.empty(4), [1] * size, [2] * size)
 
 
 def views() -> None:
@@ -157,8 +195,9 @@ def views() -> None:
     assert several[1].flatten().tolist() == [60.0] * 4
 
 
-def test_what_lies_unevenly_arrives() -> None:
-    run_mpi_ranks(views, 4)
+@pytest.mark.parametrize("check", [uneven, views])
+def test_strided_and_uneven_tensors_arrive(check: Callable[[], None]) -> None:
+    run_mpi_ranks(check, 4)
 
 
 def waits_in_other_orders() -> list[float]:
@@ -252,6 +291,7 @@ def torch_on_top() -> None:
     assert functional.all_reduce(torch.ones(2), "sum", world).tolist() == [4.0, 4.0]
     assert functional.all_gather_tensor(torch.ones(1) * rank, 0, world).tolist() == [0.0, 1.0, 2.0, 3.0]
     assert functional.reduce_scatter_tensor(torch.arange(4.0), "sum", 0, world).tolist() == [4.0 * rank]
+    assert functional.all_to_all_single(torch.arange(4.0), None, None, world).tolist() == [rank] * 4
     losses = []
     for wrap in (nn.parallel.DistributedDataParallel, fully_shard, lambda model: model):
         torch.manual_seed(3)
@@ -289,15 +329,26 @@ def a_store_and_gloo_beside() -> None:
 
 
 def state_from_one_rank() -> None:
+    from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import fully_shard
 
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
     model = nn.Linear(7, 33)
     fully_shard(model)
+    state = {"model": model.state_dict()}
+    checkpoint.async_save(state, checkpoint_id=folder[0]).result()
+    before = model.weight.full_tensor().clone()
     full = {"weight": torch.full((33, 7), 2.0), "bias": torch.full((33,), 3.0)}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full if dist.get_rank() == 0 else {}, options=options)
     assert torch.equal(model.weight.full_tensor(), torch.full((33, 7), 2.0))
+    checkpoint.load(state, checkpoint_id=folder[0])
+    assert torch.equal(model.weight.full_tensor(), before)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
 
 
 def destroyed_while_under_way() -> None:
@@ -332,9 +383,6 @@ def bad_calls() -> None:
         dist.all_reduce(torch.ones(3, dtype=torch.int64), ReduceOp.AVG)
     with pytest.raises(ValueError, match="4 ranks"):
         world.allgather([[torch.empty(3)]], [torch.empty(3)])
-    for call in (lambda: dist.reduce(torch.ones(3), 0), lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4))):
-        with pytest.raises(NotImplementedError, match="new_group"):
-            call()
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [4.0] * 3

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -162,22 +162,85 @@ class MpiGroup(dist.ProcessGroup):
 
         return self._run("reduce_scatter_tensor", one_by_one(), outs, opts)
 
+    def reduce(self, tensors: Tensors, opts: Any = None) -> MpiWork:
+        """Reduce a tensor over the ranks, for one of them; the others keep theirs."""
+        opts = opts or dist.ReduceOptions()
+        require_operation(opts.reduceOp, tensors)
+        tensor = tensors[0] if self._programs.rank == opts.rootRank else tensors[0].clone()
+        program = self._programs.all_reduce(tensor, opts.reduceOp, self._programs.tag())
+        return self._run("reduce", program, tensors, opts)
+
+    def reduce_scatter(self, outs: Tensors, rows: Sequence[Tensors], opts: Any = None) -> MpiWork:
+        """Reduce each of a list of tensors, one for each rank, over the ranks."""
+        opts = opts or dist.ReduceScatterOptions()
+        require_operation(opts.reduceOp, outs)
+        require_rows("reduce_scatter", rows[0], outs[0], self._programs.rank, self._programs.size)
+        program = self._programs.reduce_scatter(rows[0], outs[0], opts.reduceOp, self._programs.tag())
+        return self._run("reduce_scatter", program, outs, opts)
+
+    def gather(self, rows: Sequence[Tensors], own: Tensors, opts: Any = None) -> MpiWork:
+        """Gather every rank's tensor on one rank."""
+        opts = opts or dist.GatherOptions()
+        into: Tensors = rows[0] if rows and self._programs.rank == opts.rootRank else []
+        if into:
+            require_rows("gather", into, own[0], self._programs.rank, self._programs.size)
+        sent = self._only(opts.rootRank, own[0])
+        program = self._programs.exchange(sent, into or [None] * len(sent), self._programs.tag())
+        return self._run("gather", program, into, opts)
+
+    def scatter(self, outs: Tensors, rows: Sequence[Tensors], opts: Any = None) -> MpiWork:
+        """Give each rank one of a list of tensors that one rank has."""
+        opts = opts or dist.ScatterOptions()
+        parts: Tensors = rows[0] if rows and self._programs.rank == opts.rootRank else []
+        if parts:
+            require_rows("scatter", parts, outs[0], self._programs.rank, self._programs.size)
+        received = self._only(opts.rootRank, outs[0])
+        program = self._programs.exchange(parts or [None] * len(received), received, self._programs.tag())
+        return self._run("scatter", program, outs, opts)
+
+    def alltoall(self, outs: Tensors, tensors: Tensors, opts: Any = None) -> MpiWork:
+        """Send each rank one of a list of tensors."""
+        for tensor_list in (outs, tensors):
+            require_rows("all_to_all", tensor_list, tensor_list[0], 0, self._programs.size)
+        return self._run("all_to_all", self._programs.exchange(tensors, outs, self._programs.tag()), outs, opts)
+
+    def all_to_all_single(
+        self, out: torch.Tensor, full: torch.Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+    ) -> MpiWork:
+        """Send each rank its rows of a tensor; without numbers of rows, each gets as many."""
+        landing, size, tag = as_landing(out), self._programs.size, self._programs.tag()
+        parts, into = _rows("input", as_source(full), sent, size), _rows("output", landing, received, size)
+
+        def exchange() -> Program:
+            yield from self._programs.exchange(parts, into, tag)
+            deliver(out, landing)
+
+        return self._run("all_to_all_single", exchange(), [out], opts)
+
+    def _only(self, root: int, tensor: torch.Tensor) -> list[torch.Tensor | None]:
+        return [tensor if rank == root else None for rank in range(self._programs.size)]
+
     # Further names, of which torch calls some, depending on its version.
     all_gather_single = _allgather_base = _single(all_gather_single_coalesced)
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_single = _reduce_scatter_base = _single(reduce_scatter_single_coalesced)
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> MpiWork:
         """Return a work that is done when all ranks have called this."""
         nothing = [torch.empty(0)] * self._programs.size
         return self._run("barrier", self._programs.exchange(nothing, nothing, self._programs.tag()), [], opts)
 
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise NotImplementedError(
-            "the backend mpi has send, recv, all_reduce, broadcast, all_gather, reduce_scatter_tensor and barrier; for "
-            "other collectives make a group beside it: torch.distributed.new_group(backend='gloo')"
-        )
 
-    # Nothing of ZeroMesh, DDP or FSDP2 calls these. The base class would say that the CPU has no backend.
-    reduce = reduce_scatter = gather = scatter = alltoall = alltoall_base = all_to_all_single = _refuse
+def _rows(which: str, tensor: torch.Tensor, counts: Sequence[int], size: int) -> Tensors:
+    """Return the rows of a contiguous tensor for each rank."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    counts = list(counts) or [rows // size] * size
+    if len(counts) != size or sum(counts) != rows:
+        raise ValueError(
+            f"all_to_all_single: the {which} has {rows} rows, which the split sizes {counts} do not divide among "
+            f"{size} ranks; give a size for each rank, with {rows} as their sum, or a tensor whose rows divide evenly"
+        )
+    parts: Tensors = tensor.split(counts)
+    return parts

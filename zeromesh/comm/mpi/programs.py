@@ -12,6 +12,7 @@ from mpi4py import MPI
 from zeromesh.comm.mpi.work import Program, Stage, runtime
 
 Tensors = Sequence[torch.Tensor]
+MaybeTensors = Sequence[torch.Tensor | None]
 
 # Bytes up to which an all-reduce sends everything to everybody, which is one stage instead of two.
 SMALL = 1 << 16
@@ -162,19 +163,24 @@ class Programs:
             raise ValueError(f"the tag is {tag}, but this MPI has room for 0 to {self.tags}")
         yield self.post([(received, peer, memory)], tag)
 
-    def exchange(self, send: Tensors, receive: Tensors, tag: int) -> Program:
-        """Send ``send[r]`` to each rank r and receive ``receive[r]`` from it."""
-        sources = [as_source(tensor) for tensor in send]
-        landings = [as_landing(tensor) for tensor in receive]
+    def exchange(self, send: MaybeTensors, receive: MaybeTensors, tag: int) -> Program:
+        """Send ``send[r]`` to each rank r and receive ``receive[r]`` from it; None stands for no message."""
+        sources = [None if tensor is None else as_source(tensor) for tensor in send]
+        landings = [None if tensor is None else as_landing(tensor) for tensor in receive]
         messages = []
         for distance in range(1, self.size):  # nearest first
             source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            messages += [(True, source, landings[source]), (False, target, sources[target])]
+            for received, peer, memory in ((True, source, landings[source]), (False, target, sources[target])):
+                if memory is not None:
+                    messages.append((received, peer, memory))
         stage = self.post(messages, tag)
-        deliver(landings[self.rank], sources[self.rank])  # while the messages are under way
+        own, place = sources[self.rank], landings[self.rank]
+        if own is not None and place is not None:
+            deliver(place, own)  # while the messages are under way
         yield stage
         for tensor, landing in zip(receive, landings, strict=True):
-            deliver(tensor, landing)
+            if tensor is not None and landing is not None:
+                deliver(tensor, landing)
 
     def reduce_scatter(self, parts: Tensors, out: torch.Tensor, op: Any, tag: int) -> Program:
         """Reduce over the ranks the part that each has for this one."""
