@@ -373,9 +373,9 @@ def test_files_of_earlier_versions_are_read_without_the_keys_that_have_left(writ
     document["zero_optimization"] |= written
     if "no_such_key" in written:
         with pytest.raises(ValueError, match="no_such_key"):
-            Resolved.model_validate(document)
+            Resolved.reread(document)
     else:
-        assert Resolved.model_validate(document).data is not None
+        assert Resolved.reread(document).data is not None
 
 
 def test_an_override_changes_one_key_and_creates_its_section() -> None:
