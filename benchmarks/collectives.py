@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from bench import ROOT, commit, machine, positive
+from page import link
 from ranks import mpiexec, variables
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mpi import backend as mpi
@@ -147,7 +148,9 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{result['date']}-collectives.json"
     path.write_text(json.dumps(result) + "\n")
-    path.with_suffix(".md").write_text(page(result))
+    target = path.with_suffix(".md")
+    target.write_text(page(result))
+    link(target, f"collectives of gloo and mpi; {machine()}.")
     print(page(result))
 
 
