@@ -44,6 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "replicas",
         "signatures",
     ),
+    ("plan",),
     ("shard", "tensor", "context", "pipeline", "activation", "precision", "optim"),
     ("comm", "observe", "tiers"),
     ("config",),

@@ -1,0 +1,122 @@
+"""Cost of a model by unit: parameters, activations, temporaries and operations, for one micro-batch.
+
+The numbers are those of one rank that has the whole model. ``Amount`` says how ranks that share a model divide each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+
+class Recompute(StrEnum):
+    """Activations that are computed again in the backward."""
+
+    NONE = "none"
+    SELECTIVE = "selective"  # those of attention's scores alone (Korthikanti et al., 2022)
+    BLOCKS = "blocks"  # all of a block, from its input
+
+
+class Amount(NamedTuple):
+    """Bytes, elements or operations, by how the ranks of the tensor axis divide them."""
+
+    split: float = 0.0  # divided by the tensor ranks
+    tokens: float = 0.0  # whole on each of them, or divided where the sequence is split between their layers, too
+    whole: float = 0.0  # whole on each of them in any case
+
+    def on(self, tensor: int = 1, sequence: bool = False) -> float:
+        """Return the amount of one of ``tensor`` ranks; ``sequence`` is for sequence parallelism."""
+        return self.split / tensor + self.tokens / (tensor if sequence else 1) + self.whole
+
+    def plus(self, other: Amount) -> Amount:
+        """Return the sum."""
+        return Amount(self.split + other.split, self.tokens + other.tokens, self.whole + other.whole)
+
+    def times(self, factor: float) -> Amount:
+        """Return a multiple."""
+        return Amount(self.split * factor, self.tokens * factor, self.whole * factor)
+
+
+NONE = Amount()
+
+
+class Kind(StrEnum):
+    """Kind of operation, which decides what bounds it."""
+
+    PRODUCT = "product"  # of matrices
+    ATTENTION = "attention"
+    NORM = "norm"
+    ELEMENTWISE = "elementwise"
+    LOOKUP = "lookup"
+    LOSS = "loss"
+    CONVOLUTION = "convolution"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations of one kernel, or of ``count`` equal ones."""
+
+    kind: Kind
+    flops: Amount  # a multiplication and an addition are two
+    moved: Amount  # bytes read and written
+    shape: tuple[int, int, int] | None = None  # of a product: rows, columns, and the length of the sums
+    divided: str = ""  # dim of ``shape`` that the tensor ranks divide: "columns", "sums" or none
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit of a model: a block, or what lies before, between and after blocks."""
+
+    name: str
+    block: bool  # true for one of a stack of like blocks, between which a pipeline can be cut
+    parameters: Amount  # elements
+    trained: float = 1.0  # share of them that gets gradients
+    saved: Mapping[Recompute, Amount] = field(default_factory=dict)  # bytes kept for the backward, by policy
+    output: Amount = NONE  # bytes handed to the next unit
+    # The most bytes beyond what is saved, at any moment of the forward and of the backward; gradients of parameters
+    # and gathered parameters are not among them.
+    forward_peak: Amount = NONE
+    backward_peak: Amount = NONE
+    forward: tuple[Work, ...] = ()
+    input: tuple[Work, ...] = ()  # of the gradients of inputs
+    weight: tuple[Work, ...] = ()  # of the gradients of parameters
+    joins: float = 0.0  # bytes of activations that tensor ranks sum in the forward; as many in the backward
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Cost of a model for one micro-batch of ``micro_batch`` samples of ``sequence`` tokens.
+
+    Where ``context`` ranks share a sequence, the amounts are those of one of them.
+    """
+
+    name: str
+    micro_batch: int
+    sequence: int
+    context: int
+    units: tuple[Unit, ...]  # in the order of the forward
+    exact: bool = True  # false where the model could not be traced
+    note: str = ""  # the reason, for the reader
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters; tied ones count once."""
+        return round(sum(unit.parameters.on() for unit in self.units))
+
+    @property
+    def flops(self) -> float:
+        """Operations of a forward and backward, without recomputation."""
+        works = [work for unit in self.units for part in (unit.forward, unit.input, unit.weight) for work in part]
+        return sum(work.flops.on() * work.count for work in works)
+
+
+class CostSource(Protocol):
+    """Model whose cost is known for any size of a micro-batch."""
+
+    name: str
+
+    def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
+        """Return the cost of a micro-batch; ``context`` ranks share each sequence."""

@@ -1,0 +1,60 @@
+"""One layout of a run: how ranks share a model, a sequence and a batch, and where states rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+from zeromesh.model.placement import ROWS, Placement, PlacementRow
+from zeromesh.plan.cost import Recompute
+
+AXES = ("replicate", "data", "context", "pipeline", "tensor")
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of one element of each state; ``states`` are those of the optimizer beside the master."""
+
+    parameter: int = 2
+    gradient: int = 4  # of sums over micro-batches and ranks
+    wire: int = 2  # of gradients that are sent
+    master: int = 4  # 0 where the parameter is its own master
+    states: int = 8  # of Adam: two of 4 bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of all axes and choices of a run."""
+
+    data: int = 1  # ranks of a shard group
+    replicate: int = 1  # shard groups that replicate each other
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    row: PlacementRow = field(default_factory=lambda: ROWS[0])
+    micro_batch: int = 1
+    accumulation: int = 1  # micro-batches of an update
+    schedule: str = "1f1b"
+    chunks: int = 1  # stages of a pipeline rank
+    recompute: Recompute = Recompute.NONE
+    activations_on_host: bool = False  # what blocks keep for their recomputation
+    sequence: bool = False  # sequence parallelism among the tensor ranks
+    parameter_slots: int = 2  # gathered units at a time
+    gradient_slots: int = 2
+    widths: Widths = Widths()
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def samples(self) -> int:
+        """Samples of an update."""
+        return self.micro_batch * self.accumulation * self.data * self.replicate
+
+    @property
+    def stage(self) -> int:
+        """The row's ZeRO number."""
+        row = self.row
+        return sum(state is Placement.SHARDED for state in (row.parameter, row.gradient, row.optimizer))
