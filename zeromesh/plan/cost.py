@@ -42,7 +42,7 @@ class Amount(NamedTuple):
 NONE = Amount()
 
 
-class Kind(StrEnum):
+class WorkKind(StrEnum):
     """Kind of operation, which decides what bounds it."""
 
     PRODUCT = "product"  # of matrices
@@ -58,7 +58,7 @@ class Kind(StrEnum):
 class Work:
     """Operations of one kernel, or of ``count`` equal ones."""
 
-    kind: Kind
+    kind: WorkKind
     flops: Amount  # a multiplication and an addition are two
     moved: Amount  # bytes read and written
     shape: tuple[int, int, int] | None = None  # of a product: rows, columns, and the length of the sums
@@ -67,7 +67,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitCost:
     """One unit of a model: a block, or what lies before, between and after blocks."""
 
     name: str
@@ -97,7 +97,7 @@ class ModelCost:
     micro_batch: int
     sequence: int
     context: int
-    units: tuple[Unit, ...]  # in the order of the forward
+    units: tuple[UnitCost, ...]  # in the order of the forward
     exact: bool = True  # false where the model could not be traced
     note: str = ""  # the reason, for the reader
 

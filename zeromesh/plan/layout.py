@@ -23,7 +23,7 @@ class Widths:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """Sizes of all axes and choices of a run."""
 
     data: int = 1  # ranks of a shard group

@@ -22,7 +22,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """Link of one device to others of a kind."""
 
     bandwidth: float  # bytes per second in each direction
@@ -37,8 +37,8 @@ class Node:
 
     device: Device
     devices: int
-    inside: Link  # between its devices
-    host: Link  # between a device and the host's memory
+    inside: LinkSpeed  # between its devices
+    host: LinkSpeed  # between a device and the host's memory
     host_memory: float  # bytes
     host_bandwidth: float  # bytes per second read and written by all cores together
     cores: int
@@ -54,7 +54,7 @@ class Machine:
     """All nodes of a run, and the links between them."""
 
     nodes: tuple[tuple[Node, int], ...]  # each kind, and the number of nodes of the kind
-    between: Link  # of one device to devices of other nodes
+    between: LinkSpeed  # of one device to devices of other nodes
     name: str = ""
     notes: tuple[str, ...] = field(default=())
 

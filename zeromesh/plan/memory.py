@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zeromesh.plan.cost import CostSource
-from zeromesh.plan.layout import Layout
+from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
 
 
@@ -47,6 +47,8 @@ class RankMemory:
         return sum(size for (_, where), size in self.states.items() if where == tier)
 
 
-def memory_of(source: CostSource, sequence: int, layout: Layout, machine: Machine | None = None) -> list[RankMemory]:
+def memory_of(
+    source: CostSource, sequence: int, layout: ParallelLayout, machine: Machine | None = None
+) -> list[RankMemory]:
     """Return the memory of every pipeline rank."""
     raise NotImplementedError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zeromesh.plan.cost import CostSource
-from zeromesh.plan.layout import Layout
+from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
 
 
@@ -36,6 +36,6 @@ class StepTime:
         return max(self.waits, key=lambda name: self.waits[name])
 
 
-def time_of(source: CostSource, sequence: int, layout: Layout, machine: Machine) -> StepTime:
+def time_of(source: CostSource, sequence: int, layout: ParallelLayout, machine: Machine) -> StepTime:
     """Return the time of one step: of all micro-batches, of communication that is not hidden, and of the update."""
     raise NotImplementedError
