@@ -1,6 +1,6 @@
 """Cost of a model by unit: parameters, activations, temporaries and operations, for one micro-batch.
 
-The numbers are those of one rank that has the whole model. ``Amount`` says how ranks that share a model divide each.
+The numbers are those of one rank that has the whole model. ``Divided`` says how ranks that share a model divide each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Recompute(StrEnum):
     BLOCKS = "blocks"  # all of a block, from its input
 
 
-class Amount(NamedTuple):
+class Divided(NamedTuple):
     """Bytes, elements or operations, by how the ranks of the tensor axis divide them."""
 
     split: float = 0.0  # divided by the tensor ranks
@@ -30,16 +30,16 @@ class Amount(NamedTuple):
         """Return the amount of one of ``tensor`` ranks; ``sequence`` is for sequence parallelism."""
         return self.split / tensor + self.tokens / (tensor if sequence else 1) + self.whole
 
-    def plus(self, other: Amount) -> Amount:
+    def plus(self, other: Divided) -> Divided:
         """Return the sum."""
-        return Amount(self.split + other.split, self.tokens + other.tokens, self.whole + other.whole)
+        return Divided(self.split + other.split, self.tokens + other.tokens, self.whole + other.whole)
 
-    def times(self, factor: float) -> Amount:
+    def times(self, factor: float) -> Divided:
         """Return a multiple."""
-        return Amount(self.split * factor, self.tokens * factor, self.whole * factor)
+        return Divided(self.split * factor, self.tokens * factor, self.whole * factor)
 
 
-NONE = Amount()
+NONE = Divided()
 
 
 class WorkKind(StrEnum):
@@ -55,12 +55,12 @@ class WorkKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Work:
+class KernelWork:
     """Operations of one kernel, or of ``count`` equal ones."""
 
     kind: WorkKind
-    flops: Amount  # a multiplication and an addition are two
-    moved: Amount  # bytes read and written
+    flops: Divided  # a multiplication and an addition are two
+    moved: Divided  # bytes read and written
     shape: tuple[int, int, int] | None = None  # of a product: rows, columns, and the length of the sums
     divided: str = ""  # dim of ``shape`` that the tensor ranks divide: "columns", "sums" or none
     count: int = 1
@@ -72,17 +72,17 @@ class UnitCost:
 
     name: str
     block: bool  # true for one of a stack of like blocks, between which a pipeline can be cut
-    parameters: Amount  # elements
+    parameters: Divided  # elements
     trained: float = 1.0  # share of them that gets gradients
-    saved: Mapping[Recompute, Amount] = field(default_factory=dict)  # bytes kept for the backward, by policy
-    output: Amount = NONE  # bytes handed to the next unit
+    saved: Mapping[Recompute, Divided] = field(default_factory=dict)  # bytes kept for the backward, by policy
+    output: Divided = NONE  # bytes handed to the next unit
     # The most bytes beyond what is saved, at any moment of the forward and of the backward; gradients of parameters
     # and gathered parameters are not among them.
-    forward_peak: Amount = NONE
-    backward_peak: Amount = NONE
-    forward: tuple[Work, ...] = ()
-    input: tuple[Work, ...] = ()  # of the gradients of inputs
-    weight: tuple[Work, ...] = ()  # of the gradients of parameters
+    forward_peak: Divided = NONE
+    backward_peak: Divided = NONE
+    forward: tuple[KernelWork, ...] = ()
+    input: tuple[KernelWork, ...] = ()  # of the gradients of inputs
+    weight: tuple[KernelWork, ...] = ()  # of the gradients of parameters
     joins: float = 0.0  # bytes of activations that tensor ranks sum in the forward; as many in the backward
 
 
