@@ -1,0 +1,69 @@
+"""Layouts become configurations that the settings accept, and come back as they were."""
+
+from dataclasses import replace
+
+import pytest
+
+from planning import Plain, machine
+from zeromesh.config.settings import Settings
+from zeromesh.config.written import row_name
+from zeromesh.model.placement import ROWS, Tier
+from zeromesh.plan.convert import PRECISIONS, document_for, launch_command, layout_from, precision_for
+from zeromesh.plan.layout import ParallelLayout
+from zeromesh.plan.machine import Device
+from zeromesh.plan.space import LayoutSpace, ModelLimits, PlanRequest
+
+
+def every_kind() -> list[ParallelLayout]:
+    """One layout of each row, axis, schedule, policy and slot of the space for 16 devices with disks."""
+    request = PlanRequest(Plain(16), machine(2, disk=1e13), 64, 8192, ModelLimits(16, 8, 4096))
+    space = LayoutSpace(request, request.machine)
+    kinds: dict[object, ParallelLayout] = {}
+    for mesh in space.meshes():
+        plain = space.plain(*mesh)
+        runs = list(space.runs(plain))
+        for run in runs:
+            kinds.setdefault((run.schedule, run.chunks, run.recompute, run.activations_on_host), run)
+        for base in space.bases(plain):
+            chosen = replace(runs[0], data=base.data, replicate=base.replicate, row=base.row)
+            chosen = replace(chosen, parameter_slots=base.parameter_slots)
+            kinds.setdefault((base.row, base.parameter_slots, base.replicate > 1), chosen)
+            kinds.setdefault(tuple(size > 1 for size in (*mesh, base.data, base.replicate)), chosen)
+    return list(kinds.values())
+
+
+def test_the_settings_accept_every_kind_of_layout_and_give_it_back() -> None:
+    kinds = every_kind()
+    assert {layout.stage for layout in kinds} == {0, 1, 2, 3}
+    assert {layout.row.optimizer_tier for layout in kinds} == set(Tier)
+    assert {layout.schedule for layout in kinds} >= {"1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "breadth-first"}
+    for layout in kinds:
+        settings = Settings.load(document_for(layout, "bf16"))
+        assert layout_from(settings, 16) == (layout, "bf16")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_precisions_come_back_with_their_widths(precision: str) -> None:
+    layout = ParallelLayout(4, row=ROWS[3], widths=PRECISIONS[precision])
+    assert layout_from(Settings.load(document_for(layout, precision)), 4) == (layout, precision)
+
+
+def test_devices_train_in_the_first_precision_that_they_have() -> None:
+    assert precision_for(Device("V100", 32e9, {"fp32": 15e12, "fp16": 125e12}, 9e11)) == "fp16"
+    assert precision_for(Device("CPU", 32e9, {"fp32": 1e11}, 2e10)) == "fp32"
+
+
+def test_the_launch_command_has_the_ranks_of_a_node() -> None:
+    layout = ParallelLayout(16)
+    assert launch_command(layout, 1, "c.json") == "zeromesh launch --nproc 16 train.py c.json"
+    assert "--nnodes 2 " in launch_command(layout, 2, "c.json")
+    assert "--nproc 8 " in launch_command(layout, 2, "c.json")
+
+
+def test_rows_have_names() -> None:
+    host = replace(ROWS[2], gradient_tier=Tier.HOST, optimizer_tier=Tier.HOST)
+    assert row_name(ROWS[1]) == "ZeRO-1"
+    assert row_name(replace(host, offloaded=0.5)) == "ZeRO-2, 50% of optimizer on host"
+    assert row_name(replace(ROWS[3], parameter_tier=Tier.HOST, optimizer_tier=Tier.NVME)) == (
+        "ZeRO-3, optimizer on NVMe, parameters on host"
+    )

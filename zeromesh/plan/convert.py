@@ -1,0 +1,88 @@
+"""A layout as a configuration, and the layout of a configuration."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+from zeromesh.config.settings import Settings
+from zeromesh.config.written import WrittenRun, document_of
+from zeromesh.model.placement import Placement, Tier
+from zeromesh.pipeline.schedule.generators import ROWS as SCHEDULES
+from zeromesh.plan.cost import Recompute
+from zeromesh.plan.layout import AXES, ParallelLayout, Widths
+from zeromesh.plan.machine import Device
+
+PRECISIONS = {
+    "bf16": Widths(),
+    "fp16": Widths(),
+    # Parameters in fp32 are their own masters.
+    "fp32": Widths(parameter=4, gradient=4, wire=4, master=0),
+}
+"""Widths of states by the precision of parameters."""
+
+
+def precision_for(device: Device) -> str:
+    """Return the precision that a device trains in: the first that its products have."""
+    return next((name for name in ("bf16", "fp16") if name in device.flops), "fp32")
+
+
+def document_for(layout: ParallelLayout, precision: str) -> dict[str, Any]:
+    """Return the JSON document of a layout, as ``zeromesh.initialize`` takes it."""
+    sharded = layout.row.parameter is Placement.SHARDED and layout.row.parameter_tier is Tier.DEVICE
+    run = WrittenRun(
+        layout.samples,
+        layout.micro_batch,
+        layout.accumulation,
+        {axis: getattr(layout, axis) for axis in AXES},
+        layout.row,
+        layout.schedule,
+        layout.chunks,
+        layout.recompute is not Recompute.NONE,
+        layout.activations_on_host,
+        layout.sequence,
+        # Two are the default, and rows with whole parameters have no slots.
+        layout.parameter_slots if sharded and layout.parameter_slots != 2 else None,
+        layout.gradient_slots if layout.gradient_slots != 2 else None,
+        precision,
+    )
+    return document_of(run)
+
+
+def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, str]:
+    """Return the layout and the precision of a configuration on so many ranks.
+
+    Raises:
+        ConfigError: the mesh or the batch does not fit the number of ranks.
+        ValueError: the pipeline's schedule is not for these sizes.
+    """
+    sizes = settings.resolve_mesh(world_size)
+    resolved = settings.resolve(sizes["data"] * sizes["replicate"], sizes)
+    precision = "bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32"
+    recomputed = settings.activation_checkpointing
+    row = settings.row
+    chosen = settings.pipeline
+    name = chosen.schedule if sizes["pipeline"] > 1 else "1f1b"
+    least = SCHEDULES[name].chunks[0] if name in SCHEDULES else 1
+    layout = ParallelLayout(
+        **{axis: sizes[axis] for axis in AXES},
+        row=row,
+        micro_batch=resolved.train_micro_batch_size_per_gpu,
+        accumulation=resolved.gradient_accumulation_steps,
+        schedule=name,
+        chunks=chosen.chunks or least,
+        recompute=Recompute.BLOCKS if recomputed.enabled else Recompute.NONE,
+        activations_on_host=recomputed.enabled and recomputed.cpu_checkpointing,
+        sequence=settings.tensor_parallel.sequence,
+        parameter_slots=settings.slots.parameter or 2,
+        gradient_slots=settings.slots.gradient or 2,
+        widths=PRECISIONS[precision],
+    )
+    return layout, precision
+
+
+def launch_command(layout: ParallelLayout, nodes: int, config: str, program: str = "train.py") -> str:
+    """Return the command that starts a run of the layout; on several nodes, on each of them."""
+    several = f"--nnodes {nodes} --master NODE0:29500 --secret-file secret " if nodes > 1 else ""
+    per_node = ceil(layout.ranks / nodes)
+    return f"zeromesh launch {several}--nproc {per_node} {program} {config}"

@@ -1,0 +1,351 @@
+"""Search for the best layout of a model on a machine: enumerate, leave out by bounds, compute the rest, rank.
+
+Layouts wait in groups that share a mesh and a placement row. A group's next layout is the one with the lowest bound.
+Groups are served by their bound times the ratio of computed time to bound that the group has shown, so that a group
+whose bound promises too much is left alone. The search ends when no bound is below the best layout.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from zeromesh.model.placement import PlacementRow, Tier
+from zeromesh.plan.bounds import best_rate, least_memory, slowest
+from zeromesh.plan.cost import CostSource, Recompute
+from zeromesh.plan.layout import ParallelLayout
+from zeromesh.plan.machine import Machine, Node
+from zeromesh.plan.memory import RankMemory, memory_of
+from zeromesh.plan.space import LARGEST_MICRO_BATCH, LayoutSpace, PlanRequest
+from zeromesh.plan.time import StepTime, time_of
+
+MOST_COMPUTED = 160  # layouts whose time is computed
+MOST_WEIGHED = 1500  # layouts whose memory is computed
+MEMORY_MARGIN = 0.03  # share of the device's memory that the prediction may be wrong by
+SHOWN = 8
+ALIKE = 0.02  # layouts whose scores differ by less are alike, and the simplest of them is the best
+
+Memory = Callable[[CostSource, int, ParallelLayout, Machine | None], list[RankMemory]]
+Timing = Callable[[CostSource, int, ParallelLayout, Machine], StepTime]
+
+
+@dataclass(frozen=True)
+class PlanCandidate:
+    """One layout with its memory and time."""
+
+    layout: ParallelLayout
+    machine: Machine
+    sequence: int
+    memory: tuple[RankMemory, ...]
+    time: StepTime
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The pipeline rank whose device needs most."""
+        return max(self.memory, key=lambda rank: rank.device)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks."""
+        return self.layout.samples * self.sequence / self.time.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model's operations in parts of the devices' peak; attention counts and recomputation does not."""
+        device, width = slowest(self.machine), self.layout.widths.parameter
+        return self.time.flops / (self.time.seconds * self.layout.ranks * best_rate(device, width))
+
+    @property
+    def price(self) -> float:
+        """Price per million tokens; in device-hours where a node has no price."""
+        hours = self.time.seconds / 3600 / (self.layout.samples * self.sequence / 1e6)
+        priced = sum(node.price * count for node, count in self.machine.nodes)
+        return hours * (priced or self.machine.devices)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Mesh and placement, by which layouts are told apart in a table."""
+        layout, row = self.layout, self.layout.row
+        tiers = row.parameter_tier, row.optimizer_tier
+        return layout.tensor, layout.context, layout.pipeline, layout.stage, tiers, self.machine.devices
+
+    @property
+    def parts(self) -> int:
+        """Number of things that a layout does beside computing the model whole on each device."""
+        layout, row = self.layout, self.layout.row
+        axes = sum(size > 1 for size in (layout.tensor, layout.context, layout.pipeline, layout.replicate))
+        tiers = sum(tier is not Tier.DEVICE for tier in (row.parameter_tier, row.optimizer_tier)) + row.split
+        runs = (layout.recompute is not Recompute.NONE) + layout.activations_on_host + (layout.schedule != "1f1b")
+        return axes + tiers + runs + layout.stage
+
+    def score(self, goal: str) -> float:
+        """Return the smaller-is-better number of a goal."""
+        return {"time": self.time.seconds, "memory": self.fullest.device, "cost": self.price}[goal]
+
+
+@dataclass
+class LayoutCell:
+    """All layouts of one placement and one mesh, for a map."""
+
+    bound: float = float("inf")  # seconds, the lowest of all
+    seconds: float = float("inf")  # of the best computed layout
+    over: float = float("inf")  # bytes that the smallest layout lacks; 0 where one fits
+    over_bound: float = float("inf")  # the same by the bound of memory, where nothing was computed
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """Layouts that were found, best first, and what was left out."""
+
+    request: PlanRequest
+    ranked: tuple[PlanCandidate, ...]
+    considered: int  # layouts enumerated
+    too_large: int  # left out since their states alone do not fit
+    weighed: int  # whose memory was computed
+    computed: int  # whose time was computed
+    proven: bool  # true if no layout that was left out can be better, by its bound
+    nearest: tuple[tuple[ParallelLayout, tuple[RankMemory, ...]], ...] = ()  # those that lack least, if none fits
+    cells: dict[tuple[PlacementRow, tuple[int, int, int]], LayoutCell] = field(default_factory=dict)
+
+    @property
+    def best(self) -> PlanCandidate | None:
+        """The best layout; None if nothing fits."""
+        return self.ranked[0] if self.ranked else None
+
+    @property
+    def shown(self) -> tuple[PlanCandidate, ...]:
+        """The best layout of each kind, at most ``SHOWN``."""
+        kinds: dict[tuple[object, ...], PlanCandidate] = {}
+        for candidate in self.ranked:
+            kinds.setdefault(candidate.kind, candidate)
+        return tuple(kinds.values())[:SHOWN]
+
+
+def host_bytes(memory: Iterable[RankMemory], layout: ParallelLayout, node: Node, tier: str) -> float:
+    """Return bytes on a tier of one node that all of its ranks share."""
+    sizes = [rank.on(tier) for rank in memory]
+    below = layout.tensor * layout.context * layout.pipeline
+    # A node with whole pipelines has ranks of all stages alike.
+    mean = sum(sizes) / len(sizes) if below <= node.devices else max(sizes)
+    return mean * min(node.devices, layout.ranks)
+
+
+def lacking(memory: Iterable[RankMemory], layout: ParallelLayout, machine: Machine) -> dict[str, float]:
+    """Return bytes that each tier lacks for a layout; negative where some are left."""
+    ranks = list(memory)
+    peak = max(rank.device for rank in ranks)
+    found = {"device": peak - least_memory(machine) * (1 - MEMORY_MARGIN)}
+    for tier, has in (("host", "host_memory"), ("nvme", "disk")):
+        found[tier] = max(host_bytes(ranks, layout, node, tier) - getattr(node, has) for node, _ in machine.nodes)
+    return found
+
+
+def machines_for(request: PlanRequest) -> list[Machine]:
+    """Return the machines to try: the whole, and for the price also smaller parts of it."""
+    machine = request.machine
+    found = [machine]
+    if request.goal == "cost" and len(machine.nodes) == 1:
+        (node, count) = machine.nodes[0]
+        while count > 1:
+            count = count // 2
+            found.append(replace(machine, nodes=((node, count),)))
+    return found
+
+
+def search(request: PlanRequest, memory: Memory = memory_of, time: Timing = time_of) -> PlanResult:
+    """Return the best layouts for a request; the result does not depend on the speed of this machine.
+
+    Raises:
+        ValueError: the batch cannot be shared out to so many devices, with the nearest that can.
+    """
+    return _Ranking(request, memory, time).run()
+
+
+class _Ranking:
+    """The search's state: groups that wait, and what was found."""
+
+    def __init__(self, request: PlanRequest, memory: Memory, time: Timing) -> None:
+        self.request, self.memory, self.time = request, memory, time
+        self.cells: dict[tuple[PlacementRow, tuple[int, int, int]], LayoutCell] = {}
+        self.found: list[PlanCandidate] = []
+        self.nearest: list[tuple[float, int, ParallelLayout, ParallelLayout]] = []
+        self._near_limit = float("inf")
+        self.considered = self.too_large = self.weighed = self.computed = 0
+        self._failed: dict[ParallelLayout, int] = {}  # least micro-batch that did not fit, by the rest of the layout
+
+    def run(self) -> PlanResult:
+        """Search, and return what was found."""
+        searches = [LayoutSpace(self.request, machine) for machine in machines_for(self.request)]
+        searches = [one for one in searches if one.meshes()] or _no_batch(self.request, searches[0])
+        groups = [group for one in searches for group in self._collect(one)]
+        waiting = [(group.bounds[0][0], number) for number, group in enumerate(groups)]
+        heapq.heapify(waiting)
+        best, proven = float("inf"), True
+        while waiting:
+            _, number = heapq.heappop(waiting)
+            group = groups[number]
+            bound = group.bounds[group.next][0]
+            if bound >= best:
+                continue  # and no later layout of the group is better
+            if self.computed >= MOST_COMPUTED or self.weighed >= MOST_WEIGHED:
+                proven = False
+                break
+            candidate = self._compute(group.layout(group.next), group.search)
+            group.next += 1
+            if candidate is not None:
+                score = candidate.score(self.request.goal)
+                group.ratio = max(1.0, score / max(bound, 1e-12))
+                best = min(best, score)
+            if group.next < len(group.bounds):
+                heapq.heappush(waiting, (group.bounds[group.next][0] * group.ratio, number))
+        self._fill(groups)
+        goal = self.request.goal
+        ranked = sorted(self.found, key=lambda one: (one.score(goal), one.time.seconds, one.machine.devices))
+        if ranked:
+            # The prediction cannot tell layouts that are so near to each other, and users can tell a simple one.
+            alike = [one for one in ranked if one.score(goal) <= ranked[0].score(goal) * (1 + ALIKE)]
+            simplest = min(alike, key=lambda one: one.parts)
+            ranked = [simplest, *(one for one in ranked if one is not simplest)]
+        nearest = () if ranked else self._near(searches[0].machine)
+        return PlanResult(
+            self.request, tuple(ranked), self.considered, self.too_large, self.weighed, self.computed, proven,
+            nearest, self.cells,
+        )  # fmt: skip
+
+    def _fill(self, groups: list[_Group]) -> None:
+        """Compute layouts of further kinds for the table, by their bounds."""
+        kinds = {(one.kind, one.layout.row) for one in self.found}
+        left = sorted(
+            (group.bounds[0][0] * group.ratio, number) for number, group in enumerate(groups) if not group.next
+        )
+        for _, number in left:
+            if len(kinds) >= SHOWN or self.weighed >= MOST_WEIGHED + 200:
+                return
+            group = groups[number]
+            for place in range(min(6, len(group.bounds))):
+                candidate = self._compute(group.layout(place), group.search)
+                if candidate is not None:
+                    kinds.add((candidate.kind, candidate.layout.row))
+                    break
+
+    def _collect(self, one: LayoutSpace) -> list[_Group]:
+        """Return the groups of a machine's layouts, without those whose states alone are too large."""
+        limit, bound, goal = least_memory(one.machine) * (1 - MEMORY_MARGIN), one.bound, self.request.goal
+        groups: dict[tuple[object, ...], _Group] = {}
+        for mesh in one.meshes():
+            # What depends on the run alone is computed once for all rows of a mesh.
+            plain = one.plain(*mesh)
+            runs = [(run, bound.compute(run), bound.activations(run)) for run in one.runs(plain)]
+            for base in one.bases(plain):
+                cell = self.cells.setdefault((replace(base.row, offloaded=1.0), mesh), LayoutCell())
+                states = bound.states(base)
+                cell.over_bound = min(cell.over_bound, max(0.0, states - limit))
+                group = groups.setdefault((mesh, base.data, base.row), _Group(one, []))
+                others: dict[int, float] = {}  # seconds of links and the host, by the number of micro-batches
+                for run, compute, activations in runs:
+                    self.considered += 1
+                    least = states + activations
+                    if least > limit:
+                        self.too_large += 1
+                        self._keep_near(least - limit, base, run)
+                        continue
+                    count = run.accumulation
+                    if count not in others:
+                        counted = replace(base, accumulation=count)
+                        others[count] = max(bound.traffic(counted), bound.offload(counted))
+                    seconds = max(compute, others[count])
+                    cell.bound = min(cell.bound, seconds)
+                    score = seconds if goal == "time" else least if goal == "memory" else _price(seconds, run, one)
+                    group.bounds.append((score, self.considered, base, run))
+        for group in groups.values():
+            group.bounds.sort(key=lambda entry: entry[:2])
+        return [group for group in groups.values() if group.bounds]
+
+    def _compute(self, layout: ParallelLayout, one: LayoutSpace) -> PlanCandidate | None:
+        """Return the layout with its memory and time; None if it does not fit."""
+        alike = replace(layout, micro_batch=1, accumulation=1)
+        # A micro-batch that is larger holds no less, since a pipeline holds as many samples or more.
+        if layout.micro_batch >= self._failed.get(alike, LARGEST_MICRO_BATCH + 1):
+            return None
+        self.weighed += 1
+        memory = tuple(self.memory(self.request.source, self.request.sequence, layout, one.machine))
+        over = lacking(memory, layout, one.machine)
+        worst = max(over.values())
+        cell = self.cells[replace(layout.row, offloaded=1.0), (layout.tensor, layout.context, layout.pipeline)]
+        cell.over = min(cell.over, max(0.0, worst))
+        if worst > 0:
+            self._failed[alike] = layout.micro_batch
+            self._keep_near(worst, layout, layout)
+            return None
+        self.computed += 1
+        found = self.time(self.request.source, self.request.sequence, layout, one.machine)
+        cell.seconds = min(cell.seconds, found.seconds)
+        candidate = PlanCandidate(layout, one.machine, self.request.sequence, memory, found)
+        self.found.append(candidate)
+        return candidate
+
+    def _keep_near(self, over: float, base: ParallelLayout, run: ParallelLayout) -> None:
+        """Keep the layouts that lack least."""
+        if over >= self._near_limit:
+            return
+        self.nearest.append((over, self.considered, base, run))
+        if len(self.nearest) > 64 * SHOWN:
+            self.nearest = sorted(self.nearest, key=lambda one: one[:2])[:SHOWN]
+            self._near_limit = self.nearest[-1][0]
+
+    def _near(self, machine: Machine) -> tuple[tuple[ParallelLayout, tuple[RankMemory, ...]], ...]:
+        """Return the layouts that lack least, by their memory instead of its bound."""
+        few = [_joined(*pair) for _, _, *pair in sorted(self.nearest, key=lambda one: one[:2])[:SHOWN]]
+        request = self.request
+        weighed = [(one, tuple(self.memory(request.source, request.sequence, one, machine))) for one in few]
+        return tuple(sorted(weighed, key=lambda pair: max(lacking(pair[1], pair[0], machine).values())))
+
+
+@dataclass
+class _Group:
+    """Layouts of one mesh and row, by their bounds."""
+
+    search: LayoutSpace
+    bounds: list[tuple[float, int, ParallelLayout, ParallelLayout]]  # with mesh and row, and with the rest
+    next: int = 0
+    ratio: float = 1.0  # of a computed score to its bound
+
+    def layout(self, place: int) -> ParallelLayout:
+        """Return the layout at a place; it is put together now, since most are never asked for."""
+        return _joined(*self.bounds[place][2:])
+
+
+def _joined(base: ParallelLayout, run: ParallelLayout) -> ParallelLayout:
+    """Return a layout with the groups, the row and the slots of ``base``, and all else of ``run``."""
+    return replace(run, data=base.data, replicate=base.replicate, row=base.row, parameter_slots=base.parameter_slots)
+
+
+def _price(seconds: float, layout: ParallelLayout, one: LayoutSpace) -> float:
+    """Return the price by a bound, as ``PlanCandidate.price`` has it."""
+    unit = StepTime(seconds, {})
+    return PlanCandidate(layout, one.machine, one.request.sequence, (), unit).price
+
+
+def _no_batch(request: PlanRequest, one: LayoutSpace) -> list[LayoutSpace]:
+    """Raise ValueError with the nearest batches that can be shared out."""
+    total = one.machine.devices
+    ways = min(total // (t * c * p) for t, c, p in one.shapes())
+    below, above = request.batch // ways * ways, (request.batch // ways + 1) * ways
+    nearest = f"{below} or {above}" if below else str(above)
+    fewer = _fewer(request)
+    raise ValueError(
+        f"a batch of {request.batch} samples cannot be shared out evenly to {total} devices: the model divides over "
+        f"{total // ways} of them at most, which leaves a multiple of {ways} data-parallel ranks; the nearest batches "
+        f"that work: {nearest}" + (f"; or use {fewer} devices" if fewer else "")
+    )
+
+
+def _fewer(request: PlanRequest) -> int:
+    """Return the most devices, in whole nodes, to which the batch can be shared out; 0 if there are none."""
+    machine = request.machine
+    if len(machine.nodes) > 1:
+        return 0  # it would have to be said which kind of node is left out
+    node, count = machine.nodes[0]
+    parts = (replace(machine, nodes=((node, fewer),)) for fewer in range(count - 1, 0, -1))
+    return next((part.devices for part in parts if LayoutSpace(request, part).meshes()), 0)

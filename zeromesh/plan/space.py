@@ -1,0 +1,187 @@
+"""The space of layouts: all that the engine accepts for a model, a machine and a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+from zeromesh.config.batch import divisors_of
+from zeromesh.model.placement import ROWS, PlacementRow, Tier
+from zeromesh.pipeline.schedule.generators import shape_of
+from zeromesh.plan.bounds import TimeBound, devices_of_a_node
+from zeromesh.plan.cost import CostSource, Recompute
+from zeromesh.plan.layout import ParallelLayout, Widths
+from zeromesh.plan.machine import Machine, Node
+
+GOALS = ("time", "memory", "cost")
+LARGEST_MICRO_BATCH = 64
+LEAST_TOKENS = 1024  # of a sequence's part on one context rank: smaller parts do not hide the ring's messages
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """Numbers that the sizes of a mesh must divide."""
+
+    heads: int = 0  # 0: unknown, and layers are then not split over tensor ranks
+    kv_heads: int = 0
+    width: int = 0  # of the MLP
+    causal: bool = True  # decoder whose sequences context ranks can share
+    positions: int = 0  # longest sequence; 0: no limit
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Question: a model, a machine, and a global batch."""
+
+    source: CostSource
+    machine: Machine
+    batch: int  # samples of an update
+    sequence: int  # tokens of a sample
+    limits: ModelLimits = ModelLimits()
+    goal: str = "time"
+    widths: Widths = field(default_factory=Widths)
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "sequence"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a whole number of at least 1")
+        if self.goal not in GOALS:
+            raise ValueError(f"goal is {self.goal!r}; it must be one of {', '.join(GOALS)}")
+        if self.limits.positions and self.sequence > self.limits.positions:
+            raise ValueError(
+                f"a sequence of {self.sequence} tokens is longer than the {self.limits.positions} that "
+                f"{self.source.name} has positions for; take a shorter one"
+            )
+
+
+def rows_for(node: Node, group: int, widths: Widths) -> list[PlacementRow]:
+    """Return placement rows for a group of ranks that shard states, the simplest first."""
+    host, disk = Tier.HOST, Tier.NVME
+    # A group of one rank has nothing to shard, but only sharded states can be off the device.
+    rows = [ROWS[0]] if group == 1 else list(ROWS.values())
+    partly = [replace(ROWS[n], gradient_tier=host, optimizer_tier=host) for n in ((1, 2, 3) if group > 1 else (2,))]
+    rows += [replace(row, offloaded=share) for row in partly for share in (0.5, 1.0)]
+    all_on_host = replace(ROWS[3], gradient_tier=host, optimizer_tier=host, parameter_tier=host)
+    rows.append(all_on_host)
+    if widths.parameter == 2 and widths.master:
+        rows.append(replace(all_on_host, split=True))
+    if node.disk:
+        on_disk = replace(ROWS[3], gradient_tier=host, optimizer_tier=disk)
+        rows += [replace(on_disk, parameter_tier=tier) for tier in (Tier.DEVICE, host, disk)]
+    return rows
+
+
+class LayoutSpace:
+    """All layouts of one machine that the engine accepts."""
+
+    def __init__(self, request: PlanRequest, machine: Machine) -> None:
+        self.request = request
+        self.machine = machine
+        self.bound = TimeBound(request.source, request.sequence, machine)
+        self.blocks = sum(unit.block for unit in self.bound.cost(1, 1).units)
+        self._node = machine.nodes[0][0]
+
+    def meshes(self) -> list[tuple[int, int, int]]:
+        """Return sizes of the tensor, context and pipeline axes, for which data-parallel ranks divide the batch."""
+        total, batch = self.machine.devices, self.request.batch
+        return [mesh for mesh in self.shapes() if batch % (total // (mesh[0] * mesh[1] * mesh[2])) == 0]
+
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """Return sizes of the three axes that the model and the nodes allow, whatever the batch is."""
+        limits, total = self.request.limits, self.machine.devices
+        node = devices_of_a_node(self.machine)
+        tensors = [t for t in divisors_of(node) if total % t == 0 and self._splits(t)]
+        contexts = [c for c in divisors_of(total) if c == 1 or (limits.causal and self._shares(c))]
+        pipelines = [p for p in divisors_of(total) if p <= max(1, self.blocks)]
+        return [
+            (t, c, p)
+            for t in tensors
+            for c in contexts
+            for p in pipelines
+            if total % (t * c * p) == 0 and t * c <= total
+        ]
+
+    def plain(self, tensor: int, context: int, pipeline: int) -> ParallelLayout:
+        """Return the layout of a mesh in which nothing is sharded, and all data-parallel ranks are one group."""
+        ways = self.machine.devices // (tensor * context * pipeline)
+        # Tensor ranks that divide the sequence between their layers save memory, and send no more.
+        split = tensor > 1 and self.request.sequence % (tensor * context) == 0
+        return ParallelLayout(ways, 1, tensor, context, pipeline, widths=self.request.widths, sequence=split)
+
+    def bases(self, mesh: ParallelLayout) -> Iterator[ParallelLayout]:
+        """Yield a mesh with each row and its slots; all data-parallel ranks of ``mesh`` are one group."""
+        below, ways = mesh.tensor * mesh.context * mesh.pipeline, mesh.data
+        for row in rows_for(self._node, ways * mesh.context, mesh.widths):
+            for data in self._groups(ways, below) if row is not ROWS[0] else [ways]:
+                # In a group of one rank nothing is sharded, which is the first row.
+                if data * mesh.context > 1 or ways == 1:
+                    yield from self._slots(replace(mesh, data=data, replicate=ways // data, row=row))
+
+    def runs(self, base: ParallelLayout) -> Iterator[ParallelLayout]:
+        """Yield a layout with micro-batches, schedules and recomputation, the simplest first."""
+        share = self.request.batch // (base.data * base.replicate)
+        for micro in (size for size in divisors_of(share) if size <= LARGEST_MICRO_BATCH):
+            count = share // micro
+            if base.pipeline > 1 and count < base.pipeline and micro > 1:
+                continue  # a pipeline that is not filled is idle most of the time
+            for schedule, chunks in self._schedules(base.pipeline, count):
+                for recompute, on_host in (
+                    (Recompute.NONE, False),
+                    (Recompute.BLOCKS, False),
+                    (Recompute.BLOCKS, True),
+                ):
+                    yield replace(
+                        base, micro_batch=micro, accumulation=count, schedule=schedule, chunks=chunks,
+                        recompute=recompute, activations_on_host=on_host,
+                    )  # fmt: skip
+
+    def _splits(self, ranks: int) -> bool:
+        """Return whether layers can be split over so many ranks."""
+        limits = self.request.limits
+        if ranks == 1:
+            return True
+        heads = limits.kv_heads or limits.heads
+        # Neighbours share a key head where there are fewer than ranks.
+        shared = heads > 0 and (heads % ranks == 0 or ranks % heads == 0)
+        return limits.heads % ranks == 0 and shared and limits.width % ranks == 0
+
+    def _shares(self, ranks: int) -> bool:
+        """Return whether so many ranks can share a sequence: each has two chunks of equal length."""
+        sequence = self.request.sequence
+        return sequence % (2 * ranks) == 0 and sequence // ranks >= LEAST_TOKENS
+
+    def _groups(self, ways: int, below: int) -> list[int]:
+        """Return sizes of shard groups: all ranks, and those of one node, two, four, ..."""
+        # The mesh has replicate outermost, so a group of consecutive ranks is within its nodes.
+        sizes, size = [ways], max(1, devices_of_a_node(self.machine) // below)
+        while size < ways:
+            if ways % size == 0:
+                sizes.append(size)
+            size *= 2
+        return sizes
+
+    def _slots(self, base: ParallelLayout) -> Iterator[ParallelLayout]:
+        """Yield the layout with two gathered units, with half of them, and with all."""
+        units = ceil(self.blocks / base.pipeline)
+        sharded = base.stage == len(ROWS) - 1 and base.row.parameter_tier is Tier.DEVICE
+        for slots in sorted({2, max(2, units // 2), max(2, units)} if sharded else {2}, reverse=True):
+            yield replace(base, parameter_slots=slots)
+
+    def _schedules(self, ranks: int, microbatches: int) -> Iterator[tuple[str, int]]:
+        if ranks == 1:
+            yield "1f1b", 1
+            return
+        fewest = self.blocks // ranks
+        choices = [("1f1b", 1), ("zb-h1", 1)] + [("zb-v", 2)] * (fewest >= 2)
+        for chunks in (2, 4):
+            if chunks <= fewest:
+                choices.append(("interleaved-1f1b", chunks))
+        if fewest >= 2 and microbatches <= 2 * ranks:
+            choices.append(("breadth-first", 2))
+        for name, chunks in choices:
+            try:
+                shape_of(name, ranks, microbatches, chunks)
+            except ValueError:
+                continue
+            yield name, chunks
