@@ -29,7 +29,8 @@ class Plain:
         block = UnitCost(
             "block", True, Divided(self.elements),
             saved={
-                Recompute.NONE: Divided(self.saved * tokens), Recompute.BLOCKS: Divided(tokens=self.saved / 10 * tokens),
+                Recompute.NONE: Divided(self.saved * tokens),
+                Recompute.BLOCKS: Divided(tokens=self.saved / 10 * tokens),
             },
             output=Divided(tokens=self.saved / 10 * tokens), forward=product, input=product, weight=product,
             joins=self.saved / 5 * tokens,

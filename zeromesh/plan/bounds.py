@@ -11,9 +11,9 @@ from math import ceil
 from zeromesh.model.placement import Placement, Tier
 from zeromesh.pipeline.schedule.generators import ROWS as SCHEDULES
 from zeromesh.pipeline.schedule.generators import Shape
-from zeromesh.plan.cost import CostSource, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
+from zeromesh.plan.cost import CostSource, KernelWork, ModelCost, Recompute, WorkKind
 from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.machine import Device, LinkSpeed, Machine
+from zeromesh.plan.machine import Device, Machine
 
 PRODUCTS = (WorkKind.PRODUCT, WorkKind.CONVOLUTION, WorkKind.ATTENTION)
 """Kinds of work that the device's rate for matrix products bounds."""
