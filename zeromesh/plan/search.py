@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from zeromesh.model.placement import PlacementRow, Tier
 from zeromesh.plan.bounds import best_rate, least_memory, slowest
@@ -20,11 +21,18 @@ from zeromesh.plan.memory import RankMemory, memory_of
 from zeromesh.plan.space import LARGEST_MICRO_BATCH, LayoutSpace, PlanRequest
 from zeromesh.plan.time import StepTime, time_of
 
-MOST_COMPUTED = 160  # layouts whose time is computed
-MOST_WEIGHED = 1500  # layouts whose memory is computed
 MEMORY_MARGIN = 0.03  # share of the device's memory that the prediction may be wrong by
 SHOWN = 8
 ALIKE = 0.02  # layouts whose scores differ by less are alike, and the simplest of them is the best
+
+
+class SearchEffort(NamedTuple):
+    """Numbers of layouts after which a search ends, whether or not its result is proven."""
+
+    computed: int = 160  # layouts whose time is computed
+    weighed: int = 1500  # layouts whose memory is computed
+    shown: int = SHOWN  # kinds for the table
+
 
 Memory = Callable[[CostSource, int, ParallelLayout, Machine | None], list[RankMemory]]
 Timing = Callable[[CostSource, int, ParallelLayout, Machine], StepTime]
@@ -153,20 +161,22 @@ def machines_for(request: PlanRequest) -> list[Machine]:
     return found
 
 
-def search(request: PlanRequest, memory: Memory = memory_of, time: Timing = time_of) -> PlanResult:
+def search(
+    request: PlanRequest, memory: Memory = memory_of, time: Timing = time_of, effort: SearchEffort | None = None
+) -> PlanResult:
     """Return the best layouts for a request; the result does not depend on the speed of this machine.
 
     Raises:
         ValueError: the batch cannot be shared out to so many devices, with the nearest that can.
     """
-    return _Ranking(request, memory, time).run()
+    return _Ranking(request, memory, time, effort or SearchEffort()).run()
 
 
 class _Ranking:
     """The search's state: groups that wait, and what was found."""
 
-    def __init__(self, request: PlanRequest, memory: Memory, time: Timing) -> None:
-        self.request, self.memory, self.time = request, memory, time
+    def __init__(self, request: PlanRequest, memory: Memory, time: Timing, effort: SearchEffort) -> None:
+        self.request, self.memory, self.time, self.effort = request, memory, time, effort
         self.cells: dict[tuple[PlacementRow, tuple[int, int, int]], LayoutCell] = {}
         self.found: list[PlanCandidate] = []
         self.nearest: list[tuple[float, int, ParallelLayout, ParallelLayout]] = []
@@ -188,7 +198,7 @@ class _Ranking:
             bound = group.bounds[group.next][0]
             if bound >= best:
                 continue  # and no later layout of the group is better
-            if self.computed >= MOST_COMPUTED or self.weighed >= MOST_WEIGHED:
+            if self.computed >= self.effort.computed or self.weighed >= self.effort.weighed:
                 proven = False
                 break
             candidate = self._compute(group.layout(group.next), group.search)
@@ -220,7 +230,7 @@ class _Ranking:
             (group.bounds[0][0] * group.ratio, number) for number, group in enumerate(groups) if not group.next
         )
         for _, number in left:
-            if len(kinds) >= SHOWN or self.weighed >= MOST_WEIGHED + 200:
+            if len(kinds) >= self.effort.shown or self.weighed >= self.effort.weighed * 1.2:
                 return
             group = groups[number]
             for place in range(min(6, len(group.bounds))):

@@ -1,0 +1,402 @@
+"""Reasons for a plan: what limits it, what would change it, what else fits, and what to do if nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import NamedTuple
+
+from zeromesh.config.written import ADVICE, row_name
+from zeromesh.model.placement import Tier
+from zeromesh.observe.units import bytes_text, scaled_text
+from zeromesh.plan.bounds import devices_of_a_node, least_memory
+from zeromesh.plan.cost import CostSource, ModelCost, Recompute
+from zeromesh.plan.layout import ParallelLayout
+from zeromesh.plan.machine import Machine, Node
+from zeromesh.plan.memory import RankMemory, memory_of
+from zeromesh.plan.search import (
+    Memory,
+    PlanCandidate,
+    PlanResult,
+    SearchEffort,
+    Timing,
+    lacking,
+    search,
+)
+from zeromesh.plan.space import LayoutSpace, PlanRequest
+from zeromesh.plan.time import time_of
+
+TIME_ERROR = 0.15  # share by which a time may be wrong, where the machine is described by its data sheet
+FACTORS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)  # by which a link is changed to see whether another layout wins
+LEAST_GAIN = 0.02  # share of a step that is worth saying
+SHORTEST = 128  # tokens of a sequence that is still proposed
+ADDED_DISK = (30e12, 12e9, 6e9)  # bytes, and bytes per second read and written, of four usual NVMe disks
+
+
+class Gain(NamedTuple):
+    """Score of the best layout on a changed machine."""
+
+    change: str
+    share: float  # of the step's time that is saved
+    layout: ParallelLayout
+
+
+class Remedy(NamedTuple):
+    """A change after which something fits."""
+
+    kind: str  # key of ``ADVICE``
+    text: str
+    effort: float  # what it costs, in parts of the machine's price: a coarse order
+
+
+class Largest(NamedTuple):
+    """Largest sizes that one layout holds."""
+
+    micro_batch: int
+    sequence: int
+    blocks: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class DeeperModel:
+    """A model with another number of blocks, all else being equal."""
+
+    source: CostSource
+    blocks: int
+
+    @property
+    def name(self) -> str:
+        """Name of the model it is made from."""
+        return self.source.name
+
+    def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
+        """Return the cost of a micro-batch."""
+        cost = self.source.at(micro_batch, sequence, context)
+        own = [unit for unit in cost.units if unit.block]
+        first = next(place for place, unit in enumerate(cost.units) if unit.block)
+        others = [unit for unit in cost.units[first:] if not unit.block]
+        blocks = [own[place % len(own)] for place in range(self.blocks)]
+        return replace(cost, units=(*cost.units[:first], *blocks, *others))
+
+
+@dataclass(frozen=True)
+class PlanAnswer:
+    """All that is said of a search's result."""
+
+    result: PlanResult
+    gains: tuple[Gain, ...] = ()
+    turns: str = ""  # what would make the runner-up win
+    largest: Largest | None = None
+    leanest: tuple[ParallelLayout, Largest] | None = None
+    remedies: tuple[Remedy, ...] = ()
+    lacks: tuple[ParallelLayout, tuple[RankMemory, ...], dict[str, float]] | None = None
+
+
+def answer(result: PlanResult, memory: Memory = memory_of, time: Timing = time_of) -> PlanAnswer:
+    """Return the reasons of a result, each computed by a search or by the same memory and time."""
+    request = result.request
+    if result.best is None:
+        layout, ranks = result.nearest[0]
+        lacks = layout, ranks, lacking(ranks, layout, request.machine)
+        return PlanAnswer(result, remedies=tuple(_remedies(request, memory, time)), lacks=lacks)
+    best = result.best
+    gains = tuple(_gains(request, best, memory, time))
+    rival = next((one for one in result.shown if one.kind != best.kind), None)
+    turns = _turn(request, best, rival, time) if rival is not None and request.goal == "time" else ""
+    lean = search(replace(request, goal="memory"), memory, time, SearchEffort(1, 60, 0)).best
+    leanest = None
+    if lean is not None and lean.layout != best.layout:
+        leanest = lean.layout, largest_of(request, lean.layout, lean.machine, memory)
+    return PlanAnswer(result, gains, turns, largest_of(request, best.layout, best.machine, memory), leanest)
+
+
+# What the best layout is bound by.
+
+
+def shares_of(candidate: PlanCandidate) -> list[tuple[str, float]]:
+    """Return the resources that the slowest rank waits for, by their shares of the step, the largest first."""
+    total = sum(candidate.time.waits.values()) or 1.0
+    return sorted(((name, value / total) for name, value in candidate.time.waits.items()), key=lambda pair: -pair[1])
+
+
+def reason_of(candidate: PlanCandidate) -> str:
+    """Return the limits of a layout in a few words, for a table."""
+    shares = shares_of(candidate)
+    said = [f"{name} {share:.0%}" for name, share in shares[:2] if share >= 0.05 or name == shares[0][0]]
+    limit = least_memory(candidate.machine)
+    full = candidate.fullest.device / limit
+    return ", ".join([*said, f"memory {full:.0%}"] if full >= 0.85 else said)
+
+
+def layout_text(layout: ParallelLayout) -> str:
+    """Return a layout in one line, for people."""
+    axes = ("replicate", "data", "tensor", "context", "pipeline")
+    sizes = [f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1]
+    parts = [" x ".join(sizes) or "one device", row_name(layout.row)]
+    if layout.pipeline > 1:
+        parts.append(layout.schedule + (f" with {layout.chunks} stages a rank" if layout.chunks > 1 else ""))
+    if layout.recompute is not Recompute.NONE:
+        parts.append(f"{layout.recompute} recomputed" + (", inputs on host" if layout.activations_on_host else ""))
+    return ", ".join(parts)
+
+
+def sentences(told: PlanAnswer) -> list[str]:
+    """Return the answer in plain sentences, each a paragraph."""
+    if told.result.best is None:
+        return list(_nothing_fits(told))
+    return list(_best(told))
+
+
+def _best(told: PlanAnswer) -> Iterator[str]:
+    result, best = told.result, told.result.best
+    assert best is not None
+    layout, peak = best.layout, best.fullest.peak
+    seconds = best.time.seconds
+    batches = _count(layout.accumulation, "micro-batch", "micro-batches")
+    low, high = seconds_text(seconds * (1 - TIME_ERROR)), seconds_text(seconds * (1 + TIME_ERROR))
+    yield (
+        f"Best: {layout_text(layout)}; {batches} of {_count(layout.micro_batch, 'sample', 'samples')} on each rank. A "
+        f"step takes {seconds_text(seconds)}, between {low} and {high} by what is known of such predictions."
+    )
+    shares = [f"{name} {share:.0%}" for name, share in shares_of(best)[:4] if share >= 0.005]
+    freed = next((gain for gain in told.gains if "memory" in gain.change), None)
+    binding = "memory" if freed is not None and freed.share >= LEAST_GAIN else best.time.bound
+    yield f"The limit is {binding}. The step's time goes to {', '.join(shares)}."
+    largest = sorted(peak.bytes.items(), key=lambda pair: -pair[1])[:3]
+    rank = f"pipeline rank {best.fullest.pipeline_rank}" if layout.pipeline > 1 else "each rank"
+    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in largest)
+    yield (
+        f"The most memory is used by {rank} at the {peak.label}: {bytes_text(best.fullest.device)} of "
+        f"{bytes_text(least_memory(best.machine))}, with {parts}."
+    )
+    rival = next((one for one in result.shown if one.kind != best.kind), None)
+    if rival is not None:
+        yield f"Runner-up: {layout_text(rival.layout)}, {_beside(result.request.goal, best, rival)}. {told.turns}".rstrip()
+    if told.largest is not None:
+        yield f"With this layout there is room for {_room(told.largest)}."
+    if told.leanest is not None:
+        lean, room = told.leanest
+        yield f"The layout with the least memory, {layout_text(lean)}, has room for {_room(room)}."
+    gains = [
+        f"{gain.change} would save {gain.share:.0%} of the time" for gain in told.gains if gain.share >= LEAST_GAIN
+    ]
+    idle = [gain.change for gain in told.gains if gain.share < LEAST_GAIN]
+    if gains:
+        yield f"{'; '.join(gains)}.".capitalize()
+    if idle:
+        yield f"{', '.join(idle)} would save less than {LEAST_GAIN:.0%}.".capitalize()
+    yield from _unknown(told)
+
+
+def _beside(goal: str, best: PlanCandidate, rival: PlanCandidate) -> str:
+    """Return how much worse the runner-up is."""
+    worse = rival.score(goal) / best.score(goal) - 1
+    if worse <= 0:  # among layouts that are alike, the simplest is the best
+        return f"alike within {-worse:.1%}, but not as simple"
+    return f"{worse:.1%} " + {"time": "slower", "memory": "more memory", "cost": "dearer"}[goal]
+
+
+def _unknown(told: PlanAnswer) -> Iterator[str]:
+    result = told.result
+    cost = result.request.source.at(1, result.request.sequence, 1)
+    if not cost.exact:
+        yield f"The model was not traced ({cost.note or 'its sizes are given'}), so its memory is by formula."
+    if not result.proven:
+        yield (
+            f"{result.computed} of {result.considered} layouts were computed; bounds do not rule out that another one "
+            "is a little better."
+        )
+
+
+def _nothing_fits(told: PlanAnswer) -> Iterator[str]:
+    assert told.lacks is not None
+    layout, ranks, over = told.lacks
+    machine = told.result.request.machine
+    needs = max(rank.device for rank in ranks)
+    peak = max(ranks, key=lambda rank: rank.device)
+    names = {"device": "of each device's memory", "host": "of host memory a node", "nvme": "of NVMe a node"}
+    missing = [f"{bytes_text(size)} {names[tier]}" for tier, size in over.items() if size > 0]
+    yield (
+        f"Nothing fits: of {told.result.considered} layouts none does. The nearest, {layout_text(layout)}, lacks "
+        f"{' and '.join(missing)}: it needs {bytes_text(needs)} of {bytes_text(least_memory(machine))} on the device, "
+        f"most at the {peak.peak.label}."
+    )
+    for number, remedy in enumerate(told.remedies[:3], 1):
+        yield f"{number}. {ADVICE[remedy.kind].capitalize()}: {remedy.text}."
+    if not told.remedies:
+        yield "No single change that was tried helps: a smaller model, or several of the changes together."
+
+
+def _room(largest: Largest) -> str:
+    samples = _count(largest.micro_batch, "sample", "samples")
+    return (
+        f"micro-batches of {samples}, or sequences of {largest.sequence} tokens one at a time, or a model of "
+        f"{largest.blocks} blocks ({scaled_text(largest.parameters)} parameters)"
+    )
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time with three digits."""
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+# What would change it.
+
+
+def changed(machine: Machine, what: str, factor: float) -> Machine:
+    """Return a machine with a multiple of one of: memory, host memory, inside, between, host links, nodes."""
+    if what == "between":
+        return replace(machine, between=replace(machine.between, bandwidth=machine.between.bandwidth * factor))
+    if what == "nodes":
+        return replace(machine, nodes=tuple((node, round(count * factor)) for node, count in machine.nodes))
+
+    def of(node: Node) -> Node:
+        if what == "memory":
+            return replace(node, device=replace(node.device, memory=node.device.memory * factor))
+        if what == "host memory":
+            return replace(node, host_memory=node.host_memory * factor)
+        link = getattr(node, what)
+        return replace(node, **{what: replace(link, bandwidth=link.bandwidth * factor)})
+
+    return replace(machine, nodes=tuple((of(node), count) for node, count in machine.nodes))
+
+
+def _links(machine: Machine, *layouts: ParallelLayout) -> list[tuple[str, str]]:
+    """Return links that layouts may use, and their names for people."""
+    found = []
+    if devices_of_a_node(machine) > 1:
+        found.append(("inside", "links inside a node"))
+    if sum(count for _, count in machine.nodes) > 1:
+        found.append(("between", "links between nodes"))
+    off = any(Tier.DEVICE not in (one.row.optimizer_tier, one.row.parameter_tier) for one in layouts)
+    if off or any(one.row.optimizer_tier is not Tier.DEVICE or one.activations_on_host for one in layouts):
+        found.append(("host", "links to host memory"))
+    return found
+
+
+def _gains(request: PlanRequest, best: PlanCandidate, memory: Memory, time: Timing) -> Iterator[Gain]:
+    """Yield what twice of each resource saves."""
+    wanted = [("memory", "memory of devices"), *_links(best.machine, best.layout)]
+    for what, name in wanted:
+        machine = changed(best.machine, what, 2.0)
+        found = search(replace(request, machine=machine, goal="time"), memory, time, SearchEffort(40, 400, 0)).best
+        same = time(request.source, request.sequence, best.layout, machine).seconds
+        seconds, layout = same, best.layout
+        if found is not None and found.time.seconds < same:
+            seconds, layout = found.time.seconds, found.layout
+        verb = "twice the" if what == "memory" else "twice as fast"
+        yield Gain(f"{verb} {name}", max(0.0, 1 - seconds / best.time.seconds), layout)
+
+
+def _turn(request: PlanRequest, best: PlanCandidate, rival: PlanCandidate, time: Timing) -> str:
+    """Return the least change of a link after which the runner-up is faster."""
+
+    def wins(what: str, factor: float) -> bool:
+        machine = changed(request.machine, what, factor)
+        one, other = (time(request.source, request.sequence, c.layout, machine).seconds for c in (rival, best))
+        return one < other
+
+    found = []
+    for what, name in _links(best.machine, best.layout, rival.layout):
+        for power, word in ((1, "faster"), (-1, "slower")):
+            # If the largest change does not do, none that is smaller is looked for.
+            if wins(what, FACTORS[-1] ** power):
+                factor = next(f for f in FACTORS if wins(what, f**power))
+                found.append((factor, f"It would win with {name} {factor:g} times {word}."))
+    if found:
+        return min(found)[1]
+    return f"No link that is up to {FACTORS[-1]:g} times faster or slower makes it win."
+
+
+# What else fits.
+
+
+def _most(fits: Callable[[int], bool], step: int, limit: int) -> int:
+    """Return the largest multiple of ``step`` up to ``limit`` that fits, or 0."""
+    if not fits(step):
+        return 0
+    low, high = 1, 2
+    while high * step <= limit and fits(high * step):
+        low, high = high, high * 2
+    high = min(high, limit // step + 1)
+    while high - low > max(1, low // 32):  # three digits are not worth twice the time
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step
+
+
+def largest_of(request: PlanRequest, layout: ParallelLayout, machine: Machine, memory: Memory) -> Largest:
+    """Return the largest micro-batch, the longest sequence and the deepest model that a layout holds."""
+
+    def fits(source: CostSource, sequence: int, changed_layout: ParallelLayout) -> bool:
+        ranks = memory(source, sequence, changed_layout, machine)
+        return max(lacking(ranks, changed_layout, machine).values()) <= 0
+
+    source, sequence = request.source, request.sequence
+    alone = replace(layout, micro_batch=1)
+    micro = _most(lambda size: fits(source, sequence, replace(layout, micro_batch=size)), 1, 1 << 16)
+    tokens = _most(lambda size: fits(source, size, alone), 2 * layout.context * layout.tensor * 64, 1 << 26)
+    step = layout.pipeline * layout.chunks
+    blocks = _most(lambda count: fits(DeeperModel(source, count), sequence, layout), step, 1 << 14)
+    deeper = DeeperModel(source, max(1, blocks)).at(1, sequence, 1)
+    return Largest(micro, max(tokens, sequence), blocks, deeper.parameters)
+
+
+# What to do if nothing fits.
+
+
+def _fits(request: PlanRequest, memory: Memory, time: Timing) -> bool:
+    """Return whether any layout fits; the batch grows if the devices cannot share it."""
+    if not LayoutSpace(request, request.machine).meshes():
+        request = replace(request, batch=ceil(request.batch / request.machine.devices) * request.machine.devices)
+    return search(replace(request, goal="memory"), memory, time, SearchEffort(1, 300, 0)).best is not None
+
+
+def _least(fits: Callable[[float], bool], most: int) -> float | None:
+    """Return the least power of two up to ``most`` with which something fits."""
+    factor = 2
+    while factor <= most:
+        if fits(factor):
+            return factor
+        factor *= 2
+    return None
+
+
+def _remedies(request: PlanRequest, memory: Memory, time: Timing) -> Iterator[Remedy]:
+    """Return changes after which something fits, the cheapest first."""
+    machine = request.machine
+    node = machine.nodes[0][0]
+
+    def on(other: Machine) -> bool:
+        return _fits(replace(request, machine=other), memory, time)
+
+    found: list[Remedy] = []
+    shorter = _least(lambda f: _fits(_shorter(request, f), memory, time), request.sequence // SHORTEST)
+    if shorter is not None:
+        text = f"{int(request.sequence / shorter)} tokens fit, instead of {request.sequence}"
+        found.append(Remedy("sequence", text, 0.0))
+    if not node.disk:
+        size, read, write = ADDED_DISK
+        disks = tuple((replace(n, disk=size, disk_read=read, disk_write=write), c) for n, c in machine.nodes)
+        if on(replace(machine, nodes=disks)):
+            found.append(Remedy("disk", f"{bytes_text(size)} a node are enough, at {bytes_text(read)}/s", 0.05))
+    for kind, what, unit, most, price in (
+        ("host", "host memory", node.host_memory, 16, 0.1),
+        ("memory", "memory", least_memory(machine), 8, 0.8),
+        ("nodes", "nodes", machine.devices, 64, 1.0),
+    ):
+        factor = _least(lambda f, what=what: on(changed(machine, what, f)), most)  # type: ignore[misc]
+        if factor is not None:
+            amount = f"{unit * factor:.0f} devices" if kind == "nodes" else f"{bytes_text(unit * factor)} each"
+            found.append(Remedy(kind, f"{amount} are enough, {factor:g} times as much", price * (factor - 1)))
+    yield from sorted(found, key=lambda remedy: remedy.effort)
+
+
+def _shorter(request: PlanRequest, factor: float) -> PlanRequest:
+    return replace(request, sequence=max(1, int(request.sequence / factor)))
