@@ -31,6 +31,7 @@ class RankMemory:
     states: Mapping[tuple[str, str], float]  # bytes by state and tier ("device", "host", "nvme")
     timeline: tuple[Moment, ...]  # of one step, on the device
     fixed: float  # bytes of the device's context, libraries and communicators
+    reserved: float = 0.0  # bytes that the caching allocator of the device takes for the timeline's peak
 
     @property
     def peak(self) -> Moment:
