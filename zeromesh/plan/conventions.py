@@ -24,6 +24,9 @@ class ActivationRule:
     source: str = ""
 
 
+PLAIN = ActivationRule(source="Korthikanti et al., 2022, with a fused attention; logits and loss as torch keeps them")
+
+
 @dataclass(frozen=True)
 class Convention:
     """What one framework, or a paper, keeps of each state."""
@@ -42,7 +45,7 @@ class Convention:
     head_gradient: float = 0.0  # bytes of an element of the output layer, while its gradient is made
     workspace: float = 0.0  # bytes of libraries of matrix products, from the framework's own allocator
     vocabulary_multiple: int = 1  # of rows of the embedding on each tensor rank
-    activations: ActivationRule = ActivationRule()
+    activations: ActivationRule = PLAIN
     source: str = ""
 
 

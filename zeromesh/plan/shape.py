@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from zeromesh.plan.conventions import ActivationRule
+from zeromesh.plan.conventions import PLAIN, ActivationRule
 from zeromesh.plan.cost import NONE, Divided, ModelCost, Recompute, UnitCost
 
 
@@ -52,7 +52,7 @@ class TransformerCost:
     """
 
     shape: TransformerShape
-    rule: ActivationRule = ActivationRule()
+    rule: ActivationRule = PLAIN
 
     @property
     def name(self) -> str:
