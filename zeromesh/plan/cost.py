@@ -74,6 +74,8 @@ class UnitCost:
     block: bool  # true for one of a stack of like blocks, between which a pipeline can be cut
     parameters: Divided  # elements
     trained: float = 1.0  # share of them that gets gradients
+    largest: Divided = NONE  # elements of the largest of them, whose gradient autograd makes at once
+    shared: Divided = NONE  # elements that an earlier unit counts; a pipeline rank without that unit has a copy
     saved: Mapping[Recompute, Divided] = field(default_factory=dict)  # bytes kept for the backward, by policy
     output: Divided = NONE  # bytes handed to the next unit
     # The most bytes beyond what is saved, at any moment of the forward and of the backward; gradients of parameters
@@ -83,6 +85,10 @@ class UnitCost:
     forward: tuple[KernelWork, ...] = ()
     input: tuple[KernelWork, ...] = ()  # of the gradients of inputs
     weight: tuple[KernelWork, ...] = ()  # of the gradients of parameters
+    # As ``backward_peak``, with gradients of parameters from the operator that makes them until they are accumulated.
+    gradient_peak: Divided = NONE
+    # Those of ``parameters`` that no unit of the engine has, so that they stay gathered: the root's.
+    resident: Divided = NONE
     joins: float = 0.0  # bytes of activations that tensor ranks sum in the forward; as many in the backward
 
 
