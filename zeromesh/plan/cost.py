@@ -84,6 +84,7 @@ class UnitCost:
     input: tuple[KernelWork, ...] = ()  # of the gradients of inputs
     weight: tuple[KernelWork, ...] = ()  # of the gradients of parameters
     joins: float = 0.0  # bytes of activations that tensor ranks sum in the forward; as many in the backward
+    exchanged: Divided = NONE  # bytes of keys and values that each context rank hands on to the next
 
 
 @dataclass(frozen=True)
