@@ -1,0 +1,354 @@
+"""Published measurements: rows of a file, and the shape and layout that each one states.
+
+A row states a model, hardware, a layout and what a source has measured. Everything that is predicted for it follows
+from the first three; identifiers and measured values never enter a prediction.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zeromesh.model.placement import ROWS as PLACEMENTS
+from zeromesh.model.placement import Placement, PlacementRow, Tier
+from zeromesh.plan.cost import Recompute
+from zeromesh.plan.layout import ParallelLayout, Widths
+from zeromesh.plan.shape import TransformerShape
+
+_INTEGERS = {
+    "model": ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"),
+    "hardware": ("gpus", "gpus_per_node"),
+    "layout": (
+        "dp", "fsdp", "pp", "cp", "ep", "vp", "interleave", "micro_batch", "micro_batches", "global_batch",
+        "local_batch", "batch_per_dp",
+    ),
+}  # fmt: skip
+_NUMBERS = {
+    "model": ("params", "params_total", "params_active", "largest_layer"),
+    "hardware": ("host_gb", "peak_tflops"),
+    "layout": ("seq_tokens_per_step",),
+}
+_TEXTS = {
+    "model": ("name",),
+    "hardware": ("gpu",),
+    "layout": ("precision", "recompute", "schedule", "scheme", "framework", "gradients", "optimizer"),
+}
+_FLAGS = {
+    "model": ("tied", "gated"),
+    "hardware": (),
+    "layout": (
+        "sequence_parallel", "compile", "async_tp", "cross_entropy_fusion", "fused_cross_entropy", "deepspeed", "alst",
+        "overlap",
+    ),
+}  # fmt: skip
+# Fields whose values take several forms; what reads them checks them.
+_OTHERS = {
+    "model": (),
+    "hardware": (),
+    "layout": ("zero", "tp", "offload", "offload_param", "offload_optimizer", "offload_fraction", "zero_init"),
+}
+_ZERO_IS_NONE = ("fsdp", "ep", "vp", "interleave", "cp")
+GROUPS = ("model", "hardware", "layout")
+
+
+class UnjudgedError(ValueError):
+    """A row that says too little, or something that the planner has no model of; the text is the reason."""
+
+
+class Outcome(NamedTuple):
+    """Prediction for one quantity of a row, beside what was measured."""
+
+    row: str  # identifier
+    source: str
+    quantity: str  # name of the measured value
+    predicted: float | None  # None: the row cannot be judged
+    measured: float
+    note: str = ""  # reason why it cannot be judged, or what the prediction assumes
+    decimals: int = 12  # printed by the source
+
+    @property
+    def error(self) -> float | None:
+        """Relative error with its sign, of the prediction; None where there is none."""
+        if self.predicted is None:
+            return None
+        return (self.predicted - self.measured) / self.measured if self.measured else float(self.predicted != 0)
+
+    @property
+    def printed(self) -> bool:
+        """True if the prediction, rounded as the source rounds, is the measured value."""
+        # A source may cut digits or round them; half a unit of the last digit is allowed for floating point alone.
+        unit = 10.0**-self.decimals
+        return self.predicted is not None and abs(self.predicted - self.measured) <= unit / 2 * (1 + 1e-9)
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """One row of the file, checked."""
+
+    id: str
+    source: str
+    kind: str
+    where: str
+    note: str
+    model: Mapping[str, Any]  # of the row, completed by the file's table of models
+    hardware: Mapping[str, Any]
+    layout: Mapping[str, Any]
+    measured: Mapping[str, Any]
+    unknown: tuple[str, ...] = ()  # fields that nothing here reads
+
+    def outcome(self, quantity: str, predicted: float | None, note: str = "", measured: float | None = None) -> Outcome:
+        """Return the outcome of one quantity; ``measured`` where it is not a number of the row."""
+        value = self.measured[quantity] if measured is None else measured
+        if self.unknown:
+            note = f"{note}; ignored: {', '.join(self.unknown)}".lstrip("; ")
+        return Outcome(self.id, self.source, quantity, predicted, float(value), note, _decimals(value))
+
+    # What the row states, in the planner's terms.
+
+    def needs(self, group: str, name: str) -> Any:
+        """Return a field; raise UnjudgedError where the row does not say it."""
+        value = getattr(self, group).get(name)
+        if value is None:
+            raise UnjudgedError(f"the row does not say {group}.{name}")
+        return value
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sample."""
+        return int(self.needs("model", "seq"))
+
+    @property
+    def shape(self) -> TransformerShape:
+        """Sizes of the model; raise UnjudgedError where the row and the table of models do not say them."""
+        sizes = {name: int(self.needs("model", name)) for name in ("layers", "hidden", "heads", "vocab")}
+        model, gated = self.model, bool(self.model.get("gated", False))
+        return TransformerShape(
+            layers=sizes["layers"], hidden=sizes["hidden"], heads=sizes["heads"], vocabulary=sizes["vocab"],
+            kv_heads=model.get("kv_heads") or 0, width=model.get("ffn") or 0, head_width=model.get("head_width") or 0,
+            gated=gated, biases=model.get("biases", not gated), tied=bool(model.get("tied", True)),
+            # GPT models of these sources learn positions and drop; gated models are of Llama's form and do neither.
+            positions=0 if gated else int(model.get("seq") or 0), dropout=not gated, name=str(model["name"]),
+        )  # fmt: skip
+
+    @property
+    def placement(self) -> PlacementRow:
+        """Placement of states over ranks and tiers."""
+        row = PLACEMENTS[self.stage]
+        parameters, optimizer = _tiers(self)
+        if optimizer is not Tier.DEVICE and row.optimizer is Placement.REPLICATED:
+            row = replace(row, optimizer=Placement.SHARDED)
+        if row.parameter is Placement.REPLICATED:
+            parameters = Tier.DEVICE
+        return replace(
+            row, parameter_tier=parameters, optimizer_tier=optimizer,
+            gradient_tier=Tier.DEVICE if optimizer is Tier.DEVICE else Tier.HOST,
+        )  # fmt: skip
+
+    @property
+    def stage(self) -> int:
+        """ZeRO number; 0 where the row names none."""
+        stage = self.layout.get("zero")
+        if isinstance(stage, str):  # sources of a framework of another name say it in words
+            stage = 2 if "gradients" in stage else 1
+        if stage is None and self.layout.get("fsdp"):
+            stage = 3
+        if stage not in (None, 0, 1, 2, 3):
+            raise UnjudgedError(f"layout.zero is {stage!r}, which is no row of the table")
+        return int(stage or 0)
+
+    @property
+    def parallel(self) -> ParallelLayout:
+        """Layout in the planner's terms; raise UnjudgedError where it says too little."""
+        said = self.layout
+        tensor, pipeline, context = (_size(self, name) for name in ("tp", "pp", "cp"))
+        chunks = int(said.get("vp") or said.get("interleave") or 1)
+        data = said.get("dp") or said.get("fsdp")
+        if not data:
+            gpus = self.needs("hardware", "gpus")
+            data, rest = divmod(int(gpus), tensor * pipeline * context)
+            if rest or not data:
+                raise UnjudgedError(f"hardware.gpus is {gpus}, no multiple of {tensor} x {pipeline} x {context} ranks")
+        micro_batch, accumulation = _batches(self, int(data), pipeline)
+        recompute = str(said.get("recompute") or "none")
+        sequence = said.get("sequence_parallel")
+        return ParallelLayout(
+            data=int(data), tensor=tensor, context=context, pipeline=pipeline, row=self.placement,
+            micro_batch=micro_batch, accumulation=accumulation, chunks=chunks,
+            schedule="interleaved-1f1b" if chunks > 1 and pipeline > 1 else "1f1b", recompute=_recompute(recompute),
+            sequence=bool(sequence) if sequence is not None else "sequence" in recompute, widths=Widths(),
+        )  # fmt: skip
+
+    @property
+    def device_memory(self) -> float:
+        """Bytes of the device, from its name; raise UnjudgedError where the name does not say them."""
+        found = re.search(r"(\d+) ?GB", str(self.needs("hardware", "gpu")))
+        if found is None:
+            raise UnjudgedError(f"hardware.gpu is {self.hardware['gpu']!r}, which does not say its memory")
+        return int(found[1]) * 2.0**30
+
+
+@dataclass(frozen=True)
+class PublishedRows:
+    """All rows of a file."""
+
+    rows: tuple[PublishedRow, ...]
+    sources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # title and address of each
+
+
+def read_rows(path: str | Path) -> PublishedRows:
+    """Return the rows of a file.
+
+    Raises:
+        ValueError: the file is missing, or no JSON; or a row has a field of another type, an impossible value, or lacks
+            a part. The text names the file and the row.
+    """
+    try:
+        found = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}; give a file of published rows") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
+        raise ValueError(f'{path}: it has no list "rows"; give a file of published rows')
+    models, sources = found.get("models", {}), found.get("sources", {})
+    for name, part in (("models", models), ("sources", sources)):
+        if not isinstance(part, dict) or not all(isinstance(entry, dict) for entry in part.values()):
+            raise ValueError(f'{path}: "{name}" must be an object of objects')
+    rows = tuple(_row(entry, f"{path}: row {index}", models) for index, entry in enumerate(found["rows"]))
+    twice = {row.id for row in rows if sum(other.id == row.id for other in rows) > 1} if len(rows) < 5000 else set()
+    if twice:
+        raise ValueError(f"{path}: the id {min(twice)!r} is of several rows; each needs one of its own")
+    return PublishedRows(rows, sources)
+
+
+def _row(entry: Any, place: str, models: Mapping[str, Any]) -> PublishedRow:
+    if not isinstance(entry, dict):
+        raise ValueError(f"{place} is {entry!r}; it must be an object")
+    texts = {name: entry.get(name, "") for name in ("id", "source", "kind", "where", "note")}
+    if isinstance(texts["id"], str) and texts["id"]:
+        place = f"{place} ({texts['id']})"
+    for name, text in texts.items():
+        if not isinstance(text, str) or (not text and name in ("id", "source", "kind")):
+            raise ValueError(f"{place}: {name} is {text!r}; it must be a text")
+    unknown: list[str] = []
+    for group in (*GROUPS, "measured"):
+        if not isinstance(entry.get(group), dict):
+            raise ValueError(f"{place}: {group} is {entry.get(group)!r}; it must be an object")
+        if group != "measured":
+            unknown += _check_group(group, entry[group], place)
+    _check_measured(entry["measured"], place)
+    if not entry["model"].get("name"):
+        raise ValueError(f"{place}: model.name is missing; every row names its model")
+    known = models.get(entry["model"]["name"], {})
+    _check_group("model", known, f"{place}: in the table of models")
+    # The row's own sizes win: some measure a model with fewer layers.
+    own = {name: value for name, value in entry["model"].items() if value is not None}
+    model = {**known, **own}
+    if "layers" in own and own["layers"] != known.get("layers", own["layers"]) and "params" not in own:
+        model.pop("params", None)
+    groups = {group: entry[group] for group in ("hardware", "layout", "measured")}
+    return PublishedRow(**texts, model=model, unknown=tuple(unknown), **groups)
+
+
+def _check_group(group: str, values: Mapping[str, Any], place: str) -> list[str]:
+    """Raise ValueError for a value of the wrong type; return the names of fields that are not known."""
+    unknown = []
+    for name, value in values.items():
+        where = f"{place}: {group}.{name}"
+        if value is None or name in _OTHERS[group] or (name == "name" and isinstance(value, str)):
+            continue
+        if name in _INTEGERS[group]:
+            if value == 0 and name in _ZERO_IS_NONE:
+                continue
+            _check_number(value, where, whole=True)
+        elif name in _NUMBERS[group]:
+            _check_number(value, where)
+        elif name in _TEXTS[group] or name in _FLAGS[group]:
+            wanted = str if name in _TEXTS[group] else bool
+            if not isinstance(value, wanted):
+                raise ValueError(f"{where} is {value!r}; it must be {'a text' if wanted is str else 'true or false'}")
+        else:
+            unknown.append(f"{group}.{name}")
+    return unknown
+
+
+def _check_number(value: Any, where: str, whole: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value <= 0 or (whole and value != int(value)):
+        raise ValueError(f"{where} is {value!r}; it must be a {'whole ' if whole else ''}number above 0")
+
+
+def _check_measured(values: Mapping[str, Any], place: str) -> None:
+    if not values:
+        raise ValueError(f"{place}: measured is empty; a row without a figure checks nothing")
+    for name, value in values.items():
+        parts = value.values() if isinstance(value, dict) else [value]
+        for part in parts:
+            if not isinstance(part, int | float) or isinstance(part, bool) or not math.isfinite(part) or part < 0:
+                raise ValueError(f"{place}: measured.{name} is {part!r}; it must be a number that is not below 0")
+
+
+def _decimals(value: Any) -> int:
+    text = repr(value)
+    return len(text.split(".")[1]) if "." in text and "e" not in text else 0
+
+
+def _size(row: PublishedRow, name: str) -> int:
+    value = row.layout.get(name)
+    if value is None or value == 0:
+        return 1
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UnjudgedError(f"layout.{name} is {value!r}, which is no number of ranks")
+    return value
+
+
+def _batches(row: PublishedRow, data: int, pipeline: int) -> tuple[int, int]:
+    """Return the micro-batch and the number of them."""
+    said = row.layout
+    micro, count = said.get("micro_batch"), said.get("micro_batches")
+    local = said.get("local_batch") or said.get("batch_per_dp")
+    if local is None and said.get("global_batch"):
+        local, rest = divmod(int(said["global_batch"]), data)
+        if rest or not local:
+            raise UnjudgedError(f"layout.global_batch is {said['global_batch']}, no multiple of {data} data ranks")
+    if micro is None:
+        if local is None:
+            raise UnjudgedError("the row does not say layout.micro_batch")
+        # A pipeline cuts a local batch into samples; without one it is computed at once, unless the row counts parts.
+        micro = max(1, local // count) if count else (1 if pipeline > 1 else local)
+    if count is None:
+        count, rest = divmod(int(local), int(micro)) if local is not None else (1, 0)
+        if rest:
+            raise UnjudgedError(f"a local batch of {local} is no multiple of the micro-batch, {micro}")
+    return int(micro), int(count)
+
+
+def _recompute(text: str) -> Recompute:
+    if "selective" in text:
+        return Recompute.SELECTIVE
+    named = {"none": Recompute.NONE, "sequence": Recompute.NONE, "full": Recompute.BLOCKS}
+    if text not in named:
+        raise UnjudgedError(f"layout.recompute is {text!r}, which is no known policy")
+    return named[text]
+
+
+def _tiers(row: PublishedRow) -> tuple[Tier, Tier]:
+    """Return the tiers of parameters and of the optimizer's states."""
+    said = row.layout
+    if "offload_param" in said or "offload_optimizer" in said:
+        named = {None: Tier.DEVICE, "none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+        pair = said.get("offload_param"), said.get("offload_optimizer")
+        if any(not isinstance(value, str | None) or value not in named for value in pair):
+            raise UnjudgedError(f"layout.offload_param and offload_optimizer are {pair}, which are no known tiers")
+        return named[pair[0]], named[pair[1]]
+    text = said.get("offload") or ""
+    if not text:
+        return Tier.DEVICE, Tier.DEVICE
+    tier = Tier.NVME if "nvme" in text else Tier.HOST
+    # "optimizer cpu" says what leaves the device; "all cpu" and a bare tier mean everything that can.
+    return (Tier.DEVICE if "optimizer" in text else tier), tier
