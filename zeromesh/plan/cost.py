@@ -74,6 +74,8 @@ class UnitCost:
     block: bool  # true for one of a stack of like blocks, between which a pipeline can be cut
     parameters: Divided  # elements
     trained: float = 1.0  # share of them that gets gradients
+    largest: Divided = NONE  # elements of the largest of them, whose gradient autograd makes at once
+    shared: Divided = NONE  # elements that an earlier unit counts; a pipeline rank without that unit has a copy
     saved: Mapping[Recompute, Divided] = field(default_factory=dict)  # bytes kept for the backward, by policy
     output: Divided = NONE  # bytes handed to the next unit
     # The most bytes beyond what is saved, at any moment of the forward and of the backward; gradients of parameters

@@ -1,8 +1,12 @@
-"""Sizes of a transformer, from which its cost follows by formula where no model is at hand to trace."""
+"""Sizes of a transformer, and its cost by formula where no model is at hand to trace."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from zeromesh.plan.conventions import ActivationRule
+from zeromesh.plan.cost import NONE, Divided, ModelCost, Recompute, UnitCost
 
 
 @dataclass(frozen=True)
@@ -23,3 +27,119 @@ class TransformerShape:
     dropout: bool = False  # masks of dropout are kept for the backward
     fused_attention: bool = True  # scores are not kept for the backward
     name: str = "transformer"
+
+    @property
+    def query_width(self) -> int:
+        """Width of all heads together."""
+        return self.heads * (self.head_width or self.hidden // self.heads)
+
+    @property
+    def key_width(self) -> int:
+        """Width of the keys of all heads, and of the values."""
+        return self.query_width // self.heads * (self.kv_heads or self.heads)
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP."""
+        return self.width or 4 * self.hidden
+
+
+@dataclass(frozen=True)
+class TransformerCost:
+    """Cost of a transformer by formula: Korthikanti et al., 2022, for any attention, MLP, norm and framework.
+
+    Amounts of activations are those of 16-bit training.
+    """
+
+    shape: TransformerShape
+    rule: ActivationRule = ActivationRule()
+
+    @property
+    def name(self) -> str:
+        """Name of the shape."""
+        return self.shape.name
+
+    def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
+        """Return the cost of a micro-batch; ``context`` ranks share each sequence."""
+        return _cost(self.shape, self.rule, micro_batch, sequence, context)
+
+
+@lru_cache(maxsize=256)
+def _cost(shape: TransformerShape, rule: ActivationRule, micro_batch: int, sequence: int, context: int) -> ModelCost:
+    tokens = micro_batch * sequence / context
+    block = _block(shape, rule, tokens, sequence / context, context)
+    blocks = [replace(block, name=f"blocks.{index}") for index in range(shape.layers)]
+    units = (_embedding(shape, tokens), *blocks, _head(shape, rule, tokens))
+    note = "by formula, from the sizes of a transformer"
+    return ModelCost(shape.name, micro_batch, sequence, context, units, exact=False, note=note)
+
+
+def _embedding(shape: TransformerShape, tokens: float) -> UnitCost:
+    hidden = shape.hidden
+    mask = Divided(tokens=tokens * hidden) if shape.dropout else NONE
+    return UnitCost(
+        "embedding", False, Divided(split=shape.vocabulary * hidden, whole=shape.positions * hidden),
+        largest=Divided(split=shape.vocabulary * hidden),
+        # Token numbers of 8 bytes; they are whole on every rank.
+        saved=dict.fromkeys(Recompute, mask.plus(Divided(whole=8 * tokens))),
+        output=Divided(tokens=2 * tokens * hidden),
+    )  # fmt: skip
+
+
+def _block(shape: TransformerShape, rule: ActivationRule, tokens: float, length: float, context: int) -> UnitCost:
+    hidden, query, key, width = shape.hidden, shape.query_width, shape.key_width, shape.mlp_width
+    matrices = hidden * (query + 2 * key) + query * hidden + (3 if shape.gated else 2) * hidden * width
+    # Biases of layers whose outputs are divided are divided, too; the others, and norms, are whole.
+    biases = Divided(split=query + 2 * key + width, whole=2 * hidden) if shape.biases else NONE
+    norms = Divided(whole=(4 if shape.biases else 2) * hidden)
+    stream = Divided(tokens=2 * tokens * hidden)  # 16-bit activations between layers
+    kept_heads = query + 2 * (query if rule.repeated_heads else key)
+    lengths = 4 * tokens * shape.heads  # fp32 log-sum-exp of a fused kernel
+    scores = NONE
+    if not shape.fused_attention:
+        # Softmax in 16 bits; with dropout a mask of one byte and what it lets through, besides.
+        scores, lengths = Divided(split=(5 if shape.dropout else 2) * shape.heads * tokens * length * context), 0
+    inside = 2 * tokens * (kept_heads + query)  # queries, keys and values, and the output, which the next layer keeps
+    if rule.context_output and context > 1:
+        inside += 2 * tokens * query
+    gates = 2 if shape.gated else 1
+    mlp = 2 * tokens * width * (gates + (1 if shape.gated and rule.activation_output else 0) + 1)
+    # Dropout of both sublayers keeps a byte an element.
+    masks = Divided(tokens=2 * tokens * hidden) if shape.dropout else NONE
+    # A norm keeps its input, and the linear layer behind it its output: four of the stream in all.
+    norm_kept = stream.times(4 if not rule.narrow_norms else 2)
+    rest = Divided(split=inside + lengths + mlp).plus(masks).plus(norm_kept)
+    # The MLP's backward: the gradient that arrives, that of the last product's input, and that of the first product's
+    # output, as the last product's input, which was kept, has been freed.
+    backward = stream.plus(Divided(split=2 * tokens * width * gates))
+    return UnitCost(
+        "block", True, Divided(split=float(matrices)).plus(biases).plus(norms),
+        largest=Divided(split=float(hidden * width * gates)),
+        saved={Recompute.NONE: rest.plus(scores), Recompute.SELECTIVE: rest, Recompute.BLOCKS: stream},
+        output=stream,
+        forward_peak=stream.plus(Divided(split=2 * tokens * width)),
+        backward_peak=backward,
+        joins=4 * tokens * hidden,
+    )  # fmt: skip
+
+
+def _head(shape: TransformerShape, rule: ActivationRule, tokens: float) -> UnitCost:
+    hidden, vocabulary = shape.hidden, shape.vocabulary
+    norm = Divided(whole=(2 if shape.biases else 1) * hidden)
+    table = Divided(split=float(vocabulary * hidden))
+    parameters = norm if shape.tied else norm.plus(table)
+    if not rule.head:
+        return UnitCost("head", False, parameters, shared=table if shape.tied else NONE)
+    stream = Divided(tokens=2 * tokens * hidden)
+    logits = Divided(split=tokens * vocabulary)
+    # Sequence parallelism gathers the whole input for the product, in the forward and again in the backward.
+    stream_size = 2 * tokens * hidden
+    whole = Divided(tokens=-stream_size, whole=2 * stream_size)  # its own and the gradient of it
+    kept = stream.times(2).plus(logits.times(rule.logits_kept))
+    return UnitCost(
+        "head", False, parameters, largest=table, shared=table if shape.tied else NONE,
+        saved=dict.fromkeys(Recompute, kept),
+        output=Divided(whole=4.0),
+        forward_peak=logits.times(max(0.0, rule.logits_forward - rule.logits_kept)),
+        backward_peak=logits.times(max(0.0, rule.logits_backward - rule.logits_kept)).plus(whole),
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""How frameworks and papers keep states and activations: rows of two tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeromesh.plan.layout import Widths
+
+
+@dataclass(frozen=True)
+class ActivationRule:
+    """Tensors that blocks and the loss keep for the backward, where the shape of a transformer leaves a choice."""
+
+    repeated_heads: bool = False  # keys and values are repeated for grouped heads before attention keeps them
+    activation_output: bool = False  # a gated MLP keeps the activated gate beside both products and their product
+    narrow_norms: bool = False  # outputs of norms are computed again from their inputs, which are kept in any case
+    context_output: bool = False  # attention of context ranks keeps its output before it is sent back, too
+    # Bytes of an element of the logits: kept until the backward, the most during the loss's forward, and during its
+    # backward, all with the 16-bit logits themselves.
+    logits_kept: float = 6.0
+    logits_forward: float = 10.0
+    logits_backward: float = 10.0
+    head: bool = True  # false where a source counts blocks alone
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Convention:
+    """What one framework, or a paper, keeps of each state."""
+
+    name: str
+    widths: Widths
+    engine: bool = False  # ZeroMesh's own arithmetic: shards, slots and wires of its gradients, padding of its units
+    in_master: bool = False  # sharded parameters rest in their fp32 masters, of which they are gathered
+    context_shards: bool = True  # ranks that share a sequence share states, too
+    gathered: int = 2  # units of sharded parameters on the device at a time: one is computed with, one arrives
+    # Bytes of an element of a unit whose backward runs, for whole gradients beside the sums.
+    unit_gradient: float = 0.0
+    unit_gradients: int = 1  # units for which these exist at a time
+    # Weight gradients go straight into the sums; for autograd there are placeholders, one of each shape, that stay.
+    placeholders: bool = False
+    head_gradient: float = 0.0  # bytes of an element of the output layer, while its gradient is made
+    workspace: float = 0.0  # bytes of libraries of matrix products, from the framework's own allocator
+    vocabulary_multiple: int = 1  # of rows of the embedding on each tensor rank
+    activations: ActivationRule = ActivationRule()
+    source: str = ""
+
+
+ZEROMESH = Convention(
+    "ZeroMesh", Widths(), engine=True, in_master=True, source="this package: shard/accounting.py, shard/slots.py"
+)
+
+MIB = 2.0**20
+
+CONVENTIONS: dict[str, Convention] = {
+    "zeromesh": ZEROMESH,
+    # Parameters and gradients in 16 bits, and 12 bytes of an fp32 master and Adam's moments, each by the row.
+    "zero paper": Convention(
+        "ZeRO paper", Widths(parameter=2, gradient=2, wire=2), gathered=0,
+        source="Rajbhandari et al., ZeRO, 2020, section 3.1",
+    ),
+    # Weights, sums of gradients in fp32 that are whole on each rank, and the optimizer's 12 bytes by the row. The
+    # output layer and Transformer Engine have a matrix library's workspace of 32 MiB each.
+    "megatron": Convention(
+        "Megatron-LM", Widths(parameter=2, gradient=4, wire=4), placeholders=True, head_gradient=2.0,
+        workspace=64 * MIB, vocabulary_multiple=128,
+        activations=ActivationRule(
+            # The fused loss overwrites the 16-bit logits with their gradient.
+            context_output=True, logits_kept=2.0, logits_forward=2.0, logits_backward=2.0,
+            source="Megatron-LM 0.14 with Transformer Engine 2.11",
+        ),
+        source="Megatron-LM 0.14: distributed optimizer, gradients accumulated in the kernels of products",
+    ),
+    # The paper's own arithmetic: 18 bytes of a parameter, and blocks alone.
+    "megatron paper": Convention(
+        "Megatron-LM paper", Widths(parameter=2, gradient=4, wire=4), gathered=0,
+        activations=ActivationRule(head=False),
+        source="Korthikanti et al., Reducing Activation Recomputation, 2022, section 4",
+    ),
+    # fp32 parameters, gradients and moments, sharded; units are gathered in 16 bits.
+    "fsdp2": Convention(
+        "FSDP2", Widths(parameter=2, gradient=4, wire=4), in_master=True, unit_gradient=6.0, workspace=32 * MIB,
+        activations=ActivationRule(repeated_heads=True, activation_output=True),
+        source="torch.distributed.fsdp.fully_shard with mixed precision, as in torchtitan",
+    ),
+    # 16-bit parameters and gradients beside the fp32 master.
+    "deepspeed": Convention(
+        "DeepSpeed", Widths(parameter=2, gradient=2, wire=2), unit_gradient=2.0, workspace=32 * MIB,
+        source="DeepSpeed's ZeRO optimizers in 16 bits",
+    ),
+}  # fmt: skip
+"""Conventions by a short name."""
