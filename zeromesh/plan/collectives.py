@@ -9,7 +9,7 @@ after a reduce-scatter.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zeromesh.plan.layout import AXES, ParallelLayout
@@ -41,6 +41,7 @@ class Fabric:
     local: int
     inside: Wire
     between: Wire
+    rails: int = 0  # links of a node that the group uses; 0: those of all its ranks
 
     @property
     def nodes(self) -> int:
@@ -51,6 +52,12 @@ class Fabric:
     def crosses(self) -> bool:
         """True if the group has ranks on several nodes."""
         return self.nodes > 1
+
+    def on_rails(self, rails: int) -> Fabric:
+        """Return the group where it uses at most ``rails`` of a node's links to other nodes; 0: one for each rank."""
+        if not rails or rails >= self.local or not self.crosses:
+            return self
+        return replace(self, rails=rails)
 
     def all_gather(self, size: float) -> float:
         """Return the seconds after which all ranks have all parts."""
@@ -65,7 +72,7 @@ class Fabric:
         if self.size <= 1 or size <= 0:
             return 0.0
         found = [2 * self._ring(size), self._tree(size)]
-        if self.crosses and self.local > 1:
+        if self.crosses and self.local > 1 and not self.rails:
             found.append(2 * _ring(self.inside, self.local, size) + self._across().all_reduce(size / self.local))
         return min(found)
 
@@ -91,7 +98,7 @@ class Fabric:
         if self.size <= 1 or size <= 0:
             return 0.0
         found = [self._ring(size)]
-        if self.crosses and self.local > 1:
+        if self.crosses and self.local > 1 and not self.rails:
             # Each rank of a node gathers another part of the other nodes' shares, then the node's ranks exchange.
             found.append(self._across().all_gather(size / self.local) + _ring(self.inside, self.local, size))
         return min(found)
@@ -104,7 +111,7 @@ class Fabric:
         if not self.crosses:
             return _ring(self.inside, self.size, size)
         # As many rings as a node has members, so that each member's link to other nodes is used.
-        bandwidth = self.local * self.between.bandwidth
+        bandwidth = (self.rails or self.local) * self.between.bandwidth
         if self.local > 1:
             bandwidth = min(bandwidth, self.inside.bandwidth)
         hops = self.nodes * self.between.latency + (self.size - self.nodes) * self.inside.latency
@@ -114,7 +121,7 @@ class Fabric:
         """Return the time of an all-reduce by a tree: 2 log2(n) alpha + 2 V / beta."""
         if not self.crosses:
             return 2 * math.log2(self.size) * self.inside.latency + 2 * size / self.inside.bandwidth
-        bandwidth = self.local * self.between.bandwidth
+        bandwidth = (self.rails or self.local) * self.between.bandwidth
         if self.local > 1:
             bandwidth = min(bandwidth, self.inside.bandwidth)
         depth = math.log2(self.nodes) * self.between.latency + math.log2(max(1, self.local)) * self.inside.latency

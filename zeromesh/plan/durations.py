@@ -17,6 +17,8 @@ from zeromesh.plan.machine import Device, Machine, Node
 ATTENTION_FORWARD = 0.80
 ATTENTION_BACKWARD = 0.60
 
+CAST = {"fp8": 4.0, "fp4": 4.0}  # bytes moved for each element of a product's operands, to make them from 16 bits
+
 SMALL = 64  # length of a product's dim at which half of its work is at the edge of tiles
 
 
@@ -24,12 +26,15 @@ SMALL = 64  # length of a product's dim at which half of its work is at the edge
 class Habits:
     """Choices of a framework that a layout does not say; the defaults are this library's."""
 
-    dtype: str = "bf16"  # of products
+    dtype: str = ""  # of products; "": the device's 16-bit one
     joins_hidden: float = 0.0  # share of the tensor ranks' sums that goes on beside computation
     reduces_early: bool = True  # gradients are reduced during the backward, not behind it
     publishes_early: bool = True  # updated parameters are gathered beside the next forward
+    sums_once: bool = False  # gradients are reduced once for an update, in any row
     messages_block: bool = False  # a pipeline's rank computes nothing while it sends
-    selective: float = 0.0  # of the forward, computed again under selective recomputation, beside attention's scores
+    messages_scattered: bool = False  # each tensor rank sends its part, and they gather the whole behind it
+    rails: int = 0  # a node's links that one group uses at a time; 0: those of all its members
+    selective: float = 0.0  # share of the forward that selective recomputation computes again, beside scores
     spread: float = 0.0  # standard deviation of the ranks' speed, as a share of it; all wait for the slowest
     overhead: float = 0.0  # seconds of each micro-batch's passes that are spent beside kernels
 
@@ -75,30 +80,35 @@ class UnitTime(NamedTuple):
         )
 
 
+def dtype_on(device: Device, wanted: str = "") -> str:
+    """Return a dtype of products that the device has: ``wanted``, or the next wider one.
+
+    Raises:
+        ValueError: it has none of them.
+    """
+    names = ("bf16", "fp16", "tf32", "fp32")
+    order = (wanted, *names) if wanted not in names else names[names.index(wanted) :] + ("fp16", "bf16")
+    for name in order:
+        if device.flops.get(name):
+            return name
+    raise ValueError(
+        f"device {device.name!r} has no operations per second for {wanted or names[0]}, nor for a wider dtype; give "
+        "them in flops"
+    )
+
+
 def product_seconds(device: Device, rows: float, columns: float, sums: float, dtype: str) -> float:
     """Return the seconds of a product of matrices."""
     own = getattr(device, "product_seconds", None)
     if own is not None:
         return float(own(rows, columns, sums, dtype))
-    share = 1.0
-    for length in (rows, columns, sums):
-        share *= length / (length + SMALL)
-    return 2.0 * rows * columns * sums / (peak(device, dtype) * device.product_efficiency * share)
+    operations = 2.0 * (rows + SMALL) * (columns + SMALL) * (sums + SMALL)
+    return operations / (device.flops[dtype] * device.product_efficiency)
 
 
 def memory_seconds(device: Device, size: float) -> float:
     """Return the seconds in which a kernel reads and writes ``size`` bytes."""
     return size / (device.bandwidth * device.memory_efficiency)
-
-
-def peak(device: Device, dtype: str) -> float:
-    """Return the most operations per second; of the nearest wider dtype where the device does not say this one."""
-    for name in (dtype, "bf16", "fp16", "tf32", "fp32"):
-        if device.flops.get(name):
-            return float(device.flops[name])
-    raise ValueError(
-        f"device {device.name!r} has no operations per second for {dtype}, nor for a wider dtype; give them in flops"
-    )
 
 
 def kernel_seconds(work: KernelWork, device: Device, layout: ParallelLayout, dtype: str, back: bool = False) -> float:
@@ -111,10 +121,12 @@ def kernel_seconds(work: KernelWork, device: Device, layout: ParallelLayout, dty
         columns = columns / tensor if work.divided == "columns" else columns
         sums = sums / tensor if work.divided == "sums" else sums
         seconds = max(seconds, product_seconds(device, rows, columns, sums, dtype))
+        if dtype in CAST:
+            # Both operands are read in 16 bits and written as they are and transposed, for the backward.
+            seconds += memory_seconds(device, CAST[dtype] * (rows * sums + sums * columns))
     elif work.kind is WorkKind.ATTENTION:
         # Scores are products in 16 bits whatever the dtype of matrices' products.
-        dtype = dtype if dtype in ("fp32", "tf32") else "bf16"
-        rate = peak(device, dtype) * device.product_efficiency
+        rate = device.flops[dtype_on(device, "bf16" if dtype in CAST else dtype)] * device.product_efficiency
         if work.shape is None:
             rate *= ATTENTION_BACKWARD * 4 / 5 if back else ATTENTION_FORWARD
         else:
@@ -122,7 +134,7 @@ def kernel_seconds(work: KernelWork, device: Device, layout: ParallelLayout, dty
             rate *= work.shape[2] / (work.shape[2] + SMALL)
         seconds = max(seconds, flops / rate)
     elif work.kind is WorkKind.CONVOLUTION:
-        seconds = max(seconds, flops / (peak(device, dtype) * device.product_efficiency))
+        seconds = max(seconds, flops / (device.flops[dtype] * device.product_efficiency))
     return work.count * max(seconds, device.launch)
 
 
@@ -139,17 +151,19 @@ class Durations:
     def __init__(self, layout: ParallelLayout, machine: Machine, habits: Habits) -> None:
         self.layout, self.machine, self.habits = layout, machine, habits
         # All ranks wait for the slowest, so the slowest kind of node counts.
-        self.node: Node = min((node for node, _ in machine.nodes), key=lambda node: peak(node.device, habits.dtype))
+        nodes = [node for node, _ in machine.nodes]
+        self.node: Node = min(nodes, key=lambda node: node.device.flops[dtype_on(node.device, habits.dtype)])
+        self.dtype = dtype_on(self.node.device, habits.dtype)
         self.tensor = fabric(layout, machine, "tensor")
         self.context = fabric(layout, machine, "context")
-        self.shard = fabric(layout, machine, "data", "context")
-        self.replicas = fabric(layout, machine, "replicate")
+        self.shard = fabric(layout, machine, "data", "context").on_rails(habits.rails)
+        self.replicas = fabric(layout, machine, "replicate").on_rails(habits.rails)
         self.pipeline = fabric(layout, machine, "pipeline")
         self.host: Wire = wire(self.node.host, min(self.node.devices, layout.ranks))
         self._known: dict[tuple[int, ...], UnitTime] = {}
         row = layout.row
         self.sharded = row.parameter is Placement.SHARDED
-        self.reduces_each = row.gradient is Placement.SHARDED  # after each micro-batch
+        self.reduces_each = row.gradient is Placement.SHARDED and not habits.sums_once  # after each micro-batch
         self.split = row.optimizer is Placement.SHARDED
 
     def units(self, cost: ModelCost) -> list[UnitTime]:
@@ -169,7 +183,7 @@ class Durations:
         return found
 
     def _unit(self, unit: UnitCost, away: bool) -> UnitTime:
-        layout, device, dtype = self.layout, self.node.device, self.habits.dtype
+        layout, device, dtype = self.layout, self.node.device, self.dtype
         forward = kernels_seconds(unit.forward, device, layout, dtype)
         back = kernels_seconds(unit.input, device, layout, dtype, back=True)
         weight = kernels_seconds(unit.weight, device, layout, dtype)
@@ -198,7 +212,7 @@ class Durations:
         scores = [work for work in unit.forward if work.kind is WorkKind.ATTENTION]
         if not any(work.shape for work in scores):
             scores = []
-        device, dtype = self.node.device, self.habits.dtype
+        device, dtype = self.node.device, self.dtype
         return kernels_seconds(scores, device, layout, dtype) + self.habits.selective * forward, 0.0
 
     def _join(self, unit: UnitCost) -> float:
@@ -262,7 +276,10 @@ class Durations:
 
     def message(self, unit: UnitCost) -> float:
         """Return the seconds of a unit's output on the way to the next pipeline rank."""
-        return self.pipeline.send(unit.output.on(self.layout.tensor, self.layout.sequence))
+        size = unit.output.on(self.layout.tensor, self.layout.sequence)
+        if self.habits.messages_scattered and not self.layout.sequence:
+            return self.pipeline.send(size / self.layout.tensor) + self.tensor.all_gather(size)
+        return self.pipeline.send(size)
 
     @property
     def world(self) -> Fabric:
