@@ -94,7 +94,7 @@ def test_peak_operations_are_measured_where_no_table_knows_them(monkeypatch: pyt
     assert 1e8 < measured_flops(cpu, torch.float32, seconds=0.05) < 1e14
     assert peak_flops(cpu, torch.float32) > 1e8
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
-    assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == 756e12
+    assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == 1513e12 / 2  # the data sheet's is with sparsity
 
 
 def test_a_momentary_disturbance_does_not_spoil_the_measurement(monkeypatch) -> None:

@@ -39,7 +39,7 @@ def read_document(source: str | Path | Mapping[str, Any], overrides: Sequence[st
 def whole_document(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return the same with what is "auto" still in it."""
     if isinstance(source, str | Path):
-        document = _read_file(Path(source))
+        document = read_object(Path(source))
     else:
         _check_depth(source, "the configuration")
         document = _copy(source)
@@ -50,7 +50,8 @@ def whole_document(source: str | Path | Mapping[str, Any], overrides: Sequence[s
     return document
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file; raise ConfigError where there is none, or a key stands in it twice."""
     try:
         # Such a file may have no end.
         if path.is_char_device() or path.is_block_device():

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from zeromesh.kernels.native import examine
+from zeromesh.observe.devices import find_accelerator
 
 # Optional packages, and the extra of ZeroMesh that brings each.
 EXTRAS = {
@@ -39,22 +40,6 @@ INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd
 DISK_BYTES = 64 << 20
 DISK_SECONDS = 2.0
 MEMORY_BYTES = 256 << 20  # larger than most caches
-
-# Operations per second of 16-bit matrix products without sparsity, from the makers' data sheets, by a part of the
-# device's name. The first that fits counts, so a longer name comes before a shorter one.
-DENSE_16BIT_FLOPS: dict[str, float] = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
-    "V100": 125e12,
-    "T4": 65e12,
-}
 
 BURSTS = 5
 PAUSE_SECONDS = 0.1
@@ -250,10 +235,10 @@ def _lines(file: str) -> list[str]:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the operations per second that this process can at best do in matrix products."""
     if device.type == "cuda" and dtype.itemsize == 2:
-        name = torch.cuda.get_device_name(device)
-        for part, flops in DENSE_16BIT_FLOPS.items():
-            if part in name:
-                return flops
+        known = find_accelerator(torch.cuda.get_device_name(device))
+        flops = known.flops.get("bf16" if dtype is torch.bfloat16 else "fp16") if known else None
+        if flops is not None:
+            return flops
     return measured_flops(device, dtype)
 
 

@@ -1,14 +1,39 @@
-"""Description of a cluster: devices, nodes and links. ``machine.json`` has this form."""
+"""Description of a cluster: devices, nodes and links, and the file ``machine.json`` that has it.
+
+The file is one JSON object: ``{"format": 1, "name", "notes", "between", "nodes"}``. Each entry of ``nodes`` has the
+fields of ``Node`` and ``count``, the number of nodes of the kind; ``device``, ``inside``, ``host`` and ``between`` are
+objects with the fields of ``Device`` and ``LinkSpeed``. Fields with a default may be left out. Sizes are in bytes,
+times in seconds, speeds in bytes or operations per second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from zeromesh.config.document import read_object
+from zeromesh.config.errors import ConfigError, nearest, show
+
+FORMAT = 1  # of machine.json; it grows when a key goes or changes its meaning
+
+WIDTHS = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+"""Dtypes of products, and the bytes of an element in memory."""
+
+WRITE_ONE = "measure a machine with 'zeromesh doctor --save machine.json', or write the file by hand: docs/machine.md"
 
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of accelerator, or the processor of a rank."""
+    """One kind of accelerator, or the processor of a rank.
+
+    A product of matrices takes ``launch`` + 2 (rows + p) (columns + p) (sums + p) / (flops x product_efficiency), p
+    being ``product_padding``, or the time of its memory traffic where that is longer.
+    """
 
     name: str
     memory: float  # bytes
@@ -19,6 +44,38 @@ class Device:
     launch: float = 4e-6  # seconds of the smallest kernel
     reserved: float = 0.6e9  # bytes of its context and libraries
     source: str = ""  # of the figures
+    product_padding: float = 64.0  # elements by which each dim of a product counts longer than it is
+
+    @property
+    def half(self) -> str:
+        """The 16-bit dtype of its products: "bf16" where it has it, then "fp16", then "fp32"."""
+        return next(name for name in ("bf16", "fp16", *self.flops) if name in self.flops)
+
+    def peak(self, dtype: str) -> float:
+        """Return the most operations per second in products of a dtype.
+
+        Raises:
+            ValueError: the device has no products of this dtype.
+        """
+        if dtype not in self.flops:
+            raise ValueError(
+                f"{self.name} has no products in {dtype}, only in {', '.join(self.flops)}; choose one of them"
+            )
+        return self.flops[dtype]
+
+    def product_seconds(self, rows: float, columns: float, sums: float, dtype: str) -> float:
+        """Return the time of a product of a rows x sums and a sums x columns matrix."""
+        # A library computes whole tiles, and fills and drains its pipelines in each dim: a thin or small product costs
+        # as much as one that is longer in every dim.
+        pad = self.product_padding
+        operations = 2.0 * (rows + pad) * (columns + pad) * (sums + pad)
+        computing = operations / (self.peak(dtype) * self.product_efficiency)
+        moved = (rows * sums + sums * columns + rows * columns) * WIDTHS[dtype]
+        return self.launch + max(computing, moved / (self.bandwidth * self.memory_efficiency))
+
+    def memory_seconds(self, size: float) -> float:
+        """Return the time of a kernel that reads and writes ``size`` bytes together."""
+        return self.launch + size / (self.bandwidth * self.memory_efficiency)
 
 
 @dataclass(frozen=True)
@@ -62,3 +119,165 @@ class Machine:
     def devices(self) -> int:
         """Number of devices."""
         return sum(node.devices * count for node, count in self.nodes)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Machine:
+        """Read a ``machine.json``.
+
+        Raises:
+            ConfigError: a ValueError that lists all problems of the file: path, value, rule and remedy of each.
+        """
+        if Path(path).is_dir():
+            raise ConfigError([f"is a folder; give the path of a file. {WRITE_ONE}"], str(path))
+        return cls.from_dict(read_object(Path(path)), str(path))
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any], source: str = "the machine") -> Machine:
+        """Return the machine of a document that has the form of the file; errors as of ``load``."""
+        found = document.get("format")
+        if isinstance(found, int) and not isinstance(found, bool) and found > FORMAT:
+            problem = f"format is {found}, and this version reads formats up to {FORMAT}; upgrade zeromesh"
+            raise ConfigError([f"{problem}, or measure the machine again with 'zeromesh doctor --save'"], source)
+        problems = list(_machine_problems(document))
+        if problems:
+            raise ConfigError(problems, source)
+        kinds = tuple((_node(entry), entry["count"]) for entry in document["nodes"])
+        notes = tuple(document.get("notes", ()))
+        return cls(kinds, LinkSpeed(**document["between"]), document.get("name", ""), notes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the form of the file, for ``json.dumps``."""
+        return {
+            "format": FORMAT,
+            "name": self.name,
+            "notes": list(self.notes),
+            "between": asdict(self.between),
+            "nodes": [{"count": count} | _plain(node) for node, count in self.nodes],
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write a ``machine.json``; a file that is there is replaced as a whole.
+
+        Raises:
+            ValueError: the machine has impossible values, or the path is a folder.
+        """
+        document, path = self.as_dict(), Path(path)
+        if path.is_dir():
+            raise ConfigError(["is a folder; give the path of the file to write"], str(path))
+        Machine.from_dict(document)  # a file that cannot be read again is not written
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        draft.replace(path)
+
+
+# Rules of the fields that are not numbers above 0; the text stands after "must be" in an error.
+POSITIVE = "a number above 0"
+NOT_NEGATIVE = "0 or a number above it"
+SHARE = "above 0 and at most 1"
+COUNT = "a whole number from 1 on"
+RULES: dict[str, str] = {
+    **dict.fromkeys(("efficiency", "product_efficiency", "memory_efficiency"), SHARE),
+    **dict.fromkeys(("devices", "cores", "shared", "count"), COUNT),
+    **dict.fromkeys(
+        ("latency", "launch", "reserved", "product_padding", "disk_read", "disk_write", "disk", "price"), NOT_NEGATIVE
+    ),
+    **dict.fromkeys(("name", "source"), "text"),
+}
+
+OBJECTS: dict[str, type] = {"device": Device, "inside": LinkSpeed, "host": LinkSpeed, "between": LinkSpeed}
+
+
+def _machine_problems(document: Mapping[str, Any]) -> Iterator[str]:
+    keys = {"format": True, "nodes": True, "between": True, "name": False, "notes": False}
+    yield from _key_problems(document, keys, "")
+    if "format" in document and (document["format"] != FORMAT or isinstance(document["format"], bool)):
+        yield f"format is {show(document['format'])}, but must be {FORMAT}; {WRITE_ONE}"
+    if "name" in document:
+        yield from _value_problem("name", document["name"], "text")
+    notes = document.get("notes", [])
+    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+        yield f"notes is {show(notes)}, but must be a list of texts; leave it out if there are none"
+    if "between" in document:
+        yield from _object_problems(document["between"], LinkSpeed, "between")
+    nodes = document.get("nodes", [{}])
+    if not isinstance(nodes, list) or not nodes:
+        yield f"nodes is {show(nodes)}, but must be a list with an object for each kind of node; {WRITE_ONE}"
+    elif "nodes" in document:
+        for index, entry in enumerate(nodes):
+            yield from _object_problems(entry, Node, f"nodes[{index}]", {"count": True})
+
+
+def _object_problems(value: Any, kind: type, path: str, more: Mapping[str, bool] | None = None) -> Iterator[str]:
+    """Yield the problems of one object of the file, which has the fields of a class and ``more``."""
+    needed = {item.name: item.default is MISSING for item in fields(kind)} | dict(more or {})
+    if not isinstance(value, Mapping):
+        wanted = ", ".join(name for name, must in needed.items() if must)
+        yield f"{path} is {show(value)}, but must be an object with at least {wanted}; {WRITE_ONE}"
+        return
+    yield from _key_problems(value, needed, path)
+    for key in value:
+        where = f"{path}.{key}"
+        if key in OBJECTS and key in needed:
+            yield from _object_problems(value[key], OBJECTS[key], where)
+        elif key == "flops" and kind is Device:
+            yield from _flops_problems(value[key], where)
+        elif key in needed:
+            yield from _value_problem(where, value[key], RULES.get(key, POSITIVE))
+
+
+def _key_problems(value: Mapping[str, Any], needed: Mapping[str, bool], path: str) -> Iterator[str]:
+    """Yield the unknown and the missing keys; ``needed`` says of each known one whether it must be there."""
+    dot = f"{path}." if path else ""
+    for key in value:
+        if key not in needed:
+            close = nearest(str(key), needed)
+            remedy = f"did you mean {close}?" if close else f"the keys here are {', '.join(needed)}"
+            yield f"{dot}{key} is {show(value[key])}, but there is no such key; {remedy}"
+    for key, must in needed.items():
+        if must and key not in value:
+            rule = "an object" if key in OBJECTS else RULES.get(key, POSITIVE)
+            rule = {
+                "flops": "an object of operations per second by dtype",
+                "nodes": "a list",
+                "format": str(FORMAT),
+            }.get(key, rule)
+            yield f"{dot}{key} is missing, and must be {rule}; {WRITE_ONE}"
+
+
+def _flops_problems(value: Any, path: str) -> Iterator[str]:
+    if not isinstance(value, Mapping) or not value:
+        yield f"{path} is {show(value)}, but must be an object of operations per second by dtype, such as 1e14 for bf16"
+        return
+    for dtype, speed in value.items():
+        if dtype not in WIDTHS:
+            yield f"{path}.{dtype} is {show(speed)}, but there is no such dtype; known are {', '.join(WIDTHS)}"
+        else:
+            yield from _value_problem(f"{path}.{dtype}", speed, POSITIVE)
+
+
+def _value_problem(path: str, value: Any, rule: str) -> Iterator[str]:
+    remedy = (
+        "take 0 if there is none" if rule == NOT_NEGATIVE else "write the one that was measured, or of a data sheet"
+    )
+    if rule == "text":
+        right, remedy = isinstance(value, str), "put it in quotes"
+    elif isinstance(value, bool) or not isinstance(value, int | float) or (rule == COUNT and value != value // 1):
+        right = False
+    else:
+        # A whole number of JSON may be larger than any float.
+        finite = math.isfinite(value) if isinstance(value, float) else abs(value) < 1e300
+        low = {NOT_NEGATIVE: value >= 0, COUNT: value >= 1, SHARE: 0 < value <= 1}.get(rule, value > 0)
+        right = finite and low and (rule != COUNT or isinstance(value, int))
+    if not right:
+        yield f"{path} is {show(value)}, but must be {rule}; {remedy}"
+
+
+def _node(entry: Mapping[str, Any]) -> Node:
+    values = {key: OBJECTS[key](**value) if key in OBJECTS else value for key, value in entry.items() if key != "count"}
+    return Node(**values)
+
+
+def _plain(node: Node) -> dict[str, Any]:
+    # ``asdict`` copies a mapping of another class than dict as that class, which JSON cannot write.
+    values = asdict(node)
+    return values | {"device": values["device"] | {"flops": dict(node.device.flops)}}
