@@ -6,12 +6,55 @@ mask with half of its products where the kernel is fused, as that skips the mask
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from zeromesh.plan.cost import Divided, KernelWork, WorkKind
-from zeromesh.plan.shape import TransformerShape
 
 BYTES = 2  # of an element
+
+
+class TransformerSizes(Protocol):
+    """Sizes that the kernels follow from; ``TransformerShape`` has them."""
+
+    @property
+    def hidden(self) -> int:
+        """Width of the stream between layers."""
+
+    @property
+    def heads(self) -> int:
+        """Heads of queries."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding."""
+
+    @property
+    def query_width(self) -> int:
+        """Width of all heads together."""
+
+    @property
+    def key_width(self) -> int:
+        """Width of the keys of all heads, and of the values."""
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP."""
+
+    @property
+    def gated(self) -> bool:
+        """True for three matrices in the MLP."""
+
+    @property
+    def positions(self) -> int:
+        """Learned positions; 0 for rotary ones."""
+
+    @property
+    def dropout(self) -> bool:
+        """True if elements are dropped."""
+
+    @property
+    def fused_attention(self) -> bool:
+        """True if scores are not written to memory."""
 
 
 class Kernels(NamedTuple):
@@ -23,17 +66,14 @@ class Kernels(NamedTuple):
 
 
 def block_kernels(
-    shape: TransformerShape, micro_batch: int, sequence: int, context: int = 1, causal: bool = True
+    shape: TransformerSizes, micro_batch: int, sequence: int, context: int = 1, causal: bool = True
 ) -> Kernels:
     """Return the kernels of a block, for ``micro_batch`` samples of which a rank has ``sequence / context`` tokens."""
-    hidden, heads = shape.hidden, shape.heads
-    head = shape.head_width or hidden // heads
-    kv_heads = shape.kv_heads or heads
-    width = shape.width or 4 * hidden
+    hidden, query, key, width = shape.hidden, shape.query_width, shape.key_width, shape.mlp_width
     tokens = micro_batch * sequence // context
     products = [
-        (tokens, (heads + 2 * kv_heads) * head, hidden, "columns"),
-        (tokens, hidden, heads * head, "sums"),
+        (tokens, query + 2 * key, hidden, "columns"),
+        (tokens, hidden, query, "sums"),
         (tokens, width * (2 if shape.gated else 1), hidden, "columns"),
         (tokens, hidden, width, "sums"),
     ]
@@ -41,7 +81,7 @@ def block_kernels(
     inputs = [_product(rows, sums, columns, _OTHER[split]) for rows, columns, sums, split in products]
     # Sums run over tokens; what was split of the product is a dim of the gradient.
     weights = [_weight(*product) for product in products]
-    attention, attention_back = _attention(shape, micro_batch, sequence, context, head, causal)
+    attention, attention_back = _attention(shape, micro_batch, sequence, context, causal)
     masks = tokens * hidden if shape.dropout else 0
     # Two norms, each read once and written once, and two sums with what goes around them.
     around = [_moving(WorkKind.NORM, tokens=2 * BYTES * tokens * hidden, count=2),
@@ -54,7 +94,7 @@ def block_kernels(
     bend_back = _moving(WorkKind.ELEMENTWISE, split=(2 * reads + 1) * BYTES * tokens * width)
     extra = []
     if not shape.positions:  # rotary: queries and keys are read and written
-        extra = [_moving(WorkKind.ELEMENTWISE, split=2 * BYTES * tokens * (heads + kv_heads) * head)]
+        extra = [_moving(WorkKind.ELEMENTWISE, split=2 * BYTES * tokens * (query + key))]
     return Kernels(
         (*forward, *attention, *around, bend, *extra),
         (*inputs, *attention_back, *around_back, bend_back, *extra),
@@ -62,7 +102,7 @@ def block_kernels(
     )
 
 
-def embedding_kernels(shape: TransformerShape, micro_batch: int, sequence: int, context: int = 1) -> Kernels:
+def embedding_kernels(shape: TransformerSizes, micro_batch: int, sequence: int, context: int = 1) -> Kernels:
     """Return the kernels of the embedding."""
     tokens = micro_batch * sequence // context
     rows = BYTES * tokens * shape.hidden
@@ -72,7 +112,7 @@ def embedding_kernels(shape: TransformerShape, micro_batch: int, sequence: int, 
     return Kernels((look,), (), (_moving(WorkKind.LOOKUP, tokens=(1 + 2 * tables) * rows),))
 
 
-def head_kernels(shape: TransformerShape, micro_batch: int, sequence: int, context: int = 1) -> Kernels:
+def head_kernels(shape: TransformerSizes, micro_batch: int, sequence: int, context: int = 1) -> Kernels:
     """Return the kernels of the last norm, the output layer and the cross entropy."""
     tokens = micro_batch * sequence // context
     hidden, words = shape.hidden, shape.vocabulary
@@ -115,15 +155,15 @@ def _moving(kind: WorkKind, split: float = 0.0, tokens: float = 0.0, count: int 
 
 
 def _attention(
-    shape: TransformerShape, micro_batch: int, sequence: int, context: int, head: int, causal: bool
+    shape: TransformerSizes, micro_batch: int, sequence: int, context: int, causal: bool
 ) -> tuple[list[KernelWork], list[KernelWork]]:
     """Return the kernels between queries, keys, values and the output, forward and backward."""
-    heads, kv_heads = shape.heads, shape.kv_heads or shape.heads
+    heads, query, key = shape.heads, shape.query_width, shape.key_width
     tokens = micro_batch * sequence // context
-    flops = 4.0 * tokens * sequence * heads * head
+    flops = 4.0 * tokens * sequence * query
     if shape.fused_attention:
         flops *= 0.5 if causal else 1.0
-        moved = float(BYTES * tokens * head * (2 * heads + 2 * kv_heads))
+        moved = float(BYTES * 2 * tokens * (query + key))
         forward = KernelWork(WorkKind.ATTENTION, Divided(split=flops), Divided(split=moved))
         # The backward computes the scores again: five products instead of two. Those beyond four are no operations of
         # the model; their time is in the rate of the kernel.
@@ -134,6 +174,7 @@ def _attention(
     # Scores are written by a product, read and written by the softmax and by the dropout, and read by a product.
     forward_bytes = scores * (8 + (4 + mask if shape.dropout else 0))
     back_bytes = scores * (14 + (4 + mask if shape.dropout else 0))
+    head = query // heads
     product = (sequence // context, sequence, head)
     each = micro_batch * heads
     near = Divided(split=2.0 * each * product[0] * product[1] * product[2])
