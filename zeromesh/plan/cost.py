@@ -90,6 +90,7 @@ class UnitCost:
     # Those of ``parameters`` that no unit of the engine has, so that they stay gathered: the root's.
     resident: Divided = NONE
     joins: float = 0.0  # bytes of activations that tensor ranks sum in the forward; as many in the backward
+    exchanged: Divided = NONE  # bytes of keys and values that each context rank hands on to the next
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from zeromesh.plan.conventions import PLAIN, ActivationRule
 from zeromesh.plan.cost import NONE, Divided, ModelCost, Recompute, UnitCost
+from zeromesh.plan.kernels import block_kernels, embedding_kernels, head_kernels
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,17 @@ class TransformerCost:
 def _cost(shape: TransformerShape, rule: ActivationRule, micro_batch: int, sequence: int, context: int) -> ModelCost:
     tokens = micro_batch * sequence / context
     block = _block(shape, rule, tokens, sequence / context, context)
+    inside = block_kernels(shape, micro_batch, sequence, context)
+    # Keys and values go round the ranks that share a sequence.
+    block = replace(block, exchanged=Divided(split=4 * tokens * shape.key_width), **inside._asdict())
     blocks = [replace(block, name=f"blocks.{index}") for index in range(shape.layers)]
-    units = (_embedding(shape, tokens), *blocks, _head(shape, rule, tokens))
+    first, last = _embedding(shape, tokens), _head(shape, rule, tokens)
+    first = replace(first, **embedding_kernels(shape, micro_batch, sequence, context)._asdict())
+    # The sums of tensor ranks: of the rows that each has looked up, and of the gradient of the head's input.
+    first, last = replace(first, joins=2 * tokens * shape.hidden), replace(last, joins=2 * tokens * shape.hidden)
+    if rule.head:
+        last = replace(last, **head_kernels(shape, micro_batch, sequence, context)._asdict())
+    units = (first, *blocks, last)
     note = "by formula, from the sizes of a transformer"
     return ModelCost(shape.name, micro_batch, sequence, context, units, exact=False, note=note)
 

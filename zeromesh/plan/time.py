@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zeromesh.plan.cost import CostSource
+from zeromesh.pipeline.schedule.actions import loop
+from zeromesh.pipeline.schedule.generators import ROWS
+from zeromesh.pipeline.schedule.partition import uniform
+from zeromesh.plan import streams
+from zeromesh.plan.cost import CostSource, ModelCost
+from zeromesh.plan.durations import Durations, Habits, UnitTime
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
+from zeromesh.plan.stages import Run, StageCost, pipelined
+
+PIPELINE = "pipeline"  # what a rank waits for others of its pipeline
 
 
 class Interval(NamedTuple):
@@ -36,6 +45,212 @@ class StepTime:
         return max(self.waits, key=lambda name: self.waits[name])
 
 
-def time_of(source: CostSource, sequence: int, layout: ParallelLayout, machine: Machine) -> StepTime:
-    """Return the time of one step: of all micro-batches, of communication that is not hidden, and of the update."""
-    raise NotImplementedError
+def time_of(
+    source: CostSource, sequence: int, layout: ParallelLayout, machine: Machine, *,
+    habits: Habits | None = None, intervals: bool = False,
+) -> StepTime:  # fmt: skip
+    """Return the time of one step: of all micro-batches, of communication that is not hidden, and of the update.
+
+    The step is one of many: it begins with the update for which the step before has made the gradients.
+
+    Args:
+        source: model.
+        sequence: tokens of a sample.
+        layout: sizes of all axes and choices of the run.
+        machine: nodes and links; it may have more devices than the layout has ranks.
+        habits: choices that a layout does not say; None: those of this library.
+        intervals: return what each resource does when, for a picture.
+
+    Raises:
+        ValueError: the layout cannot run: too many ranks, fewer blocks than stages, a batch that the schedule does not
+            divide, or a state on a disk that the machine lacks.
+    """
+    habits = habits or Habits()
+    if layout.ranks > machine.devices:
+        raise ValueError(
+            f"the layout has {layout.ranks} ranks, but machine {machine.name or 'given'!r} has {machine.devices} "
+            "devices; take smaller axes or more nodes"
+        )
+    cost = source.at(layout.micro_batch, sequence, layout.context)
+    durations = Durations(layout, machine, habits)
+    units = durations.units(cost)
+    if layout.pipeline > 1:
+        seconds, waits, found = _pipeline(cost, units, durations, intervals)
+    else:
+        seconds, waits, found = _alone(units, durations, intervals)
+    agreement = durations.world.all_reduce(4.0)  # the norm and overflow are agreed on before the update
+    waits["agreement"] = agreement
+    if habits.spread > 0.0 and layout.ranks > 1:
+        # Expected largest of n normal deviations, about sqrt(2 ln n) standard ones.
+        waits["stragglers"] = seconds * habits.spread * math.sqrt(2 * math.log(layout.ranks))
+    waits = {name: value for name, value in waits.items() if value > 0.0} or {"compute": 0.0}
+    flops = cost.flops * layout.context * layout.accumulation * layout.data * layout.replicate
+    return StepTime(sum(waits.values()), waits, tuple(found), flops)
+
+
+_Found = tuple[float, dict[str, float], list[Interval]]
+
+
+def _alone(units: Sequence[UnitTime], durations: Durations, keep: bool) -> _Found:
+    layout, habits = durations.layout, durations.habits
+    rules = streams.StreamRules(
+        durations.sharded, durations.split, durations.reduces_each, layout.parameter_slots, layout.gradient_slots,
+        layout.accumulation, habits.reduces_early, habits.publishes_early, habits.overhead,
+    )  # fmt: skip
+    seconds, clock = streams.run(_contended(units, durations), rules, keep)
+    return seconds, dict(clock.waits), [Interval(0, *one) for one in clock.kept]
+
+
+def _contended(units: Sequence[UnitTime], durations: Durations) -> Sequence[UnitTime]:
+    """Return the units with data links as slow as they are beside the tensor ranks' sums."""
+    # Both use the links inside a node, if the shard group does not cross nodes: while a sum goes on, the other stops.
+    if durations.layout.tensor == 1 or durations.shard.size == 1 or durations.shard.crosses != durations.tensor.crosses:
+        return units
+    busy = sum(unit.join * 2 + unit.join_again for unit in units)
+    whole = busy + sum(unit.forward + unit.input + unit.weight + unit.again for unit in units)
+    free = 1.0 - busy / whole if whole else 1.0
+    return [unit._replace(gather=unit.gather / free, reduce=unit.reduce / free) for unit in units]
+
+
+def stage_units(cost: ModelCost, stages: int) -> list[range]:
+    """Return the places of each stage's units: as many blocks each, with what is before, between and after them."""
+    blocks = [place for place, unit in enumerate(cost.units) if unit.block]
+    if len(blocks) < stages:
+        raise ValueError(
+            f"{cost.name} has {len(blocks)} blocks, which cannot be cut into {stages} stages, as each needs one; "
+            "take fewer pipeline ranks or chunks"
+        )
+    starts = [0, *(blocks[first] for first in uniform(len(blocks), stages)[1:]), len(cost.units)]
+    return [range(first, last) for first, last in zip(starts, starts[1:], strict=False)]
+
+
+def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, keep: bool) -> _Found:
+    layout, habits = durations.layout, durations.habits
+    chunks = layout.chunks
+    if layout.schedule in ROWS:
+        chunks = max(chunks, ROWS[layout.schedule].chunks[0])
+    placement = _placement(layout.schedule, layout.pipeline, chunks)
+    units = _contended(units, durations)
+    places = stage_units(cost, len(placement))
+    updates = [_Update() for _ in range(layout.pipeline)]
+    stages = []
+    for stage, own in enumerate(places):
+        rank = placement[stage]
+        count = sum(units[p].block for other, ps in enumerate(places) if placement[other] == rank for p in ps)
+        release = updates[rank].release([units[place] for place in own], durations)
+        message = durations.message(cost.units[own[-1]]) if stage < len(places) - 1 else 0.0
+        stages.append(_stage([units[place] for place in own], durations, count, release, message))
+    run = pipelined(layout.schedule, layout.pipeline, layout.accumulation, chunks, stages, keep)
+    # Each rank ends when its last gradients are reduced.
+    last = [0.0] * layout.pipeline
+    for stage in sorted(range(len(places)), key=lambda one: run.ends[one]):
+        own_units = [units[place] for place in places[stage]]
+        rank = placement[stage]
+        last[rank] = max(run.ends[stage], _reduced(own_units, durations, run.ends[stage], last[rank]))
+    replicas = [0.0] * layout.pipeline
+    for stage, own in enumerate(places):
+        replicas[placement[stage]] += sum(units[place].replicas for place in own)
+    ends = [one + other for one, other in zip(last, replicas, strict=True)]
+    seconds = max(ends)
+    waits = _rank_waits(units, places, run, last, replicas, updates, durations)
+    waits[streams.OVERHEAD] = habits.overhead * layout.accumulation
+    found = [Interval(rank, "compute", label, start, end) for rank, label, start, end in run.actions]
+    return seconds + waits[streams.OVERHEAD], waits, found
+
+
+def _placement(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
+    return ROWS[name].placement(ranks, chunks) if name in ROWS else loop(ranks, chunks)
+
+
+class _Update:
+    """Update of one pipeline rank's units, and gathers that follow."""
+
+    def __init__(self) -> None:
+        self.device = self.host = self.copied = self.sent = 0.0  # times until which each is busy
+
+    def release(self, units: Sequence[UnitTime], durations: Durations) -> float:
+        """Return the earliest time of the stage's first forward at which it waits for nothing."""
+        self.device += sum(unit.update for unit in units)
+        self.host += sum(max(unit.host_update, unit.states_read, unit.states_written) for unit in units)
+        release, passed = max(self.device, self.host), 0.0
+        for unit in units:
+            self.copied = max(self.copied, self.host) + unit.parameter_in
+            arrives = self.copied if unit.parameter_in else 0.0
+            gathers = durations.split and (not durations.sharded or self._stays(durations))
+            if gathers:
+                self.sent = max(self.sent, arrives, self.device, self.host) + unit.gather
+                arrives = self.sent
+            release = max(release, arrives - (passed if durations.habits.publishes_early else 0.0))
+            passed += unit.forward + unit.join
+        return release
+
+    @staticmethod
+    def _stays(durations: Durations) -> bool:
+        return True  # the first micro-batch gathers all units in any case
+
+
+def _stage(
+    units: Sequence[UnitTime], durations: Durations, blocks: int, release: float, message: float
+) -> StageCost:
+    """Return the seconds of a stage's actions; ``blocks`` of its rank share the slots."""
+    forward = sum(unit.forward + unit.join + unit.exchange for unit in units)
+    back = sum(unit.again + unit.input + unit.join + unit.join_again + unit.exchange_back for unit in units)
+    weight = sum(unit.weight for unit in units)
+    own = [unit for unit in units if unit.block]
+    if durations.sharded:
+        # Of the rank's blocks, those that have a slot stay from the first micro-batch to the last.
+        missing = max(0.0, 1.0 - durations.layout.parameter_slots / blocks) if blocks else 0.0
+        gathers = missing * sum(unit.gather for unit in own)
+        fetched = missing * sum(max(unit.fetch, unit.read) for unit in own)
+        forward = max(forward, gathers, fetched)
+        reduces = sum(unit.reduce for unit in own)
+        back = max(back, gathers + reduces - weight, fetched)
+    elif durations.reduces_each:
+        back = max(back, sum(unit.reduce for unit in own) - weight)
+    saved = sum(unit.saved_out for unit in own)
+    forward, back = max(forward, saved), max(back, saved - weight)
+    if durations.habits.messages_block and message:
+        return StageCost(forward + message, back + message, weight, release, 0.0)
+    return StageCost(forward, back, weight, release, message)
+
+
+def _reduced(units: Sequence[UnitTime], durations: Durations, end: float, free: float) -> float:
+    """Return the time at which a stage's gradients are reduced, whose last backward ends at ``end``."""
+    if durations.reduces_each:
+        rest = units[:1]  # those before went beside the backward
+        return max(end, free) + sum(unit.reduce + unit.gradient_out for unit in rest)
+    after = sum(sum(seconds for _, seconds in unit.compute_backward) for unit in units)
+    moment = end - after if durations.habits.reduces_early else end
+    sent = out = free
+    for unit in reversed(units):
+        if durations.habits.reduces_early:
+            moment += sum(seconds for _, seconds in unit.compute_backward)
+        sent = max(sent, moment) + unit.reduce
+        out = max(out, sent) + unit.gradient_out
+    return max(sent, out)
+
+
+def _rank_waits(
+    units: Sequence[UnitTime], places: Sequence[range], run: Run, last: Sequence[float], replicas: Sequence[float],
+    updates: Sequence[_Update], durations: Durations,
+) -> dict[str, float]:  # fmt: skip
+    """Return what the rank that computes most spends a step on."""
+    ranks, accumulation = len(updates), durations.layout.accumulation
+    rank = max(range(ranks), key=lambda one: run.busy[one])
+    waits: dict[str, float] = {}
+    own = [stage for stage, here in enumerate(run.placement) if here == rank]
+    for place in (place for stage in own for place in places[stage]):
+        for resource, seconds in (*units[place].compute_forward, *units[place].compute_backward):
+            waits[resource] = waits.get(resource, 0.0) + seconds * accumulation
+    # What a stage's actions take beyond its computation are gathers and reductions that it waits for.
+    computed = sum(waits.values())
+    waits[streams.DATA] = max(0.0, run.busy[rank] - computed) + max(last) - max(run.ends)
+    waits[streams.COMPUTE] += updates[rank].device
+    waits[streams.HOST] = updates[rank].host
+    waits[streams.REPLICAS] = max(replicas)
+    end = max(one + other for one, other in zip(last, replicas, strict=True))
+    waits[PIPELINE] = max(0.0, end - sum(waits.values()))
+    excess = sum(waits.values()) - end
+    if excess > 0.0:  # the largest parts of several ranks are no parts of one
+        waits[streams.DATA] = max(0.0, waits[streams.DATA] - excess)
+    return waits

@@ -1,0 +1,293 @@
+"""Seconds of a unit's kernels, joins and copies on one rank of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zeromesh.model.placement import Placement, Tier
+from zeromesh.plan.collectives import Fabric, Wire, fabric, wire
+from zeromesh.plan.cost import KernelWork, ModelCost, Recompute, UnitCost, WorkKind
+from zeromesh.plan.layout import ParallelLayout
+from zeromesh.plan.machine import Device, Machine, Node
+
+# Fused attention reaches this share of what large products reach; its backward computes the scores again, five products
+# instead of four, with more of its work outside of products (Dao, "FlashAttention-2", 2023: Figures 4 to 6, A100).
+ATTENTION_FORWARD = 0.80
+ATTENTION_BACKWARD = 0.60
+
+CAST = {"fp8": 4.0, "fp4": 4.0}  # bytes moved for each element of a product's operands, to make them from 16 bits
+
+SMALL = 64  # length of a product's dim at which half of its work is at the edge of tiles
+
+
+@dataclass(frozen=True)
+class Habits:
+    """Choices of a framework that a layout does not say; the defaults are this library's."""
+
+    dtype: str = ""  # of products; "": the device's 16-bit one
+    joins_hidden: float = 0.0  # share of the tensor ranks' sums that goes on beside computation
+    reduces_early: bool = True  # gradients are reduced during the backward, not behind it
+    publishes_early: bool = True  # updated parameters are gathered beside the next forward
+    sums_once: bool = False  # gradients are reduced once for an update, in any row
+    messages_block: bool = False  # a pipeline's rank computes nothing while it sends
+    messages_scattered: bool = False  # each tensor rank sends its part, and they gather the whole behind it
+    rails: int = 0  # a node's links that one group uses at a time; 0: those of all its members
+    selective: float = 0.0  # share of the forward that selective recomputation computes again, beside scores
+    spread: float = 0.0  # standard deviation of the ranks' speed, as a share of it; all wait for the slowest
+    overhead: float = 0.0  # seconds of each micro-batch's passes that are spent beside kernels
+
+
+class UnitTime(NamedTuple):
+    """Seconds of one unit; those of messages are of the whole unit's."""
+
+    name: str
+    block: bool
+    forward: float = 0.0
+    input: float = 0.0
+    weight: float = 0.0
+    again: float = 0.0  # recomputation
+    join: float = 0.0  # sums of the tensor ranks in the forward that are waited for; as much in the backward
+    join_again: float = 0.0  # in the recomputation
+    exchange: float = 0.0  # of keys and values that is waited for in the forward
+    exchange_back: float = 0.0
+    gather: float = 0.0  # of its parameters over the shard group
+    reduce: float = 0.0  # of its gradients
+    replicas: float = 0.0  # sum of its gradients over replicas
+    fetch: float = 0.0  # of its parameters' shard from the host
+    read: float = 0.0  # of its parameters' shard from the disk
+    update: float = 0.0  # on the device
+    host_update: float = 0.0
+    states_read: float = 0.0  # of its optimizer state from the disk
+    states_written: float = 0.0
+    gradient_out: float = 0.0  # copy of its gradients' shard to the host
+    parameter_in: float = 0.0  # copy of its updated parameters' shard to the device
+    saved_out: float = 0.0  # copy of its activations to the host; as long back
+
+    @property
+    def compute_forward(self) -> tuple[tuple[str, float], ...]:
+        """Parts of the forward by the resource that is busy."""
+        return (("compute", self.forward), ("tensor links", self.join), ("context links", self.exchange))
+
+    @property
+    def compute_backward(self) -> tuple[tuple[str, float], ...]:
+        """Parts of the backward, with its recomputation."""
+        return (
+            ("compute", self.again + self.input + self.weight),
+            ("tensor links", self.join + self.join_again),
+            ("context links", self.exchange_back),
+        )
+
+
+def dtype_on(device: Device, wanted: str = "") -> str:
+    """Return a dtype of products that the device has: ``wanted``, or the next wider one.
+
+    Raises:
+        ValueError: it has none of them.
+    """
+    names = ("bf16", "fp16", "tf32", "fp32")
+    order = (wanted, *names) if wanted not in names else names[names.index(wanted) :] + ("fp16", "bf16")
+    for name in order:
+        if device.flops.get(name):
+            return name
+    raise ValueError(
+        f"device {device.name!r} has no operations per second for {wanted or names[0]}, nor for a wider dtype; give "
+        "them in flops"
+    )
+
+
+def product_seconds(device: Device, rows: float, columns: float, sums: float, dtype: str) -> float:
+    """Return the seconds of a product of matrices."""
+    own = getattr(device, "product_seconds", None)
+    if own is not None:
+        return float(own(rows, columns, sums, dtype))
+    operations = 2.0 * (rows + SMALL) * (columns + SMALL) * (sums + SMALL)
+    return operations / (device.flops[dtype] * device.product_efficiency)
+
+
+def memory_seconds(device: Device, size: float) -> float:
+    """Return the seconds in which a kernel reads and writes ``size`` bytes."""
+    return size / (device.bandwidth * device.memory_efficiency)
+
+
+def kernel_seconds(work: KernelWork, device: Device, layout: ParallelLayout, dtype: str, back: bool = False) -> float:
+    """Return the seconds of a kernel, ``count`` times, on one tensor rank: of its operations or its bytes."""
+    tensor, split = layout.tensor, layout.sequence
+    flops, moved = work.flops.on(tensor, split), work.moved.on(tensor, split)
+    seconds = memory_seconds(device, moved)
+    if work.shape is not None and work.kind is not WorkKind.ATTENTION:
+        rows, columns, sums = (float(length) for length in work.shape)
+        columns = columns / tensor if work.divided == "columns" else columns
+        sums = sums / tensor if work.divided == "sums" else sums
+        seconds = max(seconds, product_seconds(device, rows, columns, sums, dtype))
+        if dtype in CAST:
+            # Both operands are read in 16 bits and written as they are and transposed, for the backward.
+            seconds += memory_seconds(device, CAST[dtype] * (rows * sums + sums * columns))
+    elif work.kind is WorkKind.ATTENTION:
+        # Scores are products in 16 bits whatever the dtype of matrices' products.
+        rate = device.flops[dtype_on(device, "bf16" if dtype in CAST else dtype)] * device.product_efficiency
+        if work.shape is None:
+            rate *= ATTENTION_BACKWARD * 4 / 5 if back else ATTENTION_FORWARD
+        else:
+            # A batch of small products: short sums leave most of the time to reading and writing scores.
+            rate *= work.shape[2] / (work.shape[2] + SMALL)
+        seconds = max(seconds, flops / rate)
+    elif work.kind is WorkKind.CONVOLUTION:
+        seconds = max(seconds, flops / (device.flops[dtype] * device.product_efficiency))
+    return work.count * max(seconds, device.launch)
+
+
+def kernels_seconds(
+    works: Iterable[KernelWork], device: Device, layout: ParallelLayout, dtype: str, back: bool = False
+) -> float:
+    """Return the seconds of kernels one after the other."""
+    return sum(kernel_seconds(work, device, layout, dtype, back) for work in works)
+
+
+class Durations:
+    """Seconds of the units of a model under a layout on a machine."""
+
+    def __init__(self, layout: ParallelLayout, machine: Machine, habits: Habits) -> None:
+        self.layout, self.machine, self.habits = layout, machine, habits
+        # All ranks wait for the slowest, so the slowest kind of node counts.
+        nodes = [node for node, _ in machine.nodes]
+        self.node: Node = min(nodes, key=lambda node: node.device.flops[dtype_on(node.device, habits.dtype)])
+        self.dtype = dtype_on(self.node.device, habits.dtype)
+        self.tensor = fabric(layout, machine, "tensor")
+        self.context = fabric(layout, machine, "context")
+        self.shard = fabric(layout, machine, "data", "context").on_rails(habits.rails)
+        self.replicas = fabric(layout, machine, "replicate").on_rails(habits.rails)
+        self.pipeline = fabric(layout, machine, "pipeline")
+        self.host: Wire = wire(self.node.host, min(self.node.devices, layout.ranks))
+        self._known: dict[tuple[int, ...], UnitTime] = {}
+        row = layout.row
+        self.sharded = row.parameter is Placement.SHARDED
+        self.reduces_each = row.gradient is Placement.SHARDED and not habits.sums_once  # after each micro-batch
+        self.split = row.optimizer is Placement.SHARDED
+
+    def units(self, cost: ModelCost) -> list[UnitTime]:
+        """Return the seconds of all units, in the order of the forward."""
+        total = cost.parameters
+        done, found = 0.0, []
+        for unit in cost.units:
+            # The first units, up to the share of the model that is offloaded, have their states off the device.
+            away = done < self.layout.row.offloaded * total
+            done += unit.parameters.on()
+            # Blocks of a stack share their tuples of kernels; one of them is computed.
+            key = (id(unit.forward), id(unit.weight), round(unit.parameters.on() * 64), away, unit.block)
+            if key not in self._known:
+                self._known[key] = self._unit(unit, away)
+            known = self._known[key]
+            found.append(known if known.name == unit.name else known._replace(name=unit.name))
+        return found
+
+    def _unit(self, unit: UnitCost, away: bool) -> UnitTime:
+        layout, device, dtype = self.layout, self.node.device, self.dtype
+        forward = kernels_seconds(unit.forward, device, layout, dtype)
+        back = kernels_seconds(unit.input, device, layout, dtype, back=True)
+        weight = kernels_seconds(unit.weight, device, layout, dtype)
+        again, joins_again = self._again(unit, forward)
+        join = self._join(unit)
+        attention = sum(
+            kernel_seconds(work, device, layout, dtype) for work in unit.forward if work.kind is WorkKind.ATTENTION
+        )
+        exchange = self._exchange(unit)
+        states = self._states(unit, away) | {"saved_out": self._saved_out(unit)}
+        # Hidden sums take the time of the computation that they lie beside, if there is so much of it.
+        visible = max(join * (1 - self.habits.joins_hidden), join - forward)
+        return UnitTime(
+            unit.name, unit.block, forward, back, weight, again, visible, visible * joins_again,
+            max(0.0, exchange - attention), max(0.0, 2 * exchange - 2 * attention), **states,
+        )  # fmt: skip
+
+    def _again(self, unit: UnitCost, forward: float) -> tuple[float, float]:
+        """Return the seconds of recomputation, and how often the sums of tensor ranks are made again."""
+        layout = self.layout
+        if not unit.block or layout.recompute is Recompute.NONE:
+            return 0.0, 0.0
+        if layout.recompute is Recompute.BLOCKS:
+            return forward, 1.0
+        # A fused kernel computes scores again in any case: that is in the time of its backward.
+        scores = [work for work in unit.forward if work.kind is WorkKind.ATTENTION]
+        if not any(work.shape for work in scores):
+            scores = []
+        device, dtype = self.node.device, self.dtype
+        return kernels_seconds(scores, device, layout, dtype) + self.habits.selective * forward, 0.0
+
+    def _join(self, unit: UnitCost) -> float:
+        if self.layout.tensor == 1 or not unit.joins:
+            return 0.0
+        messages = 2 if unit.block else 1
+        size = unit.joins / messages
+        if self.layout.sequence:
+            return messages * (self.tensor.reduce_scatter(size) + self.tensor.all_gather(size))
+        return messages * self.tensor.all_reduce(size)
+
+    def _exchange(self, unit: UnitCost) -> float:
+        """Return the seconds of keys and values that go round the context ranks in a forward."""
+        if self.layout.context == 1 or not unit.block:
+            return 0.0
+        size = unit.exchanged.on(self.layout.tensor)
+        return (self.layout.context - 1) * self.context.send(size)
+
+    def _states(self, unit: UnitCost, away: bool) -> dict[str, float]:
+        """Return the seconds of messages, copies and updates of the unit's states."""
+        layout, row, widths, node = self.layout, self.layout.row, self.layout.widths, self.node
+        elements = unit.parameters.on(layout.tensor)
+        ranks = self.shard.size if self.split else 1
+        trained, own = elements * unit.trained, elements * unit.trained / ranks
+        found: dict[str, float] = {}
+        found["gather"] = self.shard.all_gather(elements * widths.parameter) if self.split else 0.0
+        wires = trained * widths.wire
+        found["reduce"] = self.shard.reduce_scatter(wires) if self.split else self.shard.all_reduce(wires)
+        found["replicas"] = self.replicas.all_reduce(own * widths.wire)
+        sharing = min(node.devices, layout.ranks)
+        if self.sharded and row.parameter_tier is not Tier.DEVICE:
+            size = elements / self.shard.size * widths.parameter
+            found["fetch"] = self._copy(size)
+            if row.parameter_tier is Tier.NVME:
+                found["read"] = _disk(node.disk_read, size * sharing, node.name)
+        state = widths.states + widths.master
+        if not (away and row.optimizer_tier is not Tier.DEVICE):
+            # The update reads the gradient and reads and writes the master and the states; it writes the parameter.
+            found["update"] = memory_seconds(node.device, own * (widths.gradient + 2 * state + widths.parameter))
+            return found
+        # The fused kernel on the host reads a gradient as it was sent, and writes a parameter: 28 bytes for Adam.
+        moved = own * (widths.wire + 2 * state + widths.parameter)
+        found["host_update"] = moved * sharing / node.host_bandwidth
+        found["gradient_out"] = self._copy(own * widths.wire)
+        if row.parameter_tier is Tier.DEVICE:
+            found["parameter_in"] = self._copy(own * widths.parameter)
+        if row.optimizer_tier is Tier.NVME:
+            found["states_read"] = _disk(node.disk_read, own * state * sharing, node.name)
+            found["states_written"] = _disk(node.disk_write or node.disk_read, own * state * sharing, node.name)
+        return found
+
+    def _saved_out(self, unit: UnitCost) -> float:
+        # What a unit saves for its backward leaves behind the forward, and comes back before the backward.
+        if not self.layout.activations_on_host or not unit.block:
+            return 0.0
+        saved = unit.saved.get(self.layout.recompute)
+        return self._copy(saved.on(self.layout.tensor, self.layout.sequence)) if saved else 0.0
+
+    def _copy(self, size: float) -> float:
+        return self.host.latency + size / self.host.bandwidth if size > 0 else 0.0
+
+    def message(self, unit: UnitCost) -> float:
+        """Return the seconds of a unit's output on the way to the next pipeline rank."""
+        size = unit.output.on(self.layout.tensor, self.layout.sequence)
+        if self.habits.messages_scattered and not self.layout.sequence:
+            return self.pipeline.send(size / self.layout.tensor) + self.tensor.all_gather(size)
+        return self.pipeline.send(size)
+
+    @property
+    def world(self) -> Fabric:
+        """All ranks."""
+        return fabric(self.layout, self.machine, "replicate", "data", "context", "pipeline", "tensor")
+
+
+def _disk(speed: float, size: float, node: str) -> float:
+    if speed <= 0:
+        raise ValueError(f"a state rests on NVMe, but node {node or 'of the machine'!r} has no disk; set its disk_read")
+    return size / speed

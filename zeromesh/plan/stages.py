@@ -1,0 +1,116 @@
+"""Simulation of a pipeline's step: stages with costs of their own, under a named schedule, with few micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeromesh.pipeline.schedule.actions import COMPUTE, Action, Kind
+from zeromesh.pipeline.schedule.execution import dependencies, execute
+from zeromesh.pipeline.schedule.generators import generate, shape_of
+
+_CODES = {Kind.FORWARD: 0, Kind.INPUT: 1, Kind.WEIGHT: 2, Kind.BACKWARD: 3}
+
+
+class StageCost(NamedTuple):
+    """Seconds of one stage's actions for a micro-batch."""
+
+    forward: float
+    input: float
+    weight: float
+    release: float = 0.0  # before it the first forward cannot begin
+    message: float = 0.0  # of its output, and of the gradient of its output
+
+
+class Run(NamedTuple):
+    """Times of a simulated pipeline."""
+
+    ends: tuple[float, ...]  # by stage: of its last backward
+    busy: tuple[float, ...]  # by rank: seconds of computation
+    placement: tuple[int, ...]  # rank of each stage
+    actions: tuple[tuple[int, str, float, float], ...] = ()  # rank, label, start, end
+
+    @property
+    def makespan(self) -> float:
+        """Time at which the last backward ends."""
+        return max(self.ends)
+
+
+def pipelined(
+    name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[StageCost], keep: bool = False
+) -> Run:
+    """Simulate a schedule.
+
+    In a steady state each group of as many micro-batches as ranks takes the same time, so that of many micro-batches
+    only some are simulated; with ``keep`` all of them are, and the actions are returned.
+
+    Raises:
+        ValueError: the schedule is not for that number of ranks, micro-batches or chunks.
+    """
+    shape_of(name, ranks, microbatches, chunks)
+    few = microbatches % ranks + 3 * ranks
+    if keep or microbatches <= few + ranks:
+        return _simulate(name, ranks, microbatches, chunks, stages, keep)
+    # Two lengths of the steady state, of which the longer one has one group more.
+    short, long = (_simulate(name, ranks, count, chunks, stages, False) for count in (few - ranks, few))
+    groups = (microbatches - few) // ranks
+    ends = tuple(b + groups * (b - a) for a, b in zip(short.ends, long.ends, strict=True))
+    busy = tuple(b + groups * (b - a) for a, b in zip(short.busy, long.busy, strict=True))
+    return Run(ends, busy, long.placement)
+
+
+class _Step(NamedTuple):
+    rank: int
+    code: int
+    stage: int
+    needs: tuple[tuple[int, bool], ...]  # positions in the program, and whether a message lies between
+
+
+@lru_cache(maxsize=64)
+def _program(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[_Step, ...], tuple[int, ...]]:
+    """Return the computations of all ranks in an order in which they can happen."""
+    schedule = generate(name, ranks, microbatches, chunks)
+    found: dict[Action, int] = {}
+    steps: list[_Step] = []
+    for rank, position in execute(schedule):
+        action = schedule.ranks[rank][position]
+        if action.kind not in COMPUTE:
+            continue
+        needs = tuple(
+            (found[other], schedule.placement[other.stage] != rank) for other in dependencies(schedule, action)
+        )
+        found[action] = len(steps)
+        steps.append(_Step(rank, _CODES[action.kind], action.stage, needs))
+    return tuple(steps), schedule.placement
+
+
+def _simulate(
+    name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[StageCost], keep: bool
+) -> Run:
+    program, placement = _program(name, ranks, microbatches, chunks)
+    times = [(cost.forward, cost.input, cost.weight, cost.input + cost.weight) for cost in stages]
+    release = [cost.release for cost in stages]
+    # A message between two stages is the earlier one's output, or the gradient of it.
+    forward = [0.0] + [cost.message for cost in stages[:-1]]
+    backward = [cost.message for cost in stages]
+    free, busy = [0.0] * ranks, [0.0] * ranks
+    ends = [0.0] * len(stages)
+    ready = [0.0] * len(program)
+    kept: list[tuple[int, str, float, float]] = []
+    for index, (rank, code, stage, needs) in enumerate(program):
+        start = free[rank]
+        for other, away in needs:
+            arrives = ready[other]
+            if away:
+                arrives += forward[stage] if code == 0 else backward[stage]
+            if arrives > start:
+                start = arrives
+        if code == 0 and release[stage] > start:
+            start = release[stage]
+        seconds = times[stage][code]
+        ready[index] = free[rank] = ends[stage] = start + seconds
+        busy[rank] += seconds
+        if keep:
+            kept.append((rank, f"{'FIWB'[code]} stage {stage}", start, start + seconds))
+    return Run(tuple(ends), tuple(busy), placement, tuple(kept))
