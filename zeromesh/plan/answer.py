@@ -105,7 +105,7 @@ def answer(result: PlanResult, memory: Memory = memory_of, time: Timing = time_o
     gains = tuple(_gains(request, best, memory, time))
     rival = next((one for one in result.shown if one.kind != best.kind), None)
     turns = _turn(request, best, rival, time) if rival is not None and request.goal == "time" else ""
-    lean = search(replace(request, goal="memory"), memory, time, SearchEffort(1, 60, 0)).best
+    lean = search(replace(request, goal="memory"), memory, time, SearchEffort(1, 1, 60, 0)).best
     leanest = None
     if lean is not None and lean.layout != best.layout:
         leanest = lean.layout, largest_of(request, lean.layout, lean.machine, memory)
@@ -173,7 +173,8 @@ def _best(told: PlanAnswer) -> Iterator[str]:
     )
     rival = next((one for one in result.shown if one.kind != best.kind), None)
     if rival is not None:
-        yield f"Runner-up: {layout_text(rival.layout)}, {_beside(result.request.goal, best, rival)}. {told.turns}".rstrip()
+        beside = _beside(result.request.goal, best, rival)
+        yield f"Runner-up: {layout_text(rival.layout)}, {beside}. {told.turns}".rstrip()
     if told.largest is not None:
         yield f"With this layout there is room for {_room(told.largest)}."
     if told.leanest is not None:
@@ -285,7 +286,7 @@ def _gains(request: PlanRequest, best: PlanCandidate, memory: Memory, time: Timi
     wanted = [("memory", "memory of devices"), *_links(best.machine, best.layout)]
     for what, name in wanted:
         machine = changed(best.machine, what, 2.0)
-        found = search(replace(request, machine=machine, goal="time"), memory, time, SearchEffort(40, 400, 0)).best
+        found = search(replace(request, machine=machine, goal="time"), memory, time, SearchEffort(40, 16, 400, 1)).best
         same = time(request.source, request.sequence, best.layout, machine).seconds
         seconds, layout = same, best.layout
         if found is not None and found.time.seconds < same:
@@ -355,7 +356,7 @@ def _fits(request: PlanRequest, memory: Memory, time: Timing) -> bool:
     """Return whether any layout fits; the batch grows if the devices cannot share it."""
     if not LayoutSpace(request, request.machine).meshes():
         request = replace(request, batch=ceil(request.batch / request.machine.devices) * request.machine.devices)
-    return search(replace(request, goal="memory"), memory, time, SearchEffort(1, 300, 0)).best is not None
+    return search(replace(request, goal="memory"), memory, time, SearchEffort(1, 1, 300, 0)).best is not None
 
 
 def _least(fits: Callable[[float], bool], most: int) -> float | None:

@@ -58,12 +58,17 @@ CORE = Habits(joins_hidden=0.6, sums_once=True)
 
 PRACTICES: dict[str, Practice] = {
     "megatron2021": Practice(
-        MEGATRON, fused_attention=False, chunks=2, counts_recompute=True,
+        MEGATRON,
+        fused_attention=False,
+        chunks=2,
+        counts_recompute=True,
         why="Megatron-LM of 2021: scores are written to memory; gradients are summed behind the backward",
     ),
     # Each parameter was gathered by itself over one ring.
     "megatron2021/ZeRO-3": Practice(
-        Habits(dtype="fp16", rails=1), fused_attention=False, counts_recompute=True,
+        Habits(dtype="fp16", rails=1),
+        fused_attention=False,
+        counts_recompute=True,
         why="DeepSpeed 0.3 of 2021: gathers over a single ring, which uses one link of a node",
     ),
     "megatron_a100_2020": Practice(MEGATRON, fused_attention=False),
@@ -81,9 +86,7 @@ PRACTICES: dict[str, Practice] = {
     "simumax_b200": Practice(replace(CORE, joins_hidden=0.0), wire=4),
     "nemo": Practice(replace(CORE, joins_hidden=0.8), chunks=1),
     "azure2022": Practice(Habits(dtype="fp16"), fused_attention=False, counts_recompute=True),
-    "bigscience": Practice(
-        replace(MEGATRON, reduces_early=True), fused_attention=False, counts_recompute=True
-    ),
+    "bigscience": Practice(replace(MEGATRON, reduces_early=True), fused_attention=False, counts_recompute=True),
     "stas00": Practice(causal=0.5),
     "nanotron_bench": Practice(wire=4),
 }

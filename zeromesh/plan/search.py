@@ -29,8 +29,9 @@ ALIKE = 0.02  # layouts whose scores differ by less are alike, and the simplest 
 class SearchEffort(NamedTuple):
     """Numbers of layouts after which a search ends, whether or not its result is proven."""
 
-    computed: int = 160  # layouts whose time is computed
-    weighed: int = 1500  # layouts whose memory is computed
+    computed: int = 200  # layouts whose time is computed
+    tried: int = 140  # of them, before others are left out whose bounds promise too little
+    weighed: int = 1200  # layouts whose memory is computed
     shown: int = SHOWN  # kinds for the table
 
 
@@ -82,7 +83,10 @@ class PlanCandidate:
     def parts(self) -> int:
         """Number of things that a layout does beside computing the model whole on each device."""
         layout, row = self.layout, self.layout.row
-        axes = sum(size > 1 for size in (layout.tensor, layout.context, layout.pipeline, layout.replicate))
+        # Each doubling of an axis that shares the model counts.
+        axes = (layout.replicate > 1) + sum(
+            (s - 1).bit_length() for s in (layout.tensor, layout.context, layout.pipeline)
+        )
         tiers = sum(tier is not Tier.DEVICE for tier in (row.parameter_tier, row.optimizer_tier)) + row.split
         runs = (layout.recompute is not Recompute.NONE) + layout.activations_on_host + (layout.schedule != "1f1b")
         return axes + tiers + runs + layout.stage
@@ -183,6 +187,7 @@ class _Ranking:
         self._near_limit = float("inf")
         self.considered = self.too_large = self.weighed = self.computed = 0
         self._failed: dict[ParallelLayout, int] = {}  # least micro-batch that did not fit, by the rest of the layout
+        self._extra: dict[tuple[object, ...], float] = {}  # least bytes beside states, by what is not states
 
     def run(self) -> PlanResult:
         """Search, and return what was found."""
@@ -191,13 +196,17 @@ class _Ranking:
         groups = [group for one in searches for group in self._collect(one)]
         waiting = [(group.bounds[0][0], number) for number, group in enumerate(groups)]
         heapq.heapify(waiting)
-        best, proven = float("inf"), True
+        best, least, proven = float("inf"), 0.0, True
         while waiting:
             _, number = heapq.heappop(waiting)
             group = groups[number]
             bound = group.bounds[group.next][0]
             if bound >= best:
                 continue  # and no later layout of the group is better
+            # No layout of many came nearer to its bound than by the least ratio, so this one is not expected to.
+            if self.computed >= self.effort.tried and bound * least >= best:
+                proven = False
+                continue
             if self.computed >= self.effort.computed or self.weighed >= self.effort.weighed:
                 proven = False
                 break
@@ -206,22 +215,37 @@ class _Ranking:
             if candidate is not None:
                 score = candidate.score(self.request.goal)
                 group.ratio = max(1.0, score / max(bound, 1e-12))
+                least = min(least or group.ratio, group.ratio)
                 best = min(best, score)
             if group.next < len(group.bounds):
                 heapq.heappush(waiting, (group.bounds[group.next][0] * group.ratio, number))
         self._fill(groups)
-        goal = self.request.goal
-        ranked = sorted(self.found, key=lambda one: (one.score(goal), one.time.seconds, one.machine.devices))
-        if ranked:
-            # The prediction cannot tell layouts that are so near to each other, and users can tell a simple one.
-            alike = [one for one in ranked if one.score(goal) <= ranked[0].score(goal) * (1 + ALIKE)]
-            simplest = min(alike, key=lambda one: one.parts)
-            ranked = [simplest, *(one for one in ranked if one is not simplest)]
+        ranked = self._ranked()
         nearest = () if ranked else self._near(searches[0].machine)
         return PlanResult(
             self.request, tuple(ranked), self.considered, self.too_large, self.weighed, self.computed, proven,
             nearest, self.cells,
         )  # fmt: skip
+
+    def _ranked(self) -> list[PlanCandidate]:
+        """Return what was found, the best first; the best of each kind with its exact time."""
+        goal = self.request.goal
+
+        def order(one: PlanCandidate) -> tuple[float, ...]:
+            return one.score(goal), one.time.seconds, one.machine.devices
+
+        ranked = sorted(self.found, key=order)
+        kinds: dict[tuple[object, ...], PlanCandidate] = {}
+        for one in ranked:
+            kinds.setdefault(one.kind, one)
+        first = [self._exactly(one) for one in list(kinds.values())[: self.effort.shown]]
+        if not first:
+            return ranked
+        first.sort(key=order)
+        # The prediction cannot tell layouts that are so near to each other, and users can tell a simple one.
+        alike = [one for one in first if one.score(goal) <= first[0].score(goal) * (1 + ALIKE)]
+        simplest = min(alike, key=lambda one: one.parts)
+        return [simplest, *(one for one in first if one is not simplest)]
 
     def _fill(self, groups: list[_Group]) -> None:
         """Compute layouts of further kinds for the table, by their bounds."""
@@ -278,8 +302,16 @@ class _Ranking:
         # A micro-batch that is larger holds no less, since a pipeline holds as many samples or more.
         if layout.micro_batch >= self._failed.get(alike, LARGEST_MICRO_BATCH + 1):
             return None
+        # Runs that differ in the row alone hold the same activations, so one of them tells of all.
+        states = one.bound.states(layout)
+        alike_run = (self.request.machine is one.machine, *_run_of(layout))
+        limit = least_memory(one.machine) * (1 - MEMORY_MARGIN)
+        if states + self._extra.get(alike_run, 0.0) > limit:
+            return None
         self.weighed += 1
-        memory = tuple(self.memory(self.request.source, self.request.sequence, layout, one.machine))
+        memory = tuple(self.memory(self.request.source, self.request.sequence, _steady(layout), one.machine))
+        extra = max(rank.device for rank in memory) - states
+        self._extra[alike_run] = min(extra, self._extra.get(alike_run, extra))
         over = lacking(memory, layout, one.machine)
         worst = max(over.values())
         cell = self.cells[replace(layout.row, offloaded=1.0), (layout.tensor, layout.context, layout.pipeline)]
@@ -289,11 +321,34 @@ class _Ranking:
             self._keep_near(worst, layout, layout)
             return None
         self.computed += 1
-        found = self.time(self.request.source, self.request.sequence, layout, one.machine)
+        found = self._time(layout, one.machine)
         cell.seconds = min(cell.seconds, found.seconds)
         candidate = PlanCandidate(layout, one.machine, self.request.sequence, memory, found)
         self.found.append(candidate)
         return candidate
+
+    def _time(self, layout: ParallelLayout, machine: Machine) -> StepTime:
+        """Return the time of a step; that of a long pipeline is continued from two shorter ones."""
+        source, sequence, ranks = self.request.source, self.request.sequence, layout.pipeline
+        if ranks == 1 or layout.accumulation <= 4 * ranks:
+            return self.time(source, sequence, layout, machine)
+        # A filled pipeline repeats itself, and schedules of few lengths are made instead of those of all.
+        short, long = (
+            self.time(source, sequence, replace(layout, accumulation=count), machine)
+            for count in (2 * ranks, 3 * ranks)
+        )
+        times = (layout.accumulation - 3 * ranks) / ranks
+        waits = {
+            name: long.waits.get(name, 0.0) + times * (long.waits.get(name, 0.0) - short.waits.get(name, 0.0))
+            for name in {**short.waits, **long.waits}
+        }
+        flops = long.flops + times * (long.flops - short.flops)
+        return StepTime(long.seconds + times * (long.seconds - short.seconds), waits, (), flops)
+
+    def _exactly(self, candidate: PlanCandidate) -> PlanCandidate:
+        """Return a candidate with the time of all its micro-batches."""
+        source, sequence = self.request.source, self.request.sequence
+        return replace(candidate, time=self.time(source, sequence, candidate.layout, candidate.machine))
 
     def _keep_near(self, over: float, base: ParallelLayout, run: ParallelLayout) -> None:
         """Keep the layouts that lack least."""
@@ -329,6 +384,22 @@ class _Group:
 def _joined(base: ParallelLayout, run: ParallelLayout) -> ParallelLayout:
     """Return a layout with the groups, the row and the slots of ``base``, and all else of ``run``."""
     return replace(run, data=base.data, replicate=base.replicate, row=base.row, parameter_slots=base.parameter_slots)
+
+
+def _run_of(layout: ParallelLayout) -> tuple[object, ...]:
+    """Return all on which activations depend."""
+    mesh = layout.tensor, layout.context, layout.pipeline, layout.sequence
+    run = layout.micro_batch, layout.accumulation, layout.schedule, layout.chunks
+    return *mesh, *run, layout.recompute, layout.activations_on_host
+
+
+def _steady(layout: ParallelLayout) -> ParallelLayout:
+    """Return the layout with as many micro-batches as show the most memory that more of them take."""
+    # A rank holds no more after its warm-up, which is over within three micro-batches a rank.
+    if layout.pipeline > 1 and layout.schedule in ("gpipe", "breadth-first"):
+        return layout
+    most = 3 * layout.pipeline if layout.pipeline > 1 else 4
+    return layout if layout.accumulation <= most else replace(layout, accumulation=most)
 
 
 def _price(seconds: float, layout: ParallelLayout, one: LayoutSpace) -> float:

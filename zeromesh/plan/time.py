@@ -189,9 +189,7 @@ class _Update:
         return True  # the first micro-batch gathers all units in any case
 
 
-def _stage(
-    units: Sequence[UnitTime], durations: Durations, blocks: int, release: float, message: float
-) -> StageCost:
+def _stage(units: Sequence[UnitTime], durations: Durations, blocks: int, release: float, message: float) -> StageCost:
     """Return the seconds of a stage's actions; ``blocks`` of its rank share the slots."""
     forward = sum(unit.forward + unit.join + unit.exchange for unit in units)
     back = sum(unit.again + unit.input + unit.join + unit.join_again + unit.exchange_back for unit in units)
