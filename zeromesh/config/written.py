@@ -94,3 +94,22 @@ def document_of(run: WrittenRun) -> dict[str, Any]:
         found["activation_checkpointing"] = {"enabled": True}
         found["activation_checkpointing"] |= {"cpu_checkpointing": True} if run.activations_on_host else {}
     return {key: value for key, value in found.items() if value != {}}
+
+
+def completed_document(own: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a user's document with a plan's layout in it; the user's optimizer and clipping stay."""
+    kept = ("optimizer", "gradient_clipping")
+    # A layout that says nothing of these has none of them.
+    layout = ("mesh", "slots", "pipeline", "tensor_parallel", "activation_checkpointing", "bf16", "fp16", "bfloat16")
+    rest = {key: value for key, value in own.items() if key not in layout}
+    return rest | {key: value for key, value in planned.items() if key not in kept or key not in own}
+
+
+def trains_itself(document: Mapping[str, Any]) -> bool:
+    """Return whether ``zeromesh train`` can run a document: it has a model, text and a length."""
+    return ("model" in document or "huggingface" in document) and "data" in document and "run" in document
+
+
+def with_folder(planned: Mapping[str, Any], path: str, sequence: int) -> dict[str, Any]:
+    """Return a plan's document with the folder of its model."""
+    return {**planned, "huggingface": {"path": path, "sequence_length": sequence}}

@@ -1,0 +1,139 @@
+"""The model that ``zeromesh plan`` is asked about: a name, sizes, a folder of transformers, or a configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zeromesh.config.settings import Settings
+from zeromesh.config.written import completed_document, trains_itself, with_folder
+from zeromesh.plan.cost import CostSource
+from zeromesh.plan.models import MODELS, limits_of, nearest_model, shape_named
+from zeromesh.plan.shape import TransformerCost
+from zeromesh.plan.space import ModelLimits
+
+TRAIN = "-m zeromesh.cli.main train"
+SCRIPT = "train.py"  # of the user, with the five lines of the README
+
+
+@dataclass(frozen=True)
+class AskedModel:
+    """A model, and what its file says of a run."""
+
+    source: CostSource
+    limits: ModelLimits
+    batch: int | None = None
+    sequence: int | None = None
+    own: Mapping[str, Any] = field(default_factory=dict)  # document that it comes from
+    folder: str = ""  # of a model of transformers
+
+    @property
+    def program(self) -> str:
+        """The program that trains it, for ``zeromesh launch``."""
+        return TRAIN if trains_itself(self.own) else SCRIPT
+
+    def document(self, planned: Mapping[str, Any], sequence: int) -> dict[str, Any]:
+        """Return a plan's document with all that the model's own says."""
+        if self.own:
+            return completed_document(self.own, planned)
+        return with_folder(planned, self.folder, sequence) if self.folder else dict(planned)
+
+
+def asked_model(text: str, precision: str) -> AskedModel:
+    """Return the model of a command line.
+
+    Raises:
+        ValueError: no such name, file or sizes, or a model that transformers does not know.
+    """
+    shape = shape_named(text)
+    if shape is not None and not Path(text).exists():
+        return AskedModel(TransformerCost(shape), limits_of(shape))
+    path = Path(text)
+    if not path.exists():
+        close = nearest_model(text)
+        meant = f"did you mean {close}? " if close else ""
+        raise ValueError(
+            f"{text!r} is no file, folder or known model; {meant}Give one of {', '.join(MODELS)}, a size such as 7b, "
+            "sizes such as llama:layers=32,hidden=4096,heads=32, a folder with a config.json of transformers, or a "
+            "configuration of ZeroMesh"
+        )
+    if path.is_file() and not _of_transformers(path):
+        return _configured(path, precision)
+    from zeromesh.plan.source import configuration_of
+
+    config = configuration_of(path)
+    folder = path if path.is_dir() else path.parent
+    return AskedModel(_traced(path, precision), _limits(config), sequence=None, folder=str(folder))
+
+
+def _of_transformers(path: Path) -> bool:
+    """Return whether a JSON file describes a model of transformers."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError):
+        return False  # reading it as a configuration says what is wrong with it
+    return isinstance(document, dict) and "model_type" in document
+
+
+def _traced(source: Any, precision: str, attention: str = "") -> CostSource:
+    from zeromesh.plan.source import hugging_face_cost
+
+    return hugging_face_cost(source, _options(precision), attention=attention)
+
+
+def _options(precision: str) -> Any:
+    import torch
+
+    from zeromesh.plan.passes import TraceOptions
+
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    return TraceOptions(dtypes[precision])
+
+
+def _limits(config: Any) -> ModelLimits:
+    """Return the numbers that a mesh must divide, from a configuration of transformers."""
+    from zeromesh.model.lengths import option, positions
+
+    heads = int(option(config, "num_attention_heads", "n_head", "num_heads"))
+    hidden = int(option(config, "hidden_size", "n_embd", "d_model"))
+    width = int(option(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff")) or 4 * hidden
+    kinds = [str(name) for name in getattr(config, "architectures", None) or ()]
+    # Only what names itself a causal decoder is one; the engine refuses the others.
+    causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in kinds)
+    kv_heads = int(option(config, "num_key_value_heads")) or heads
+    return ModelLimits(heads, kv_heads, width, causal, positions(config) or 0)
+
+
+def _configured(path: Path, precision: str) -> AskedModel:
+    """Return the model of a configuration, with its batch and its sequence."""
+    settings = Settings.load(path)
+    own = json.loads(path.read_text(encoding="utf-8-sig"))
+    if settings.huggingface is not None:
+        from zeromesh.plan.source import configuration_of
+
+        folder, chosen = Path(settings.huggingface.path), settings.huggingface
+        source = _traced(folder, precision, chosen.attention or "")
+        limits = _limits(configuration_of(folder))
+        return AskedModel(source, limits, settings.train_batch_size, chosen.sequence_length, own)
+    if settings.model is None:
+        raise ValueError(
+            f"{str(path)!r} describes no model: it has neither a section 'model' nor 'huggingface'; name the model "
+            "first, and the file with --explain"
+        )
+    from zeromesh.plan.source import token_inputs
+    from zeromesh.plan.trace import TracedCost
+    from zeromesh.train.model import language_model
+
+    shape = settings.model
+    if shape.vocab_size is None:  # of a tokenizer that is trained later
+        size = settings.data.vocabulary_size if settings.data is not None else 4096
+        shape = shape.model_copy(update={"vocab_size": size})
+    language = language_model(settings.model_copy(update={"model": shape}))
+    built = language.build()
+    source = TracedCost(lambda: built, token_inputs("tokens"), _options(precision), name=shape.architecture)
+    width = shape.mlp_size or 4 * shape.hidden_size
+    limits = ModelLimits(shape.heads, shape.kv_heads or shape.heads, width, True, 0)
+    return AskedModel(source, limits, settings.train_batch_size, shape.sequence_length, own)
