@@ -83,6 +83,10 @@ class UnitCost:
     forward: tuple[KernelWork, ...] = ()
     input: tuple[KernelWork, ...] = ()  # of the gradients of inputs
     weight: tuple[KernelWork, ...] = ()  # of the gradients of parameters
+    # As ``backward_peak``, with gradients of parameters from the operator that makes them until they are accumulated.
+    gradient_peak: Divided = NONE
+    # Those of ``parameters`` that no unit of the engine has, so that they stay gathered: the root's.
+    resident: Divided = NONE
     joins: float = 0.0  # bytes of activations that tensor ranks sum in the forward; as many in the backward
 
 
