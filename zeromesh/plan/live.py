@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.observe.operations import FORMULAS
 from zeromesh.plan.cost import NONE, Divided, KernelWork, WorkKind
+from zeromesh.plan.values import Values
 
 NO_NODE = 1 << 62  # sequence numbers of autograd's nodes that accumulate gradients lie above
 
@@ -128,6 +129,7 @@ class Recorder(TorchDispatchMode):
         self.works: list[Work] = []
         self.sums: dict[int, float] = {}  # bytes that tensor ranks sum in the forward, by slot
         self.slot, self.block = 0, False
+        self.values = Values()
         self.first_reads: dict[int, int] = {}  # by key of a parameter's storage, the first slot that reads it
         self._live: dict[int, tuple[Stored, weakref.ref[Any] | None]] = {}
         self._begins: list[int] = [0]  # sequence numbers of autograd with which slots begin
@@ -198,10 +200,13 @@ class Recorder(TorchDispatchMode):
         facts = self._table.get(func)
         if facts is None:
             facts = self._table[func] = _facts(func)
-        if facts.view:
-            return func(*args, **kwargs)
-        result = self._run(func, facts, args, kwargs)
-        self._record(func, facts, args, kwargs, result)
+        done, result, args = self.values.before(func, args, kwargs)
+        if not done:
+            result = func(*args, **kwargs) if facts.view else self._run(func, facts, args, kwargs)
+            if torch._C._current_graph_task_id() == -1:  # nothing branches in a backward
+                self.values.after(func, args, kwargs, result)
+        if not facts.view:
+            self._record(func, facts, args, kwargs, result)
         return result
 
     def _run(self, func: Any, facts: _Facts, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

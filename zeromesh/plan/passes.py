@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from zeromesh.plan.cost import NONE, Divided, KernelWork, ModelCost, Recompute, UnitCost
 from zeromesh.plan.kernels import kernels_of
 from zeromesh.plan.live import Cut, Event, Recorder, Share, Stored, divide
+from zeromesh.plan.values import give, invented
 from zeromesh.shard.find import CONTAINERS, assign, find_units
 from zeromesh.tensor.derive import derive
 from zeromesh.tensor.plan import SplitPlan, resolve
@@ -101,6 +102,8 @@ class _Trace:
             name: _meta(tensor, dtype if isinstance(tensor, nn.Parameter) else None)
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         }
+        for name, buffer in model.named_buffers():
+            give(self.state[name], None if buffer.is_meta else buffer)
         named = dict(model.named_parameters())
         self.of = {id(parameter): self.state[name] for name, parameter in named.items()}  # the meta parameters
         parameters = [self.state[name] for name in named]
@@ -124,7 +127,7 @@ class _Trace:
             )
         ]
         self.model.train(self.options.training)
-        values = {name: _meta_input(value, self.options.dtype) for name, value in inputs.items()}
+        values = {name: _meta_input(name, value, self.options.dtype) for name, value in inputs.items()}
         given = [recorder.find(tensor) for tensor in tree_leaves(values) if isinstance(tensor, Tensor)]
         for tensor in {id(t): t for t in self.state.values()}.values():
             if tensor.requires_grad:
@@ -327,8 +330,10 @@ def _meta(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.empty_like(tensor, device="meta", dtype=dtype, requires_grad=tensor.requires_grad)
 
 
-def _meta_input(value: Any, dtype: torch.dtype | None) -> Any:
-    return _meta(value, dtype).requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+def _meta_input(name: str, value: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return give(_meta(value, dtype), invented(value, name) if value.is_meta else value)
 
 
 @contextmanager
