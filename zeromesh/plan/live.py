@@ -223,7 +223,7 @@ class Recorder(TorchDispatchMode):
                 return args[0]
             results = [torch.empty_strided(*one[:2], dtype=one[2], device="meta") for one in made]
             return results[0] if made[0][3] else tuple(results)
-        result = func(*args, **kwargs)
+        result = _grouped(args, kwargs) if func is _aten._grouped_mm.default else func(*args, **kwargs)
         if made is not None:
             self._made[key] = _recipe(facts, args, kwargs, result)
         return result
@@ -341,6 +341,12 @@ def _form(value: Any) -> Any:
     if isinstance(value, Tensor):
         return (value.shape, value.stride(), value.dtype, value.is_meta)
     return tuple(_form(one) for one in value) if isinstance(value, tuple | list) else (type(value), value)
+
+
+def _grouped(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return a product of experts, which torch has on the meta device in bfloat16 alone."""
+    narrow = [arg.to(torch.bfloat16) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
+    return _aten._grouped_mm(*narrow, **kwargs).to(args[0].dtype)  # type: ignore[no-any-return]
 
 
 def _recipe(facts: _Facts, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> tuple[Any, ...] | None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from zeromesh.plan.cost import NONE, Divided, KernelWork, ModelCost, Recompute, UnitCost
 from zeromesh.plan.kernels import kernels_of
 from zeromesh.plan.live import Cut, Event, Recorder, Share, Stored, divide
-from zeromesh.plan.values import give, invented
+from zeromesh.plan.values import give, invented, literals
 from zeromesh.shard.find import CONTAINERS, assign, find_units
 from zeromesh.tensor.derive import derive
 from zeromesh.tensor.plan import SplitPlan, resolve
@@ -133,7 +133,7 @@ class _Trace:
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(recorder.accumulated)
         try:
-            with _collecting(), kernels_of(self.options.kernels), torch.enable_grad(), torch.device("meta"):
+            with _collecting(), kernels_of(self.options.kernels), literals(), torch.enable_grad(), torch.device("meta"):
                 forwarded = self._forward(values, given)
         except TraceError:
             raise

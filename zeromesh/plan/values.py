@@ -6,8 +6,10 @@ Where a model chooses experts by them, the choice is made up: each expert gets a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from torch.utils._pytree import tree_map
 MOST = 1 << 20  # elements of an integer tensor that has values
 MOST_FLOATS = 1 << 14  # of one of floating-point numbers, such as angles of positions
 FIRST_ID, IDS = 3, 5  # ids of inputs that have no values: small, and none of the usual special tokens
+
+LISTED = 16  # elements of an index that may be written as a list
 
 _NAME = "_zeromesh_value"
 _aten = torch.ops.aten
@@ -58,6 +62,19 @@ def _is_small(tensor: Tensor) -> bool:
     return tensor.numel() <= (MOST_FLOATS if tensor.is_floating_point() or tensor.is_complex() else MOST)
 
 
+@contextmanager
+def literals() -> Iterator[None]:
+    """Have ``torch.tensor`` remember the numbers that it is called with."""
+    plain = torch.tensor
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        made = plain(data, *args, **kwargs)
+        return give(made, plain(data, **{**kwargs, "device": "cpu"})) if made.is_meta else made
+
+    with patch.object(torch, "tensor", tensor):
+        yield
+
+
 class Values:
     """Values of the tensors of one trace."""
 
@@ -74,7 +91,7 @@ class Values:
         if packet in _SHAPED and (value := _all(args)) is not None:
             real = func(*value, **_on_cpu(kwargs))
             return True, tree_map(lambda x: _as_meta(x) if isinstance(x, Tensor) else x, real), args
-        if packet in _INDEXED and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1]):
+        if packet in _INDEXED:
             return False, None, (args[0], _positions(args[1]), *args[2:])
         return False, None, args
 
@@ -141,6 +158,9 @@ def _positions(indices: Any) -> list[Any]:
     found: list[Any] = []
     for index in indices:
         value = value_of(index)
+        if value is None and isinstance(index, Tensor) and index.numel() <= LISTED and not index.is_floating_point():
+            # A list of numbers, which no operator has made. Any others choose as many entries.
+            give(index, torch.zeros(index.shape, dtype=index.dtype, device="cpu"))
         if value is None or value.dtype != torch.bool:
             found.append(index)
         else:
