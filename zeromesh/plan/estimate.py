@@ -1,0 +1,104 @@
+"""Cost of a model that cannot be traced, from the shapes of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from zeromesh.plan.cost import NONE, Divided, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
+from zeromesh.plan.live import Cut, Share, divide
+from zeromesh.plan.passes import cuts_of, is_block
+from zeromesh.shard.find import assign, find_units
+from zeromesh.tensor.plan import is_transposed, kind_of
+
+LOSS_BYTES = 4  # of an element of the logits in the loss, which is computed in fp32
+
+
+def estimate(
+    model: nn.Module, name: str, micro_batch: int, sequence: int, dtype: torch.dtype | None, reason: str
+) -> ModelCost:
+    """Return a cost by formula: each token goes once through every layer, and autograd keeps what layers read.
+
+    Args:
+        model: on any device.
+        name: of the cost.
+        micro_batch: samples.
+        sequence: tokens of a sample.
+        dtype: of parameters and activations; None: that of the first parameter.
+        reason: why there is no trace, which the cost's note repeats.
+    """
+    width = (dtype or next((p.dtype for p in model.parameters()), torch.float32)).itemsize
+    modules, tokens = dict(model.named_modules()), micro_batch * sequence
+    names, cuts = [name for name, _ in find_units(model)], cuts_of(model)
+    owned = assign(model, names)
+    units = []
+    for unit, parameters in owned.items():
+        cost = _Layers(modules[unit], unit, [u for u in names if u != unit] if not unit else [], tokens, width, cuts)
+        elements, trained = NONE, 0
+        for path, parameter in parameters:
+            share = Share.SPLIT if path in cuts else Share.WHOLE
+            elements = elements.plus(divide(parameter.numel(), share))
+            trained += parameter.numel() if parameter.requires_grad else 0
+        units.append(cost.unit(unit or f"{name} without its units", bool(unit) and is_block(unit, modules), elements,
+                               trained, unit == ""))  # fmt: skip
+    note = f"estimated from the shapes of layers, since the model could not be traced: {reason}"
+    # The root has the embedding where that is no unit, so it comes first.
+    return ModelCost(name, micro_batch, sequence, 1, tuple(units), exact=False, note=note)
+
+
+class _Layers:
+    """Layers of one unit."""
+
+    def __init__(
+        self, module: nn.Module, name: str, without: list[str], tokens: int, width: int, cuts: Mapping[str, Cut]
+    ) -> None:
+        self.tokens, self.width = tokens, width
+        self.saved, self.largest, self.hidden = NONE, NONE, NONE
+        self.works: list[KernelWork] = []
+        for path, parent in module.named_modules(prefix=name):
+            if any(path == unit or path.startswith(f"{unit}.") for unit in without):
+                continue
+            self._add_layers(path, parent, cuts)
+            if "Norm" in type(parent).__name__ and (weight := getattr(parent, "weight", None)) is not None:
+                self.saved = self.saved.plus(Divided(tokens=float(tokens * weight.numel() * width)))
+            if "activation" in type(parent).__module__ and not list(parent.children()):
+                self.saved = self.saved.plus(self.largest)
+
+    def _add_layers(self, path: str, parent: nn.Module, cuts: Mapping[str, Cut]) -> None:
+        linear = [(child, m) for child, m in parent.named_children() if kind_of(m) == "linear"]
+        if kind_of(parent) == "linear" and not path.rpartition(".")[0]:
+            linear = [("", parent)]
+        read: set[int] = set()
+        for number, (child, layer) in enumerate(linear):
+            weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+            inputs, outputs = weight.shape if is_transposed(layer) else reversed(weight.shape)
+            name = ".".join(part for part in (path, child, "weight") if part)
+            cut, last = cuts.get(name), number == len(linear) - 1
+            before = Share.SPLIT if cut and not cut.outputs else Share.TOKENS
+            after = Share.SPLIT if cut and cut.outputs else Share.TOKENS
+            # Layers beside each other read the same; the last one reads what was made of their results.
+            if last or inputs not in read:
+                self.saved = self.saved.plus(divide(self.tokens * inputs * self.width, before))
+            read.add(inputs)
+            made = divide(self.tokens * outputs * self.width, after)
+            self.saved = self.saved if last else self.saved.plus(made)
+            self.largest = max(self.largest, made, key=lambda one: one.on())
+            self.hidden = made if last else self.hidden
+            flops = divide(2 * self.tokens * inputs * outputs, Share.SPLIT if cut else Share.TOKENS)
+            moved = divide(self.width * (self.tokens * (inputs + outputs) + inputs * outputs), Share.TOKENS)
+            self.works.append(KernelWork(WorkKind.PRODUCT, flops, moved, (self.tokens, outputs, inputs)))
+
+    def unit(self, name: str, block: bool, elements: Divided, trained: int, root: bool) -> UnitCost:
+        """Return the unit's cost."""
+        works, total = tuple(self.works), elements.on()
+        inputs = Divided(tokens=self.hidden.on()) if block else self.saved
+        # A gradient beside the largest activation; of logits, the loss computes in fp32.
+        loss = self.largest.times(LOSS_BYTES / self.width) if not block else NONE
+        return UnitCost(
+            name, block, elements, trained / total if total else 1.0,
+            {Recompute.NONE: self.saved, Recompute.SELECTIVE: self.saved, Recompute.BLOCKS: inputs},
+            self.hidden, self.largest.plus(loss), self.largest.times(2.0).plus(loss), works, works, works,
+            gradient_peak=self.largest.times(2.0).plus(loss), resident=elements if root else NONE,
+        )  # fmt: skip

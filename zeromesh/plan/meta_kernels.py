@@ -1,0 +1,145 @@
+"""Kernels that torch would choose on a GPU or on a CPU, chosen for meta tensors, on which torch takes the plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DEVICES = ("cuda", "cpu")
+
+_aten = torch.ops.aten
+WIDEST_HEAD = 256  # of flash attention on GPUs
+HEAD_MULTIPLE = 8  # to which flash attention on GPUs pads the width of a head
+
+
+@contextmanager
+def kernels_of(device: str) -> Iterator[None]:
+    """Have torch's functions save on meta tensors what those of a device do: "cuda" or "cpu".
+
+    Raises:
+        ValueError: another device.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"kernels are known of {' and '.join(DEVICES)}, not of {device!r}; name one of them")
+    with ExitStack() as stack:
+        for function, chosen in _CHOSEN[device].items():
+            plain = getattr(F, function)
+            stack.enter_context(patch.object(F, function, _on_meta(chosen, plain)))
+        yield
+
+
+def _on_meta(chosen: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return chosen(plain, x, *args, **kwargs) if x.is_meta else plain(x, *args, **kwargs)
+
+    return call
+
+
+def _attention_on_cpu(
+    plain: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    same = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    fits = same and query.ndim == 4 and dropout_p == 0.0 and all(x.stride(-1) == 1 for x in (query, key, value))
+    if not fits or (attn_mask is not None and (attn_mask.requires_grad or attn_mask.ndim not in (2, 4))):
+        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    mask = _added(attn_mask, query)
+    flash = _aten._scaled_dot_product_flash_attention_for_cpu
+    out: Tensor = flash(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
+    return out
+
+
+def _attention_on_gpu(
+    plain: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    width, dense = query.shape[-1], query.ndim == 4
+    same = width == key.shape[-1] == value.shape[-1]
+    graded = any(x.requires_grad for x in (query, key, value))
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if dense and same and half and attn_mask is None and width <= WIDEST_HEAD:
+        pad = -width % HEAD_MULTIPLE
+        wide = [F.pad(x, (0, pad)) if pad else x for x in (query, key, value)]
+        # The scale is that of the width without padding.
+        scale = scale if scale is not None else width**-0.5
+        found = _aten._scaled_dot_product_flash_attention(*wide, dropout_p, is_causal, False, scale=scale)
+        return found[0][..., :width] if pad else found[0]  # type: ignore[no-any-return]
+    grouped = enable_gqa and query.shape[1] != key.shape[1]
+    masked = attn_mask is not None and attn_mask.requires_grad
+    if dense and query.dtype in (torch.float16, torch.bfloat16, torch.float32) and not grouped and not masked:
+        mask = _added(attn_mask, query)
+        if mask is not None:
+            mask = _aligned(mask).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        efficient = _aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, mask, graded, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Return a mask as the kernels want it: added to the scores, in the dtype of the queries."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.empty_like(mask, dtype=query.dtype)
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """Return a mask whose rows lie 16 elements apart, as the memory-efficient kernel needs it."""
+    length = mask.shape[-1]
+    return F.pad(mask, (0, -length % 16))[..., :length] if length % 16 else mask
+
+
+def _dropout_on_gpu(
+    plain: Callable[..., Tensor], x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    # One byte for an element of the mask; elsewhere the mask has the dtype of the input.
+    if not training or inplace or not 0 < p < 1:
+        return plain(x, p, training, inplace)
+    return torch.native_dropout(x, p, True)[0]
+
+
+class _RootMeanSquare(torch.autograd.Function):
+    """RMSNorm in one kernel, which keeps its input and one fp32 number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float) -> Tensor:
+        """Return an output of the input's shape."""
+        out, _, inverse = torch.native_layer_norm(x, shape, weight, None, eps)
+        ctx.shape = shape
+        ctx.save_for_backward(x, weight, inverse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return gradients of the input and of the weight."""
+        x, weight, inverse = ctx.saved_tensors
+        needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], False]
+        found = _aten.native_layer_norm_backward(
+            gradients[0], x, ctx.shape, torch.empty_like(inverse), inverse, weight, None, needed
+        )
+        return found[0], None, found[1], None
+
+
+def _norm_on_gpu(
+    plain: Callable[..., Tensor], x: Tensor, normalized_shape: list[int], weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:  # fmt: skip
+    # Inputs and weights of several dtypes have no fused kernel.
+    if weight is not None and weight.dtype != x.dtype:
+        return plain(x, normalized_shape, weight, eps)
+    return _RootMeanSquare.apply(x, normalized_shape, weight, eps or 0.0)  # type: ignore[no-any-return,no-untyped-call]
+
+
+_CHOSEN: dict[str, dict[str, Callable[..., Any]]] = {
+    "cpu": {"scaled_dot_product_attention": _attention_on_cpu},
+    "cuda": {
+        "scaled_dot_product_attention": _attention_on_gpu,
+        "dropout": _dropout_on_gpu,
+        "rms_norm": _norm_on_gpu,
+    },
+}

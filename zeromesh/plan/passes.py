@@ -1,0 +1,391 @@
+"""One forward and backward of a model on the meta device, and what they say of each of its units."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
+
+from zeromesh.plan.cost import NONE, Divided, KernelWork, ModelCost, Recompute, UnitCost
+from zeromesh.plan.meta_kernels import kernels_of
+from zeromesh.plan.live import Cut, Event, Recorder, Share, Stored, divide
+from zeromesh.plan.values import give, invented, literals
+from zeromesh.shard.find import CONTAINERS, assign, find_units
+from zeromesh.tensor.derive import derive
+from zeromesh.tensor.plan import SplitPlan, resolve
+
+Inputs = Mapping[str, Any]
+Loss = Callable[[Any], Tensor]
+
+PHASES = ("forward", "input", "weight")
+# Tensor ranks with which peaks are compared: those of a node. Between them, the bound that holds for both holds, too.
+MOST_TENSOR = 8
+
+
+class TraceError(RuntimeError):
+    """A model whose forward or backward does not run on the meta device; the text says where it stops."""
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Choices that decide what a model saves."""
+
+    dtype: torch.dtype | None = None  # of parameters and floating-point inputs; None leaves them as they are
+    autocast: torch.dtype | None = None  # of ``torch.autocast`` around the forward
+    kernels: str = "cuda"  # device whose kernels are used: "cuda" or "cpu"
+    training: bool = True  # false: dropout is off
+
+
+@dataclass
+class Slot:
+    """A stretch of the forward: in a unit, or between two."""
+
+    unit: int  # index of a unit; -1 for the root
+    index: int = -1  # in the order of the cost's units, once it is known
+
+
+@dataclass
+class TracedUnit:
+    """One unit's amounts, before batches are combined."""
+
+    name: str
+    block: bool
+    parameters: Divided = NONE
+    resident: Divided = NONE
+    trained: float = 0.0  # elements
+    saved: dict[Recompute, Divided] = field(default_factory=dict)
+    output: Divided = NONE
+    joins: float = 0.0
+    works: dict[str, list[KernelWork]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    # Bytes at every moment, beyond what this unit and those before it save.
+    forward: list[Divided] = field(default_factory=list)
+    backward: list[Divided] = field(default_factory=list)
+    gradients: list[Divided] = field(default_factory=list)  # of parameters, at the moments of ``backward``
+
+
+def trace(
+    model: nn.Module, inputs: Inputs, options: TraceOptions | None = None, loss: Loss | None = None
+) -> list[TracedUnit]:
+    """Return a model's units in the order of its forward; the model stays as it is.
+
+    Args:
+        model: its parameters may be on any device, meta included.
+        inputs: keyword arguments of the forward; only shapes and dtypes of tensors matter.
+        options: dtypes and kernels.
+        loss: computes the loss from the output; by default it is the output's ``loss``, or all of its tensors get
+            gradients.
+
+    Raises:
+        TraceError: an operator needs values, or fails.
+    """
+    return _Trace(model, options or TraceOptions(), loss).run(inputs)
+
+
+class _Trace:
+    def __init__(self, model: nn.Module, options: TraceOptions, loss: Loss | None) -> None:
+        self.model, self.options, self.loss = model, options, loss
+        self.names = [name for name, _ in find_units(model)]
+        modules = dict(model.named_modules())
+        self.modules = [modules[name] for name in self.names]
+        self.blocks = [is_block(name, modules) for name in self.names]
+        self.owned = assign(model, self.names)
+        dtype = options.dtype
+        self.state = {
+            name: _meta(tensor, dtype if isinstance(tensor, nn.Parameter) else None)
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        }
+        for name, buffer in model.named_buffers():
+            give(self.state[name], None if buffer.is_meta else buffer)
+        named = dict(model.named_parameters())
+        self.of = {id(parameter): self.state[name] for name, parameter in named.items()}  # the meta parameters
+        parameters = [self.state[name] for name in named]
+        self.cuts = {id(self.state[name]): cut for name, cut in cuts_of(model).items()}
+        buffers = [tensor for name, tensor in self.state.items() if name not in named]
+        self.recorder = Recorder(self.cuts, parameters, buffers)
+        self.slots = [Slot(-1)]
+        self.entered: dict[int, list[Stored]] = {}  # by unit, the storages of arguments of its calls
+        self.handed: dict[int, Divided] = {}  # by unit, what it returns
+        self.order: list[int] = []  # units by their first call
+        self.used: dict[int, int] = {}  # by ``id`` of a meta parameter, the slot that read it first
+
+    def run(self, inputs: Inputs) -> list[TracedUnit]:
+        recorder, training = self.recorder, [m.training for m in self.model.modules()]
+        handles = [
+            handle
+            for unit, module in enumerate(self.modules)
+            for handle in (
+                module.register_forward_pre_hook(self._enter(unit), with_kwargs=True, prepend=True),
+                module.register_forward_hook(self._leave(unit), always_call=True),
+            )
+        ]
+        self.model.train(self.options.training)
+        values = {name: _meta_input(name, value, self.options.dtype) for name, value in inputs.items()}
+        given = [recorder.find(tensor) for tensor in tree_leaves(values) if isinstance(tensor, Tensor)]
+        for tensor in {id(t): t for t in self.state.values()}.values():
+            if tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(recorder.accumulated)
+        try:
+            with _collecting(), kernels_of(self.options.kernels), literals(), torch.enable_grad(), torch.device("meta"):
+                forwarded = self._forward(values, given)
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceError(self._where(error)) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module, mode in zip(self.model.modules(), training, strict=True):
+                module.training = mode
+        return self._units(*forwarded)
+
+    def _forward(self, values: Inputs, given: Sequence[Stored]) -> tuple[list[Stored], int]:
+        """Run both passes; return the storages that live between them, and the number of events until then."""
+        recorder, autocast = self.recorder, self.options.autocast
+        # Autocast has no meta device of its own; casts of the CPU's are the same where the dtype is.
+        cast = torch.autocast("meta", autocast) if autocast is not None else nullcontext()
+        with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.saves, lambda tensor: tensor):
+            with cast:
+                output = functional_call(self.model, self.state, kwargs=dict(values))
+                ends = [self.loss(output)] if self.loss is not None else list(_losses(output))
+            del output
+            ends = [tensor for tensor in ends if tensor.requires_grad]
+            if not ends:
+                raise TraceError("no output of the model depends on a trained parameter")
+            kept = list(recorder.alive())
+            last = {id(recorder.find(tensor)) for tensor in ends} | {id(stored) for stored in given}
+            for stored in kept:
+                if stored.saver < 0 and id(stored) not in last:
+                    stored.saver = stored.slot  # kept by other means than autograd's, as an attribute of a context
+            count = len(recorder.events)
+            grads = [None if tensor.numel() == 1 else torch.empty_like(tensor) for tensor in ends]
+            torch.autograd.backward(ends, grads)
+            del ends, grads
+        return [stored for stored in kept if stored.saver >= 0], count
+
+    def _where(self, error: Exception) -> str:
+        slot = self.slots[self.recorder.slot]
+        name = type(self.model).__name__ if slot.unit < 0 else self.names[slot.unit]
+        text = (str(error) or type(error).__name__).strip().splitlines()[0]
+        return f"{name} does not run on the meta device, where tensors have no values: {text}"
+
+    # Hooks of units.
+
+    def _enter(self, unit: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            recorder, block = self.recorder, self.blocks[unit]
+            if unit not in self.order:
+                self.order.append(unit)
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_meta]
+            entered = self.entered.setdefault(unit, [])
+            for tensor in tensors:
+                stored = recorder.find(tensor)
+                entered.append(stored)
+                if block and tensor.requires_grad and stored.share is Share.WHOLE:
+                    stored.share = Share.TOKENS
+            self._begin(unit)
+
+        return hook
+
+    def _leave(self, unit: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            handed = NONE
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.is_meta and tensor.requires_grad:
+                    handed = handed.plus(divide(tensor.nbytes, self.recorder.find(tensor).share))
+            self.handed[unit] = handed
+            self._begin(-1)
+
+        return hook
+
+    def _begin(self, unit: int) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # a recomputation of the model's own
+        self.slots.append(Slot(unit))
+        self.recorder.begin(len(self.slots) - 1, unit >= 0 and self.blocks[unit])
+
+    # Amounts of units.
+
+    def _units(self, kept: Sequence[Stored], forwards: int) -> list[TracedUnit]:
+        units = self._ordered()
+        for slot, size in self.recorder.sums.items():
+            units[self.slots[slot].index].joins += size
+        for work in self.recorder.works:
+            units[self.slots[work.slot].index].works[work.phase].append(work.kernel)
+        self._add_parameters(units)
+        self._add_saved(units, kept)
+        self._add_peaks(units, kept, forwards)
+        return units
+
+    def _ordered(self) -> list[TracedUnit]:
+        """Return the units in order, and give each slot one; the root's belong to units beside them where they can."""
+        for unit in range(len(self.names)):
+            if unit not in self.order:  # never called: after the one that is registered before it
+                self.order.insert(self.order.index(unit - 1) + 1 if unit - 1 in self.order else 0, unit)
+        units = [TracedUnit(self.names[n], self.blocks[n], output=self.handed.get(n, NONE)) for n in self.order]
+        place = {unit: index for index, unit in enumerate(self.order)}
+        first = next((slot.unit for slot in self.slots if slot.unit >= 0), -1)
+        last = next((slot.unit for slot in reversed(self.slots) if slot.unit >= 0), -1)
+        name = type(self.model).__name__
+        shift, start, end = 0, 0, len(units) - 1
+        if first < 0 or self.blocks[first]:
+            handed = NONE
+            for stored in self.entered.get(first, ()):
+                handed = handed.plus(stored.divided()) if stored.share is not Share.WHOLE else handed
+            units.insert(0, TracedUnit(f"before {self.names[first]}" if first >= 0 else name, False, output=handed))
+            shift, end = 1, end + 1
+        if last >= 0 and self.blocks[last]:
+            units.append(TracedUnit(f"after {self.names[last]}", False))
+            end += 1
+        seen: int | None = None
+        for number, slot in enumerate(self.slots):
+            if slot.unit >= 0:
+                slot.index = seen = place[slot.unit] + shift
+                continue
+            following = next((s.unit for s in self.slots[number:] if s.unit >= 0), None)
+            if seen is None:
+                slot.index = start
+            elif following is None:
+                slot.index = end
+            else:
+                # Between a block and a head, as a norm: the head's.
+                after = units[seen].block and not self.blocks[following]
+                slot.index = place[following] + shift if after else seen
+        return units
+
+    def _add_parameters(self, units: Sequence[TracedUnit]) -> None:
+        by_name = {unit.name: unit for unit in units}
+        reads = self.recorder.first_reads
+        for name, owned in self.owned.items():
+            for _, parameter in owned:
+                tensor = self.of[id(parameter)]
+                slot = reads.get(tensor.untyped_storage()._cdata)
+                # The root's belong to the unit that reads them first.
+                unit = by_name[name] if name else units[self.slots[slot].index if slot is not None else 0]
+                amount = divide(tensor.numel(), Share.SPLIT if id(tensor) in self.cuts else Share.WHOLE)
+                unit.parameters = unit.parameters.plus(amount)
+                unit.resident = unit.resident if name else unit.resident.plus(amount)
+                unit.trained += tensor.numel() if tensor.requires_grad else 0
+
+    def _add_saved(self, units: Sequence[TracedUnit], kept: Sequence[Stored]) -> None:
+        everything: dict[int, list[Stored]] = {}
+        for stored in kept:
+            everything.setdefault(self.slots[stored.saver].index, []).append(stored)
+        entered: dict[int, list[Stored]] = {}
+        for slot in self.slots:
+            if slot.unit >= 0:
+                entered[slot.index] = self.entered[slot.unit]
+        held: set[int] = set()
+        for index, unit in enumerate(units):
+            found = everything.get(index, [])
+            for stored in () if unit.block else found:
+                # Outside of the blocks, sequences are whole on each rank.
+                stored.share = Share.WHOLE if stored.share is Share.TOKENS else stored.share
+            unit.saved[Recompute.NONE] = _sum(found)
+            unit.saved[Recompute.SELECTIVE] = _sum([s for s in found if not (unit.block and s.scores)])
+            inputs = entered.get(index, []) if unit.block else found
+            own = [stored for stored in inputs if not stored.known and id(stored) not in held]
+            own = list({id(stored): stored for stored in own}.values())
+            held |= {id(stored) for stored in own}
+            unit.saved[Recompute.BLOCKS] = _sum(own)
+
+    def _add_peaks(self, units: Sequence[TracedUnit], kept: Sequence[Stored], forwards: int) -> None:
+        base, total = [], NONE
+        for unit in units:
+            total = total.plus(unit.saved[Recompute.NONE])
+            base.append(total.times(-1.0))
+        live, gradients = base[0].times(0.0), NONE
+        for number, event in enumerate(self.recorder.events):
+            amount = event.stored.divided()
+            amount = amount if event.sign > 0 else amount.times(-1.0)
+            if event.stored.gradient:
+                gradients = gradients.plus(amount)
+            else:
+                live = live.plus(amount)
+            index = self.slots[event.slot].index
+            unit, beyond = units[index], live.plus(base[index])
+            if number < forwards:
+                unit.forward.append(beyond)
+            else:
+                unit.backward.append(beyond)
+                unit.gradients.append(gradients)
+
+
+def _sum(stored: Sequence[Stored]) -> Divided:
+    total = NONE
+    for one in stored:
+        total = total.plus(one.divided())
+    return total
+
+
+def _meta(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    dtype = dtype if tensor.is_floating_point() else None
+    return torch.empty_like(tensor, device="meta", dtype=dtype, requires_grad=tensor.requires_grad)
+
+
+def _meta_input(name: str, value: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return give(_meta(value, dtype), invented(value, name) if value.is_meta else value)
+
+
+@contextmanager
+def _collecting() -> Iterator[None]:
+    """Collect no garbage in between: tensors in cycles would be freed at moments that differ from run to run."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def is_block(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether a unit is one of several of its class in one list."""
+    around = modules[name.rpartition(".")[0]]
+    kinds = Counter(type(child) for child in around.children())
+    return isinstance(around, CONTAINERS) and kinds[type(modules[name])] > 1
+
+
+def cuts_of(model: nn.Module) -> dict[str, Cut]:
+    """Return the dims in which parameters are cut over tensor ranks, by name; none where the model cannot be split."""
+    try:
+        resolved: SplitPlan = resolve(model, {}, derive(model, 1)[0], 0, 1)
+    except ValueError:
+        return {}
+    cuts = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for member in resolved.members:
+        style = member.style
+        own = member.module.named_parameters() if member.parameter is None else ()
+        single = [(member.parameter, member.module.get_parameter(member.parameter))] if member.parameter else []
+        for _, parameter in (*own, *single):
+            held = resolved.of_parameter.get(id(parameter))
+            if held is None or held.split is None:
+                continue
+            if style.cut in ("rows", "inputs"):
+                cut = Cut(outputs=False, gathered=style.before == "split", rows=style.cut == "rows")
+            elif style.cut is None:  # torch's attention: of its output layer the inputs
+                cut = Cut(outputs=held.split.dim == 0)
+            else:
+                cut = Cut(outputs=True, gathered=style.after == "join")
+            cuts.setdefault(names[id(parameter)], cut)
+    return cuts
+
+
+def _losses(output: Any) -> Iterator[Tensor]:
+    """Yield the loss in the output of a model; all tensors, if it has no loss."""
+    named = output if isinstance(output, Mapping) else {"loss": getattr(output, "loss", None)}
+    if isinstance(loss := named.get("loss"), Tensor):
+        yield loss
+        return
+    several = output.values() if isinstance(output, Mapping) else output
+    yield from (x for x in tree_leaves(tuple(several) if isinstance(output, Mapping) else several) if isinstance(x, Tensor))

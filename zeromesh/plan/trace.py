@@ -1,0 +1,317 @@
+"""Cost of any model, traced on the meta device: without memory, and without the device that is planned for."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from zeromesh.plan import kernels, live, passes
+from zeromesh.plan.cost import NONE, Divided, KernelWork, ModelCost, UnitCost, WorkKind
+from zeromesh.plan.cost_file import CostFolder, cost_from_json, cost_to_json
+from zeromesh.plan.estimate import estimate
+from zeromesh.plan.passes import MOST_TENSOR, PHASES, Inputs, Loss, TracedUnit, TraceError, TraceOptions, trace
+
+InputsOf = Callable[[int, int], Inputs]  # of micro-batch and sequence
+Pair = tuple[Divided, Divided]
+
+PEAKS = ("forward_peak", "backward_peak", "gradient_peak")
+# Micro-batches that are traced. What a batch costs beyond them follows on a line; one sample is another case, as dims
+# of one have no strides and need no copies.
+TRACED = (2, 3)
+LARGEST_TRIED = 1024  # micro-batch up to which the moments of the peaks are searched
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Costs of two micro-batches that run the same operators, from which that of any other follows; or one's."""
+
+    batches: tuple[int, ...]
+    costs: tuple[ModelCost, ...]
+    # By unit and peak, moments that may be the peak's for some batch, in both traces.
+    moments: tuple[dict[str, tuple[tuple[Divided, ...], ...]], ...] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """Return the table as JSON."""
+        return {
+            "batches": self.batches, "costs": [cost_to_json(cost) for cost in self.costs], "moments": self.moments
+        }  # fmt: skip
+
+    @classmethod
+    def read(cls, data: Any) -> CostTable | None:
+        """Return the table that ``plain`` wrote; None of anything else."""
+        try:
+            costs = tuple(cost_from_json(cost) for cost in data["costs"])
+            moments = tuple(
+                {
+                    name: tuple(tuple(Divided(*one) for one in pair) for pair in pairs)
+                    for name, pairs in unit.items()
+                }
+                for unit in data["moments"]
+            )
+            return cls(tuple(data["batches"]), costs, moments)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None
+
+    def at(self, micro_batch: int) -> ModelCost:
+        """Return the cost of a micro-batch."""
+        if len(self.batches) == 1:
+            return self.costs[0]
+        weight = (micro_batch - self.batches[0]) / (self.batches[1] - self.batches[0])
+        first, second = self.costs
+        units = []
+        for one, other, moments in zip(first.units, second.units, self.moments, strict=True):
+            unit = _line(one, other, weight)
+            peaks = {name: _cover([_line(*pair, weight) for pair in pairs]) for name, pairs in moments.items()}
+            units.append(replace(unit, **peaks))
+        return replace(first, micro_batch=micro_batch, units=tuple(units))
+
+
+class TracedCost:
+    """Cost of a model at any micro-batch and sequence, from traces that are kept in memory and on disk.
+
+    Args:
+        model: module on any device, or a function that makes it, which is called when a trace is needed.
+        inputs: keyword arguments of the forward for a micro-batch and a sequence length; or those of one call, of which
+            the first dim of tensors is the batch, and the second of integer tensors the sequence.
+        options: dtypes and kernels.
+        loss: computes the loss from the output; see ``trace``.
+        name: for people; by default that of the model's class.
+        folder: where costs are kept between runs; None keeps them in memory alone.
+        key: names the model in ``folder``, such as a configuration; by default it is found from the modules.
+    """
+
+    def __init__(
+        self, model: nn.Module | Callable[[], nn.Module], inputs: Inputs | InputsOf,
+        options: TraceOptions | None = None, loss: Loss | None = None, *, name: str = "",
+        folder: Path | None = None, key: str = "",
+    ) -> None:  # fmt: skip
+        made = isinstance(model, nn.Module)
+        self._model: nn.Module | None = model if isinstance(model, nn.Module) else None
+        self._make: Callable[[], nn.Module] | None = None if isinstance(model, nn.Module) else model
+        self._inputs: InputsOf = inputs if callable(inputs) else resized(inputs)
+        self._options, self._loss = options or TraceOptions(), loss
+        self.name = name or (type(model).__name__ if made else key or "model")
+        # A loss of the caller's could compute anything, so that its costs are not for others.
+        self._folder = CostFolder(folder) if folder is not None and loss is None else None
+        self._key = key
+        self._tables: dict[tuple[int, int], CostTable] = {}
+        self._costs: dict[tuple[int, int, int], ModelCost] = {}
+
+    @property
+    def model(self) -> nn.Module:
+        """The module; it is made if need be."""
+        if self._model is None:
+            assert self._make is not None
+            self._model = self._make()
+        return self._model
+
+    def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
+        """Return the cost of a micro-batch of ``sequence`` tokens a sample, of which each context rank has a part.
+
+        Raises:
+            ValueError: a size below one, or a sequence that the context ranks do not divide.
+        """
+        if min(micro_batch, sequence, context) < 1 or sequence % context:
+            raise ValueError(
+                f"micro_batch {micro_batch}, sequence {sequence} and context {context} must be at least 1, and context "
+                "must divide the sequence"
+            )
+        asked = (micro_batch, sequence, context)
+        if asked not in self._costs:
+            cost = self._table(micro_batch, sequence // context).at(micro_batch)
+            self._costs[asked] = _shared(replace(cost, sequence=sequence, context=context))
+        return self._costs[asked]
+
+    def _table(self, micro_batch: int, sequence: int) -> CostTable:
+        for kept in ((0, sequence), (micro_batch, sequence)) if micro_batch > 1 else ((1, sequence),):
+            if kept in self._tables:
+                return self._tables[kept]
+        batches = TRACED if micro_batch > 1 else (1,)
+        file = f"{self._hash()}-{self._shapes(batches[0], sequence)}" if self._folder else ""
+        table = CostTable.read(self._folder.read(file)) if self._folder else None
+        if table is None:
+            table = self._traced(batches, micro_batch, sequence)
+            # Only what holds for any micro-batch is for others.
+            if self._folder and len(table.batches) == len(batches):
+                self._folder.write(file, table.plain())
+        self._tables[(0 if len(table.batches) > 1 else micro_batch, sequence)] = table
+        return table
+
+    def _traced(self, batches: Sequence[int], micro_batch: int, sequence: int) -> CostTable:
+        model, options = self.model, self._options
+        try:
+            traces = [trace(model, self._inputs(batch, sequence), options, self._loss) for batch in batches]
+        except TraceError as error:
+            cost = estimate(model, self.name, micro_batch, sequence, options.dtype, str(error))
+            return CostTable((micro_batch,), (cost,))
+        if len(traces) == 2 and not _aligned(*traces):  # another number of samples takes another path
+            batches, traces = (micro_batch,), [trace(model, self._inputs(micro_batch, sequence), options, self._loss)]
+        return _table(self.name, batches, sequence, traces)
+
+    def _hash(self) -> str:
+        text = f"{self._key or fingerprint(self.model)} {self._options} {torch.__version__} {_version()}"
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def _shapes(self, micro_batch: int, sequence: int) -> str:
+        inputs = self._inputs(micro_batch, sequence)
+        text = [(k, tuple(v.shape), str(v.dtype)) if isinstance(v, torch.Tensor) else (k, v) for k, v in inputs.items()]
+        return hashlib.sha256(repr((micro_batch, sequence, text)).encode()).hexdigest()[:16]
+
+
+def resized(inputs: Inputs) -> InputsOf:
+    """Return a function that makes inputs like those of one call, of any micro-batch and sequence."""
+    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.ndim]
+    batch = tensors[0].shape[0] if tensors else 1
+    # Ids say how long the sequence is; without any, as for images, it has none.
+    length = next((x.shape[1] for x in tensors if x.ndim > 1 and not x.is_floating_point()), 0)
+
+    def make(micro_batch: int, sequence: int) -> Inputs:
+        def like(tensor: torch.Tensor) -> torch.Tensor:
+            dims = list(tensor.shape)
+            if dims and dims[0] == batch:
+                dims[0] = micro_batch
+            dims[1:] = [sequence if length and dim == length else dim for dim in dims[1:]]
+            return torch.empty(dims, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+        return {name: tree_map_only(torch.Tensor, like, value) for name, value in inputs.items()}
+
+    return make
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return a text that differs between models that compute differently: classes with source, sizes, settings."""
+    kinds, lines = {type(module) for module in model.modules()}, []
+    for kind in sorted(kinds, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}"):
+        try:
+            source = inspect.getsource(kind)
+        except (OSError, TypeError):  # made in an interpreter
+            source = str(id(kind))
+        lines.append(f"{kind.__module__}.{kind.__qualname__} {hashlib.sha256(source.encode()).hexdigest()}")
+    for name, module in model.named_modules():
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str | tuple)}
+        lines.append(f"{name} {type(module).__name__} {sorted(plain.items(), key=lambda item: item[0])!r}")
+    state = (*model.named_parameters(), *model.named_buffers())
+    lines += [f"{name} {tuple(x.shape)} {x.dtype} {x.requires_grad}" for name, x in state]
+    lines.append(str(getattr(model, "config", "")))
+    return "\n".join(lines)
+
+
+def _version() -> str:
+    """Return a hash of the code that makes costs."""
+    sources = [inspect.getsource(module) for module in (kernels, live, passes)]
+    return hashlib.sha256("".join(sources).encode()).hexdigest()[:16]
+
+
+def _shared(cost: ModelCost) -> ModelCost:
+    """Have each token of a part of a sequence attend to all parts."""
+    if cost.context == 1:
+        return cost
+
+    def grown(works: Sequence[KernelWork]) -> tuple[KernelWork, ...]:
+        of = WorkKind.ATTENTION
+        return tuple(replace(w, flops=w.flops.times(cost.context)) if w.kind is of else w for w in works)
+
+    units = (replace(u, **{phase: grown(getattr(u, phase)) for phase in PHASES}) for u in cost.units)
+    return replace(cost, units=tuple(units))
+
+
+# From traces to tables.
+
+
+def _aligned(first: Sequence[TracedUnit], second: Sequence[TracedUnit]) -> bool:
+    """Return whether two traces are of the same operators."""
+
+    def form(units: Sequence[TracedUnit]) -> list[Any]:
+        return [
+            (u.name, len(u.forward), len(u.backward), [[(w.kind, w.divided) for w in u.works[p]] for p in PHASES])
+            for u in units
+        ]
+
+    return form(first) == form(second)
+
+
+def _table(name: str, batches: Sequence[int], sequence: int, traces: Sequence[Sequence[TracedUnit]]) -> CostTable:
+    costs: list[list[UnitCost]] = [[] for _ in traces]
+    moments = []
+    for same in zip(*traces, strict=True):
+        works: list[dict[str, tuple[KernelWork, ...]]] = [{} for _ in same]
+        for phase in PHASES:
+            # Equal ones in both traces are one of a larger count.
+            found = Counter(zip(*(unit.works[phase] for unit in same), strict=True))
+            for number in range(len(same)):
+                works[number][phase] = tuple(replace(key[number], count=n) for key, n in found.items())
+        peaks = _moments(same, batches)
+        moments.append(peaks)
+        for number, unit in enumerate(same):
+            elements = unit.parameters.on()
+            covers = {key: _cover([pair[number] for pair in pairs]) for key, pairs in peaks.items()}
+            costs[number].append(
+                UnitCost(
+                    unit.name, unit.block, unit.parameters, unit.trained / elements if elements else 1.0,
+                    unit.saved, unit.output, joins=unit.joins, resident=unit.resident, **covers, **works[number],
+                )
+            )  # fmt: skip
+    models = tuple(ModelCost(name, b, sequence, 1, tuple(units)) for b, units in zip(batches, costs, strict=True))
+    return CostTable(tuple(batches), models, tuple(moments))
+
+
+def _moments(same: Sequence[TracedUnit], batches: Sequence[int]) -> dict[str, tuple[tuple[Divided, ...], ...]]:
+    """Return, by peak, the moments that are the highest for some micro-batch or number of tensor ranks."""
+    found = {}
+    for name in PEAKS:
+        each = []
+        for unit in same:
+            beyond = unit.forward if name == "forward_peak" else unit.backward
+            if name == "gradient_peak":
+                beyond = [a.plus(b) for a, b in zip(beyond, unit.gradients, strict=True)]
+            each.append(beyond or [NONE])
+        table = torch.tensor(each, dtype=torch.float64)  # (traces, moments, shares)
+        rows = [table[0]]
+        if len(batches) == 2:
+            slope = (table[1] - table[0]) / (batches[1] - batches[0])
+            tries = [*batches, *(2**n for n in range(2, LARGEST_TRIED.bit_length()))]
+            rows = [table[0] + slope * (b - batches[0]) for b in tries]
+        divisors = torch.tensor([[1.0, 1.0, 1.0], [1 / MOST_TENSOR, 1.0, 1.0], [1 / MOST_TENSOR, 1 / MOST_TENSOR, 1.0]])
+        highest = {int(n) for row in rows for n in (row @ divisors.double().T).argmax(0)}
+        found[name] = tuple(tuple(moments[n] for moments in each) for n in sorted(highest))
+    return found
+
+
+def _cover(moments: Sequence[Divided]) -> Divided:
+    """Return one amount that is the highest moment's for one rank, and no less than each for ``MOST_TENSOR`` ranks."""
+    top = max(moments, key=lambda moment: moment.on())
+    lack = 1 - 1 / MOST_TENSOR
+    missing = max(moment.on(MOST_TENSOR) for moment in moments) - top.on(MOST_TENSOR)
+    if missing > 0:
+        top = Divided(top.split - missing / lack, top.tokens, top.whole + missing / lack)
+    missing = max(moment.on(MOST_TENSOR, True) for moment in moments) - top.on(MOST_TENSOR, True)
+    if missing > 0:
+        top = Divided(top.split, top.tokens - missing / lack, top.whole + missing / lack)
+    return top if top.on() > 0 else NONE
+
+
+def _line(first: Any, second: Any, weight: float) -> Any:
+    """Return what lies on the line through two values, number by number: the second has the weight 1."""
+    if first == second:
+        return first
+    if isinstance(first, Divided):
+        return Divided(*(a + (b - a) * weight for a, b in zip(first, second, strict=True)))
+    if isinstance(first, dict):
+        return {key: _line(value, second[key], weight) for key, value in first.items()}
+    if isinstance(first, tuple):
+        return tuple(_line(a, b, weight) for a, b in zip(first, second, strict=True))
+    if isinstance(first, KernelWork | UnitCost):
+        parts = {f.name: (getattr(first, f.name), getattr(second, f.name)) for f in fields(first)}
+        return replace(first, **{key: _line(a, b, weight) for key, (a, b) in parts.items() if a != b})
+    if isinstance(first, int):
+        return round(first + (second - first) * weight)
+    return first + (second - first) * weight

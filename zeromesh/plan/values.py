@@ -1,0 +1,168 @@
+"""Values of small meta tensors: ids, positions and masks, on which a model's forward may branch.
+
+Beside such a tensor lies a real one, and what is done to the first is done to the second. Activations have no values.
+Where a model chooses experts by them, the choice is made up: each expert gets as many tokens as the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+MOST = 1 << 20  # elements of an integer tensor that has values
+MOST_FLOATS = 1 << 14  # of one of floating-point numbers, such as angles of positions
+FIRST_ID, IDS = 3, 5  # ids of inputs that have no values: small, and none of the usual special tokens
+
+LISTED = 16  # elements of an index that may be written as a list
+
+_NAME = "_zeromesh_value"
+_aten = torch.ops.aten
+# Choices by activations, and the position of the indices among the results.
+_CHOICES = {_aten.topk: 1, _aten.argmax: 0, _aten.sort: 1, _aten.argsort: 0, _aten.max: 1, _aten.multinomial: 0}
+_RANDOM = ("rand", "bernoulli", "multinomial", "normal", "dropout", "uniform", "exponential", "empty")
+# Their results have shapes that depend on values.
+_SHAPED = (_aten.nonzero, _aten.masked_select, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive, _aten.bincount)
+_INDEXED = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index)
+
+
+def value_of(tensor: Any) -> Tensor | None:
+    """Return the values of a tensor; None where they are not known."""
+    if not isinstance(tensor, Tensor):
+        return None
+    found: Tensor | None = tensor.__dict__.get(_NAME) if tensor.is_meta else tensor.detach()
+    return found
+
+
+def give(tensor: Tensor, value: Tensor | None) -> Tensor:
+    """Give a meta tensor values, unless there are too many; return it."""
+    if value is not None and tensor.is_meta and _is_small(value):
+        tensor.__dict__[_NAME] = value
+    else:
+        tensor.__dict__.pop(_NAME, None)
+    return tensor
+
+
+def invented(tensor: Tensor, name: str) -> Tensor | None:
+    """Return values of an input that has none: masks are open, and ids small."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > MOST:
+        return None
+    if tensor.dtype == torch.bool or "mask" in name:
+        return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
+    ids = torch.arange(tensor.numel(), device="cpu") % IDS + FIRST_ID
+    return ids.to(tensor.dtype).reshape(tensor.shape)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() <= (MOST_FLOATS if tensor.is_floating_point() or tensor.is_complex() else MOST)
+
+
+@contextmanager
+def literals() -> Iterator[None]:
+    """Have ``torch.tensor`` remember the numbers that it is called with."""
+    plain = torch.tensor
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        made = plain(data, *args, **kwargs)
+        return give(made, plain(data, **{**kwargs, "device": "cpu"})) if made.is_meta else made
+
+    with patch.object(torch, "tensor", tensor):
+        yield
+
+
+class Values:
+    """Values of the tensors of one trace."""
+
+    def __init__(self) -> None:
+        self.balanced = False  # whether a choice was made up
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any, tuple[Any, ...]]:
+        """Return whether an operator is done, its result, and the arguments for torch if it is not."""
+        packet = func._overloadpacket
+        if packet is _aten._local_scalar_dense and (value := value_of(args[0])) is not None:
+            return True, value.item(), args
+        if packet is _aten.equal and (both := [value_of(arg) for arg in args[:2]]) and None not in both:
+            return True, func(*both), args
+        if packet in _SHAPED and (value := _all(args)) is not None:
+            real = func(*value, **_on_cpu(kwargs))
+            return True, tree_map(lambda x: _as_meta(x) if isinstance(x, Tensor) else x, real), args
+        if packet in _INDEXED:
+            return False, None, (args[0], _positions(args[1]), *args[2:])
+        return False, None, args
+
+    def after(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Do to the values what an operator did to tensors."""
+        packet = func._overloadpacket
+        results = result if isinstance(result, tuple | list) else (result,)
+        if packet in _CHOICES and value_of(args[0]) is None:
+            self._choose(args[0], results, _CHOICES[packet])
+            return
+        small = all(not isinstance(x, Tensor) or not x.is_meta or _is_small(x) for x in results)
+        values = _all(args) if small and not any(word in packet.__name__ for word in _RANDOM) else None
+        named = None if values is None else _all(tuple(kwargs.values()))
+        if values is None or named is None:
+            if func._schema.is_mutable and args and isinstance(args[0], Tensor) and args[0].is_meta:
+                args[0].__dict__.pop(_NAME, None)
+            return
+        try:
+            real = func(*values, **_on_cpu(dict(zip(kwargs, named, strict=True))))
+        except (RuntimeError, NotImplementedError, IndexError):
+            return
+        for tensor, value in zip(results, real if isinstance(real, tuple | list) else (real,), strict=True):
+            if isinstance(tensor, Tensor) and isinstance(value, Tensor):
+                give(tensor, value)
+
+    def _choose(self, scores: Tensor, results: Iterable[Any], position: int) -> None:
+        indices = list(results)[position : position + 1]
+        if not indices or not isinstance(indices[0], Tensor) or indices[0].numel() > MOST or scores.ndim < 1:
+            return
+        chosen, self.balanced = indices[0], True
+        order = torch.arange(chosen.numel(), device="cpu") % max(scores.shape[-1], 1)
+        give(chosen, order.reshape(chosen.shape).to(chosen.dtype))
+
+
+def _all(values: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return arguments with values in place of tensors; None if one has none."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            known = value_of(value)
+            if known is None:
+                return None
+            found.append(known)
+        elif isinstance(value, tuple | list) and any(isinstance(one, Tensor) for one in value):
+            inner = _all(tuple(value))
+            if inner is None:
+                return None
+            found.append(list(inner))
+        else:
+            found.append(torch.device("cpu") if isinstance(value, torch.device) else value)
+    return tuple(found)
+
+
+def _on_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
+
+
+def _as_meta(value: Tensor) -> Tensor:
+    return give(torch.empty_like(value, device="meta"), value)
+
+
+def _positions(indices: Any) -> list[Any]:
+    """Return indices with masks whose values are known as positions, which have a shape."""
+    found: list[Any] = []
+    for index in indices:
+        value = value_of(index)
+        if value is None and isinstance(index, Tensor) and index.numel() <= LISTED and not index.is_floating_point():
+            # A list of numbers, which no operator has made. Any others choose as many entries.
+            give(index, torch.zeros(index.shape, dtype=index.dtype, device="cpu"))
+        if value is None or value.dtype != torch.bool:
+            found.append(index)
+        else:
+            found += [_as_meta(one) for one in value.nonzero(as_tuple=True)]
+    return found
