@@ -77,8 +77,9 @@ def _cost(shape: TransformerShape, rule: ActivationRule, micro_batch: int, seque
 def _embedding(shape: TransformerShape, tokens: float) -> UnitCost:
     hidden = shape.hidden
     mask = Divided(tokens=tokens * hidden) if shape.dropout else NONE
+    parameters = Divided(split=shape.vocabulary * hidden, whole=shape.positions * hidden)
     return UnitCost(
-        "embedding", False, Divided(split=shape.vocabulary * hidden, whole=shape.positions * hidden),
+        "embedding", False, parameters, resident=parameters,
         largest=Divided(split=shape.vocabulary * hidden),
         # Token numbers of 8 bytes; they are whole on every rank.
         saved=dict.fromkeys(Recompute, mask.plus(Divided(whole=8 * tokens))),
@@ -129,7 +130,7 @@ def _head(shape: TransformerShape, rule: ActivationRule, tokens: float) -> UnitC
     table = Divided(split=float(vocabulary * hidden))
     parameters = norm if shape.tied else norm.plus(table)
     if not rule.head:
-        return UnitCost("head", False, parameters, shared=table if shape.tied else NONE)
+        return UnitCost("head", False, parameters, resident=parameters, shared=table if shape.tied else NONE)
     stream = Divided(tokens=2 * tokens * hidden)
     logits = Divided(split=tokens * vocabulary)
     # Sequence parallelism gathers the whole input for the product, in the forward and again in the backward.
@@ -137,7 +138,7 @@ def _head(shape: TransformerShape, rule: ActivationRule, tokens: float) -> UnitC
     whole = Divided(tokens=-stream_size, whole=2 * stream_size)  # its own and the gradient of it
     kept = stream.times(2).plus(logits.times(rule.logits_kept))
     return UnitCost(
-        "head", False, parameters, largest=table, shared=table if shape.tied else NONE,
+        "head", False, parameters, resident=parameters, largest=table, shared=table if shape.tied else NONE,
         saved=dict.fromkeys(Recompute, kept),
         output=Divided(whole=4.0),
         forward_peak=logits.times(max(0.0, rule.logits_forward - rule.logits_kept)),
