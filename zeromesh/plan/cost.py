@@ -122,7 +122,10 @@ class ModelCost:
 class CostSource(Protocol):
     """Model whose cost is known for any size of a micro-batch."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        ...
 
     def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
         """Return the cost of a micro-batch; ``context`` ranks share each sequence."""
