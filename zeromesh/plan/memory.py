@@ -297,8 +297,8 @@ class _Rank:
         parts = self.resting(all(snapshot.summed), done)
         # What a block computes again is there until its forward ends, and again in its backward.
         again = unit.again if not forward or self.layout.recompute is Recompute.BLOCKS else 0.0
-        parts["activation"] = kept + again
-        parts["temporary"] = unit.forward if forward else unit.backward + self.gradients(unit)
+        parts["activation"] = kept
+        parts["temporary"] = again + (unit.forward if forward else unit.backward + self.gradients(unit))
         if self.states.returned and not forward:
             parts["slot"] += self.states.working
         if unit.block and self.layout.activations_on_host:

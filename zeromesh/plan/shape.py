@@ -69,12 +69,12 @@ def _cost(shape: TransformerShape, rule: ActivationRule, micro_batch: int, seque
     tokens = micro_batch * sequence / context
     block = _block(shape, rule, tokens, sequence / context, context)
     blocks = [replace(block, name=f"blocks.{index}") for index in range(shape.layers)]
-    units = (_embedding(shape, tokens), *blocks, _head(shape, rule, tokens))
+    units = (_embedding(shape, rule, tokens), *blocks, _head(shape, rule, tokens))
     note = "by formula, from the sizes of a transformer"
     return ModelCost(shape.name, micro_batch, sequence, context, units, exact=False, note=note)
 
 
-def _embedding(shape: TransformerShape, tokens: float) -> UnitCost:
+def _embedding(shape: TransformerShape, rule: ActivationRule, tokens: float) -> UnitCost:
     hidden = shape.hidden
     mask = Divided(tokens=tokens * hidden) if shape.dropout else NONE
     parameters = Divided(split=shape.vocabulary * hidden, whole=shape.positions * hidden)
@@ -82,7 +82,7 @@ def _embedding(shape: TransformerShape, tokens: float) -> UnitCost:
         "embedding", False, parameters, resident=parameters,
         largest=Divided(split=shape.vocabulary * hidden),
         # Token numbers of 8 bytes; they are whole on every rank.
-        saved=dict.fromkeys(Recompute, mask.plus(Divided(whole=8 * tokens))),
+        saved=dict.fromkeys(Recompute, mask.plus(Divided(whole=8 * tokens)) if rule.head else NONE),
         output=Divided(tokens=2 * tokens * hidden),
     )  # fmt: skip
 
