@@ -61,7 +61,10 @@ class TransformerCost:
 
     def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
         """Return the cost of a micro-batch; ``context`` ranks share each sequence."""
-        return _cost(self.shape, self.rule, micro_batch, sequence, context)
+        cost = _cost(self.shape, self.rule, micro_batch, sequence, context)
+        if self.rule.head:
+            return cost
+        return replace(cost, units=(replace(cost.units[0], saved={}), *cost.units[1:]))
 
 
 @lru_cache(maxsize=256)
@@ -69,12 +72,12 @@ def _cost(shape: TransformerShape, rule: ActivationRule, micro_batch: int, seque
     tokens = micro_batch * sequence / context
     block = _block(shape, rule, tokens, sequence / context, context)
     blocks = [replace(block, name=f"blocks.{index}") for index in range(shape.layers)]
-    units = (_embedding(shape, rule, tokens), *blocks, _head(shape, rule, tokens))
+    units = (_embedding(shape, tokens), *blocks, _head(shape, rule, tokens))
     note = "by formula, from the sizes of a transformer"
     return ModelCost(shape.name, micro_batch, sequence, context, units, exact=False, note=note)
 
 
-def _embedding(shape: TransformerShape, rule: ActivationRule, tokens: float) -> UnitCost:
+def _embedding(shape: TransformerShape, tokens: float) -> UnitCost:
     hidden = shape.hidden
     mask = Divided(tokens=tokens * hidden) if shape.dropout else NONE
     parameters = Divided(split=shape.vocabulary * hidden, whole=shape.positions * hidden)
@@ -82,7 +85,7 @@ def _embedding(shape: TransformerShape, rule: ActivationRule, tokens: float) -> 
         "embedding", False, parameters, resident=parameters,
         largest=Divided(split=shape.vocabulary * hidden),
         # Token numbers of 8 bytes; they are whole on every rank.
-        saved=dict.fromkeys(Recompute, mask.plus(Divided(whole=8 * tokens)) if rule.head else NONE),
+        saved=dict.fromkeys(Recompute, mask.plus(Divided(whole=8 * tokens))),
         output=Divided(tokens=2 * tokens * hidden),
     )  # fmt: skip
 
