@@ -96,13 +96,14 @@ class _Profile(NamedTuple):
     name: str
     block: bool
     parameters: float  # elements
-    trained: float
+    resident: float  # of them, those that stay gathered
     largest: float  # elements
     shared: float
     saved: float  # bytes, under the layout's policy
     again: float  # bytes that the backward computes again before it begins
     forward: float
     backward: float
+    gradients: float  # bytes, as ``backward`` with gradients of parameters that autograd has made; 0: unknown
     output: float
 
 
@@ -126,9 +127,10 @@ def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
     saved = unit.saved[policy].on(tensor, sequence) if policy in unit.saved else 0.0
     again = unit.saved[Recompute.NONE].on(tensor, sequence) - saved if policy is not Recompute.NONE else 0.0
     return _Profile(
-        unit.name, unit.block, unit.parameters.on(tensor), unit.trained, unit.largest.on(tensor),
+        unit.name, unit.block, unit.parameters.on(tensor), unit.resident.on(tensor), unit.largest.on(tensor),
         unit.shared.on(tensor), saved, max(0.0, again), unit.forward_peak.on(tensor, sequence),
-        unit.backward_peak.on(tensor, sequence), unit.output.on(tensor, sequence),
+        unit.backward_peak.on(tensor, sequence), unit.gradient_peak.on(tensor, sequence),
+        unit.output.on(tensor, sequence),
     )  # fmt: skip
 
 
@@ -153,12 +155,13 @@ def _stages(profiles: Sequence[_Profile], count: int) -> list[_Runs]:
 
 
 def _elements(chunks: Sequence[_Runs]) -> tuple[tuple[float, int], ...]:
-    """Return the elements of a rank's units and their numbers; all outside of blocks is one unit, the first."""
-    outside = [unit for runs in chunks for unit, _ in runs if not unit.block]
+    """Return the elements of a rank's units and their numbers; all that stays gathered is one unit, the first."""
+    units = [entry for runs in chunks for entry in runs]
     # A tied output layer has a copy where its embedding is elsewhere.
+    outside = [unit for unit, _ in units if not unit.block]
     copy = sum(unit.shared for unit in outside) if len(outside) == 1 else 0.0
-    blocks = [(unit.parameters, count) for runs in chunks for unit, count in runs if unit.block]
-    return (sum(unit.parameters for unit in outside) + copy, 1), *blocks
+    rest = [(unit.parameters - unit.resident, count) for unit, count in units if unit.parameters > unit.resident]
+    return (sum(unit.resident * count for unit, count in units) + copy, 1), *rest
 
 
 class _Snapshot(NamedTuple):
@@ -234,7 +237,13 @@ class _Rank:
 
     def memory(self, rank: int, snapshots: Sequence[_Snapshot], fixed: float) -> RankMemory:
         """Return the moments of a step, and the states by tier."""
-        moments = [moment for snapshot in snapshots for moment in self.moments(snapshot)]
+        most: dict[tuple[Kind, int, tuple[bool, ...]], tuple[float, _Snapshot]] = {}
+        for shot in snapshots:
+            kept = sum(count * size for count, size in zip(shot.held, self.held, strict=True))
+            key = shot.kind, shot.chunk, shot.summed
+            if key not in most or kept > most[key][0]:
+                most[key] = kept, shot
+        moments = [moment for _, shot in most.values() for moment in self.moments(shot)]
         moments.append(Moment("update", self.resting(True, 0.0)))
         states = dict(self.states.resting)
         if slots := self.states.gathered + self.states.working:
@@ -288,8 +297,8 @@ class _Rank:
         parts = self.resting(all(snapshot.summed), done)
         # What a block computes again is there until its forward ends, and again in its backward.
         again = unit.again if not forward or self.layout.recompute is Recompute.BLOCKS else 0.0
-        parts["activation"] = kept + again
-        parts["temporary"] = unit.forward if forward else unit.backward + self.gradients(unit)
+        parts["activation"] = kept
+        parts["temporary"] = again + (unit.forward if forward else unit.backward + self.gradients(unit))
         if self.states.returned and not forward:
             parts["slot"] += self.states.working
         if unit.block and self.layout.activations_on_host:
@@ -300,7 +309,8 @@ class _Rank:
         """Bytes of whole gradients while a unit's backward runs, beside sums and slots."""
         convention = self.convention
         if convention.engine:
-            return unit.largest * self.layout.widths.wire
+            made = unit.gradients - unit.backward
+            return max(0.0, made) if unit.gradients else unit.largest * self.layout.widths.wire
         if not unit.block:
             return unit.largest * convention.head_gradient if unit.output <= 4 else 0.0
         if self.layout.row.gradient is Placement.REPLICATED:

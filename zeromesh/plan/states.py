@@ -106,6 +106,9 @@ def _engine_states(units: Sequence[tuple[float, int]], layout: ParallelLayout) -
             if tier == Tier.NVME.value:
                 (files if state == "optimizer" else stored).append((nbytes, count))
     _place_gradients(found, sizes, layout, ranks)
+    if any(_splits(own_row, widths) for _, _, own_row in sizes):
+        # One split master at a time is joined in memory of its own.
+        found.add("slot", Tier.HOST, max(size for size, _, _ in sizes) / ranks * widths.master)
     for blocks, buffers in ((files, STATE_BUFFERS), (stored, PARAMETER_BUFFERS)):
         found.add("slot", Tier.HOST, _largest(blocks, buffers))
     if row.parameter is Placement.SHARDED:
@@ -133,7 +136,7 @@ def _place(found: RankStates, size: float, elements: float, row: PlacementRow, w
         found.add(state, row.parameter_tier, bytes_at_rest)
     else:
         found.add("parameter", Tier.DEVICE, size * rest)
-    split = row.split and row.optimizer_tier is not Tier.DEVICE and widths.master == 2 * widths.parameter
+    split = _splits(row, widths)
     kept = widths.parameter if split else master
     if row.optimizer_tier is Tier.NVME:
         block = own * (kept + widths.states)
@@ -143,6 +146,10 @@ def _place(found: RankStates, size: float, elements: float, row: PlacementRow, w
         found.add("optimizer", row.optimizer_tier, own * kept)
     # States have no padding, unless they lie in a block with their masters.
     found.add("optimizer", row.optimizer_tier, (own if split else elements) * widths.states)
+
+
+def _splits(row: PlacementRow, widths: Widths) -> bool:
+    return row.split and row.optimizer_tier is not Tier.DEVICE and widths.master == 2 * widths.parameter
 
 
 def _place_gradients(
