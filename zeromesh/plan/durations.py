@@ -27,7 +27,8 @@ class Habits:
     """Choices of a framework that a layout does not say; the defaults are this library's."""
 
     dtype: str = ""  # of products; "": the device's 16-bit one
-    joins_hidden: float = 0.0  # share of the tensor ranks' sums that goes on beside computation
+    joins_hidden: float = 0.0  # share of the tensor ranks' sums that goes on beside computation in the forward
+    joins_hidden_back: float = 0.0  # in the backward; of its reductions alone, under sequence parallelism
     reduces_early: bool = True  # gradients are reduced during the backward, not behind it
     publishes_early: bool = True  # updated parameters are gathered beside the next forward
     sums_once: bool = False  # gradients are reduced once for an update, in any row
@@ -48,7 +49,8 @@ class UnitTime(NamedTuple):
     input: float = 0.0
     weight: float = 0.0
     again: float = 0.0  # recomputation
-    join: float = 0.0  # sums of the tensor ranks in the forward that are waited for; as much in the backward
+    join: float = 0.0  # sums of the tensor ranks that are waited for in the forward
+    join_back: float = 0.0  # in the backward
     join_again: float = 0.0  # in the recomputation
     exchange: float = 0.0  # of keys and values that is waited for in the forward
     exchange_back: float = 0.0
@@ -75,7 +77,7 @@ class UnitTime(NamedTuple):
         """Parts of the backward, with its recomputation."""
         return (
             ("compute", self.again + self.input + self.weight),
-            ("tensor links", self.join + self.join_again),
+            ("tensor links", self.join_back + self.join_again),
             ("context links", self.exchange_back),
         )
 
@@ -194,10 +196,16 @@ class Durations:
         )
         exchange = self._exchange(unit)
         states = self._states(unit, away) | {"saved_out": self._saved_out(unit)}
+        # A weight's gradient is read and added to the sum over micro-batches.
+        widths = layout.widths
+        moved = unit.parameters.on(layout.tensor) * unit.trained * (widths.parameter + 2 * widths.gradient)
+        weight += memory_seconds(device, moved)
         # Hidden sums take the time of the computation that they lie beside, if there is so much of it.
         visible = max(join * (1 - self.habits.joins_hidden), join - forward)
+        hidden = self.habits.joins_hidden_back * (0.5 if layout.sequence else 1.0)
+        visible_back = max(join * (1 - hidden), join - weight)
         return UnitTime(
-            unit.name, unit.block, forward, back, weight, again, visible, visible * joins_again,
+            unit.name, unit.block, forward, back, weight, again, visible, visible_back, visible * joins_again,
             max(0.0, exchange - attention), max(0.0, 2 * exchange - 2 * attention), **states,
         )  # fmt: skip
 

@@ -27,10 +27,11 @@ from zeromesh.plan.time import StepTime, time_of
 
 
 class Constants(NamedTuple):
-    """The fitted constants of a GPU in a source."""
+    """The fitted constants of a GPU in a source; None: that of the preset."""
 
-    products: float  # share of the operations that large products reach
-    links: float  # share of the bandwidth between nodes that collectives reach
+    products: float | None = None  # share of the operations that large products reach
+    links: float | None = None  # share of the bandwidth between nodes that collectives reach
+    memory: float | None = None  # share of the memory's bandwidth that kernels reach
 
 
 @dataclass(frozen=True)
@@ -54,23 +55,23 @@ MEGATRON = Habits(
     dtype="fp16", reduces_early=False, publishes_early=False, messages_block=True, messages_scattered=True,
     sums_once=True,
 )  # fmt: skip
-CORE = Habits(joins_hidden=0.6, sums_once=True)
+CORE = Habits(joins_hidden=0.6, joins_hidden_back=1.0, sums_once=True)
 
 PRACTICES: dict[str, Practice] = {
     "megatron2021": Practice(
-        MEGATRON, fused_attention=False, chunks=2, counts_recompute=True,
+        MEGATRON, fused_attention=False, counts_recompute=True,
         why="Megatron-LM of 2021: scores are written to memory; gradients are summed behind the backward",
     ),
     # Each parameter was gathered by itself over one ring.
     "megatron2021/ZeRO-3": Practice(
-        Habits(dtype="fp16", rails=1), fused_attention=False, counts_recompute=True,
+        Habits(dtype="fp16", rails=1, reduces_early=False), fused_attention=False, counts_recompute=True,
         why="DeepSpeed 0.3 of 2021: gathers over a single ring, which uses one link of a node",
     ),
     "megatron_a100_2020": Practice(MEGATRON, fused_attention=False),
-    "korthikanti2022": Practice(MEGATRON, fused_attention=False, why="Megatron-LM of 2022"),
+    "korthikanti2022": Practice(replace(MEGATRON, joins_hidden_back=1.0), fused_attention=False, why="Megatron-LM of 2022"),
     "megatron_h100": Practice(CORE, wire=4, chunks=6, why="Megatron Core 0.8: sums of all axes beside computation"),
     "megascale2024": Practice(
-        replace(MEGATRON, dtype="bf16"), wire=4, row=1, why="Megatron-LM of 2023 with FlashAttention-2"
+        replace(MEGATRON, dtype="bf16", joins_hidden_back=1.0), wire=4, row=1, why="Megatron-LM of 2023 with FlashAttention-2"
     ),
     "megascale2024/MegaScale": Practice(
         replace(CORE, joins_hidden=0.9), wire=4, row=1, why="sums of all axes beside computation; parallel blocks"
@@ -133,7 +134,7 @@ def completed(row: PublishedRow) -> PublishedRow:
     return replace(row, model=model)
 
 
-def machine_of(row: PublishedRow, ranks: int, constants: Constants | None) -> Machine:
+def machine_of(row: PublishedRow, ranks: int, constants: Constants) -> Machine:
     """Return the machine of a row; raise UnjudgedError for hardware that no preset describes."""
     gpu = str(row.needs("hardware", "gpu"))
     short = re.sub(r" *\(.*\)|^DGX-", "", gpu)
@@ -149,9 +150,14 @@ def machine_of(row: PublishedRow, ranks: int, constants: Constants | None) -> Ma
     devices = min(int(per_node), node.devices) if per_node else node.devices
     nodes = -(-ranks // devices)
     between = machine.between
-    if constants is not None:
-        node = replace(node, device=replace(node.device, product_efficiency=constants.products))
+    device = node.device
+    if constants.products is not None:
+        device = replace(device, product_efficiency=constants.products)
+    if constants.memory is not None:
+        device = replace(device, memory_efficiency=constants.memory)
+    if constants.links is not None:
         between = replace(between, efficiency=constants.links)
+    node = replace(node, device=device)
     return Machine(((replace(node, devices=devices), nodes),), between, machine.name)
 
 
@@ -197,7 +203,7 @@ def _chunks(blocks: int, most: int) -> int:
     return max(count for count in range(1, most + 1) if blocks % count == 0) if blocks else 1
 
 
-def predicted(setting: Setting, constants: Constants | None) -> StepTime:
+def predicted(setting: Setting, constants: Constants) -> StepTime:
     """Return the time of a step of a row."""
     machine = machine_of(setting.row, setting.layout.ranks, constants)
     source = TransformerCost(setting.shape)

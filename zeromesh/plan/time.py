@@ -106,7 +106,7 @@ def _contended(units: Sequence[UnitTime], durations: Durations) -> Sequence[Unit
     # Both use the links inside a node, if the shard group does not cross nodes: while a sum goes on, the other stops.
     if durations.layout.tensor == 1 or durations.shard.size == 1 or durations.shard.crosses != durations.tensor.crosses:
         return units
-    busy = sum(unit.join * 2 + unit.join_again for unit in units)
+    busy = sum(unit.join + unit.join_back + unit.join_again for unit in units)
     whole = busy + sum(unit.forward + unit.input + unit.weight + unit.again for unit in units)
     free = 1.0 - busy / whole if whole else 1.0
     return [unit._replace(gather=unit.gather / free, reduce=unit.reduce / free) for unit in units]
@@ -194,7 +194,7 @@ def _stage(
 ) -> StageCost:
     """Return the seconds of a stage's actions; ``blocks`` of its rank share the slots."""
     forward = sum(unit.forward + unit.join + unit.exchange for unit in units)
-    back = sum(unit.again + unit.input + unit.join + unit.join_again + unit.exchange_back for unit in units)
+    back = sum(unit.again + unit.input + unit.join_back + unit.join_again + unit.exchange_back for unit in units)
     weight = sum(unit.weight for unit in units)
     own = [unit for unit in units if unit.block]
     if durations.sharded:
