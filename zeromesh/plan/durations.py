@@ -35,6 +35,7 @@ class Habits:
     messages_block: bool = False  # a pipeline's rank computes nothing while it sends
     messages_scattered: bool = False  # each tensor rank sends its part, and they gather the whole behind it
     rails: int = 0  # a node's links that one group uses at a time; 0: those of all its members
+    fusion: float = 1.0  # share of the bytes of norms and elementwise kernels that is left where kernels are fused
     selective: float = 0.0  # share of the forward that selective recomputation computes again, beside scores
     spread: float = 0.0  # standard deviation of the ranks' speed, as a share of it; all wait for the slowest
     overhead: float = 0.0  # seconds of each micro-batch's passes that are spent beside kernels
@@ -113,10 +114,14 @@ def memory_seconds(device: Device, size: float) -> float:
     return size / (device.bandwidth * device.memory_efficiency)
 
 
-def kernel_seconds(work: KernelWork, device: Device, layout: ParallelLayout, dtype: str, back: bool = False) -> float:
+def kernel_seconds(
+    work: KernelWork, device: Device, layout: ParallelLayout, dtype: str, back: bool = False, fusion: float = 1.0
+) -> float:
     """Return the seconds of a kernel, ``count`` times, on one tensor rank: of its operations or its bytes."""
     tensor, split = layout.tensor, layout.sequence
     flops, moved = work.flops.on(tensor, split), work.moved.on(tensor, split)
+    if work.kind in (WorkKind.NORM, WorkKind.ELEMENTWISE, WorkKind.LOSS):
+        moved *= fusion
     seconds = memory_seconds(device, moved)
     if work.shape is not None and work.kind is not WorkKind.ATTENTION:
         rows, columns, sums = (float(length) for length in work.shape)
@@ -141,10 +146,11 @@ def kernel_seconds(work: KernelWork, device: Device, layout: ParallelLayout, dty
 
 
 def kernels_seconds(
-    works: Iterable[KernelWork], device: Device, layout: ParallelLayout, dtype: str, back: bool = False
-) -> float:
+    works: Iterable[KernelWork], device: Device, layout: ParallelLayout, dtype: str, back: bool = False,
+    fusion: float = 1.0,
+) -> float:  # fmt: skip
     """Return the seconds of kernels one after the other."""
-    return sum(kernel_seconds(work, device, layout, dtype, back) for work in works)
+    return sum(kernel_seconds(work, device, layout, dtype, back, fusion) for work in works)
 
 
 class Durations:
@@ -186,8 +192,9 @@ class Durations:
 
     def _unit(self, unit: UnitCost, away: bool) -> UnitTime:
         layout, device, dtype = self.layout, self.node.device, self.dtype
-        forward = kernels_seconds(unit.forward, device, layout, dtype)
-        back = kernels_seconds(unit.input, device, layout, dtype, back=True)
+        fusion = self.habits.fusion
+        forward = kernels_seconds(unit.forward, device, layout, dtype, fusion=fusion)
+        back = kernels_seconds(unit.input, device, layout, dtype, True, fusion)
         weight = kernels_seconds(unit.weight, device, layout, dtype)
         again, joins_again = self._again(unit, forward)
         join = self._join(unit)

@@ -42,6 +42,7 @@ class Practice:
     fused_attention: bool = True
     wire: int = 2  # bytes of an element of a gradient that is sent
     row: int | None = None  # ZeRO number that its states behave as; None: as the row says
+    micro_batch: int = 0  # samples where the row does not say them; 0: all of a rank's at once, or one in a pipeline
     chunks: int = 1  # the most stages of a pipeline rank where the source interleaves without saying how many
     counts_recompute: bool = False  # operations that it reports are those that were executed
     causal: float = 1.0  # share of attention's products that it counts
@@ -69,12 +70,12 @@ PRACTICES: dict[str, Practice] = {
     ),
     "megatron_a100_2020": Practice(MEGATRON, fused_attention=False),
     "korthikanti2022": Practice(replace(MEGATRON, joins_hidden_back=1.0), fused_attention=False, why="Megatron-LM of 2022"),
-    "megatron_h100": Practice(CORE, wire=4, chunks=6, why="Megatron Core 0.8: sums of all axes beside computation"),
+    "megatron_h100": Practice(CORE, wire=4, chunks=24, micro_batch=1, why="Megatron Core 0.8: sums of all axes beside computation"),
     "megascale2024": Practice(
         replace(MEGATRON, dtype="bf16", joins_hidden_back=1.0), wire=4, row=1, why="Megatron-LM of 2023 with FlashAttention-2"
     ),
     "megascale2024/MegaScale": Practice(
-        replace(CORE, joins_hidden=0.9), wire=4, row=1, why="sums of all axes beside computation; parallel blocks"
+        replace(CORE, joins_hidden=0.9, fusion=0.6), wire=4, row=1, why="sums of all axes beside computation; parallel blocks"
     ),
     "llama3": Practice(CORE, row=1, chunks=8, causal=0.5),
     "torchtitan": Practice(Habits(selective=0.45), wire=4, why="FSDP2; every second product is computed again"),
@@ -181,6 +182,10 @@ def setting_of(row: PublishedRow) -> Setting:
     if practice.row is not None and row.layout.get("zero"):
         states = replace(ROWS[practice.row], optimizer_tier=layout.row.optimizer_tier)
         layout = replace(layout, row=states)
+    if practice.micro_batch and not (row.layout.get("micro_batch") or row.layout.get("micro_batches")):
+        own = layout.micro_batch * layout.accumulation
+        size = practice.micro_batch if own % practice.micro_batch == 0 else 1
+        layout = replace(layout, micro_batch=size, accumulation=own // size)
     widths = replace(layout.widths, wire=practice.wire)
     chunks = layout.chunks
     if layout.pipeline > 1 and chunks == 1 and (practice.chunks > 1) and "interleave" not in row.layout:

@@ -134,15 +134,22 @@ def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, 
     places = stage_units(cost, len(placement))
     updates = [_Update() for _ in range(layout.pipeline)]
     stages = []
+    early = [updates[rank].release([units[p] for p in own], durations) for rank, own in zip(placement, places, strict=True)]
     for stage, own in enumerate(places):
         rank = placement[stage]
         count = sum(units[p].block for other, ps in enumerate(places) if placement[other] == rank for p in ps)
-        release = updates[rank].release([units[place] for place in own], durations)
+        # Where gathers do not go on beside computation, a rank's first forward waits for all of its stages'.
+        release = early[stage] if habits.publishes_early else max(
+            one for one, other in zip(early, placement, strict=True) if other == rank
+        )
         message = durations.message(cost.units[own[-1]]) if stage < len(places) - 1 else 0.0
         stages.append(_stage([units[place] for place in own], durations, count, release, message))
     run = pipelined(layout.schedule, layout.pipeline, layout.accumulation, chunks, stages, keep)
-    # Each rank ends when its last gradients are reduced.
+    # Each rank ends when its last gradients are reduced; a framework may begin to when all of them are there.
     last = [0.0] * layout.pipeline
+    if not habits.reduces_early:
+        for stage, rank in enumerate(placement):
+            last[rank] = max(last[rank], run.ends[stage])
     for stage in sorted(range(len(places)), key=lambda one: run.ends[one]):
         own_units = [units[place] for place in places[stage]]
         rank = placement[stage]
