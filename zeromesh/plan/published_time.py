@@ -32,6 +32,7 @@ class Constants(NamedTuple):
     products: float | None = None  # share of the operations that large products reach
     links: float | None = None  # share of the bandwidth between nodes that collectives reach
     memory: float | None = None  # share of the memory's bandwidth that kernels reach
+    padding: float | None = None  # elements by which each dim of a product counts longer than it is
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,12 @@ PRACTICES: dict[str, Practice] = {
     ),
     "megatron_a100_2020": Practice(MEGATRON, fused_attention=False),
     "korthikanti2022": Practice(replace(MEGATRON, joins_hidden_back=1.0), fused_attention=False, why="Megatron-LM of 2022"),
-    "megatron_h100": Practice(CORE, wire=4, chunks=24, micro_batch=1, why="Megatron Core 0.8: sums of all axes beside computation"),
+    "megatron_h100": Practice(CORE, wire=4, chunks=24, why="Megatron Core 0.8: sums of all axes beside computation"),
     "megascale2024": Practice(
         replace(MEGATRON, dtype="bf16", joins_hidden_back=1.0), wire=4, row=1, why="Megatron-LM of 2023 with FlashAttention-2"
     ),
     "megascale2024/MegaScale": Practice(
-        replace(CORE, joins_hidden=0.9, fusion=0.6), wire=4, row=1, why="sums of all axes beside computation; parallel blocks"
+        replace(CORE, joins_hidden=0.9, fusion=0.35), wire=4, row=1, why="sums of all axes beside computation; parallel blocks"
     ),
     "llama3": Practice(CORE, row=1, chunks=8, causal=0.5),
     "torchtitan": Practice(Habits(selective=0.45), wire=4, why="FSDP2; every second product is computed again"),
@@ -135,10 +136,20 @@ def completed(row: PublishedRow) -> PublishedRow:
     return replace(row, model=model)
 
 
+def gpu_name(row: PublishedRow) -> str:
+    """Return the GPU's name in a row without what is said in brackets."""
+    return re.sub(r" *\(.*\)", "", str(row.hardware.get("gpu")))
+
+
+def judged_time(row: PublishedRow) -> bool:
+    """Return true for rows that may say the time of a step."""
+    return "throughput" in row.kind.split("+")
+
+
 def machine_of(row: PublishedRow, ranks: int, constants: Constants) -> Machine:
     """Return the machine of a row; raise UnjudgedError for hardware that no preset describes."""
     gpu = str(row.needs("hardware", "gpu"))
-    short = re.sub(r" *\(.*\)|^DGX-", "", gpu)
+    short = re.sub("^DGX-", "", gpu_name(row))
     per_node = row.hardware.get("gpus_per_node")
     machine = None
     for name in (gpu, short, re.sub(r"-\d+GB$", "", short)):
@@ -156,6 +167,8 @@ def machine_of(row: PublishedRow, ranks: int, constants: Constants) -> Machine:
         device = replace(device, product_efficiency=constants.products)
     if constants.memory is not None:
         device = replace(device, memory_efficiency=constants.memory)
+    if constants.padding is not None:
+        device = replace(device, product_padding=constants.padding)
     if constants.links is not None:
         between = replace(between, efficiency=constants.links)
     node = replace(node, device=device)
