@@ -20,8 +20,11 @@ class ActivationRule:
     logits_kept: float = 6.0
     logits_forward: float = 10.0
     logits_backward: float = 10.0
-    head: bool = True  # false where a source counts blocks alone
+    head: bool = True  # false where a source counts blocks alone, without embedding, output layer and loss
     source: str = ""
+
+
+PLAIN = ActivationRule(source="Korthikanti et al., 2022, with a fused attention; logits and loss as torch keeps them")
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Convention:
     head_gradient: float = 0.0  # bytes of an element of the output layer, while its gradient is made
     workspace: float = 0.0  # bytes of libraries of matrix products, from the framework's own allocator
     vocabulary_multiple: int = 1  # of rows of the embedding on each tensor rank
-    activations: ActivationRule = ActivationRule()
+    activations: ActivationRule = PLAIN
     source: str = ""
 
 
@@ -87,6 +90,9 @@ CONVENTIONS: dict[str, Convention] = {
     "deepspeed": Convention(
         "DeepSpeed", Widths(parameter=2, gradient=2, wire=2), unit_gradient=2.0, workspace=32 * MIB,
         source="DeepSpeed's ZeRO optimizers in 16 bits",
+    ),
+    "nanotron": Convention(
+        "nanotron", Widths(parameter=2, gradient=4, wire=4), source="nanotron: fp32 accumulation of gradients, ZeRO-1"
     ),
 }  # fmt: skip
 """Conventions by a short name."""

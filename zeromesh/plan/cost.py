@@ -85,6 +85,10 @@ class UnitCost:
     forward: tuple[KernelWork, ...] = ()
     input: tuple[KernelWork, ...] = ()  # of the gradients of inputs
     weight: tuple[KernelWork, ...] = ()  # of the gradients of parameters
+    # As ``backward_peak``, with gradients of parameters from the operator that makes them until they are accumulated.
+    gradient_peak: Divided = NONE
+    # Those of ``parameters`` that no unit of the engine has, so that they stay gathered: the root's.
+    resident: Divided = NONE
     joins: float = 0.0  # bytes of activations that tensor ranks sum in the forward; as many in the backward
     exchanged: Divided = NONE  # bytes of keys and values that each context rank hands on to the next
 
@@ -119,7 +123,10 @@ class ModelCost:
 class CostSource(Protocol):
     """Model whose cost is known for any size of a micro-batch."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        ...
 
     def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
         """Return the cost of a micro-batch; ``context`` ranks share each sequence."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby, pairwise
 from math import ceil
 from typing import NamedTuple
 
@@ -75,13 +76,17 @@ def memory_of(
         ValueError: the pipeline has more stages than the model has blocks, or the schedule does not fit the layout.
     """
     units = source.at(layout.micro_batch, sequence, layout.context).units
-    profiles = [_profile(unit, layout) for unit in units]
-    stages = _stages(profiles, layout.pipeline * layout.chunks)
+    stages = _stages(_profiles(units, layout), layout.pipeline * layout.chunks)
     fixed = max((node.device.reserved for node, _ in machine.nodes), default=0.0) if machine else 0.0
     snapshots = _snapshots(layout.schedule, layout.pipeline, layout.accumulation, layout.chunks)
+    states: dict[tuple[tuple[float, int], ...], RankStates] = {}  # most ranks of a pipeline have the same
     found = []
     for rank, (own, shots) in enumerate(snapshots):
-        found.append(_Rank([stages[stage] for stage in own], layout, conventions).memory(rank, shots, fixed))
+        chunks = [stages[stage] for stage in own]
+        elements = _elements(chunks)
+        if elements not in states:
+            states[elements] = states_of(elements, layout, conventions)
+        found.append(_Rank(chunks, states[elements], layout, conventions).memory(rank, shots, fixed))
     return found
 
 
@@ -91,14 +96,29 @@ class _Profile(NamedTuple):
     name: str
     block: bool
     parameters: float  # elements
-    trained: float
+    resident: float  # of them, those that stay gathered
     largest: float  # elements
     shared: float
     saved: float  # bytes, under the layout's policy
     again: float  # bytes that the backward computes again before it begins
     forward: float
     backward: float
+    gradients: float  # bytes, as ``backward`` with gradients of parameters that autograd has made; 0: unknown
     output: float
+
+
+def _profiles(units: Sequence[UnitCost], layout: ParallelLayout) -> list[_Profile]:
+    """Return the amounts of all units."""
+    # Blocks of one shape share the parts of their costs, so most are worked out once.
+    made: dict[tuple[object, ...], _Profile] = {}
+    found = []
+    for unit in units:
+        key = (id(unit.saved), id(unit.parameters), id(unit.forward_peak), id(unit.backward_peak), unit.block)
+        profile = made.get(key)
+        if profile is None:
+            profile = made[key] = _profile(unit, layout)
+        found.append(profile)
+    return found
 
 
 def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
@@ -107,13 +127,17 @@ def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
     saved = unit.saved[policy].on(tensor, sequence) if policy in unit.saved else 0.0
     again = unit.saved[Recompute.NONE].on(tensor, sequence) - saved if policy is not Recompute.NONE else 0.0
     return _Profile(
-        unit.name, unit.block, unit.parameters.on(tensor), unit.trained, unit.largest.on(tensor),
+        unit.name, unit.block, unit.parameters.on(tensor), unit.resident.on(tensor), unit.largest.on(tensor),
         unit.shared.on(tensor), saved, max(0.0, again), unit.forward_peak.on(tensor, sequence),
-        unit.backward_peak.on(tensor, sequence), unit.output.on(tensor, sequence),
+        unit.backward_peak.on(tensor, sequence), unit.gradient_peak.on(tensor, sequence),
+        unit.output.on(tensor, sequence),
     )  # fmt: skip
 
 
-def _stages(profiles: Sequence[_Profile], count: int) -> list[list[_Profile]]:
+_Runs = list[tuple[_Profile, int]]  # like units that follow each other, and their number
+
+
+def _stages(profiles: Sequence[_Profile], count: int) -> list[_Runs]:
     """Return the units of each stage; those before the first block are in the first one, and so on."""
     blocks = [index for index, profile in enumerate(profiles) if profile.block]
     if len(blocks) < count:
@@ -123,7 +147,21 @@ def _stages(profiles: Sequence[_Profile], count: int) -> list[list[_Profile]]:
         )
     starts = uniform(len(blocks), count)
     cuts = [0, *(blocks[start] for start in starts[1:]), len(profiles)]
-    return [list(profiles[start:stop]) for start, stop in zip(cuts, cuts[1:], strict=False)]
+    # Units of a run are one object, so that they are told by identity.
+    return [
+        [(run[0], len(run)) for run in ([*group] for _, group in groupby(profiles[start:stop], key=id))]
+        for start, stop in pairwise(cuts)
+    ]
+
+
+def _elements(chunks: Sequence[_Runs]) -> tuple[tuple[float, int], ...]:
+    """Return the elements of a rank's units and their numbers; all that stays gathered is one unit, the first."""
+    units = [entry for runs in chunks for entry in runs]
+    # A tied output layer has a copy where its embedding is elsewhere.
+    outside = [unit for unit, _ in units if not unit.block]
+    copy = sum(unit.shared for unit in outside) if len(outside) == 1 else 0.0
+    rest = [(unit.parameters - unit.resident, count) for unit, count in units if unit.parameters > unit.resident]
+    return (sum(unit.resident * count for unit, count in units) + copy, 1), *rest
 
 
 class _Snapshot(NamedTuple):
@@ -162,34 +200,36 @@ def _snapshots(
 
 
 def _distinct(actions: Sequence[tuple[Kind, int, int]], own: Sequence[int]) -> Iterator[_Snapshot]:
-    """Yield the actions before which a stage holds more than at any earlier one of its kind."""
+    """Yield the actions before which no stage could hold more at another action of the same kind."""
     held, summed = [0] * len(own), [False] * len(own)
-    most: dict[tuple[Kind, int, bool], list[tuple[int, ...]]] = {}
+    found: dict[_Snapshot, None] = {}  # in order
     for kind, stage, _ in actions:
         chunk = own.index(stage)
-        counts = tuple(held)
         if kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT):
-            seen = most.setdefault((kind, chunk, all(summed)), [])
-            if not any(all(a <= b for a, b in zip(counts, other, strict=True)) for other in seen):
-                seen.append(counts)
-                yield _Snapshot(kind, chunk, counts, tuple(summed))
+            found[_Snapshot(kind, chunk, tuple(held), tuple(summed))] = None
         held[chunk] += (kind is Kind.FORWARD) - (kind in LAST)
         summed[chunk] |= kind in LAST
+    for shot in found:
+        alike = [other for other in found if other[:2] == shot[:2] and other.summed == shot.summed]
+        if not any(_holds_more(other, shot) for other in alike):
+            yield shot
+
+
+def _holds_more(first: _Snapshot, second: _Snapshot) -> bool:
+    return first != second and all(a >= b for a, b in zip(first.held, second.held, strict=True))
 
 
 class _Rank:
     """Moments of one pipeline rank."""
 
-    def __init__(self, chunks: list[list[_Profile]], layout: ParallelLayout, convention: Convention) -> None:
-        self.chunks, self.layout, self.convention = chunks, layout, convention
-        units = [unit for chunk in chunks for unit in chunk]
-        # Units outside of blocks travel together. A tied output layer has a copy where its embedding is elsewhere.
-        outside = [unit for unit in units if not unit.block]
-        copy = sum(unit.shared for unit in outside if sum(one.shared for one in outside) and len(outside) == 1)
-        self.blocks = [unit for unit in units if unit.block]
-        elements = [sum(unit.parameters for unit in outside) + copy, *(unit.parameters for unit in self.blocks)]
-        self.states: RankStates = states_of(elements, layout, convention)
-        self.held = [sum(self.kept(unit) for unit in chunk) for chunk in chunks]
+    def __init__(
+        self, chunks: Sequence[_Runs], states: RankStates, layout: ParallelLayout, convention: Convention
+    ) -> None:  # fmt: skip
+        self.chunks, self.states, self.layout, self.convention = chunks, states, layout, convention
+        self.held = [sum(self.kept(unit) * count for unit, count in runs) for runs in chunks]
+        self.parameters = [sum(unit.parameters * count for unit, count in runs) for runs in chunks]
+        self.on_device = {state: size for (state, tier), size in states.resting.items() if tier == "device"}
+        self.largest_block = max((unit.parameters for runs in chunks for unit, _ in runs if unit.block), default=0.0)
 
     def kept(self, unit: _Profile) -> float:
         """Bytes of activations on the device that a unit keeps for one micro-batch."""
@@ -197,73 +237,82 @@ class _Rank:
 
     def memory(self, rank: int, snapshots: Sequence[_Snapshot], fixed: float) -> RankMemory:
         """Return the moments of a step, and the states by tier."""
-        moments = [moment for snapshot in snapshots for moment in self.moments(snapshot)]
-        moments.append(Moment("update", self.resting(True)))
+        most: dict[tuple[Kind, int, tuple[bool, ...]], tuple[float, _Snapshot]] = {}
+        for shot in snapshots:
+            kept = sum(count * size for count, size in zip(shot.held, self.held, strict=True))
+            key = shot.kind, shot.chunk, shot.summed
+            if key not in most or kept > most[key][0]:
+                most[key] = kept, shot
+        moments = [moment for _, shot in most.values() for moment in self.moments(shot)]
+        moments.append(Moment("update", self.resting(True, 0.0)))
         states = dict(self.states.resting)
-        for size in (self.states.gathered, self.states.working):
-            if size:
-                states["slot", "device"] = states.get(("slot", "device"), 0.0) + size
+        if slots := self.states.gathered + self.states.working:
+            states["slot", "device"] = states.get(("slot", "device"), 0.0) + slots
         if self.layout.activations_on_host:
-            most = max((sum(shot.held) for shot in snapshots), default=0)
-            states["activation", "host"] = most * sum(unit.saved for unit in self.blocks) / max(1, len(self.chunks))
+            held = [sum(unit.saved * count for unit, count in runs if unit.block) for runs in self.chunks]
+            states["activation", "host"] = max(
+                sum(count * size for count, size in zip(shot.held, held, strict=True)) for shot in snapshots
+            )
         peak = max(moment.total for moment in moments)
         # Each large tensor takes whole segments; half of one is lost on average for each of the blocks' states.
-        lost = SEGMENT / 2 * len(self.blocks)
+        lost = SEGMENT / 2 * sum(count for runs in self.chunks for unit, count in runs if unit.block)
         return RankMemory(rank, states, tuple(moments), fixed, ceil((peak + lost) / SEGMENT) * SEGMENT)
 
-    def resting(self, summed: bool, done: Sequence[_Profile] = ()) -> dict[str, float]:
-        """Bytes on the device outside of computation; ``done`` have gradients where sums are not whole yet."""
-        found = {state: size for (state, tier), size in self.states.resting.items() if tier == "device"}
-        if self.states.shards and not summed:
+    def resting(self, summed: bool, done: float) -> dict[str, float]:
+        """Bytes on the device outside of computation; ``done`` elements have gradients before sums are whole."""
+        found = dict(self.on_device)
+        found["slot"] = found.get("slot", 0.0) + self.states.gathered + self.convention.workspace
+        if not self.states.returned:
+            found["slot"] += self.states.working
+        elif not summed:
             # Sums of gradients come into being unit by unit, in the first backward.
-            share = sum(unit.parameters for unit in done) / max(1.0, sum(u.parameters for c in self.chunks for u in c))
-            found["gradient"] = found.get("gradient", 0.0) * share
-        found["slot"] = self.states.gathered + (0.0 if self.states.shards else self.states.working)
-        found["slot"] += self.convention.workspace
-        if self.convention.placeholders and self.blocks and summed:
-            found["slot"] += max(unit.parameters for unit in self.blocks) * self.convention.widths.parameter
+            found["gradient"] = found.get("gradient", 0.0) * done / max(1.0, sum(self.parameters))
+        if self.convention.placeholders and summed:
+            found["slot"] += self.largest_block * self.convention.widths.parameter
         return found
 
     def moments(self, snapshot: _Snapshot) -> Iterator[Moment]:
         """Yield the moments of an action at which memory can be at its most."""
-        units = self.chunks[snapshot.chunk]
-        others = sum(count * size for count, size in zip(snapshot.held, self.held, strict=True))
-        summed = all(snapshot.summed)
-        done = [unit for chunk, has in zip(self.chunks, snapshot.summed, strict=True) if has for unit in chunk]
-        forward = snapshot.kind is Kind.FORWARD
-        kept, number = others, max(snapshot.held)
-        for index, unit in enumerate(units if forward else reversed(units)):
-            position = index if forward else len(units) - 1 - index
+        runs, forward = self.chunks[snapshot.chunk], snapshot.kind is Kind.FORWARD
+        kept = sum(count * size for count, size in zip(snapshot.held, self.held, strict=True))
+        done = sum(size for size, has in zip(self.parameters, snapshot.summed, strict=True) if has)
+        word, rest = ("forward", "") if forward else ("backward", f", {max(snapshot.held)} held")
+        for unit, count in runs if forward else reversed(runs):
+            name = f"{word} of {unit.name}{rest}"
             if forward:
-                kept += self.kept(unit)
-            if _is_end(units, position):
-                parts = self.resting(summed, [*done, *units[position + 1 :]] if not forward else done)
-                parts["activation"] = kept + (0.0 if forward else unit.again)
-                parts["temporary"] = unit.forward if forward else unit.backward + self.gradients(unit)
-                if not forward and self.states.shards:
-                    parts["slot"] += self.states.working
-                if unit.block and self.layout.activations_on_host:
-                    parts["temporary"] += 2 * unit.saved  # one is computed with, one is on its way
-                elif forward and unit.block and self.layout.recompute is Recompute.BLOCKS:
-                    parts["activation"] += unit.again  # until the block's forward ends
-                yield Moment(f"{'forward' if forward else 'backward'} of {unit.name}, {number} held", parts)
-            if not forward:
-                kept -= self.kept(unit)
+                kept += self.kept(unit) * count
+                yield self.moment(snapshot, unit, kept, done, name)
+                continue
+            # Bytes change evenly between the first and the last of a run.
+            yield self.moment(snapshot, unit, kept, done, name)
+            kept -= self.kept(unit) * count
+            done += unit.parameters * count
+            if count > 1:
+                last = kept + self.kept(unit), done - unit.parameters
+                yield self.moment(snapshot, unit, *last, f"{word} of the first {unit.name}{rest}")
+
+    def moment(self, snapshot: _Snapshot, unit: _Profile, kept: float, done: float, label: str) -> Moment:
+        """Return the bytes while a unit is computed with and ``kept`` bytes of activations are held."""
+        forward = snapshot.kind is Kind.FORWARD
+        parts = self.resting(all(snapshot.summed), done)
+        # What a block computes again is there until its forward ends, and again in its backward.
+        again = unit.again if not forward or self.layout.recompute is Recompute.BLOCKS else 0.0
+        parts["activation"] = kept
+        parts["temporary"] = again + (unit.forward if forward else unit.backward + self.gradients(unit))
+        if self.states.returned and not forward:
+            parts["slot"] += self.states.working
+        if unit.block and self.layout.activations_on_host:
+            parts["temporary"] += 2 * unit.saved  # one is computed with, one is on its way
+        return Moment(label, parts)
 
     def gradients(self, unit: _Profile) -> float:
         """Bytes of whole gradients while a unit's backward runs, beside sums and slots."""
-        convention, row = self.convention, self.layout.row
+        convention = self.convention
         if convention.engine:
-            return unit.largest * self.layout.widths.wire
-        if unit.block:
-            whole = row.gradient is Placement.SHARDED
-            return unit.parameters * convention.unit_gradient * convention.unit_gradients if whole else 0.0
-        return unit.largest * convention.head_gradient if unit.output <= 4 else 0.0
-
-
-def _is_end(units: Sequence[_Profile], index: int) -> bool:
-    """Return whether a unit is the first or the last of a run of like ones, between which bytes change evenly."""
-    if index in (0, len(units) - 1):
-        return True
-    before, unit, after = units[index - 1 : index + 2]
-    return before[1:] != unit[1:] or unit[1:] != after[1:]
+            made = unit.gradients - unit.backward
+            return max(0.0, made) if unit.gradients else unit.largest * self.layout.widths.wire
+        if not unit.block:
+            return unit.largest * convention.head_gradient if unit.output <= 4 else 0.0
+        if self.layout.row.gradient is Placement.REPLICATED:
+            return 0.0
+        return unit.parameters * convention.unit_gradient * convention.unit_gradients

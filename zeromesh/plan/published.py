@@ -70,20 +70,26 @@ class Outcome(NamedTuple):
     measured: float
     note: str = ""  # reason why it cannot be judged, or what the prediction assumes
     decimals: int = 12  # printed by the source
+    high: float | None = None  # upper end of the prediction, where the row's inputs are cut off
 
     @property
     def error(self) -> float | None:
         """Relative error with its sign, of the prediction; None where there is none."""
         if self.predicted is None:
             return None
-        return (self.predicted - self.measured) / self.measured if self.measured else float(self.predicted != 0)
+        nearest = self.predicted if self.high is None else min(max(self.measured, self.predicted), self.high)
+        return (nearest - self.measured) / self.measured if self.measured else float(nearest != 0)
 
     @property
     def printed(self) -> bool:
-        """True if the prediction, rounded as the source rounds, is the measured value."""
-        # A source may cut digits or round them; half a unit of the last digit is allowed for floating point alone.
+        """True if the source would print the prediction as it printed the figure, rounded or cut off."""
+        if self.predicted is None:
+            return False
+        # Nothing but floating point is forgiven beyond the last digit.
         unit = 10.0**-self.decimals
-        return self.predicted is not None and abs(self.predicted - self.measured) <= unit / 2 * (1 + 1e-9)
+        slack, high = unit * 1e-6, self.predicted if self.high is None else self.high
+        rounded = self.predicted - unit / 2 - slack <= self.measured <= high + unit / 2 + slack
+        return rounded or -slack <= high - self.measured < unit
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,8 @@ class PublishedRow:
         """Placement of states over ranks and tiers."""
         row = PLACEMENTS[self.stage]
         parameters, optimizer = _tiers(self)
+        if parameters is not Tier.DEVICE and self.stage == 0:
+            row = PLACEMENTS[3]  # what leaves the device comes back unit by unit, as where it is sharded
         if optimizer is not Tier.DEVICE and row.optimizer is Placement.REPLICATED:
             row = replace(row, optimizer=Placement.SHARDED)
         if row.parameter is Placement.REPLICATED:
@@ -295,7 +303,8 @@ def _check_measured(values: Mapping[str, Any], place: str) -> None:
 
 def _decimals(value: Any) -> int:
     text = repr(value)
-    return len(text.split(".")[1]) if "." in text and "e" not in text else 0
+    digits = text.split(".")[1] if "." in text and "e" not in text else ""
+    return 0 if digits == "0" else len(digits)
 
 
 def _size(row: PublishedRow, name: str) -> int:

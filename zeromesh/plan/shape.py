@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from zeromesh.plan.conventions import ActivationRule
+from zeromesh.plan.conventions import PLAIN, ActivationRule
 from zeromesh.plan.cost import NONE, Divided, ModelCost, Recompute, UnitCost
 from zeromesh.plan.kernels import block_kernels, embedding_kernels, head_kernels
 
@@ -53,7 +53,7 @@ class TransformerCost:
     """
 
     shape: TransformerShape
-    rule: ActivationRule = ActivationRule()
+    rule: ActivationRule = PLAIN
 
     @property
     def name(self) -> str:
@@ -62,7 +62,10 @@ class TransformerCost:
 
     def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
         """Return the cost of a micro-batch; ``context`` ranks share each sequence."""
-        return _cost(self.shape, self.rule, micro_batch, sequence, context)
+        cost = _cost(self.shape, self.rule, micro_batch, sequence, context)
+        if self.rule.head:
+            return cost
+        return replace(cost, units=(replace(cost.units[0], saved={}), *cost.units[1:]))
 
 
 @lru_cache(maxsize=256)
@@ -87,8 +90,9 @@ def _cost(shape: TransformerShape, rule: ActivationRule, micro_batch: int, seque
 def _embedding(shape: TransformerShape, tokens: float) -> UnitCost:
     hidden = shape.hidden
     mask = Divided(tokens=tokens * hidden) if shape.dropout else NONE
+    parameters = Divided(split=shape.vocabulary * hidden, whole=shape.positions * hidden)
     return UnitCost(
-        "embedding", False, Divided(split=shape.vocabulary * hidden, whole=shape.positions * hidden),
+        "embedding", False, parameters, resident=parameters,
         largest=Divided(split=shape.vocabulary * hidden),
         # Token numbers of 8 bytes; they are whole on every rank.
         saved=dict.fromkeys(Recompute, mask.plus(Divided(whole=8 * tokens))),
@@ -139,7 +143,7 @@ def _head(shape: TransformerShape, rule: ActivationRule, tokens: float) -> UnitC
     table = Divided(split=float(vocabulary * hidden))
     parameters = norm if shape.tied else norm.plus(table)
     if not rule.head:
-        return UnitCost("head", False, parameters, shared=table if shape.tied else NONE)
+        return UnitCost("head", False, parameters, resident=parameters, shared=table if shape.tied else NONE)
     stream = Divided(tokens=2 * tokens * hidden)
     logits = Divided(split=tokens * vocabulary)
     # Sequence parallelism gathers the whole input for the product, in the forward and again in the backward.
@@ -147,7 +151,7 @@ def _head(shape: TransformerShape, rule: ActivationRule, tokens: float) -> UnitC
     whole = Divided(tokens=-stream_size, whole=2 * stream_size)  # its own and the gradient of it
     kept = stream.times(2).plus(logits.times(rule.logits_kept))
     return UnitCost(
-        "head", False, parameters, largest=table, shared=table if shape.tied else NONE,
+        "head", False, parameters, resident=parameters, largest=table, shared=table if shape.tied else NONE,
         saved=dict.fromkeys(Recompute, kept),
         output=Divided(whole=4.0),
         forward_peak=logits.times(max(0.0, rule.logits_forward - rule.logits_kept)),

@@ -24,7 +24,7 @@ class RankStates:
     gathered: float = 0.0  # slots of gathered units, the whole step
     # Buffers for whole gradients, their sums and what is sent; from the first backward on.
     working: float = 0.0
-    shards: tuple[float, ...] = ()  # gradient on the device of each unit, where it grows during the first backward
+    returned: bool = False  # gradients and these buffers have no memory from an update to the next backward
 
     def add(self, state: str, tier: Tier, size: float) -> None:
         """Count bytes that rest."""
@@ -37,38 +37,51 @@ def shards_of(layout: ParallelLayout, convention: Convention) -> int:
     return layout.data * (layout.context if convention.context_shards else 1)
 
 
-def states_of(units: Sequence[float], layout: ParallelLayout, convention: Convention) -> RankStates:
-    """Return the states of a rank whose units have so many elements each, the one outside of blocks first."""
+def states_of(units: Sequence[tuple[float, int]], layout: ParallelLayout, convention: Convention) -> RankStates:
+    """Return a rank's states.
+
+    Args:
+        units: elements of each unit and the number of such units; the one outside of blocks is the first.
+        layout: placement and widths.
+        convention: what is kept.
+    """
     if convention.engine:
         return _engine_states(units, layout)
     row, widths, ranks = layout.row, convention.widths, shards_of(layout, convention)
-    found, total = RankStates(), sum(units)
+    found, total = RankStates(), sum(size * count for size, count in units)
     share = {Placement.SHARDED: 1 / ranks, Placement.REPLICATED: 1.0}
     sharded = row.parameter is Placement.SHARDED
     if not (sharded and convention.in_master):
         found.add("parameter", row.parameter_tier, total * widths.parameter * share[row.parameter])
-    gradients = total * widths.gradient * share[row.gradient]
-    found.add("gradient", row.gradient_tier, gradients)
-    tier = row.optimizer_tier
-    found.add("optimizer", tier, total * (widths.master + widths.states) * share[row.optimizer])
-    if sharded:
-        found.gathered = (sum(_largest(units[1:], convention.gathered)) + units[0]) * widths.parameter
-        if not convention.gathered:
-            found.gathered = 0.0
+    found.add("gradient", row.gradient_tier, total * widths.gradient * share[row.gradient])
+    found.add("optimizer", row.optimizer_tier, total * (widths.master + widths.states) * share[row.optimizer])
+    if sharded and convention.gathered:
+        found.gathered = (_largest(units[1:], convention.gathered) + units[0][0]) * widths.parameter
     return found
 
 
-def _largest(sizes: Sequence[float], count: int) -> list[float]:
-    return sorted(sizes, reverse=True)[:count]
+def _largest(sizes: Sequence[tuple[float, int]], count: int) -> float:
+    """Return the sum of the ``count`` largest."""
+    total = 0.0
+    for size, number in sorted(sizes, reverse=True):
+        total += size * min(number, count)
+        count -= min(number, count)
+    return total
 
 
-def _rows(units: Sequence[float], row: PlacementRow) -> list[PlacementRow]:
-    """Return the row of each unit; the first ones stay on the device where a share is offloaded."""
-    rows, stays = [], (1 - row.offloaded) * sum(units)
-    for size in units:
-        rows.append(row.on_device if size <= stays else row)
-        stays -= size if size <= stays else 0
-    return rows
+def _rows(
+    units: Sequence[tuple[float, int]], row: PlacementRow
+) -> list[tuple[float, int, PlacementRow]]:  # fmt: skip
+    """Return units with their rows; the first ones stay on the device where a share is offloaded."""
+    stays = (1 - row.offloaded) * sum(size * count for size, count in units)
+    found = []
+    for size, count in units:
+        if not size:
+            continue
+        here = min(count, int(stays // size + 1e-9)) if row.offloaded < 1 else 0
+        stays -= here * size
+        found += [(size, here, row.on_device)] * (here > 0) + [(size, count - here, row)] * (here < count)
+    return found
 
 
 def _pad(elements: float, width: int, ranks: int) -> float:
@@ -76,31 +89,36 @@ def _pad(elements: float, width: int, ranks: int) -> float:
     return ceil(elements / multiple) * multiple
 
 
-def _engine_states(units: Sequence[float], layout: ParallelLayout) -> RankStates:
+def _engine_states(units: Sequence[tuple[float, int]], layout: ParallelLayout) -> RankStates:
     """Return the states as the engine keeps them; the same arithmetic as in ``zeromesh.shard``."""
     row, widths, ranks = layout.row, layout.widths, layout.data * layout.context
-    sizes = [_pad(size, widths.parameter, ranks) if size else 0.0 for size in units]
     found = RankStates()
-    sharded = row.parameter is Placement.SHARDED
-    stored: list[float] = []  # bytes of units in files: states, and parameters
-    files: list[float] = []
-    for size, whole, own_row in zip(sizes, units, _rows(units, row), strict=True):
-        if size:
-            _place(found, size, whole / ranks if row.optimizer is Placement.SHARDED else whole, own_row, widths, ranks,
-                   (files, stored))  # fmt: skip
-    _place_gradients(found, [size for size in sizes if size], _rows(units, row), layout, ranks)
+    files: list[tuple[float, int]] = []  # bytes of units in files: states, and parameters
+    stored: list[tuple[float, int]] = []
+    placed = _rows(units, row)
+    sizes = [(_pad(size, widths.parameter, ranks), count, own_row) for size, count, own_row in placed]
+    for (whole, count, own_row), (size, _, _) in zip(placed, sizes, strict=True):
+        one = RankStates()
+        own = whole / ranks if row.optimizer is Placement.SHARDED else whole
+        _place(one, size, own, own_row, widths, ranks)
+        for (state, tier), nbytes in one.resting.items():
+            found.resting[state, tier] += nbytes * count
+            if tier == Tier.NVME.value:
+                (files if state == "optimizer" else stored).append((nbytes, count))
+    _place_gradients(found, sizes, layout, ranks)
+    if any(_splits(own_row, widths) for _, _, own_row in sizes):
+        # One split master at a time is joined in memory of its own.
+        found.add("slot", Tier.HOST, max(size for size, _, _ in sizes) / ranks * widths.master)
     for blocks, buffers in ((files, STATE_BUFFERS), (stored, PARAMETER_BUFFERS)):
-        found.add("slot", Tier.HOST, sum(_largest(blocks, buffers)))
-    if sharded:
-        found.gathered = sum(_largest(sizes[1:], layout.parameter_slots)) * widths.parameter
-        found.gathered += sizes[0] * widths.parameter
+        found.add("slot", Tier.HOST, _largest(blocks, buffers))
+    if row.parameter is Placement.SHARDED:
+        outside = _pad(units[0][0], widths.parameter, ranks) if units[0][0] else 0.0
+        blocks = [(_pad(size, widths.parameter, ranks), count) for size, count in units[1:]]
+        found.gathered = (_largest(blocks, layout.parameter_slots) + outside) * widths.parameter
     return found
 
 
-def _place(
-    found: RankStates, size: float, elements: float, row: PlacementRow, widths: Widths, ranks: int,
-    files: tuple[list[float], list[float]],
-) -> None:  # fmt: skip
+def _place(found: RankStates, size: float, elements: float, row: PlacementRow, widths: Widths, ranks: int) -> None:
     """Count parameters, master and states of one unit; ``elements`` are its own without padding."""
     sharded = row.parameter is Placement.SHARDED
     own = size / ranks if row.optimizer is Placement.SHARDED else size
@@ -115,16 +133,14 @@ def _place(
         bytes_at_rest = size / ranks * rest
         if row.parameter_tier is Tier.NVME:
             bytes_at_rest = ceil(bytes_at_rest / FILE_ALIGNMENT) * FILE_ALIGNMENT
-            files[1].append(bytes_at_rest)
         found.add(state, row.parameter_tier, bytes_at_rest)
     else:
         found.add("parameter", Tier.DEVICE, size * rest)
-    split = row.split and row.optimizer_tier is not Tier.DEVICE and widths.master == 2 * widths.parameter
+    split = _splits(row, widths)
     kept = widths.parameter if split else master
     if row.optimizer_tier is Tier.NVME:
         block = own * (kept + widths.states)
-        files[0].append(ceil(block / FILE_ALIGNMENT) * FILE_ALIGNMENT)
-        found.add("optimizer", Tier.NVME, files[0][-1])
+        found.add("optimizer", Tier.NVME, ceil(block / FILE_ALIGNMENT) * FILE_ALIGNMENT)
         return
     if apart or rest != master:
         found.add("optimizer", row.optimizer_tier, own * kept)
@@ -132,36 +148,36 @@ def _place(
     found.add("optimizer", row.optimizer_tier, (own if split else elements) * widths.states)
 
 
+def _splits(row: PlacementRow, widths: Widths) -> bool:
+    return row.split and row.optimizer_tier is not Tier.DEVICE and widths.master == 2 * widths.parameter
+
+
 def _place_gradients(
-    found: RankStates, sizes: Sequence[float], rows: Sequence[PlacementRow], layout: ParallelLayout, ranks: int
+    found: RankStates, sizes: Sequence[tuple[float, int, PlacementRow]], layout: ParallelLayout, ranks: int
 ) -> None:
     row, widths, accumulates = layout.row, layout.widths, layout.accumulation > 1
     sharded, owned = row.gradient is Placement.SHARDED, row.optimizer is Placement.SHARDED
     # What is reduced at once is as narrow as what is sent; sums of micro-batches are as wide as those in the shards.
     width = widths.wire if owned and (sharded or not accumulates) else widths.gradient
     alone = ranks * layout.replicate == 1 and not accumulates
-    shards = []
-    for size, own_row in zip(sizes, rows, strict=False):
+    for size, count, own_row in sizes:
         tier, own = own_row.gradient_tier, size / ranks if owned else size
         in_full = tier is Tier.DEVICE and width == widths.gradient and not sharded
         kept = width if tier is not Tier.DEVICE and alone and width <= widths.gradient else widths.gradient
-        if not in_full:
-            found.add("gradient", tier, own * kept)
-        shards.append(own * kept if not in_full and tier is Tier.DEVICE else 0.0)
-    count = layout.gradient_slots if sharded else len(sizes)
-    limit = max(1, min(2, count - 1))  # reductions under way at a time
-    full = sum(_largest(sizes, count)) * width
+        found.add("gradient", tier, 0.0 if in_full else own * kept * count)
+    number = sum(count for _, count, _ in sizes)
+    plain = [(size, count) for size, count, _ in sizes]
+    slots = layout.gradient_slots if sharded else number
+    limit = max(1, min(2, slots - 1))  # reductions under way at a time
+    full, others = _largest(plain, slots) * width, 0.0
     if not sharded:
         found.add("gradient", Tier.DEVICE, full)
-    others = 0.0
     if ranks > 1:
         sends = limit if owned else limit + 1
-        others += sum(_largest(sizes, sends)) * widths.wire if width != widths.wire else 0.0
-        others += sum(_largest(sizes, limit)) / ranks * widths.wire
-        landing = [size / ranks * widths.gradient for size, one in zip(sizes, rows, strict=False)
-                   if one.gradient_tier is not Tier.DEVICE]  # fmt: skip
-        others += sum(_largest(landing, limit))
+        others += _largest(plain, sends) * widths.wire if width != widths.wire else 0.0
+        others += _largest(plain, limit) / ranks * widths.wire  # sums that other ranks' parts go into
+        landing = [(size, count) for size, count, one in sizes if one.gradient_tier is not Tier.DEVICE]
+        others += _largest(landing, limit) / ranks * widths.gradient
     found.working = (full if sharded else 0.0) + others
     # Where parameters are sharded, gradients give their memory back after each update.
-    if row.parameter is Placement.SHARDED:
-        found.shards = tuple(shards)
+    found.returned = row.parameter is Placement.SHARDED

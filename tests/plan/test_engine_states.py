@@ -1,0 +1,152 @@
+"""States that the planner foresees are those that the engine reports, byte by byte."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeromesh
+from harness import on_ranks
+from zeromesh.model.placement import ROWS, PlacementRow, Tier
+from zeromesh.plan.cost import Divided, ModelCost, UnitCost
+from zeromesh.plan.layout import ParallelLayout
+from zeromesh.plan.memory import memory_of
+
+WIDTH, WORDS, DEPTH = 64, 128, 5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float().square().mean()
+
+
+class Cost:
+    """The decoder's parameters, counted by hand."""
+
+    name = "decoder"
+
+    def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
+        embed, head = Divided(WORDS * WIDTH), Divided(WORDS * WIDTH + WORDS)
+        block = Divided(2 * (2 * WIDTH * WIDTH) + 3 * WIDTH)
+        units = (
+            UnitCost("embed", False, embed, resident=embed),
+            *(UnitCost(f"blocks.{index}", True, block) for index in range(DEPTH)),
+            UnitCost("head", False, head, resident=head),
+        )
+        return ModelCost(self.name, micro_batch, sequence, context, units)
+
+
+HOST = {"device": "cpu"}
+CASES: dict[str, tuple[dict[str, Any], PlacementRow]] = {
+    **{f"row {number}": ({"stage": number}, row) for number, row in ROWS.items()},
+    **{
+        f"row {number}, optimizer on the host": (
+            {"stage": number, "offload_optimizer": HOST},
+            PlacementRow(row.parameter, row.gradient, row.optimizer, Tier.DEVICE, Tier.HOST, Tier.HOST),
+        )
+        for number, row in ROWS.items()
+        if number
+    },
+    "parameters on the host": (
+        {"stage": 3, "offload_param": HOST},
+        PlacementRow(*[ROWS[3].parameter] * 3, parameter_tier=Tier.HOST),
+    ),
+    "all on the host": (
+        {"stage": 3, "offload_param": HOST, "offload_optimizer": HOST},
+        PlacementRow(*[ROWS[3].parameter] * 3, Tier.HOST, Tier.HOST, Tier.HOST),
+    ),
+    "all on the host, split": (
+        {"stage": 3, "offload_param": HOST, "offload_optimizer": {**HOST, "split_master": True}},
+        PlacementRow(*[ROWS[3].parameter] * 3, Tier.HOST, Tier.HOST, Tier.HOST, split=True),
+    ),
+    "a share on the host": (
+        {"stage": 2, "offload_optimizer": {**HOST, "ratio": 0.5}},
+        PlacementRow(*[ROWS[2].parameter, *[ROWS[2].gradient] * 2], Tier.DEVICE, Tier.HOST, Tier.HOST, offloaded=0.5),
+    ),
+    "optimizer on disk": (
+        {"stage": 3, "offload_optimizer": {"device": "nvme"}},
+        PlacementRow(*[ROWS[3].parameter] * 3, Tier.DEVICE, Tier.HOST, Tier.NVME),
+    ),
+    "all on disk": (
+        {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
+        PlacementRow(*[ROWS[3].parameter] * 3, Tier.NVME, Tier.HOST, Tier.NVME),
+    ),
+}
+
+
+def reported(zero: dict[str, Any], steps: int, folder: Path, ranks: int) -> dict[tuple[str, str], int]:
+    for key in ("offload_param", "offload_optimizer"):
+        if zero.get(key, {}).get("device") == "nvme":
+            zero = zero | {key: {**zero[key], "nvme_path": str(folder)}}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": steps,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": True},
+        "units": ["Block"],
+    }
+    engine = zeromesh.initialize(model=Decoder(), config=config)[0]
+    for _ in range(steps):
+        engine.backward(engine(torch.arange(8).view(1, 8)))
+        engine.step()
+    report = engine.memory_report()
+    sizes = {(state, tier): size for state in ("parameter", "gradient", "optimizer", "slot")
+             for tier, size in report[state].items() if size}  # fmt: skip
+    # Numbers of the steps, one for each parameter, are not in the plan; beside files they are on the host.
+    for flat in engine.sharded.flats:
+        for _, _, piece in flat.pieces:
+            tier = "host" if flat.optimizer_tier is Tier.NVME else flat.optimizer_tier.value
+            values = engine.optimizer.state.get(piece.parameter, {}).values()
+            numbers = sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and not value.ndim)
+            if numbers:
+                sizes["optimizer", tier] -= numbers
+    engine.destroy()
+    return {key: size for key, size in sizes.items() if size}
+
+
+def check(folder: Path, ranks: int, names: list[str]) -> None:
+    for name in names:
+        zero, row = CASES[name]
+        for steps in (1, 3):
+            layout = ParallelLayout(data=ranks, row=row, accumulation=steps)
+            (rank,) = memory_of(Cost(), 8, layout)
+            foreseen = {key: size for key, size in rank.states.items() if size}
+            assert reported(zero, steps, folder, ranks) == foreseen, (name, steps)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", list(CASES))
+def test_states_of_one_rank(name: str, tmp_path: Path) -> None:
+    check(tmp_path, 1, [name])
+
+
+@pytest.mark.full
+@on_ranks(2)
+def test_states_of_two_ranks(tmp_path: Path) -> None:
+    check(tmp_path, 2, list(CASES))
+
+
+@on_ranks(2)
+def test_states_of_some_rows(tmp_path: Path) -> None:
+    check(tmp_path, 2, ["row 1", "row 3", "a share on the host", "all on disk"])

@@ -1,0 +1,233 @@
+"""Predictions for published figures of memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from math import ceil
+
+from zeromesh.model.placement import ROWS, PlacementRow, Tier
+from zeromesh.plan.conventions import CONVENTIONS, Convention
+from zeromesh.plan.cost import Recompute
+from zeromesh.plan.layout import ParallelLayout, Widths
+from zeromesh.plan.memory import RankMemory, memory_of
+from zeromesh.plan.published import Outcome, PublishedRow, UnjudgedError
+from zeromesh.plan.shape import TransformerCost
+from zeromesh.plan.states import states_of
+
+GB, GIB, MIB = 1e9, 2.0**30, 2.0**20
+HOST_PER_DEVICE = 1.5e12 / 16  # bytes: a DGX-2, on which the papers with offloading ran, has 1.5 TB for 16 devices
+
+# Framework that a source has measured with; what each keeps is in the table of conventions.
+FRAMEWORKS = {
+    "zero2019": "zero paper", "zero_offload2021": "deepspeed", "zero3_offload2021": "deepspeed",
+    "zero_infinity2021": "deepspeed", "ds_estimator": "deepspeed", "korthikanti2022": "megatron paper",
+    "simumax_b200": "megatron", "torchtitan": "fsdp2", "stas00": "deepspeed", "ds_blogs": "deepspeed",
+    "bigscience": "megatron", "nanotron_bench": "nanotron", "megatrain2026": "deepspeed",
+}  # fmt: skip
+
+
+def judge(rows: Iterable[PublishedRow]) -> list[Outcome]:
+    """Return an outcome for each figure of memory; those that cannot be judged have the reason in their notes."""
+    found: list[Outcome] = []
+    for row in rows:
+        for quantity in row.measured:
+            if quantity not in QUANTITIES:
+                continue
+            try:
+                found += QUANTITIES[quantity](row, quantity)
+            except ValueError as error:
+                value = row.measured[quantity]
+                found.append(row.outcome(quantity, None, str(error), 0.0 if isinstance(value, Mapping) else value))
+        if row.kind.startswith("max_model") and not any(key in QUANTITIES for key in row.measured):
+            found += _attempt(row, "fits", _largest_that_fits)
+    return found
+
+
+def _attempt(row: PublishedRow, quantity: str, judged: Callable[[PublishedRow], Outcome]) -> Iterator[Outcome]:
+    try:
+        yield judged(row)
+    except ValueError as error:
+        yield row.outcome(quantity, None, str(error), 1.0)
+
+
+def convention_of(row: PublishedRow) -> Convention:
+    """Return what the row's framework keeps; raise UnjudgedError where it is not known."""
+    name = FRAMEWORKS.get(row.source)
+    if name is None:
+        raise UnjudgedError(f"which framework {row.source} has measured with is not known")
+    return CONVENTIONS[name]
+
+
+# Model states alone, by formula.
+
+
+def _states(row: PublishedRow, elements: float, convention: Convention, layout: ParallelLayout) -> float:
+    """Bytes of model states on a device."""
+    resting = states_of([(0.0, 1), (elements, 1)], layout, convention).resting
+    return sum(size for (_, tier), size in resting.items() if tier == "device")
+
+
+def _paper_states(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
+    convention = convention_of(row)
+    bytes_each = re.search(r"(\d+)\+(\d+)\+(\d+)", row.layout.get("precision") or "")
+    if bytes_each:
+        parameter, gradient, rest = map(int, bytes_each.groups())
+        widths = Widths(parameter, gradient, gradient, master=4, states=rest - 4)
+        convention = replace(convention, widths=widths)
+    layout = ParallelLayout(data=int(row.needs("layout", "dp")), row=row.placement)
+    yield row.outcome(quantity, _states(row, row.needs("model", "params"), convention, layout) / GB)
+
+
+def _estimate(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
+    """DeepSpeed's estimators of model states, by their documented formulas."""
+    low, high = (_estimated(row, quantity, more) / GIB for more in (0.0, 1e6))
+    # The estimator prints elements in whole millions, cut off; the amounts lie between.
+    note = f"elements are printed in whole millions, so between {low:.4g} and {high:.4g}"
+    yield row.outcome(quantity, low, note)._replace(high=high)
+
+
+def _estimated(row: PublishedRow, quantity: str, more: float) -> float:
+    params = float(row.needs("model", "params")) + more
+    layer = 4 * (float(row.needs("model", "largest_layer")) + more)  # parameters and gradients of the largest layer, 16 bits
+    ranks, spare = int(row.needs("layout", "dp")), 1.5  # the host's spare memory, for what is not states
+    node = int(row.hardware.get("gpus_per_node") or row.needs("hardware", "gpus"))
+    on_host = row.placement.optimizer_tier.value == "host", row.placement.parameter_tier.value == "host"
+    share, stage, device = node / ranks, row.stage, quantity == "states_gib_per_gpu"
+    if stage == 3:
+        here = layer + (0.0 if all(on_host) else (2 if on_host[0] else 18) * params / ranks)
+        if device:
+            return here
+        if row.layout.get("zero_init") == 0:
+            return params * max(4 * node, (18 if all(on_host) else 16) * share if on_host[0] else 0.0) * spare
+        init = (18 if all(on_host) else 16) * share * params if on_host[0] else layer * node
+        return init * spare
+    if stage not in (1, 2):
+        raise UnjudgedError(f"the estimators know rows 2 and 3, and the row is {stage}")
+    if device:
+        return 2 * params if on_host[0] else 4 * params + 16 * params / ranks
+    return params * max(4 * node, 16.0 if on_host[0] else 0.0) * spare
+
+
+# The papers' activations: the first stage, without embedding and loss.
+
+
+def paper_memory(row: PublishedRow, layout: ParallelLayout, convention: Convention) -> tuple[float, float]:
+    """Return bytes of states of blocks alone and of activations of the first stage."""
+    shape = replace(row.shape, fused_attention=False, dropout=True)
+    first = memory_of(TransformerCost(shape, convention.activations), row.sequence, layout, conventions=convention)[0]
+    # States count the matrices of blocks alone: 12 h^2 elements of each.
+    matrices = 12 * shape.layers * shape.hidden**2 / (layout.tensor * layout.pipeline)
+    states = sum(states_of([(0.0, 1), (matrices, 1)], layout, convention).resting.values())
+    return states, max(moment.bytes["activation"] for moment in first.timeline if "activation" in moment.bytes)
+
+
+def _paper_activations(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
+    convention, layout = convention_of(row), row.parallel
+    states, activations = paper_memory(row, layout, convention)
+    if quantity == "percent_of_tensor_only":
+        plain = paper_memory(row, replace(layout, recompute=Recompute.NONE, sequence=False), convention)[1]
+        yield row.outcome(quantity, 100 * activations / plain, "read off a figure by the row's source")
+    else:
+        yield row.outcome(quantity, (states if quantity == "states_gib" else activations) / GIB)
+
+
+# Allocators' peaks.
+
+
+def measured_layout(row: PublishedRow) -> tuple[TransformerCost, ParallelLayout, Convention]:
+    """Return what a framework trains with for a row."""
+    convention, layout, shape = convention_of(row), row.parallel, row.shape
+    if (row.layout.get("ep") or 1) > 1 or row.model.get("params_active"):
+        raise UnjudgedError("a mixture of experts, for which there is no shape")
+    multiple = convention.vocabulary_multiple * layout.tensor
+    shape = replace(shape, vocabulary=ceil(shape.vocabulary / multiple) * multiple, dropout=False)
+    return TransformerCost(shape, convention.activations), layout, convention
+
+
+def rank_memories(row: PublishedRow) -> list[RankMemory]:
+    """Return the memory of all pipeline ranks of a row's run."""
+    source, layout, convention = measured_layout(row)
+    return memory_of(source, row.sequence, layout, conventions=convention)
+
+
+def _peak(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
+    ranks = rank_memories(row)
+    unit = MIB if quantity.endswith("mib") else GB if "_gb" in quantity else GIB
+    peak = max(ranks, key=lambda rank: rank.peak.total)
+    size = max(rank.reserved for rank in ranks) if "reserved" in quantity else peak.peak.total
+    note = f"{peak.peak.label} of pipeline rank {peak.pipeline_rank}"
+    yield row.outcome(quantity, ceil(size / unit) if "rounded_up" in quantity else size / unit, note)
+
+
+# Largest models.
+
+
+def _theory(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
+    """Largest models whose states fit a device, in billions of parameters, by row."""
+    convention, memory = convention_of(row), row.device_memory / GIB * GB
+    tensor = int(row.needs("layout", "tp"))
+    for name, size in row.measured[quantity].items():
+        layout = ParallelLayout(data=int(row.needs("layout", "dp")), row=_named(name))
+        largest = memory / _states(row, 1e9, convention, layout)
+        if quantity == "theory_B":
+            # The table multiplies what one rank of the tensor axis can have, after rounding it.
+            note = "the paper prints trillions with one digit" if largest * tensor >= 500 else ""
+            yield row.outcome(f"{quantity}.{name}", round(largest, 1) * tensor, note, size)
+        else:
+            yield row.outcome("fits", float(size <= largest * tensor), f"{size} B parameters, {name}", 1.0)
+
+
+def _named(name: str) -> PlacementRow:
+    number = re.search(r"\d", name)
+    if number is None or int(number[0]) not in ROWS:
+        raise UnjudgedError(f"{name!r} names no row of the table")
+    return ROWS[int(number[0])]
+
+
+def _largest_that_fits(row: PublishedRow) -> Outcome:
+    """Return whether the states of a model that was trained fit the tiers of the machine."""
+    convention, placement = convention_of(row), row.placement
+    if placement.optimizer_tier is Tier.NVME:
+        placement = replace(placement, gradient_tier=Tier.NVME)  # ZeRO-Infinity keeps gradients with what they update
+    if isinstance(row.layout.get("tp"), str):
+        raise UnjudgedError("the row does not say how many tensor ranks there are")
+    params, gpus = row.needs("model", "params"), int(row.needs("hardware", "gpus"))
+    split = int(row.layout.get("tp") or 1) * int(row.layout.get("pp") or 1)
+    layout = ParallelLayout(data=int(row.layout.get("dp") or gpus // split), row=placement)
+    resting = states_of([(0.0, 1), (params / split, 1)], layout, convention).resting
+    on = {tier: sum(size for (_, where), size in resting.items() if where == tier) for tier in ("device", "host")}
+    host = float(row.hardware.get("host_gb") or 0) * GB or HOST_PER_DEVICE * max(gpus, 16)
+    fits = on["device"] <= row.device_memory and on["host"] * gpus <= host
+    note = f"states: {on['device'] / GB:.1f} GB of a device, {on['host'] * gpus / 1e12:.2f} TB of all hosts"
+    return row.outcome("fits", float(fits), note, 1.0)
+
+
+def _maximum(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
+    size = float(row.measured[quantity]) * 1e9
+    yield _largest_that_fits(replace(row, model={**row.model, "params": size}))
+
+
+def _sequence(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
+    raise UnjudgedError("it says neither the memory that was left nor which parts were tiled and moved to the host")
+
+
+QUANTITIES: dict[str, Callable[[PublishedRow, str], Iterator[Outcome]]] = {
+    "states_gb_per_gpu": _paper_states,
+    "states_gib_per_gpu": _estimate,
+    "host_gib_per_node": _estimate,
+    "states_gib": _paper_activations,
+    "activation_gib": _paper_activations,
+    "percent_of_tensor_only": _paper_activations,
+    "memory_gib": _peak,
+    "peak_allocated_mib": _peak,
+    "reserved_gib": _peak,
+    "reserved_mib": _peak,
+    "memory_gb_rounded_up": _peak,
+    "theory_B": _theory,
+    "measured_B": _theory,
+    "max_B": _maximum,
+    "max_tokens": _sequence,
+}
+"""Measured values that this module predicts."""
