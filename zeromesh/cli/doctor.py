@@ -19,6 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from zeromesh.cli.machine_file import check_target, save_machine, speeds_of_rank, wanted_ranks
 from zeromesh.comm.agreement import texts, world_group
 from zeromesh.comm.environment import (
     Environment,
@@ -45,8 +46,16 @@ SLOW = 4.0  # a link that is so many times slower than the median of its kind is
 Problem = dict[str, str]
 
 
-def doctor(folder: Path, ranks: int, as_json: bool) -> bool:
-    """Examine this machine, or all ranks of a launcher, and show it on rank 0; return whether nothing is wrong."""
+def doctor(folder: Path, ranks: int, as_json: bool, save: Path | None = None) -> bool:
+    """Examine this machine, or all ranks of a launcher, and show it on rank 0; return whether nothing is wrong.
+
+    With ``save``, products and kernels are measured too, and the file is written for the planner.
+
+    Raises:
+        ValueError: ``save`` cannot be written.
+    """
+    if save is not None:
+        check_target(save)
     report: dict[str, Any] = {"format": FORMAT, "environment": None, "backends": [], "nodes": [], "links": None}
     found: list[Problem] = []
     environment = _environment(found)
@@ -57,21 +66,32 @@ def doctor(folder: Path, ranks: int, as_json: bool) -> bool:
         say("measuring memory and disk")
         # Once on each node: ranks that measured at the same time would share its memory and disk.
         own = inventory(folder) if environment is None or environment.local_rank == 0 else None
+        measured = "links" if save is None else "links, products, kernels and the disk, in about 20 seconds"
+        ranks = ranks if save is None else wanted_ranks(ranks)
+        disk = None if save is None else folder
         if environment is not None and environment.world_size > 1:
-            say("measuring links")
-            report |= _of_all_ranks(environment, own, found)
+            say(f"measuring {measured}")
+            report |= _of_all_ranks(environment, own, disk, found)
         elif environment is not None and ranks > 1:
-            say(f"starting {ranks} ranks and measuring their links")
-            report |= _local_links(ranks, found)
+            say(f"starting {ranks} ranks and measuring their {measured}")
+            report |= _local_links(ranks, disk, found)
+        elif environment is not None and save is not None:
+            say("measuring products, kernels and the disk, in about 10 seconds")
+            report["speeds"] = [speeds_of_rank(None, folder)]
         report["nodes"] = report["nodes"] or ([own] if own else [])
+    speeds, node_of = report.pop("speeds", []), report.pop("node_of", None)
     found += _wrong_with(report)
     report["problems"] = found
     if environment is not None and environment.rank > 0:
         return not found  # rank 0 shows what all have found
+    if save is not None and speeds:
+        save_machine(save, report["nodes"], node_of or [0] * len(speeds), speeds, report["links"])
     if as_json:
         write(json.dumps(report, indent=2) + "\n")
     else:
         _show(report)
+    if save is not None:
+        print(f"{save}: {'written' if speeds else 'not written, as the speeds are unknown'}", file=sys.stderr)
     return not found
 
 
@@ -97,15 +117,20 @@ def _backends(environment: Environment | None) -> list[dict[str, Any]]:
     return rows
 
 
-def _of_all_ranks(environment: Environment, own: dict[str, Any] | None, found: list[Problem]) -> dict[str, Any]:
-    """Return the facts that need all ranks: the machines of all nodes, and the links."""
+def _of_all_ranks(
+    environment: Environment, own: dict[str, Any] | None, disk: Path | None, found: list[Problem]
+) -> dict[str, Any]:
+    """Return the facts that need all ranks: the machines of all nodes, and the links; with ``disk`` all speeds."""
     # Shorter than usual: a rank that does not come is what this command is to find out.
     waits = None if "ZEROMESH_START_TIMEOUT" in os.environ else timedelta(seconds=START_SECONDS)
     try:
         environment = init_distributed(environment=environment, start_timeout=waits)
         device = device_of_group(environment)
         said = [json.loads(text) for text in texts(world_group(device), json.dumps([own, environment.node_rank]))]
-        links = _links(environment, device, [node for _, node in said])
+        node_of = [node for _, node in said]
+        more: dict[str, Any] = {"links": _links(environment, device, node_of)}
+        if disk is not None:
+            more |= {"speeds": _speeds(environment, device, disk), "node_of": node_of}
     except (StartError, ValueError) as error:
         found.append({"problem": str(error), "remedy": "see the message, and what the other ranks say"})
         if environment.rank > 0:  # rank 0 may not be there to say it
@@ -114,21 +139,31 @@ def _of_all_ranks(environment: Environment, own: dict[str, Any] | None, found: l
     finally:
         shutdown()  # torch warns of a group that is still there at the end
     nodes = [facts for facts, _ in said if facts is not None]
-    return {"environment": asdict(environment), "nodes": nodes, "links": links}
+    return {"environment": asdict(environment), "nodes": nodes} | more
 
 
-def _local_links(ranks: int, found: list[Problem]) -> dict[str, Any]:
-    """Return the links between ranks that are started on this machine."""
+def _local_links(ranks: int, disk: Path | None, found: list[Problem]) -> dict[str, Any]:
+    """Return the links between ranks that are started on this machine; with ``disk`` all speeds."""
     try:
-        return {"links": launch(_measure_here, ranks)[0]}
+        result: dict[str, Any] = launch(_measure_here, ranks, disk)[0]
+        return result
     except RankFailure as error:
         found.append({"problem": f"{ranks} ranks here: {error.summary}", "remedy": "see the message"})
         return {}
 
 
-def _measure_here() -> dict[str, Any]:
+def _measure_here(disk: Path | None = None) -> dict[str, Any]:
     environment = init_distributed(start_timeout=timedelta(seconds=6 * START_SECONDS))
-    return _links(environment, device_of_group(environment), [0] * environment.world_size)
+    device = device_of_group(environment)
+    found: dict[str, Any] = {"links": _links(environment, device, [0] * environment.world_size)}
+    return found if disk is None else found | {"speeds": _speeds(environment, device, disk)}
+
+
+def _speeds(environment: Environment, device: torch.device, disk: Path) -> list[dict[str, Any]]:
+    """Return the times of all ranks, by rank. Collective."""
+    world = world_group(device)
+    own = speeds_of_rank(world, disk if environment.local_rank == 0 else None, environment.local_rank)
+    return [json.loads(text) for text in texts(world, json.dumps(own))]
 
 
 def _links(environment: Environment, device: torch.device, node_of: list[int]) -> dict[str, Any]:

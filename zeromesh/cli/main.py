@@ -163,12 +163,15 @@ def doctor(
         int, typer.Option(min=1, help="Start as many ranks here, to measure how fast they exchange data.")
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measure the devices too, and write a machine.json for plans.")
+    ] = None,
 ) -> None:
     """Show the hardware of this machine, or of all ranks, its speed, and problems."""
     with _errors():
         from zeromesh.cli.doctor import doctor as examine
 
-        sound = examine(folder, ranks, as_json)
+        sound = examine(folder, ranks, as_json, save)
     if not sound:
         raise typer.Exit(FAILED)
 

@@ -70,7 +70,7 @@ def devices() -> list[dict[str, Any]]:
 
 def processor() -> dict[str, Any]:
     """Return ``{model, cores, instructions}``: cores that this process may use, which of ``INSTRUCTIONS`` they have."""
-    lines = _lines("/proc/cpuinfo")
+    lines = read_lines("/proc/cpuinfo")
     values = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = set((values.get("flags") or values.get("Features") or "").split())  # of x86, of ARM
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -83,7 +83,9 @@ def processor() -> dict[str, Any]:
 
 def memory() -> dict[str, Any]:
     """Return the host's memory in bytes; ``shared`` is /dev/shm, and None stands for what is unknown."""
-    values = {key: int(rest.split()[0]) * 1024 for key, _, rest in (x.partition(":") for x in _lines("/proc/meminfo"))}
+    values = {
+        key: int(rest.split()[0]) * 1024 for key, _, rest in (x.partition(":") for x in read_lines("/proc/meminfo"))
+    }
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return {
         "total_bytes": values.get("MemTotal"),
@@ -97,7 +99,7 @@ def memory() -> dict[str, Any]:
 def memory_limit(groups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:
     """Return the bytes of host memory that the control groups of this process allow it; None for no limit."""
     limits = []  # each group above sets one too, and the lowest counts
-    for line in _lines(groups):
+    for line in read_lines(groups):
         _, kinds, name = line.split(":", 2)
         if kinds not in ("", "memory"):
             continue
@@ -105,7 +107,7 @@ def memory_limit(groups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
         top, file = (Path(root, "memory"), "memory.limit_in_bytes") if kinds else (Path(root), "memory.max")
         folder = Path(f"{top}{name}")
         for place in (folder, *folder.parents):
-            text = "".join(_lines(str(place / file))).strip()
+            text = "".join(read_lines(str(place / file))).strip()
             if text.isdecimal() and int(text) < 1 << 60:  # the first version's word for none is a huge number
                 limits.append(int(text))
             if place == top:
@@ -226,7 +228,8 @@ def problems(found: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{"problem": problem, "remedy": remedy} for wrong, problem, remedy in checks if wrong]
 
 
-def _lines(file: str) -> list[str]:
+def read_lines(file: str | Path) -> list[str]:
+    """Return the lines of a file of the system; none if it cannot be read."""
     with contextlib.suppress(OSError):
         return Path(file).read_text(errors="replace").splitlines()
     return []

@@ -32,7 +32,9 @@ class Device:
     """One kind of accelerator, or the processor of a rank.
 
     A product of matrices takes ``launch`` + 2 (rows + p) (columns + p) (sums + p) / (flops x product_efficiency), p
-    being ``product_padding``, or the time of its memory traffic where that is longer.
+    being ``product_padding``, or the time of its memory traffic where that is longer. Other kernels take ``launch`` and
+    the time of their traffic: its first ``cache`` bytes at ``cache_bandwidth``, the others at ``bandwidth`` x
+    memory_efficiency.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Device:
     reserved: float = 0.6e9  # bytes of its context and libraries
     source: str = ""  # of the figures
     product_padding: float = 64.0  # elements by which each dim of a product counts longer than it is
+    cache: float = 0.0  # bytes that a kernel reads and writes at ``cache_bandwidth``; 0: all are the memory's
+    cache_bandwidth: float = 0.0  # bytes per second
 
     @property
     def half(self) -> str:
@@ -71,11 +75,17 @@ class Device:
         operations = 2.0 * (rows + pad) * (columns + pad) * (sums + pad)
         computing = operations / (self.peak(dtype) * self.product_efficiency)
         moved = (rows * sums + sums * columns + rows * columns) * WIDTHS[dtype]
-        return self.launch + max(computing, moved / (self.bandwidth * self.memory_efficiency))
+        return self.launch + max(computing, self._moving(moved))
 
     def memory_seconds(self, size: float) -> float:
         """Return the time of a kernel that reads and writes ``size`` bytes together."""
-        return self.launch + size / (self.bandwidth * self.memory_efficiency)
+        return self.launch + self._moving(size)
+
+    def _moving(self, size: float) -> float:
+        # The first bytes, as many as a cache holds, are there from the kernel before.
+        cached = min(size, self.cache) if self.cache_bandwidth else 0.0
+        fast = cached / self.cache_bandwidth if cached else 0.0
+        return fast + (size - cached) / (self.bandwidth * self.memory_efficiency)
 
 
 @dataclass(frozen=True)
@@ -178,9 +188,8 @@ COUNT = "a whole number from 1 on"
 RULES: dict[str, str] = {
     **dict.fromkeys(("efficiency", "product_efficiency", "memory_efficiency"), SHARE),
     **dict.fromkeys(("devices", "cores", "shared", "count"), COUNT),
-    **dict.fromkeys(
-        ("latency", "launch", "reserved", "product_padding", "disk_read", "disk_write", "disk", "price"), NOT_NEGATIVE
-    ),
+    **dict.fromkeys(("latency", "launch", "reserved", "product_padding", "cache", "cache_bandwidth"), NOT_NEGATIVE),
+    **dict.fromkeys(("disk_read", "disk_write", "disk", "price"), NOT_NEGATIVE),
     **dict.fromkeys(("name", "source"), "text"),
 }
 

@@ -1,0 +1,81 @@
+"""``zeromesh doctor --save``: the measured machine as a file for the planner."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from zeromesh.comm.collectives import Group
+from zeromesh.observe.machine import devices
+from zeromesh.observe.speed import measure_speeds
+from zeromesh.plan.measured import NodeFacts, measured_machine
+from zeromesh.tiers.bandwidth import measure_bandwidth
+from zeromesh.tiers.nvme import MIB
+
+DISK_BYTES = 32 * MIB
+DISK_TRIES = 3
+
+
+def check_target(path: Path) -> None:
+    """Raise ValueError if no file can be written there, before anything is measured."""
+    if path.is_dir():
+        raise ValueError(f"--save {path}: is a folder; give the path of the file to write, such as machine.json")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--save {path}: there is no folder {path.parent}; make it first")
+
+
+def wanted_ranks(ranks: int) -> int:
+    """Return the number of ranks to start here: at least one for each accelerator, as the links join all of them."""
+    return max(ranks, len(devices()))
+
+
+def speeds_of_rank(world: Group | None, folder: Path | None, local_rank: int = 0) -> dict[str, Any]:
+    """Return this rank's times; with ``folder``, those of its disk too. Collective if there is a group."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # Not the group's device: ranks that exchange data through gloo compute on accelerators all the same.
+    count = torch.accelerator.device_count() if accelerator else 1
+    device = torch.device(accelerator.type, local_rank % count) if accelerator else torch.device("cpu")
+    disk = _disk(folder) if folder is not None else None
+
+    def meet(value: float) -> float:
+        if world is None:
+            return value
+        return float(world.exchange(torch.tensor([value], dtype=torch.float64)).max())
+
+    meet(0.0)  # disks are measured while the other ranks wait
+    return measure_speeds(device, meet) | {"disk": disk}
+
+
+def save_machine(
+    path: Path,
+    nodes: Sequence[Mapping[str, Any]],
+    node_of: Sequence[int],
+    speeds: Sequence[Mapping[str, Any]],
+    links: Mapping[str, Any] | None,
+) -> None:
+    """Write the file; ``nodes`` are inventories, and ``node_of`` and ``speeds`` have an entry for each rank."""
+    facts = []
+    for node, rank in zip(nodes, sorted(set(node_of)), strict=True):
+        ranks = [found for found, where in zip(speeds, node_of, strict=True) if where == rank]
+        have = node["memory"]
+        memory = have["limit_bytes"] or have["total_bytes"]
+        if memory is None:
+            raise ValueError(f"the memory of {node['host']} is unknown on this system; write {path} by hand")
+        read, write = next((found["disk"] for found in ranks if found["disk"]), (0.0, 0.0))
+        size = float(node["disk"]["free_bytes"] or 0) if read else 0.0
+        bandwidth, cores = have["bandwidth_bytes_per_second"], node["processor"]["cores"]
+        facts.append(NodeFacts(node["host"], float(memory), bandwidth, cores, (read, write, size), ranks))
+    measured_machine(facts, links).save(path)
+
+
+def _disk(folder: Path) -> tuple[float, float]:
+    """Return bytes per second read and written, as offloaded states are; 0 where the folder cannot be used."""
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        found = [measure_bandwidth(folder, DISK_BYTES) for _ in range(DISK_TRIES)]
+        return median(one.read for one in found), median(one.write for one in found)
+    return 0.0, 0.0
