@@ -27,13 +27,15 @@ class Habits:
     """Choices of a framework that a layout does not say; the defaults are this library's."""
 
     dtype: str = ""  # of products; "": the device's 16-bit one
-    joins_hidden: float = 0.0  # share of the tensor ranks' sums that goes on beside computation
+    joins_hidden: float = 0.0  # share of the tensor ranks' sums that goes on beside computation in the forward
+    joins_hidden_back: float = 0.0  # in the backward; of its reductions alone, under sequence parallelism
     reduces_early: bool = True  # gradients are reduced during the backward, not behind it
     publishes_early: bool = True  # updated parameters are gathered beside the next forward
     sums_once: bool = False  # gradients are reduced once for an update, in any row
     messages_block: bool = False  # a pipeline's rank computes nothing while it sends
     messages_scattered: bool = False  # each tensor rank sends its part, and they gather the whole behind it
     rails: int = 0  # a node's links that one group uses at a time; 0: those of all its members
+    fusion: float = 1.0  # share of the bytes of norms and elementwise kernels that is left where kernels are fused
     selective: float = 0.0  # share of the forward that selective recomputation computes again, beside scores
     spread: float = 0.0  # standard deviation of the ranks' speed, as a share of it; all wait for the slowest
     overhead: float = 0.0  # seconds of each micro-batch's passes that are spent beside kernels
@@ -48,7 +50,8 @@ class UnitTime(NamedTuple):
     input: float = 0.0
     weight: float = 0.0
     again: float = 0.0  # recomputation
-    join: float = 0.0  # sums of the tensor ranks in the forward that are waited for; as much in the backward
+    join: float = 0.0  # sums of the tensor ranks that are waited for in the forward
+    join_back: float = 0.0  # in the backward
     join_again: float = 0.0  # in the recomputation
     exchange: float = 0.0  # of keys and values that is waited for in the forward
     exchange_back: float = 0.0
@@ -75,7 +78,7 @@ class UnitTime(NamedTuple):
         """Parts of the backward, with its recomputation."""
         return (
             ("compute", self.again + self.input + self.weight),
-            ("tensor links", self.join + self.join_again),
+            ("tensor links", self.join_back + self.join_again),
             ("context links", self.exchange_back),
         )
 
@@ -111,10 +114,14 @@ def memory_seconds(device: Device, size: float) -> float:
     return size / (device.bandwidth * device.memory_efficiency)
 
 
-def kernel_seconds(work: KernelWork, device: Device, layout: ParallelLayout, dtype: str, back: bool = False) -> float:
+def kernel_seconds(
+    work: KernelWork, device: Device, layout: ParallelLayout, dtype: str, back: bool = False, fusion: float = 1.0
+) -> float:
     """Return the seconds of a kernel, ``count`` times, on one tensor rank: of its operations or its bytes."""
     tensor, split = layout.tensor, layout.sequence
     flops, moved = work.flops.on(tensor, split), work.moved.on(tensor, split)
+    if work.kind in (WorkKind.NORM, WorkKind.ELEMENTWISE, WorkKind.LOSS):
+        moved *= fusion
     seconds = memory_seconds(device, moved)
     if work.shape is not None and work.kind is not WorkKind.ATTENTION:
         rows, columns, sums = (float(length) for length in work.shape)
@@ -139,10 +146,11 @@ def kernel_seconds(work: KernelWork, device: Device, layout: ParallelLayout, dty
 
 
 def kernels_seconds(
-    works: Iterable[KernelWork], device: Device, layout: ParallelLayout, dtype: str, back: bool = False
-) -> float:
+    works: Iterable[KernelWork], device: Device, layout: ParallelLayout, dtype: str, back: bool = False,
+    fusion: float = 1.0,
+) -> float:  # fmt: skip
     """Return the seconds of kernels one after the other."""
-    return sum(kernel_seconds(work, device, layout, dtype, back) for work in works)
+    return sum(kernel_seconds(work, device, layout, dtype, back, fusion) for work in works)
 
 
 class Durations:
@@ -184,8 +192,9 @@ class Durations:
 
     def _unit(self, unit: UnitCost, away: bool) -> UnitTime:
         layout, device, dtype = self.layout, self.node.device, self.dtype
-        forward = kernels_seconds(unit.forward, device, layout, dtype)
-        back = kernels_seconds(unit.input, device, layout, dtype, back=True)
+        fusion = self.habits.fusion
+        forward = kernels_seconds(unit.forward, device, layout, dtype, fusion=fusion)
+        back = kernels_seconds(unit.input, device, layout, dtype, True, fusion)
         weight = kernels_seconds(unit.weight, device, layout, dtype)
         again, joins_again = self._again(unit, forward)
         join = self._join(unit)
@@ -194,10 +203,16 @@ class Durations:
         )
         exchange = self._exchange(unit)
         states = self._states(unit, away) | {"saved_out": self._saved_out(unit)}
+        # A weight's gradient is read and added to the sum over micro-batches.
+        widths = layout.widths
+        moved = unit.parameters.on(layout.tensor) * unit.trained * (widths.parameter + 2 * widths.gradient)
+        weight += memory_seconds(device, moved)
         # Hidden sums take the time of the computation that they lie beside, if there is so much of it.
         visible = max(join * (1 - self.habits.joins_hidden), join - forward)
+        hidden = self.habits.joins_hidden_back * (0.5 if layout.sequence else 1.0)
+        visible_back = max(join * (1 - hidden), join - weight)
         return UnitTime(
-            unit.name, unit.block, forward, back, weight, again, visible, visible * joins_again,
+            unit.name, unit.block, forward, back, weight, again, visible, visible_back, visible * joins_again,
             max(0.0, exchange - attention), max(0.0, 2 * exchange - 2 * attention), **states,
         )  # fmt: skip
 

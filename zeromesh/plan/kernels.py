@@ -181,10 +181,10 @@ def _attention(
     moved_each = Divided(split=float(BYTES * each * head * (product[0] + product[1])))
     forward = [
         KernelWork(WorkKind.ATTENTION, near, moved_each, product, "", 2),
-        _moving(WorkKind.ELEMENTWISE, split=forward_bytes),
+        _moving(WorkKind.ATTENTION, split=forward_bytes),
     ]
     back = [
         KernelWork(WorkKind.ATTENTION, near, moved_each, product, "", 4),
-        _moving(WorkKind.ELEMENTWISE, split=back_bytes),
+        _moving(WorkKind.ATTENTION, split=back_bytes),
     ]
     return forward, back

@@ -106,7 +106,7 @@ def _contended(units: Sequence[UnitTime], durations: Durations) -> Sequence[Unit
     # Both use the links inside a node, if the shard group does not cross nodes: while a sum goes on, the other stops.
     if durations.layout.tensor == 1 or durations.shard.size == 1 or durations.shard.crosses != durations.tensor.crosses:
         return units
-    busy = sum(unit.join * 2 + unit.join_again for unit in units)
+    busy = sum(unit.join + unit.join_back + unit.join_again for unit in units)
     whole = busy + sum(unit.forward + unit.input + unit.weight + unit.again for unit in units)
     free = 1.0 - busy / whole if whole else 1.0
     return [unit._replace(gather=unit.gather / free, reduce=unit.reduce / free) for unit in units]
@@ -134,15 +134,22 @@ def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, 
     places = stage_units(cost, len(placement))
     updates = [_Update() for _ in range(layout.pipeline)]
     stages = []
+    early = [updates[rank].release([units[p] for p in own], durations) for rank, own in zip(placement, places, strict=True)]
     for stage, own in enumerate(places):
         rank = placement[stage]
         count = sum(units[p].block for other, ps in enumerate(places) if placement[other] == rank for p in ps)
-        release = updates[rank].release([units[place] for place in own], durations)
+        # Where gathers do not go on beside computation, a rank's first forward waits for all of its stages'.
+        release = early[stage] if habits.publishes_early else max(
+            one for one, other in zip(early, placement, strict=True) if other == rank
+        )
         message = durations.message(cost.units[own[-1]]) if stage < len(places) - 1 else 0.0
         stages.append(_stage([units[place] for place in own], durations, count, release, message))
     run = pipelined(layout.schedule, layout.pipeline, layout.accumulation, chunks, stages, keep)
-    # Each rank ends when its last gradients are reduced.
+    # Each rank ends when its last gradients are reduced; a framework may begin to when all of them are there.
     last = [0.0] * layout.pipeline
+    if not habits.reduces_early:
+        for stage, rank in enumerate(placement):
+            last[rank] = max(last[rank], run.ends[stage])
     for stage in sorted(range(len(places)), key=lambda one: run.ends[one]):
         own_units = [units[place] for place in places[stage]]
         rank = placement[stage]
@@ -192,7 +199,7 @@ class _Update:
 def _stage(units: Sequence[UnitTime], durations: Durations, blocks: int, release: float, message: float) -> StageCost:
     """Return the seconds of a stage's actions; ``blocks`` of its rank share the slots."""
     forward = sum(unit.forward + unit.join + unit.exchange for unit in units)
-    back = sum(unit.again + unit.input + unit.join + unit.join_again + unit.exchange_back for unit in units)
+    back = sum(unit.again + unit.input + unit.join_back + unit.join_again + unit.exchange_back for unit in units)
     weight = sum(unit.weight for unit in units)
     own = [unit for unit in units if unit.block]
     if durations.sharded:

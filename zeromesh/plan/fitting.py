@@ -1,0 +1,169 @@
+"""Fit of a GPU's constants to half of a source's published rows, and the bar that a prediction must clear.
+
+``python -m zeromesh.plan.fitting ROWS.json`` prints the constants of all sources, for ``CONSTANTS`` of
+``published_time.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from zeromesh.plan.published import PublishedRow, UnjudgedError, read_rows
+from zeromesh.plan.published_time import (
+    Constants,
+    Setting,
+    gpu_name,
+    in_fit,
+    judged_time,
+    measured_seconds,
+    operations,
+    predicted,
+    setting_of,
+)
+
+STEP = 0.05  # of a constant's logarithm, for its derivative
+ROUNDS = 8
+FIRST = Constants(products=0.7, links=0.7, memory=0.8, padding=100.0)
+LEAST = Constants(products=0.05, links=0.02, memory=0.1, padding=8.0)
+MOST = Constants(products=1.0, links=1.0, memory=1.0, padding=400.0)
+
+
+class Sample(NamedTuple):
+    """A row that can be predicted, and the seconds that its source measured."""
+
+    setting: Setting
+    measured: float
+
+
+def samples_of(rows: Sequence[PublishedRow]) -> dict[tuple[str, str], list[Sample]]:
+    """Return the rows that say a step time and can be predicted, by source and GPU."""
+    found: dict[tuple[str, str], list[Sample]] = {}
+    for row in rows:
+        if not judged_time(row):
+            continue
+        try:
+            setting = setting_of(row)
+            predicted(setting, Constants())
+            sample = Sample(setting, measured_seconds(setting))
+        except (UnjudgedError, ValueError):
+            continue
+        found.setdefault((row.source, gpu_name(row)), []).append(sample)
+    return found
+
+
+def fit(samples: Sequence[Sample], names: tuple[str, str] = ("products", "links")) -> Constants:
+    """Return two constants with the least mean square of log(predicted / measured), by Gauss-Newton steps."""
+
+    def constants(logs: Sequence[float]) -> Constants:
+        return Constants(**{name: math.exp(value) for name, value in zip(names, logs, strict=True)})
+
+    def errors(logs: Sequence[float]) -> list[float]:
+        return [math.log(predicted(one.setting, constants(logs)).seconds / one.measured) for one in samples]
+
+    logs = [math.log(getattr(FIRST, name)) for name in names]
+    low = [math.log(getattr(LEAST, name)) for name in names]
+    high = [math.log(getattr(MOST, name)) for name in names]
+    now = errors(logs)
+    for _ in range(ROUNDS):
+        slopes = []
+        for index in range(2):
+            # Towards the inside, where a constant is at its bound.
+            step = STEP if logs[index] + STEP <= high[index] else -STEP
+            moved = errors([value + step * (place == index) for place, value in enumerate(logs)])
+            slopes.append([(after - before) / step for after, before in zip(moved, now, strict=True)])
+        change = _solve(slopes, now, logs, low, high)
+        better = _search(errors, logs, change, now, low, high)
+        if better is None:
+            break
+        logs, now = better
+    return constants(logs)
+
+
+def _solve(
+    slopes: list[list[float]], now: list[float], logs: list[float], low: list[float], high: list[float]
+) -> list[float]:
+    """Return the step of least squares; a constant at its bound that would leave it stays."""
+    first, second = slopes
+    ridge = 1e-4 * len(now)  # a constant that nothing depends on stays where it is
+    a, b, d = _dot(first, first) + ridge, _dot(first, second), _dot(second, second) + ridge
+    e, f = -_dot(first, now), -_dot(second, now)
+    change = [(e * d - b * f) / (a * d - b * b), (a * f - b * e) / (a * d - b * b)]
+    for index, other, alone in ((0, 1, f / d), (1, 0, e / a)):
+        value = logs[index] + change[index]
+        at_bound = (logs[index] >= high[index] and value > high[index]) or (
+            logs[index] <= low[index] and value < low[index]
+        )
+        if at_bound:
+            change[index], change[other] = 0.0, alone
+    return [max(-0.7, min(0.7, value)) for value in change]
+
+
+def _search(
+    errors: Callable[[Sequence[float]], list[float]], logs: list[float], change: list[float], now: list[float],
+    low: list[float], high: list[float],
+) -> tuple[list[float], list[float]] | None:  # fmt: skip
+    """Return a point along the step that is better, and its errors; None if there is none."""
+    before = _dot(now, now)
+    for factor in (1.0, 0.4, 0.1):
+        point = [min(h, max(b, v + factor * c)) for v, c, b, h in zip(logs, change, low, high, strict=True)]
+        found = errors(point)
+        if _dot(found, found) < before * (1 - 1e-5):
+            return point, found
+    return None
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(left, right, strict=True))
+
+
+def naive_errors(samples: Sequence[Sample]) -> list[float]:
+    """Return the relative errors of held-out rows where one share of executed operations is taken for a source.
+
+    The share is the geometric mean of the rows that decide constants.
+    """
+    half = [one for one in samples if in_fit(one.setting.row)] or list(samples)
+
+    def rate(one: Sample) -> float:
+        return operations(one.setting, executed=True) / one.measured / one.setting.layout.ranks
+
+    share = math.exp(sum(math.log(rate(one)) for one in half) / len(half))
+    return [rate(one) / share - 1 for one in samples if not in_fit(one.setting.row)]
+
+
+def errors_of(samples: Sequence[Sample], constants: Constants) -> list[float]:
+    """Return the relative errors of predicted times."""
+    return [predicted(one.setting, constants).seconds / one.measured - 1 for one in samples]
+
+
+def summary(errors: Sequence[float]) -> str:
+    """Return number, mean and largest of relative errors, for the reader."""
+    if not errors:
+        return "n 0"
+    sizes = [abs(one) for one in errors]
+    return f"n {len(sizes)}, mean {100 * sum(sizes) / len(sizes):.1f} %, max {100 * max(sizes):.1f} %"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the constants of all sources of a file, or of those that are named, and the errors of both halves."""
+    path, *chosen = arguments
+    names = tuple(one for one in chosen if one in Constants._fields)
+    sources = [one for one in chosen if one not in Constants._fields]
+    rows = [row for row in read_rows(path).rows if not sources or row.source in sources or sources == ["-v"]]
+    for (source, gpu), samples in samples_of(rows).items():
+        half = [one for one in samples if in_fit(one.setting.row)]
+        constants = fit(half or samples, (names[0], names[1]) if len(names) == 2 else ("products", "links"))
+        held = [one for one in samples if not in_fit(one.setting.row)]
+        said = ", ".join(f"{name}={value:.3g}" for name, value in constants._asdict().items() if value is not None)
+        print(f'    ("{source}", "{gpu}"): Constants({said}),', flush=True)
+        print(f"        # fit {summary(errors_of(half, constants))}; held {summary(errors_of(held, constants))};", end="")
+        print(f" one efficiency {summary(naive_errors(samples))}", flush=True)
+        if "-v" in sources:
+            for one, error in zip(samples, errors_of(samples, constants), strict=True):
+                print(one.setting.row.id, f"{100 * error:+.1f} %", "fit" if in_fit(one.setting.row) else "")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
