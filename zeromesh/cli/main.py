@@ -216,6 +216,47 @@ def schedule(
             schedules.show(name, stages, microbatches, chunks, group, schedules.costs_of(costs), memory, files)
 
 
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A name such as llama-3-8b, a size such as 7b, sizes such as llama:layers=32,hidden=4096,heads=32, a "
+            "folder with a config.json of transformers, or a configuration of ZeroMesh."
+        ),
+    ],
+    batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples of an update, of all ranks.")] = None,
+    sequence: Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens of a sample.")] = None,
+    gpu: Annotated[str, typer.Option(help="The GPU, such as h100 or a100-40gb.")] = "",
+    gpus: Annotated[int | None, typer.Option(min=1, metavar="N", help="GPUs of a node; all that it has.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes.")] = 1,
+    node: Annotated[str, typer.Option(help="The kind of node, such as dgx-h100; the usual one of the GPU.")] = "",
+    inside: Annotated[str, typer.Option(help="Link between GPUs of a node, such as nvlink4 or pcie4.")] = "",
+    between: Annotated[str, typer.Option(help="Link between nodes, such as '8 x ndr' or '10 Gbit'.")] = "",
+    price: Annotated[float, typer.Option(min=0, help="Price of a node per hour, for --goal cost.")] = 0.0,
+    machine: Annotated[Path | None, typer.Option(help="File of zeromesh doctor --save, instead of names.")] = None,
+    goal: Annotated[
+        str, typer.Option(help="Smallest of: time of a step, memory of a device, cost of a token.")
+    ] = "time",
+    layouts: Annotated[int, typer.Option(min=1, max=8, help="Layouts to show.")] = 8,
+    html: Annotated[Path | None, typer.Option(help="Write a page with pictures into this file.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the configuration that is written.")] = Path("plan"),
+    explain: Annotated[
+        Path | None, typer.Option(metavar="CONFIG", help="Judge the layout of this configuration instead.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
+) -> None:
+    """Show which layout of a model fits a machine, how fast it is, and why, before anything runs."""
+    with _errors():
+        from zeromesh.cli import plan as plans
+
+        found = plans.machine_of(machine, gpu, gpus, nodes, node, inside, between, price)
+        question = plans.PlanQuestion(model, batch, sequence, goal, layouts, html, out, explain, as_json)
+        fits = plans.plan(question, found)
+    if not fits:
+        raise typer.Exit(WRONG_INPUT)
+
+
 @contextmanager
 def _errors() -> Iterator[None]:
     """Show the log, and errors as messages instead of tracebacks, with the exit code."""

@@ -195,7 +195,7 @@ def _beside(goal: str, best: PlanCandidate, rival: PlanCandidate) -> str:
     """Return how much worse the runner-up is."""
     worse = rival.score(goal) / best.score(goal) - 1
     if worse <= 0:  # among layouts that are alike, the simplest is the best
-        return f"alike within {-worse:.1%}, but not as simple"
+        return f"alike within {abs(worse):.1%}, but not as simple, or with less memory to spare"
     return f"{worse:.1%} " + {"time": "slower", "memory": "more memory", "cost": "dearer"}[goal]
 
 

@@ -22,6 +22,7 @@ from zeromesh.plan.space import LARGEST_MICRO_BATCH, LayoutSpace, PlanRequest
 from zeromesh.plan.time import StepTime, time_of
 
 MEMORY_MARGIN = 0.03  # share of the device's memory that the prediction may be wrong by
+TIGHT = 0.9  # share of the device's memory from which a layout is nearly full
 SHOWN = 8
 ALIKE = 0.02  # layouts whose scores differ by less are alike, and the simplest of them is the best
 
@@ -89,7 +90,9 @@ class PlanCandidate:
         )
         tiers = sum(tier is not Tier.DEVICE for tier in (row.parameter_tier, row.optimizer_tier)) + row.split
         runs = (layout.recompute is not Recompute.NONE) + layout.activations_on_host + (layout.schedule != "1f1b")
-        return axes + tiers + runs + layout.stage
+        # What is nearly full may run out of memory where the prediction is wrong.
+        tight = 2 * (bool(self.memory) and self.fullest.device > TIGHT * least_memory(self.machine))
+        return axes + tiers + runs + layout.stage + tight
 
     def score(self, goal: str) -> float:
         """Return the smaller-is-better number of a goal."""

@@ -1,0 +1,95 @@
+"""Judgement of a layout that a user has: its memory and time, and layouts that are better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zeromesh.observe.units import bytes_text
+from zeromesh.plan.answer import LEAST_GAIN, TIME_ERROR, layout_text, seconds_text, shares_of
+from zeromesh.plan.bounds import least_memory
+from zeromesh.plan.layout import ParallelLayout
+from zeromesh.plan.memory import memory_of
+from zeromesh.plan.search import Memory, PlanCandidate, PlanResult, Timing, lacking, search
+from zeromesh.plan.space import PlanRequest
+from zeromesh.plan.time import time_of
+
+
+@dataclass(frozen=True)
+class LayoutJudgement:
+    """A layout's numbers, what they mean, and better layouts."""
+
+    candidate: PlanCandidate
+    over: dict[str, float]  # bytes that each tier lacks; negative where some are left
+    result: PlanResult
+
+    @property
+    def fits(self) -> bool:
+        """True if the layout fits on every tier."""
+        return max(self.over.values()) <= 0
+
+    @property
+    def states(self) -> dict[str, dict[str, float]]:
+        """Bytes of the fullest rank by tier and state: at the peak on the device, and at rest on other tiers."""
+        rank = self.candidate.fullest
+        found = {"device": {**rank.peak.bytes, "context": rank.fixed}}
+        for (state, tier), size in rank.states.items():
+            if tier != "device" and size:
+                found.setdefault(tier, {})[state] = size
+        return {tier: {state: size for state, size in states.items() if size} for tier, states in found.items()}
+
+    @property
+    def better(self) -> tuple[PlanCandidate, ...]:
+        """Layouts that are faster, or all that fit where this one does not."""
+        limit = self.candidate.time.seconds if self.fits else float("inf")
+        return tuple(one for one in self.result.shown if one.time.seconds < limit * (1 - LEAST_GAIN))
+
+    @property
+    def sentences(self) -> list[str]:
+        """The judgement in plain sentences."""
+        one, seconds = self.candidate, self.candidate.time.seconds
+        found = []
+        names = {"device": "of the device's memory", "host": "of host memory a node", "nvme": "of NVMe a node"}
+        missing = [f"{bytes_text(size)} {names[tier]}" for tier, size in self.over.items() if size > 0]
+        peak = one.fullest.peak.label
+        rank = f"pipeline rank {one.fullest.pipeline_rank}" if one.layout.pipeline > 1 else "each rank"
+        if missing:
+            found.append(f"It does not fit: it lacks {' and '.join(missing)}. Most is used by {rank} at the {peak}.")
+        else:
+            share = one.fullest.device / least_memory(one.machine)
+            found.append(f"It fits: {rank} uses {share:.0%} of the device's memory, most of it at the {peak}.")
+        shares = [f"{name} {share:.0%}" for name, share in shares_of(one)[:4] if share >= 0.005]
+        low, high = seconds_text(seconds * (1 - TIME_ERROR)), seconds_text(seconds * (1 + TIME_ERROR))
+        would = "would take" if missing else "takes"
+        found.append(
+            f"A step {would} {seconds_text(seconds)}, between {low} and {high} by what is known of such predictions. "
+            f"It is bound by {one.time.bound}: {', '.join(shares)}."
+        )
+        if self.better:
+            best = self.better[0]
+            gain = "" if missing else f", {1 - best.time.seconds / seconds:.0%} less time"
+            found.append(f"Better: {layout_text(best.layout)}, {seconds_text(best.time.seconds)}{gain}.")
+        elif not missing:
+            found.append(f"No layout that was computed is faster by more than {LEAST_GAIN:.0%}.")
+        else:
+            found.append("No other layout fits either; without --explain, the command says what helps.")
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all for ``json.dumps``."""
+        one = self.candidate
+        return {
+            "layout": layout_text(one.layout), "fits": self.fits, "lacks": self.over, "states": self.states,
+            "seconds": one.time.seconds, "waits": dict(one.time.waits), "answer": self.sentences,
+            "better": [{"layout": layout_text(b.layout), "seconds": b.time.seconds} for b in self.better],
+        }  # fmt: skip
+
+
+def judge(
+    request: PlanRequest, layout: ParallelLayout, memory: Memory = memory_of, time: Timing = time_of
+) -> LayoutJudgement:
+    """Return the judgement of a layout on the request's machine."""
+    ranks = tuple(memory(request.source, request.sequence, layout, request.machine))
+    found = time(request.source, request.sequence, layout, request.machine)
+    candidate = PlanCandidate(layout, request.machine, request.sequence, ranks, found)
+    return LayoutJudgement(candidate, lacking(ranks, layout, request.machine), search(request, memory, time))

@@ -1,0 +1,244 @@
+"""One HTML page of a plan: memory over a step, the step as bars, and a map of layouts; it loads nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from zeromesh.config.written import row_name
+from zeromesh.model.placement import PlacementRow
+from zeromesh.observe.units import bytes_text, scaled_text
+from zeromesh.plan.answer import PlanAnswer, layout_text, reason_of, seconds_text, sentences
+from zeromesh.plan.bounds import least_memory
+from zeromesh.plan.memory import Moment
+from zeromesh.plan.search import LayoutCell, PlanCandidate, PlanResult
+from zeromesh.plan.time import Interval, StepTime, time_of
+
+WIDTH = 960
+LEFT, RIGHT = 70, 150  # margins of a chart, for its axis and its legend
+MOST_MOMENTS = 480  # of a timeline that are drawn
+MOST_BARS = 4000
+MOST_COLUMNS = 24  # of a map
+# Colours that differ in lightness, too, for readers who do not see all hues (Okabe and Ito, 2008).
+COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#f0e442", "#555555")
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; color: #222; }
+table { border-collapse: collapse; } td, th { padding: .2em .8em .2em 0; text-align: left; vertical-align: top; }
+td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+svg { max-width: 100%; height: auto; } text { font: 12px system-ui, sans-serif; fill: #222; }
+"""
+
+
+def page(told: PlanAnswer) -> str:
+    """Return the page."""
+    result, best = told.result, told.result.best
+    request = result.request
+    name = escape(request.source.name)
+    parts = [f"<h1>{name} on {escape(request.machine.name or 'the machine')}</h1>"]
+    parts += [f"<p>{escape(text)}</p>" for text in sentences(told)]
+    if best is not None:
+        parts += ["<h2>Layouts</h2>", _table(result)]
+        parts += ["<h2>Memory over a step</h2>", _caption(best), memory_chart(best)]
+        parts += ["<h2>A step</h2>", step_chart(_drawn(best, request.sequence, told))]
+    parts += ["<h2>All layouts</h2>", _MAP_TEXT, layout_map(result)]
+    head = f'<meta charset="utf-8"><title>Plan of {name}</title><style>{STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"
+
+
+_MAP_TEXT = (
+    "<p>Each cell is the fastest layout of a placement and a mesh (tensor x context x pipeline ranks), dark being "
+    "fast. A time after &ge; is a bound of layouts that were not computed; red cells do not fit, by the bytes that "
+    "they lack.</p>"
+)
+
+
+def _drawn(best: PlanCandidate, sequence: int, told: PlanAnswer) -> StepTime:
+    """Return the step's time with its intervals."""
+    if best.time.intervals:
+        return best.time
+    return time_of(told.result.request.source, sequence, best.layout, best.machine, intervals=True)
+
+
+def _table(result: PlanResult) -> str:
+    rows = ["<tr><th>step</th><th>tokens/s</th><th>MFU</th><th>device</th><th>layout</th><th>bound by</th></tr>"]
+    for one in result.shown:
+        numbers = (
+            seconds_text(one.time.seconds), scaled_text(one.tokens_per_second), f"{one.mfu:.1%}",
+            bytes_text(one.fullest.device),
+        )  # fmt: skip
+        cells = "".join(f'<td class="n">{value}</td>' for value in numbers)
+        rows.append(f"<tr>{cells}<td>{escape(layout_text(one.layout))}</td><td>{escape(reason_of(one))}</td></tr>")
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _caption(best: PlanCandidate) -> str:
+    rank = best.fullest
+    which = f"pipeline rank {rank.pipeline_rank}" if best.layout.pipeline > 1 else "each rank"
+    text = f"Device memory of {which}, by what it is for; the line is the device's limit."
+    return f"<p>{escape(text)} Most is used at the {escape(rank.peak.label)}.</p>"
+
+
+def _svg(height: float, body: Iterable[str], width: float = WIDTH) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img">'
+        + "".join(body)
+        + "</svg>"
+    )
+
+
+def _label(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _legend(names: Sequence[str], top: float) -> list[str]:
+    found = []
+    for place, name in enumerate(names):
+        y = top + 18 * place
+        colour = COLOURS[place % len(COLOURS)]
+        found.append(f'<rect x="{WIDTH - RIGHT + 12}" y="{y:g}" width="12" height="12" fill="{colour}"/>')
+        found.append(_label(WIDTH - RIGHT + 30, y + 11, name))
+    return found
+
+
+def _thinned(moments: Sequence[Moment]) -> list[Moment]:
+    """Return at most ``MOST_MOMENTS`` moments: of each stretch the one with most bytes, so that no peak is lost."""
+    step = -(-len(moments) // MOST_MOMENTS)
+    return [max(moments[i : i + step], key=lambda one: one.total) for i in range(0, len(moments), step)]
+
+
+def memory_chart(candidate: PlanCandidate) -> str:
+    """Return a picture of the fullest rank's memory over the moments of a step, with the device's limit."""
+    rank, limit = candidate.fullest, least_memory(candidate.machine)
+    moments = _thinned(rank.timeline)
+    states = list(dict.fromkeys(state for moment in moments for state, size in moment.bytes.items() if size))
+    layers = [("context", [rank.fixed] * len(moments))] if rank.fixed else []
+    layers += [(state, [moment.bytes.get(state, 0.0) for moment in moments]) for state in states]
+    top, height = 20.0, 300.0
+    highest = max(limit, candidate.fullest.device) * 1.05
+    width = WIDTH - LEFT - RIGHT
+
+    def x(place: int) -> float:
+        return LEFT + width * place / max(1, len(moments) - 1)
+
+    def y(size: float) -> float:
+        return top + height * (1 - size / highest)
+
+    body, base = [], [0.0] * len(moments)
+    for number, (state, sizes) in enumerate(layers):
+        upper = [low + size for low, size in zip(base, sizes, strict=True)]
+        # A step between two moments, since memory is taken at once; one moment alone fills the width.
+        places = list(range(len(moments))) if len(moments) > 1 else [0, 1]
+        line = [(x(p) if len(moments) > 1 else LEFT + width * p, y(upper[min(p, len(upper) - 1)])) for p in places]
+        back = [(x(p) if len(moments) > 1 else LEFT + width * p, y(base[min(p, len(base) - 1)])) for p in places]
+        points = " ".join(f"{px:.1f},{py:.1f}" for px, py in [*line, *reversed(back)])
+        title = f"<title>{escape(state)}</title>"
+        body.append(f'<polygon points="{points}" fill="{COLOURS[number % len(COLOURS)]}">{title}</polygon>')
+        base = upper
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        body.append(_label(LEFT - 8, y(limit * share) + 4, bytes_text(limit * share), "end"))
+    line_y = f'y1="{y(limit):.1f}" y2="{y(limit):.1f}"'
+    body.append(f'<line x1="{LEFT}" x2="{LEFT + width}" {line_y} stroke="#c00" stroke-width="2"/>')
+    body += _legend([state for state, _ in layers], top)
+    body.append(_label(LEFT, top + height + 18, moments[0].label))
+    body.append(_label(LEFT + width, top + height + 18, moments[-1].label, "end"))
+    return _svg(top + height + 26, body)
+
+
+def step_chart(found: StepTime) -> str:
+    """Return a picture of what each resource of each pipeline rank does when."""
+    if not found.intervals:
+        return "<p>There are no intervals to draw.</p>"
+    lanes = list(dict.fromkeys((one.rank, one.resource) for one in sorted(found.intervals, key=_lane)))
+    kinds = list(dict.fromkeys(_kind(one) for one in found.intervals))
+    end = max(one.end for one in found.intervals)
+    width, high, top = WIDTH - LEFT - RIGHT - 40, 20.0, 10.0
+    body = []
+    several = len({rank for rank, _ in lanes}) > 1
+    for place, (rank, resource) in enumerate(lanes):
+        name = f"{rank} {resource}" if several else resource
+        body.append(_label(LEFT + 34, top + high * place + 14, name, "end"))
+    for one in _visible(found.intervals, end / width / 2):
+        place = lanes.index((one.rank, one.resource))
+        x, wide = LEFT + 40 + width * one.start / end, max(0.5, width * (one.end - one.start) / end)
+        colour = COLOURS[kinds.index(_kind(one)) % len(COLOURS)]
+        title = f"<title>{escape(one.label)}: {seconds_text(one.end - one.start)}</title>"
+        body.append(
+            f'<rect x="{x:.1f}" y="{top + high * place:.1f}" width="{wide:.1f}" height="{high - 3:.1f}" '
+            f'fill="{colour}">{title}</rect>'
+        )
+    bottom = top + high * len(lanes)
+    for share in (0.0, 0.5, 1.0):
+        body.append(
+            _label(LEFT + 40 + width * share, bottom + 16, seconds_text(end * share) if share else "0", "middle")
+        )
+    body += _legend(kinds[: len(COLOURS)], top)
+    return _svg(max(bottom + 24, top + 18 * min(len(kinds), len(COLOURS)) + 10), body)
+
+
+def _lane(one: Interval) -> tuple[int, bool, str]:
+    return one.rank, one.resource != "compute", one.resource
+
+
+def _kind(one: Interval) -> str:
+    """Return the word by which intervals are coloured: that before the first number or name of a label."""
+    return one.label.split(" ")[0].rstrip("0123456789.:,") or one.resource
+
+
+def _visible(intervals: Sequence[Interval], least: float) -> list[Interval]:
+    """Return the intervals that can be seen, the longest first where there are too many."""
+    long = [one for one in intervals if one.end - one.start >= least]
+    longest = sorted(long, key=lambda one: one.start - one.end)[:MOST_BARS]
+    return sorted(longest, key=lambda one: (one.start, one.rank, one.resource))
+
+
+def layout_map(result: PlanResult) -> str:
+    """Return a picture of all placements and meshes by time, with what does not fit."""
+    rows: list[PlacementRow] = list(dict.fromkeys(row for row, _ in result.cells))
+
+    def rank(mesh: tuple[int, int, int]) -> tuple[float, tuple[int, int, int]]:
+        return min(_seconds(cell) for (_, one), cell in result.cells.items() if one == mesh), mesh
+
+    best = sorted({mesh for _, mesh in result.cells}, key=rank)[:MOST_COLUMNS]
+    meshes = sorted(best)
+    times = [cell.seconds for cell in result.cells.values() if cell.seconds < float("inf")]
+    fastest = min(times, default=1.0)
+    left, top, high = 250.0, 70.0, 26.0
+    wide = min(90.0, (WIDTH - left) / max(1, len(meshes)))
+    body = []
+    for place, mesh in enumerate(meshes):
+        x = left + wide * (place + 0.5)
+        turned = f'transform="rotate(-45 {x:.1f} {top - 8:g})"'
+        body.append(f'<text x="{x:.1f}" y="{top - 8:g}" {turned}>{" x ".join(map(str, mesh))}</text>')
+    for number, row in enumerate(rows):
+        y = top + high * number
+        body.append(_label(left - 8, y + 17, row_name(row), "end"))
+        for place, mesh in enumerate(meshes):
+            cell = result.cells.get((row, mesh))
+            if cell is not None:
+                body.append(_cell(cell, fastest, left + wide * place, y, wide, high))
+    return _svg(top + high * len(rows) + 10, body)
+
+
+def _seconds(cell: LayoutCell) -> float:
+    return min(cell.seconds, cell.bound if cell.over != 0 and cell.over == float("inf") else float("inf"), 1e30)
+
+
+def _cell(cell: LayoutCell, fastest: float, x: float, y: float, wide: float, high: float) -> str:
+    if cell.seconds < float("inf"):
+        text, share = seconds_text(cell.seconds), fastest / cell.seconds
+        colour = f"hsl(205 70% {92 - 52 * min(1.0, share) ** 2:.0f}%)"
+    elif cell.bound < float("inf") and cell.over in (0.0, float("inf")):
+        text, colour = f"≥ {seconds_text(cell.bound)}", "#eee"
+    else:
+        over = cell.over if 0 < cell.over < float("inf") else cell.over_bound
+        text, colour = f"{bytes_text(over)} over" if over else "too large", "#f6c9c0"
+    # Narrow cells have no room for words; the title says them.
+    shown = text if wide >= 7 * len(text) else ""
+    ink = "#fff" if cell.seconds < float("inf") and fastest / cell.seconds > 0.75 else "#222"
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide - 1:.1f}" height="{high - 1:g}" fill="{colour}">'
+        f"<title>{escape(text)}</title></rect>"
+        f'<text x="{x + wide / 2:.1f}" y="{y + 17:.1f}" text-anchor="middle" style="font-size:10px;fill:{ink}">'
+        f"{escape(shown)}</text>"
+    )
