@@ -85,9 +85,7 @@ def _program(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tup
     return tuple(steps), schedule.placement
 
 
-def _simulate(
-    name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[StageCost], keep: bool
-) -> Run:
+def _simulate(name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[StageCost], keep: bool) -> Run:
     program, placement = _program(name, ranks, microbatches, chunks)
     times = [(cost.forward, cost.input, cost.weight, cost.input + cost.weight) for cost in stages]
     release = [cost.release for cost in stages]

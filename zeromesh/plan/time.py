@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from zeromesh.pipeline.schedule.actions import loop
@@ -121,7 +122,7 @@ def stage_units(cost: ModelCost, stages: int) -> list[range]:
             "take fewer pipeline ranks or chunks"
         )
     starts = [0, *(blocks[first] for first in uniform(len(blocks), stages)[1:]), len(cost.units)]
-    return [range(first, last) for first, last in zip(starts, starts[1:], strict=False)]
+    return [range(first, last) for first, last in pairwise(starts)]
 
 
 def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, keep: bool) -> _Found:
@@ -134,13 +135,17 @@ def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, 
     places = stage_units(cost, len(placement))
     updates = [_Update() for _ in range(layout.pipeline)]
     stages = []
-    early = [updates[rank].release([units[p] for p in own], durations) for rank, own in zip(placement, places, strict=True)]
+    early = [
+        updates[rank].release([units[p] for p in own], durations) for rank, own in zip(placement, places, strict=True)
+    ]
     for stage, own in enumerate(places):
         rank = placement[stage]
         count = sum(units[p].block for other, ps in enumerate(places) if placement[other] == rank for p in ps)
         # Where gathers do not go on beside computation, a rank's first forward waits for all of its stages'.
-        release = early[stage] if habits.publishes_early else max(
-            one for one, other in zip(early, placement, strict=True) if other == rank
+        release = (
+            early[stage]
+            if habits.publishes_early
+            else max(one for one, other in zip(early, placement, strict=True) if other == rank)
         )
         message = durations.message(cost.units[own[-1]]) if stage < len(places) - 1 else 0.0
         stages.append(_stage([units[place] for place in own], durations, count, release, message))
@@ -196,9 +201,7 @@ class _Update:
         return True  # the first micro-batch gathers all units in any case
 
 
-def _stage(
-    units: Sequence[UnitTime], durations: Durations, blocks: int, release: float, message: float
-) -> StageCost:
+def _stage(units: Sequence[UnitTime], durations: Durations, blocks: int, release: float, message: float) -> StageCost:
     """Return the seconds of a stage's actions; ``blocks`` of its rank share the slots."""
     forward = sum(unit.forward + unit.join + unit.exchange for unit in units)
     back = sum(unit.again + unit.input + unit.join_back + unit.join_again + unit.exchange_back for unit in units)
