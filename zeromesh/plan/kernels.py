@@ -164,11 +164,11 @@ def _attention(
     if shape.fused_attention:
         flops *= 0.5 if causal else 1.0
         moved = float(BYTES * 2 * tokens * (query + key))
-        forward = KernelWork(WorkKind.ATTENTION, Divided(split=flops), Divided(split=moved))
+        whole = KernelWork(WorkKind.ATTENTION, Divided(split=flops), Divided(split=moved))
         # The backward computes the scores again: five products instead of two. Those beyond four are no operations of
         # the model; their time is in the rate of the kernel.
-        back = KernelWork(WorkKind.ATTENTION, Divided(split=2 * flops), Divided(split=2.5 * moved))
-        return [forward], [back]
+        whole_back = KernelWork(WorkKind.ATTENTION, Divided(split=2 * flops), Divided(split=2.5 * moved))
+        return [whole], [whole_back]
     scores = float(micro_batch * heads * (sequence // context) * sequence)
     mask = 1 if shape.dropout else 0
     # Scores are written by a product, read and written by the softmax and by the dropout, and read by a product.

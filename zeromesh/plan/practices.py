@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from zeromesh.plan.durations import Habits
+from zeromesh.plan.rates import Habits
 
 
 class Constants(NamedTuple):
@@ -110,4 +110,8 @@ ASPECT = 128  # width divided by layers of a GPT whose sizes nobody says (Kaplan
 
 # By source and GPU, fitted on 2026-11-25 by ``python -m zeromesh.plan.fitting`` to the half of our rows that ``in_fit``
 # chooses; the other half is predicted with them.
-CONSTANTS: dict[tuple[str, str], Constants] = {}
+CONSTANTS: dict[tuple[str, str], Constants] = {
+    ("megatron2021", "A100-80GB"): Constants(products=0.786, links=0.656),
+    ("megascale2024", "A100"): Constants(products=0.78, links=0.309),
+    ("megatron_h100", "H100-80GB"): Constants(products=0.607, links=1.0),
+}

@@ -18,12 +18,13 @@ from typing import NamedTuple
 
 from zeromesh.model.placement import ROWS
 from zeromesh.plan.cost import Recompute
-from zeromesh.plan.durations import Durations, Habits
+from zeromesh.plan.durations import Durations
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
 from zeromesh.plan.practices import ASPECT, CONSTANTS, NAMED, PRACTICES, WORDS, Constants, Practice
 from zeromesh.plan.presets import cluster
 from zeromesh.plan.published import Outcome, PublishedRow, UnjudgedError
+from zeromesh.plan.rates import Habits
 from zeromesh.plan.shape import TransformerCost, TransformerShape
 from zeromesh.plan.time import StepTime, time_of
 
@@ -275,7 +276,8 @@ def layer_seconds(setting: Setting, constants: Constants) -> tuple[float, float]
     machine = machine_of(setting.row, setting.layout.ranks, constants)
     cost = TransformerCost(setting.shape).at(setting.layout.micro_batch, setting.row.sequence)
     unit = Durations(setting.layout, machine, setting.habits).units(cost)[1]
-    return tuple(sum(seconds for _, seconds in part) for part in (unit.compute_forward, unit.compute_backward))
+    forward, backward = (sum(seconds for _, seconds in part) for part in (unit.compute_forward, unit.compute_backward))
+    return forward, backward
 
 
 def _layer_outcomes(row: PublishedRow) -> Iterator[Outcome]:

@@ -13,9 +13,10 @@ from zeromesh.pipeline.schedule.generators import ROWS
 from zeromesh.pipeline.schedule.partition import uniform
 from zeromesh.plan import streams
 from zeromesh.plan.cost import CostSource, ModelCost
-from zeromesh.plan.durations import Durations, Habits, UnitTime
+from zeromesh.plan.durations import Durations, UnitTime
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
+from zeromesh.plan.rates import Habits
 from zeromesh.plan.stages import Run, StageCost, pipelined
 
 PIPELINE = "pipeline"  # what a rank waits for others of its pipeline
