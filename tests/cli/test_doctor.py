@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from typer.testing import CliRunner
 
 from harness import run_command, run_ranks
 from zeromesh.cli import doctor as module
+from zeromesh.cli import machine_file
 from zeromesh.cli.doctor import doctor
+from zeromesh.cli.main import app
 from zeromesh.comm import links
 from zeromesh.comm.environment import VARIABLES, Environment, device_of_group
 from zeromesh.observe import machine as observed
+from zeromesh.observe import speed
+from zeromesh.plan.machine import Machine
 
 COMMAND = ["-m", "zeromesh.cli.main", "doctor"]
 
@@ -226,3 +231,49 @@ def test_the_lowest_limit_of_the_control_groups_counts(tmp_path, line, files, li
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
     assert observed.memory_limit(str(tmp_path / "cgroup"), str(tmp_path / "fs")) == limit
+
+
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure small products and kernels, and few of them."""
+    monkeypatch.setattr(speed, "SHAPES", ((16, 16, 16), (32, 16, 16)))
+    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    monkeypatch.setattr(speed, "LEAST_ROUNDS", 2)
+    monkeypatch.setattr(speed, "_kernel_sizes", lambda device: [64, 4096, 1 << 16])
+    monkeypatch.setattr(machine_file, "DISK_BYTES", 1 << 20)
+
+
+def test_a_saved_machine_can_be_loaded(capsys, monkeypatch, tmp_path) -> None:
+    quick(monkeypatch)
+    path = tmp_path / "machine.json"
+    doctor(tmp_path, 1, True, path)
+    said = capsys.readouterr()
+    assert "speeds" not in json.loads(said.out)
+    assert f"{path}: written" in said.err
+    [(node, count)] = Machine.load(path).nodes
+    assert (count, node.devices) == (1, max(1, len(observed.devices())))
+    assert node.host_memory == (observed.memory()["limit_bytes"] or observed.memory()["total_bytes"])
+    assert node.disk_read > 0
+    assert [item.name for item in tmp_path.iterdir()] == ["machine.json"]
+
+
+@pytest.mark.parametrize(("name", "words"), [("", "is a folder"), ("none/machine.json", "there is no folder")])
+def test_a_place_where_no_machine_can_be_saved_is_refused_at_once(name: str, words: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--save", str(tmp_path / name)])
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", [("-m", "torch.distributed.run", "--nproc-per-node", "2"), ()])
+def test_the_ranks_of_a_machine_are_measured_together(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    options = ["--save", path, "--folder", tmp_path, *([] if launcher else ["--ranks", "2"])]
+    # Rank 1 waits while rank 0 measures memory and disk, which takes long on a busy machine.
+    variables = {"ZEROMESH_START_TIMEOUT": "120"}
+    finished = run_command([sys.executable, *launcher, *COMMAND, *options], timeout=250, **variables)
+    assert f"{path}: written" in finished.stdout.replace("\n", ""), finished.stdout
+    [(node, count)] = Machine.load(path).nodes
+    assert (count, node.devices) == (1, 2)
+    assert node.device.memory == pytest.approx(node.host_memory / 2)
+    assert 0 < node.inside.efficiency <= 1
+    assert any("one of 2 rank(s)" in note for note in Machine.load(path).notes)

@@ -1,12 +1,16 @@
 import copy
 import json
+import re
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zeromesh.config.errors import ConfigError
+from zeromesh.observe.devices import ACCELERATORS
 from zeromesh.plan.machine import FORMAT, Device, LinkSpeed, Machine, Node
+from zeromesh.plan.presets import LINKS, NODES
 
 DEVICE = Device("card", 80e9, {"bf16": 100e12, "fp32": 10e12}, 2e12, 0.5, 0.8, 1e-6, product_padding=0.0)
 LINK = LinkSpeed(300e9, 2e-6)
@@ -136,3 +140,24 @@ def test_a_dtype_that_the_device_does_not_have_is_refused() -> None:
     assert (DEVICE.half, SLOW.device.half, Device("cpu", 1, {"fp32": 1}, 1).half) == ("bf16", "fp16", "fp32")
     with pytest.raises(ValueError, match="old has no products in bf16, only in fp16"):
         SLOW.device.product_seconds(1, 1, 1, "bf16")
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "machine.md").read_text(encoding="utf-8")
+
+
+def test_the_page_describes_every_field_and_no_other() -> None:
+    rows = re.findall(r"^\| `?(nodes|link|device)(?:\[\]\.|: )(.+?) \|(.*?)\|", PAGE, re.MULTILINE)
+    found = {(kind, name.strip("`")): default.strip() for kind, names, default in rows for name in names.split(", ")}
+    expected = {("nodes", "count"): ""}
+    for kind, prefix in ((Node, "nodes"), (LinkSpeed, "link"), (Device, "device")):
+        for item in fields(kind):
+            named = {MISSING: "", "": "empty"}  # as the page has them
+            expected[prefix, item.name] = named.get(item.default, item.default)
+    assert set(found) == set(expected)
+    for key, default in expected.items():
+        assert found[key] == default or float(found[key]) == default, key
+
+
+def test_the_page_names_all_presets() -> None:
+    names = set(re.findall(r"`([^`\n]+)`", PAGE))
+    assert {*LINKS, *NODES, *(row.short for row in ACCELERATORS)} <= names

@@ -67,7 +67,9 @@ def fit_products(times: Sequence[ProductTime], smallest: float = 0.0) -> Product
 
     ``smallest`` are the seconds of a product of nearly nothing, which all times contain.
     """
-    best: ProductFit | None = None
+    if not times:
+        raise ValueError("there are no times of products; measure at least one")
+    best = ProductFit({}, 0.0, math.inf)
     counts = Counter(time.dtype for time in times)
     # A dtype that is so slow that few shapes were measured tells little of them.
     full = [dtype for dtype, count in counts.items() if 2 * count > max(counts.values())]
@@ -79,10 +81,8 @@ def fit_products(times: Sequence[ProductTime], smallest: float = 0.0) -> Product
         # Medians, as a long product may not have run undisturbed in any of its tries.
         middle = {dtype: statistics.median(values) for dtype, values in rates.items()}
         error = statistics.fmean(abs(math.expm1(value - middle[dtype])) for dtype in full for value in rates[dtype])
-        if best is None or error < best.error:
+        if error < best.error:
             best = ProductFit({dtype: math.exp(rate) for dtype, rate in middle.items()}, padding, error)
-    if best is None:
-        raise ValueError("there are no times of products; measure at least one")
     return best
 
 
@@ -166,7 +166,8 @@ def _device(alike: Sequence[NodeFacts]) -> tuple[Device, list[str]]:
     fits = [fit_products(_products(ranks, part), _typical(ranks, "smallest")) for part in (0, 1, None)]
     odd, even, products = fits
     kernels = fit_memory(_kernels(alike))
-    spread = max(abs(odd.flops[dtype] / even.flops[dtype] - 1) for dtype in odd.flops)
+    fast = [dtype for dtype, speed in products.flops.items() if 10 * speed > max(products.flops.values())]
+    spread = max(abs(odd.flops[dtype] / even.flops[dtype] - 1) for dtype in fast)
     notes = [
         f"{name}: products within {products.error:.0%} of the formula on average, kernels within {kernels.error:.0%};"
         f" two halves of the measurement differ by {spread:.0%}"
