@@ -4,7 +4,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python -m
 
-.PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme check clean
+.PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme validate-plan check clean
 
 train: .venv/.plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
@@ -62,6 +62,11 @@ bench-offload: .venv/.plots.done .venv-deepspeed/.peers.done
 bench-nvme: .venv/.plots.done
 	.venv/bin/python benchmarks/nvme.py $(if $(FOLDER),--folder $(FOLDER)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 		$(if $(OUT),--out $(OUT))
+
+# The planner's predictions beside published figures: `make validate-plan ROWS=FILE OUT=PAGE` for other rows.
+validate-plan: .venv/.test.done
+	$(RUN) zeromesh.plan.validate $(or $(ROWS),benchmarks/published-rows.json) \
+		--markdown $(or $(OUT),docs/plan-report-card.md)
 
 check: .venv/.test.done
 	$(RUN) ruff check .

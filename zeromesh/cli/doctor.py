@@ -19,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from zeromesh.cli.machine_file import check_target, save_machine, speeds_of_rank, wanted_ranks
+from zeromesh.cli.machine_file import check_target, save_machine, speeds_of_rank
 from zeromesh.comm.agreement import texts, world_group
 from zeromesh.comm.environment import (
     Environment,
@@ -34,7 +34,7 @@ from zeromesh.comm.environment import (
 )
 from zeromesh.comm.launchers import MPI
 from zeromesh.comm.links import SPEED, measure, mesh_of_nodes
-from zeromesh.launcher.launch import RankFailure, launch
+from zeromesh.launcher.launch import RankFailure, default_ranks, launch
 from zeromesh.observe.machine import inventory, problems
 from zeromesh.observe.units import bytes_text
 from zeromesh.train.screen import make_console, write
@@ -63,19 +63,21 @@ def doctor(folder: Path, ranks: int, as_json: bool, save: Path | None = None) ->
     with _progress(environment) as say:
         say("looking for backends")
         report["backends"] = _backends(environment)
+        measured = "links" if save is None else "links, products, kernels and the disk, in about 20 seconds"
+        disk = None if save is None else folder
+        ranks = ranks if save is None else max(ranks, default_ranks())  # the links join all accelerators
+        alone = environment is not None and environment.world_size == 1
+        if alone and ranks > 1:
+            # First, as this process holds memory of each accelerator once it has asked for its size.
+            say(f"starting {ranks} ranks and measuring their {measured}")
+            report |= _local_links(ranks, disk, found)
         say("measuring memory and disk")
         # Once on each node: ranks that measured at the same time would share its memory and disk.
         own = inventory(folder) if environment is None or environment.local_rank == 0 else None
-        measured = "links" if save is None else "links, products, kernels and the disk, in about 20 seconds"
-        ranks = ranks if save is None else wanted_ranks(ranks)
-        disk = None if save is None else folder
-        if environment is not None and environment.world_size > 1:
+        if environment is not None and not alone:
             say(f"measuring {measured}")
             report |= _of_all_ranks(environment, own, disk, found)
-        elif environment is not None and ranks > 1:
-            say(f"starting {ranks} ranks and measuring their {measured}")
-            report |= _local_links(ranks, disk, found)
-        elif environment is not None and save is not None:
+        elif alone and ranks == 1 and save is not None:
             say("measuring products, kernels and the disk, in about 10 seconds")
             report["speeds"] = [speeds_of_rank(None, folder)]
         report["nodes"] = report["nodes"] or ([own] if own else [])

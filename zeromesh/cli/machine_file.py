@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from zeromesh.comm.collectives import Group
-from zeromesh.observe.machine import devices
 from zeromesh.observe.speed import measure_speeds
 from zeromesh.plan.measured import NodeFacts, measured_machine
 from zeromesh.tiers.bandwidth import measure_bandwidth
@@ -27,11 +26,6 @@ def check_target(path: Path) -> None:
         raise ValueError(f"--save {path}: is a folder; give the path of the file to write, such as machine.json")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"--save {path}: there is no folder {path.parent}; make it first")
-
-
-def wanted_ranks(ranks: int) -> int:
-    """Return the number of ranks to start here: at least one for each accelerator, as the links join all of them."""
-    return max(ranks, len(devices()))
 
 
 def speeds_of_rank(world: Group | None, folder: Path | None, local_rank: int = 0) -> dict[str, Any]:

@@ -13,13 +13,18 @@ class ActivationRule:
 
     repeated_heads: bool = False  # keys and values are repeated for grouped heads before attention keeps them
     activation_output: bool = False  # a gated MLP keeps the activated gate beside both products and their product
-    narrow_norms: bool = False  # outputs of norms are computed again from their inputs, which are kept in any case
+    # Bytes of an element that a norm and the layer behind it keep: its input and its output in 16 bits.
+    norm_kept: float = 4.0
+    # Under selective recomputation every second product is kept, and attention, instead of all but the scores.
+    every_second_product: bool = False
     context_output: bool = False  # attention of context ranks keeps its output before it is sent back, too
     # Bytes of an element of the logits: kept until the backward, the most during the loss's forward, and during its
-    # backward, all with the 16-bit logits themselves.
+    # backward, all with the 16-bit logits themselves. As torch: fp32 logarithms of the softmax; for the backward
+    # their gradient, and that of the fp32 logits.
     logits_kept: float = 6.0
     logits_forward: float = 10.0
-    logits_backward: float = 10.0
+    logits_backward: float = 14.0
+    logits_apart: float = 0.0  # further ones in the backward where tensor ranks divide the vocabulary
     head: bool = True  # false where a source counts blocks alone, without embedding, output layer and loss
     source: str = ""
 
@@ -43,6 +48,12 @@ class Convention:
     # Weight gradients go straight into the sums; for autograd there are placeholders, one of each shape, that stay.
     placeholders: bool = False
     head_gradient: float = 0.0  # bytes of an element of the output layer, while its gradient is made
+    live: float = 0.0  # elements that may be gathered at a time, beside ``gathered`` units
+    # Units are gathered into memory of another stream first, which the allocator does not share with computation.
+    gathers_apart: bool = False
+    bucket: float = 0.0  # elements of the buffers in which gradients are reduced
+    # In a pipeline parameters stay gathered, and gradients whole, until the last micro-batch.
+    whole_in_pipeline: bool = False
     workspace: float = 0.0  # bytes of libraries of matrix products, from the framework's own allocator
     vocabulary_multiple: int = 1  # of rows of the embedding on each tensor rank
     activations: ActivationRule = PLAIN
@@ -80,19 +91,33 @@ CONVENTIONS: dict[str, Convention] = {
         activations=ActivationRule(head=False),
         source="Korthikanti et al., Reducing Activation Recomputation, 2022, section 4",
     ),
-    # fp32 parameters, gradients and moments, sharded; units are gathered in 16 bits.
+    # fp32 parameters, gradients and moments, sharded; units are gathered in 16 bits. A unit's gradients are there in
+    # 16 bits and, for their sum over ranks, in fp32.
     "fsdp2": Convention(
-        "FSDP2", Widths(parameter=2, gradient=4, wire=4), in_master=True, unit_gradient=6.0, workspace=32 * MIB,
-        activations=ActivationRule(repeated_heads=True, activation_output=True),
+        "FSDP2", Widths(parameter=2, gradient=4, wire=4), in_master=True, unit_gradient=6.0, whole_in_pipeline=True,
+        gathers_apart=True, workspace=32 * MIB,
+        activations=ActivationRule(
+            repeated_heads=True, activation_output=True, every_second_product=True, logits_apart=4.0,
+            source="torchtitan of 2024: a loss in fp32 that is not compiled, and divided logits with tensor ranks",
+        ),
         source="torch.distributed.fsdp.fully_shard with mixed precision, as in torchtitan",
     ),
-    # 16-bit parameters and gradients beside the fp32 master.
+    # 16-bit parameters and gradients beside the fp32 master; defaults of stage3_max_live_parameters and, twice for
+    # their overlap, of reduce_bucket_size.
     "deepspeed": Convention(
-        "DeepSpeed", Widths(parameter=2, gradient=2, wire=2), unit_gradient=2.0, workspace=32 * MIB,
-        source="DeepSpeed's ZeRO optimizers in 16 bits",
+        "DeepSpeed", Widths(parameter=2, gradient=2, wire=2), unit_gradient=2.0, live=1e9, bucket=1e9,
+        workspace=32 * MIB,
+        source="DeepSpeed's ZeRO optimizers in 16 bits; defaults of its configuration",
     ),
     "nanotron": Convention(
-        "nanotron", Widths(parameter=2, gradient=4, wire=4), source="nanotron: fp32 accumulation of gradients, ZeRO-1"
+        "nanotron", Widths(parameter=2, gradient=4, wire=4),
+        source="nanotron: sums of gradients in fp32, a sharded optimizer",
     ),
 }  # fmt: skip
 """Conventions by a short name."""
+
+# Kernels that fuse the output layer and the loss never make all logits; their norms keep their inputs and outputs,
+# and their gated MLP computes the activation again. The gradient of the output layer is made in the forward.
+FUSED = ActivationRule(
+    logits_kept=0.0, logits_forward=0.0, logits_backward=0.0, source="Liger kernels, Hsu et al., 2024"
+)

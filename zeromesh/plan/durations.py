@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from zeromesh.model.placement import Placement, Tier
 from zeromesh.plan.collectives import Fabric, Wire, fabric, wire
-from zeromesh.plan.cost import KernelWork, ModelCost, Recompute, UnitCost, WorkKind
+from zeromesh.plan.cost import ModelCost, Recompute, UnitCost, WorkKind
 from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.machine import Device, Machine, Node
-
-# Fused attention reaches this share of what large products reach; its backward computes the scores again, five products
-# instead of four, with more of its work outside of products (Dao, "FlashAttention-2", 2023: Figures 4 to 6, A100).
-ATTENTION_FORWARD = 0.80
-ATTENTION_BACKWARD = 0.60
-
-CAST = {"fp8": 4.0, "fp4": 4.0}  # bytes moved for each element of a product's operands, to make them from 16 bits
-
-SMALL = 64  # length of a product's dim at which half of its work is at the edge of tiles
-
-
-@dataclass(frozen=True)
-class Habits:
-    """Choices of a framework that a layout does not say; the defaults are this library's."""
-
-    dtype: str = ""  # of products; "": the device's 16-bit one
-    joins_hidden: float = 0.0  # share of the tensor ranks' sums that goes on beside computation in the forward
-    joins_hidden_back: float = 0.0  # in the backward; of its reductions alone, under sequence parallelism
-    reduces_early: bool = True  # gradients are reduced during the backward, not behind it
-    publishes_early: bool = True  # updated parameters are gathered beside the next forward
-    sums_once: bool = False  # gradients are reduced once for an update, in any row
-    messages_block: bool = False  # a pipeline's rank computes nothing while it sends
-    messages_scattered: bool = False  # each tensor rank sends its part, and they gather the whole behind it
-    rails: int = 0  # a node's links that one group uses at a time; 0: those of all its members
-    fusion: float = 1.0  # share of the bytes of norms and elementwise kernels that is left where kernels are fused
-    selective: float = 0.0  # share of the forward that selective recomputation computes again, beside scores
-    spread: float = 0.0  # standard deviation of the ranks' speed, as a share of it; all wait for the slowest
-    overhead: float = 0.0  # seconds of each micro-batch's passes that are spent beside kernels
+from zeromesh.plan.machine import Machine, Node
+from zeromesh.plan.rates import Habits, KernelSpeed, dtype_on
 
 
 class UnitTime(NamedTuple):
@@ -83,76 +54,6 @@ class UnitTime(NamedTuple):
         )
 
 
-def dtype_on(device: Device, wanted: str = "") -> str:
-    """Return a dtype of products that the device has: ``wanted``, or the next wider one.
-
-    Raises:
-        ValueError: it has none of them.
-    """
-    names = ("bf16", "fp16", "tf32", "fp32")
-    order = (wanted, *names) if wanted not in names else names[names.index(wanted) :] + ("fp16", "bf16")
-    for name in order:
-        if device.flops.get(name):
-            return name
-    raise ValueError(
-        f"device {device.name!r} has no operations per second for {wanted or names[0]}, nor for a wider dtype; give "
-        "them in flops"
-    )
-
-
-def product_seconds(device: Device, rows: float, columns: float, sums: float, dtype: str) -> float:
-    """Return the seconds of a product of matrices."""
-    own = getattr(device, "product_seconds", None)
-    if own is not None:
-        return float(own(rows, columns, sums, dtype))
-    operations = 2.0 * (rows + SMALL) * (columns + SMALL) * (sums + SMALL)
-    return operations / (device.flops[dtype] * device.product_efficiency)
-
-
-def memory_seconds(device: Device, size: float) -> float:
-    """Return the seconds in which a kernel reads and writes ``size`` bytes."""
-    return size / (device.bandwidth * device.memory_efficiency)
-
-
-def kernel_seconds(
-    work: KernelWork, device: Device, layout: ParallelLayout, dtype: str, back: bool = False, fusion: float = 1.0
-) -> float:
-    """Return the seconds of a kernel, ``count`` times, on one tensor rank: of its operations or its bytes."""
-    tensor, split = layout.tensor, layout.sequence
-    flops, moved = work.flops.on(tensor, split), work.moved.on(tensor, split)
-    if work.kind in (WorkKind.NORM, WorkKind.ELEMENTWISE, WorkKind.LOSS):
-        moved *= fusion
-    seconds = memory_seconds(device, moved)
-    if work.shape is not None and work.kind is not WorkKind.ATTENTION:
-        rows, columns, sums = (float(length) for length in work.shape)
-        columns = columns / tensor if work.divided == "columns" else columns
-        sums = sums / tensor if work.divided == "sums" else sums
-        seconds = max(seconds, product_seconds(device, rows, columns, sums, dtype))
-        if dtype in CAST:
-            # Both operands are read in 16 bits and written as they are and transposed, for the backward.
-            seconds += memory_seconds(device, CAST[dtype] * (rows * sums + sums * columns))
-    elif work.kind is WorkKind.ATTENTION:
-        # Scores are products in 16 bits whatever the dtype of matrices' products.
-        rate = device.flops[dtype_on(device, "bf16" if dtype in CAST else dtype)] * device.product_efficiency
-        if work.shape is None:
-            rate *= ATTENTION_BACKWARD * 4 / 5 if back else ATTENTION_FORWARD
-        else:
-            # A batch of small products: short sums leave most of the time to reading and writing scores.
-            rate *= work.shape[2] / (work.shape[2] + SMALL)
-        seconds = max(seconds, flops / rate)
-    elif work.kind is WorkKind.CONVOLUTION:
-        seconds = max(seconds, flops / (device.flops[dtype] * device.product_efficiency))
-    return work.count * max(seconds, device.launch)
-
-
-def kernels_seconds(
-    works: Iterable[KernelWork], device: Device, layout: ParallelLayout, dtype: str, back: bool = False,
-    fusion: float = 1.0,
-) -> float:  # fmt: skip
-    """Return the seconds of kernels one after the other."""
-    return sum(kernel_seconds(work, device, layout, dtype, back, fusion) for work in works)
-
-
 class Durations:
     """Seconds of the units of a model under a layout on a machine."""
 
@@ -161,14 +62,14 @@ class Durations:
         # All ranks wait for the slowest, so the slowest kind of node counts.
         nodes = [node for node, _ in machine.nodes]
         self.node: Node = min(nodes, key=lambda node: node.device.flops[dtype_on(node.device, habits.dtype)])
-        self.dtype = dtype_on(self.node.device, habits.dtype)
+        self.speed = KernelSpeed(self.node.device, layout, habits)
         self.tensor = fabric(layout, machine, "tensor")
         self.context = fabric(layout, machine, "context")
         self.shard = fabric(layout, machine, "data", "context").on_rails(habits.rails)
         self.replicas = fabric(layout, machine, "replicate").on_rails(habits.rails)
         self.pipeline = fabric(layout, machine, "pipeline")
         self.host: Wire = wire(self.node.host, min(self.node.devices, layout.ranks))
-        self._known: dict[tuple[int, ...], UnitTime] = {}
+        self._known: dict[tuple[object, ...], UnitTime] = {}
         row = layout.row
         self.sharded = row.parameter is Placement.SHARDED
         self.reduces_each = row.gradient is Placement.SHARDED and not habits.sums_once  # after each micro-batch
@@ -183,7 +84,7 @@ class Durations:
             away = done < self.layout.row.offloaded * total
             done += unit.parameters.on()
             # Blocks of a stack share their tuples of kernels; one of them is computed.
-            key = (id(unit.forward), id(unit.weight), round(unit.parameters.on() * 64), away, unit.block)
+            key = (id(unit.forward), id(unit.weight), unit.parameters, unit.trained, unit.joins, away)
             if key not in self._known:
                 self._known[key] = self._unit(unit, away)
             known = self._known[key]
@@ -191,22 +92,17 @@ class Durations:
         return found
 
     def _unit(self, unit: UnitCost, away: bool) -> UnitTime:
-        layout, device, dtype = self.layout, self.node.device, self.dtype
-        fusion = self.habits.fusion
-        forward = kernels_seconds(unit.forward, device, layout, dtype, fusion=fusion)
-        back = kernels_seconds(unit.input, device, layout, dtype, True, fusion)
-        weight = kernels_seconds(unit.weight, device, layout, dtype)
+        layout, device, speed = self.layout, self.node.device, self.speed
+        forward, back, weight = speed.total(unit.forward), speed.total(unit.input, True), speed.total(unit.weight)
         again, joins_again = self._again(unit, forward)
         join = self._join(unit)
-        attention = sum(
-            kernel_seconds(work, device, layout, dtype) for work in unit.forward if work.kind is WorkKind.ATTENTION
-        )
+        attention = speed.total(work for work in unit.forward if work.kind is WorkKind.ATTENTION)
         exchange = self._exchange(unit)
         states = self._states(unit, away) | {"saved_out": self._saved_out(unit)}
         # A weight's gradient is read and added to the sum over micro-batches.
         widths = layout.widths
         moved = unit.parameters.on(layout.tensor) * unit.trained * (widths.parameter + 2 * widths.gradient)
-        weight += memory_seconds(device, moved)
+        weight += device.memory_seconds(moved)
         # Hidden sums take the time of the computation that they lie beside, if there is so much of it.
         visible = max(join * (1 - self.habits.joins_hidden), join - forward)
         hidden = self.habits.joins_hidden_back * (0.5 if layout.sequence else 1.0)
@@ -227,8 +123,7 @@ class Durations:
         scores = [work for work in unit.forward if work.kind is WorkKind.ATTENTION]
         if not any(work.shape for work in scores):
             scores = []
-        device, dtype = self.node.device, self.dtype
-        return kernels_seconds(scores, device, layout, dtype) + self.habits.selective * forward, 0.0
+        return self.speed.total(scores) + self.habits.selective * forward, 0.0
 
     def _join(self, unit: UnitCost) -> float:
         if self.layout.tensor == 1 or not unit.joins:
@@ -266,7 +161,7 @@ class Durations:
         state = widths.states + widths.master
         if not (away and row.optimizer_tier is not Tier.DEVICE):
             # The update reads the gradient and reads and writes the master and the states; it writes the parameter.
-            found["update"] = memory_seconds(node.device, own * (widths.gradient + 2 * state + widths.parameter))
+            found["update"] = node.device.memory_seconds(own * (widths.gradient + 2 * state + widths.parameter))
             return found
         # The fused kernel on the host reads a gradient as it was sent, and writes a parameter: 28 bytes for Adam.
         moved = own * (widths.wire + 2 * state + widths.parameter)

@@ -1,7 +1,7 @@
 """Fit of a GPU's constants to half of a source's published rows, and the bar that a prediction must clear.
 
 ``python -m zeromesh.plan.fitting ROWS.json`` prints the constants of all sources, for ``CONSTANTS`` of
-``published_time.py``.
+``practices.py``.
 """
 
 from __future__ import annotations
@@ -11,18 +11,22 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from zeromesh.plan.published import PublishedRow, UnjudgedError, read_rows
+from zeromesh.plan.practices import Constants
+from zeromesh.plan.published import PublishedRow, read_rows
 from zeromesh.plan.published_time import (
-    Constants,
     Setting,
     gpu_name,
     in_fit,
     judged_time,
+    layer_seconds,
+    layer_setting,
     measured_seconds,
     operations,
     predicted,
     setting_of,
 )
+
+LAYER = "layer_time"  # kind of rows
 
 STEP = 0.05  # of a constant's logarithm, for its derivative
 ROUNDS = 8
@@ -38,30 +42,41 @@ class Sample(NamedTuple):
     measured: float
 
 
+def seconds_of(setting: Setting, constants: Constants) -> float:
+    """Return the predicted seconds of a row's step, or of its layer."""
+    if setting.row.kind == LAYER:
+        return sum(layer_seconds(setting, constants))
+    return predicted(setting, constants).seconds
+
+
 def samples_of(rows: Sequence[PublishedRow]) -> dict[tuple[str, str], list[Sample]]:
     """Return the rows that say a step time and can be predicted, by source and GPU."""
     found: dict[tuple[str, str], list[Sample]] = {}
     for row in rows:
-        if not judged_time(row):
-            continue
         try:
-            setting = setting_of(row)
-            predicted(setting, Constants())
-            sample = Sample(setting, measured_seconds(setting))
-        except (UnjudgedError, ValueError):
+            if row.kind == LAYER:
+                setting = layer_setting(row)
+                measured = (float(row.measured["forward_ms"]) + float(row.measured["backward_ms"])) / 1e3
+            elif judged_time(row):
+                setting = setting_of(row)
+                measured = measured_seconds(setting)
+            else:
+                continue
+            seconds_of(setting, Constants())
+        except (KeyError, ValueError):
             continue
-        found.setdefault((row.source, gpu_name(row)), []).append(sample)
+        found.setdefault((row.source, gpu_name(row)), []).append(Sample(setting, measured))
     return found
 
 
-def fit(samples: Sequence[Sample], names: tuple[str, str] = ("products", "links")) -> Constants:
+def fit(samples: Sequence[Sample], names: tuple[str, str]) -> Constants:
     """Return two constants with the least mean square of log(predicted / measured), by Gauss-Newton steps."""
 
     def constants(logs: Sequence[float]) -> Constants:
         return Constants(**{name: math.exp(value) for name, value in zip(names, logs, strict=True)})
 
     def errors(logs: Sequence[float]) -> list[float]:
-        return [math.log(predicted(one.setting, constants(logs)).seconds / one.measured) for one in samples]
+        return [math.log(seconds_of(one.setting, constants(logs)) / one.measured) for one in samples]
 
     logs = [math.log(getattr(FIRST, name)) for name in names]
     low = [math.log(getattr(LEAST, name)) for name in names]
@@ -135,7 +150,7 @@ def naive_errors(samples: Sequence[Sample]) -> list[float]:
 
 def errors_of(samples: Sequence[Sample], constants: Constants) -> list[float]:
     """Return the relative errors of predicted times."""
-    return [predicted(one.setting, constants).seconds / one.measured - 1 for one in samples]
+    return [seconds_of(one.setting, constants) / one.measured - 1 for one in samples]
 
 
 def summary(errors: Sequence[float]) -> str:
@@ -146,23 +161,48 @@ def summary(errors: Sequence[float]) -> str:
     return f"n {len(sizes)}, mean {100 * sum(sizes) / len(sizes):.1f} %, max {100 * max(sizes):.1f} %"
 
 
+class Fitted(NamedTuple):
+    """Constants of a GPU in a source, and relative errors."""
+
+    source: str
+    gpu: str
+    constants: Constants
+    fit: list[float]  # errors of the half that decides
+    held: list[float]  # errors of the other half
+    naive: list[float]  # errors of the other half by one efficiency
+
+    @property
+    def line(self) -> str:
+        """The constants and errors for the reader."""
+        said = ", ".join(f"{name}={value:.3g}" for name, value in self.constants._asdict().items() if value is not None)
+        return (
+            f'    ("{self.source}", "{self.gpu}"): Constants({said}),\n        # fit {summary(self.fit)}; '
+            f"held out {summary(self.held)}; one efficiency {summary(self.naive)}"
+        )
+
+
+def fitted(samples: Sequence[Sample], names: tuple[str, str] | None = None) -> Fitted:
+    """Fit the constants of rows of one source and GPU; ``names``: other constants than the practice's."""
+    row = samples[0].setting.row
+    half = [one for one in samples if in_fit(one.setting.row)]
+    held = [one for one in samples if not in_fit(one.setting.row)]
+    constants = fit(half, names or samples[0].setting.practice.fitted) if half else Constants()
+    errors = (errors_of(half, constants), errors_of(held, constants), naive_errors(samples))
+    return Fitted(row.source, gpu_name(row), constants, *errors)
+
+
 def main(arguments: Sequence[str]) -> None:
-    """Print the constants of all sources of a file, or of those that are named, and the errors of both halves."""
-    path, *chosen = arguments
-    names = tuple(one for one in chosen if one in Constants._fields)
-    sources = [one for one in chosen if one not in Constants._fields]
-    rows = [row for row in read_rows(path).rows if not sources or row.source in sources or sources == ["-v"]]
-    for (source, gpu), samples in samples_of(rows).items():
-        half = [one for one in samples if in_fit(one.setting.row)]
-        constants = fit(half or samples, (names[0], names[1]) if len(names) == 2 else ("products", "links"))
-        held = [one for one in samples if not in_fit(one.setting.row)]
-        said = ", ".join(f"{name}={value:.3g}" for name, value in constants._asdict().items() if value is not None)
-        print(f'    ("{source}", "{gpu}"): Constants({said}),', flush=True)
-        print(f"        # fit {summary(errors_of(half, constants))}; held {summary(errors_of(held, constants))};", end="")
-        print(f" one efficiency {summary(naive_errors(samples))}", flush=True)
-        if "-v" in sources:
-            for one, error in zip(samples, errors_of(samples, constants), strict=True):
-                print(one.setting.row.id, f"{100 * error:+.1f} %", "fit" if in_fit(one.setting.row) else "")
+    """Print the constants and errors of all sources of a file, or of those that are named behind it."""
+    path, *sources = arguments
+    names = tuple(one for one in sources if one in Constants._fields)
+    sources = [one for one in sources if one not in names]
+    rows = [row for row in read_rows(path).rows if not sources or row.source in sources]
+    for samples in samples_of(rows).values():
+        found = fitted(samples, (names[0], names[1]) if len(names) == 2 else None)
+        print(found.line, flush=True)
+        if sources:
+            for one, error in zip(samples, errors_of(samples, found.constants), strict=True):
+                print(f"{one.setting.row.id} {error:+.1%} {'fit' if in_fit(one.setting.row) else ''}")
 
 
 if __name__ == "__main__":

@@ -118,9 +118,9 @@ def head_kernels(shape: TransformerSizes, micro_batch: int, sequence: int, conte
     hidden, words = shape.hidden, shape.vocabulary
     norm = _moving(WorkKind.NORM, tokens=2 * BYTES * tokens * hidden)
     norm_back = _moving(WorkKind.NORM, tokens=4 * BYTES * tokens * hidden)
-    # The softmax in fp32: a cast, the largest, the sum of exponentials; its gradient is written once and cast.
-    loss = _moving(WorkKind.LOSS, split=14.0 * tokens * words)
-    loss_back = _moving(WorkKind.LOSS, split=10.0 * tokens * words)
+    # In fp32: a cast (2 + 4), a softmax that reads twice and writes (12); its gradient (8) and a cast back (6).
+    loss = _moving(WorkKind.LOSS, split=18.0 * tokens * words)
+    loss_back = _moving(WorkKind.LOSS, split=14.0 * tokens * words)
     return Kernels(
         (norm, _product(tokens, words, hidden, "columns"), loss),
         (loss_back, _product(tokens, hidden, words, "sums"), norm_back),
@@ -164,11 +164,11 @@ def _attention(
     if shape.fused_attention:
         flops *= 0.5 if causal else 1.0
         moved = float(BYTES * 2 * tokens * (query + key))
-        forward = KernelWork(WorkKind.ATTENTION, Divided(split=flops), Divided(split=moved))
+        whole = KernelWork(WorkKind.ATTENTION, Divided(split=flops), Divided(split=moved))
         # The backward computes the scores again: five products instead of two. Those beyond four are no operations of
         # the model; their time is in the rate of the kernel.
-        back = KernelWork(WorkKind.ATTENTION, Divided(split=2 * flops), Divided(split=2.5 * moved))
-        return [forward], [back]
+        whole_back = KernelWork(WorkKind.ATTENTION, Divided(split=2 * flops), Divided(split=2.5 * moved))
+        return [whole], [whole_back]
     scores = float(micro_batch * heads * (sequence // context) * sequence)
     mask = 1 if shape.dropout else 0
     # Scores are written by a product, read and written by the softmax and by the dropout, and read by a product.

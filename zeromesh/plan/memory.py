@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from zeromesh.model.placement import Placement
 from zeromesh.pipeline.schedule.actions import LAST, Kind
-from zeromesh.pipeline.schedule.generators import ROWS, generate
+from zeromesh.pipeline.schedule.generators import ROWS, Shape, generate
 from zeromesh.pipeline.schedule.partition import uniform
 from zeromesh.plan.conventions import ZEROMESH, Convention
 from zeromesh.plan.cost import CostSource, Recompute, UnitCost
@@ -173,7 +173,9 @@ class _Snapshot(NamedTuple):
     summed: tuple[bool, ...]  # by chunk: a micro-batch's backward is behind it
 
 
-_FEW = 4  # turns of a pipeline, after which its steady state repeats
+_SIMPLE = ("1f1b", "gpipe")  # schedules whose ranks fill up, and then hold no more
+_STEADY = ("interleaved-1f1b", "zb-h1")  # schedules that hold as much in each turn of their middle
+_TURNS = 3  # micro-batches for each rank, after which a steady state repeats
 
 
 @lru_cache(maxsize=4096)
@@ -181,16 +183,14 @@ def _snapshots(
     schedule: str, ranks: int, microbatches: int, chunks: int
 ) -> tuple[tuple[tuple[int, ...], tuple[_Snapshot, ...]], ...]:
     """Return each rank's stages, and the actions at which its memory can be at its most."""
-    if ranks == 1:
+    if ranks == 1 or (schedule in _SIMPLE and chunks == 1):
+        shape = Shape(ranks, microbatches)
         # Without a pipeline one micro-batch follows the other.
-        shots = [_Snapshot(Kind.FORWARD, 0, (0,), (False,)), _Snapshot(Kind.BACKWARD, 0, (1,), (False,))]
-        if microbatches > 1:
-            shots += [_Snapshot(Kind.FORWARD, 0, (0,), (True,)), _Snapshot(Kind.BACKWARD, 0, (1,), (True,))]
-        return (((0,), tuple(shots)),)
-    if ROWS[schedule].held is ROWS["1f1b"].held or schedule in ("interleaved-1f1b", "zb-h1"):
+        held = [ROWS[schedule].held(shape, rank) if ranks > 1 else 1 for rank in range(ranks)]
+        return tuple(((rank,), _plain_order(count, microbatches)) for rank, count in enumerate(held))
+    if schedule in _STEADY and microbatches > _TURNS * ranks:
         # What a rank holds repeats from turn to turn, so a long step holds no more than a short one.
-        turns = _FEW * ranks
-        microbatches = microbatches if microbatches <= turns else turns + microbatches % ranks
+        microbatches = _TURNS * ranks + microbatches % ranks
     made = generate(schedule, ranks, microbatches, chunks)
     found = []
     for rank, actions in enumerate(made.ranks):
@@ -199,24 +199,44 @@ def _snapshots(
     return tuple(found)
 
 
-def _distinct(actions: Sequence[tuple[Kind, int, int]], own: Sequence[int]) -> Iterator[_Snapshot]:
-    """Yield the actions before which no stage could hold more at another action of the same kind."""
+def _plain_order(most: int, microbatches: int) -> tuple[_Snapshot, ...]:
+    """Return the actions of a rank that fills up, and then computes a backward and a forward in turn."""
+    shots = [
+        _Snapshot(Kind.FORWARD, 0, (most - 1,), (False,)), _Snapshot(Kind.BACKWARD, 0, (most,), (False,)),
+    ]  # fmt: skip
+    if microbatches > most:
+        shots.append(_Snapshot(Kind.FORWARD, 0, (most - 1,), (True,)))
+    if microbatches > 1:
+        shots.append(_Snapshot(Kind.BACKWARD, 0, (most if microbatches > most else most - 1,), (True,)))
+    return tuple(shots)
+
+
+def _distinct(actions: Sequence[tuple[Kind, int, int]], own: Sequence[int]) -> list[_Snapshot]:
+    """Return the actions before which no stage could hold more at another action of the same kind."""
+    chunks = {stage: chunk for chunk, stage in enumerate(own)}
     held, summed = [0] * len(own), [False] * len(own)
-    found: dict[_Snapshot, None] = {}  # in order
-    for kind, stage, _ in actions:
-        chunk = own.index(stage)
+    most: dict[tuple[Kind, int, tuple[bool, ...]], dict[tuple[int, ...], int]] = {}
+    for turn, (kind, stage, _) in enumerate(actions):
+        chunk = chunks[stage]
         if kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT):
-            found[_Snapshot(kind, chunk, tuple(held), tuple(summed))] = None
+            # Few are left at a time, as the counts of a rank's stages rise and fall together.
+            here, counts = most.setdefault((kind, chunk, tuple(summed)), {}), tuple(held)
+            if not any(_holds_all(other, counts) for other in here):
+                for other in [other for other in here if _holds_all(counts, other)]:
+                    del here[other]
+                here[counts] = turn
         held[chunk] += (kind is Kind.FORWARD) - (kind in LAST)
         summed[chunk] |= kind in LAST
-    for shot in found:
-        alike = [other for other in found if other[:2] == shot[:2] and other.summed == shot.summed]
-        if not any(_holds_more(other, shot) for other in alike):
-            yield shot
+    found = [
+        (turn, _Snapshot(kind, chunk, counts, had))
+        for (kind, chunk, had), here in most.items()
+        for counts, turn in here.items()
+    ]
+    return [snapshot for _, snapshot in sorted(found)]
 
 
-def _holds_more(first: _Snapshot, second: _Snapshot) -> bool:
-    return first != second and all(a >= b for a, b in zip(first.held, second.held, strict=True))
+def _holds_all(first: Sequence[int], second: Sequence[int]) -> bool:
+    return all(a >= b for a, b in zip(first, second, strict=True))
 
 
 class _Rank:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -84,7 +83,6 @@ class NodeRow(NamedTuple):
     source: str
 
 
-DATA_SHEET = "Nvidia, {} data sheet"
 AWS = "AWS, EC2 instance types, 2025"
 AZURE = "Microsoft, Azure ND series, 2025"
 GCP = "Google Cloud, GPU machine types, 2025"
@@ -350,7 +348,7 @@ def _node_row(gpu: str, gpus: int | None, node: str) -> tuple[str, NodeRow]:
             raise ValueError(f"{node!r} is no known node; {meant}Known are {', '.join(NODES)}. For another {WRITE_ONE}")
         if not gpu and not row.device:
             raise ValueError(f"{node} takes any card; name the GPU too, such as rtx-4090")
-        names: Iterable[str] = (node.lower(),)
+        names: tuple[str, ...] = (node.lower(),)
     else:
         short = _short(find_device(gpu))
         first = next((name for name, row in NODES.items() if row.device == short), "pcie-server-8")

@@ -1,7 +1,8 @@
-"""Predictions of step times for published rows, with at most two constants of a GPU that are fitted on half of a source.
+"""Predictions of step times for published rows, with two constants of a GPU that are fitted on half of a source.
 
-The constants are the share of a device's operations that large products reach, and the share of the links between
-nodes that collectives reach. ``CONSTANTS`` has them by source and GPU. Rule of the fit, by ``fitting.py``: rows whose
+The constants are the share of a device's operations that large products reach, and one of three others: the share of
+the links between nodes that collectives reach, that of the memory's bandwidth, or how much products lose at their
+edges. ``practices.CONSTANTS`` has them by source and GPU. Rule of the fit, by ``fitting.py``: rows whose
 identifier has an even SHA-256 decide; the constants are those with the least mean square of the logarithm of predicted
 over measured time. The other half is predicted.
 """
@@ -10,86 +11,22 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 from zeromesh.model.placement import ROWS
 from zeromesh.plan.cost import Recompute
-from zeromesh.plan.durations import Habits
+from zeromesh.plan.durations import Durations
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
+from zeromesh.plan.practices import ASPECT, CONSTANTS, NAMED, PRACTICES, WORDS, Constants, Practice
 from zeromesh.plan.presets import cluster
 from zeromesh.plan.published import Outcome, PublishedRow, UnjudgedError
+from zeromesh.plan.rates import Habits
 from zeromesh.plan.shape import TransformerCost, TransformerShape
 from zeromesh.plan.time import StepTime, time_of
-
-
-class Constants(NamedTuple):
-    """The fitted constants of a GPU in a source; None: that of the preset."""
-
-    products: float | None = None  # share of the operations that large products reach
-    links: float | None = None  # share of the bandwidth between nodes that collectives reach
-    memory: float | None = None  # share of the memory's bandwidth that kernels reach
-    padding: float | None = None  # elements by which each dim of a product counts longer than it is
-
-
-@dataclass(frozen=True)
-class Practice:
-    """Facts of a source's framework that its rows do not repeat."""
-
-    habits: Habits = Habits()
-    fused_attention: bool = True
-    wire: int = 2  # bytes of an element of a gradient that is sent
-    row: int | None = None  # ZeRO number that its states behave as; None: as the row says
-    micro_batch: int = 0  # samples where the row does not say them; 0: all of a rank's at once, or one in a pipeline
-    chunks: int = 1  # the most stages of a pipeline rank where the source interleaves without saying how many
-    counts_recompute: bool = False  # operations that it reports are those that were executed
-    causal: float = 1.0  # share of attention's products that it counts
-    seconds: tuple[str, ...] = ()  # fields of measured times
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    why: str = ""
-
-
-# All of Megatron's pipelines send in turn with computation, and each of the tensor ranks sends a part (2021b).
-MEGATRON = Habits(
-    dtype="fp16", reduces_early=False, publishes_early=False, messages_block=True, messages_scattered=True,
-    sums_once=True,
-)  # fmt: skip
-CORE = Habits(joins_hidden=0.6, joins_hidden_back=1.0, sums_once=True)
-
-PRACTICES: dict[str, Practice] = {
-    "megatron2021": Practice(
-        MEGATRON, fused_attention=False, counts_recompute=True,
-        why="Megatron-LM of 2021: scores are written to memory; gradients are summed behind the backward",
-    ),
-    # Each parameter was gathered by itself over one ring.
-    "megatron2021/ZeRO-3": Practice(
-        Habits(dtype="fp16", rails=1, reduces_early=False), fused_attention=False, counts_recompute=True,
-        why="DeepSpeed 0.3 of 2021: gathers over a single ring, which uses one link of a node",
-    ),
-    "megatron_a100_2020": Practice(MEGATRON, fused_attention=False),
-    "korthikanti2022": Practice(replace(MEGATRON, joins_hidden_back=1.0), fused_attention=False, why="Megatron-LM of 2022"),
-    "megatron_h100": Practice(CORE, wire=4, chunks=24, why="Megatron Core 0.8: sums of all axes beside computation"),
-    "megascale2024": Practice(
-        replace(MEGATRON, dtype="bf16", joins_hidden_back=1.0), wire=4, row=1, why="Megatron-LM of 2023 with FlashAttention-2"
-    ),
-    "megascale2024/MegaScale": Practice(
-        replace(CORE, joins_hidden=0.9, fusion=0.35), wire=4, row=1, why="sums of all axes beside computation; parallel blocks"
-    ),
-    "llama3": Practice(CORE, row=1, chunks=8, causal=0.5),
-    "torchtitan": Practice(Habits(selective=0.45), wire=4, why="FSDP2; every second product is computed again"),
-    "mosaic": Practice(why="FSDP1 of torch 2 with FlashAttention"),
-    "simumax_b200": Practice(replace(CORE, joins_hidden=0.0), wire=4),
-    "nemo": Practice(replace(CORE, joins_hidden=0.8), chunks=1),
-    "azure2022": Practice(Habits(dtype="fp16"), fused_attention=False, counts_recompute=True),
-    "bigscience": Practice(
-        replace(MEGATRON, reduces_early=True), fused_attention=False, counts_recompute=True
-    ),
-    "stas00": Practice(causal=0.5),
-    "nanotron_bench": Practice(wire=4),
-}
 
 
 def practice_of(row: PublishedRow) -> Practice:
@@ -104,18 +41,6 @@ def practice_of(row: PublishedRow) -> Practice:
 def in_fit(row: PublishedRow) -> bool:
     """Return true for rows that decide the constants of their source."""
     return hashlib.sha256(row.id.encode()).digest()[-1] % 2 == 0
-
-
-# Sizes of models that sources name without them: layers, hidden, heads. MosaicML's configurations of MPT (2023).
-NAMED: dict[str, tuple[int, int, int]] = {
-    "mpt-125m": (12, 768, 12),
-    "mpt-350m": (24, 1024, 16),
-    "mpt-760m": (24, 1536, 12),
-    "mpt-1b": (24, 2048, 16),
-    "mpt-3b": (32, 2560, 20),
-}
-WORDS = {"mpt": 50368, "gpt": 51200}  # vocabulary by a model's first word, padded as the frameworks do
-ASPECT = 128  # width divided by layers of a GPT whose sizes nobody says (Kaplan et al., 2020: 30 to 200 cost little)
 
 
 def completed(row: PublishedRow) -> PublishedRow:
@@ -154,7 +79,7 @@ def machine_of(row: PublishedRow, ranks: int, constants: Constants) -> Machine:
     machine = None
     for name in (gpu, short, re.sub(r"-\d+GB$", "", short)):
         with suppress(ValueError):
-            machine = cluster(name)
+            machine = cluster(name, **practice_of(row).cluster)
             break
     if machine is None:
         raise UnjudgedError(f"hardware.gpu is {gpu!r}, of which no preset says the speed")
@@ -234,7 +159,7 @@ def predicted(setting: Setting, constants: Constants) -> StepTime:
 def operations(setting: Setting, executed: bool = False) -> float:
     """Return the operations of a step as the source counts them: 6 P + 12 L h s for a token, or more if executed.
 
-    With the recomputation of all blocks this is the formula of Narayanan et al., 2021: 96 B s l h^2 (1 + s/6h + V/16lh).
+    With recomputed blocks this is the formula of Narayanan et al., 2021: 96 B s l h^2 (1 + s/6h + V/16lh).
     """
     shape, layout, sequence = setting.shape, setting.layout, setting.row.sequence
     gates = 3 if shape.gated else 2
@@ -245,7 +170,7 @@ def operations(setting: Setting, executed: bool = False) -> float:
     return tokens * ((6 + 2 * again) * shape.layers * (matrices + scores) + 6 * shape.hidden * shape.vocabulary)
 
 
-def quantity(setting: Setting, name: str, seconds: float) -> float:
+def value_of(setting: Setting, name: str, seconds: float) -> float:
     """Return a measured quantity's value for a step of ``seconds``."""
     ranks = setting.layout.ranks
     if name == "step_s":
@@ -266,7 +191,7 @@ def measured_seconds(setting: Setting) -> float:
     """Return the time of a step that the source measured."""
     name = measured_name(setting.row)
     value = float(setting.row.measured[name])
-    return value if name == "step_s" else quantity(setting, name, 1.0) / value
+    return value if name == "step_s" else value_of(setting, name, 1.0) / value
 
 
 def measured_name(row: PublishedRow) -> str:
@@ -275,3 +200,91 @@ def measured_name(row: PublishedRow) -> str:
         if isinstance(row.measured.get(name), int | float):
             return name
     raise UnjudgedError("the row has no time, rate or share of the peak")
+
+
+def constants_of(row: PublishedRow) -> Constants:
+    """Return the constants of a row's source and GPU; those of the preset where none were fitted."""
+    return CONSTANTS.get((row.source, gpu_name(row)), Constants())
+
+
+# Judgement.
+
+
+def judge(rows: Iterable[PublishedRow]) -> list[Outcome]:
+    """Return an outcome for each row that says a time, and for what follows from it by arithmetic."""
+    found: list[Outcome] = []
+    for row in rows:
+        if judged_time(row):
+            found += _step_outcomes(row)
+        elif row.kind == "layer_time":
+            found += _layer_outcomes(row)
+        if row.source == "megatron2021":
+            found += _parameter_outcomes(row)
+    return found
+
+
+def _step_outcomes(row: PublishedRow) -> Iterator[Outcome]:
+    try:
+        name = measured_name(row)
+    except UnjudgedError:
+        return
+    try:
+        setting = setting_of(row)
+        seconds = predicted(setting, constants_of(row)).seconds
+        yield row.outcome(name, value_of(setting, name, seconds), _note(row, setting))
+        yield from _arithmetic(setting, name)
+    except ValueError as error:
+        yield row.outcome(name, None, str(error))
+
+
+def _note(row: PublishedRow, setting: Setting) -> str:
+    fitted = (row.source, gpu_name(row)) in CONSTANTS
+    half = ("of the half that decides its constants" if in_fit(row) else "held out of the fit") if fitted else "no fit"
+    return f"{half}; {setting.practice.why}".removesuffix("; ")
+
+
+def _arithmetic(setting: Setting, judged: str) -> Iterator[Outcome]:
+    """Yield what a source computes from a time that it has measured: shares of the peak, and days of a run."""
+    row = setting.row
+    seconds = measured_seconds(setting)
+    if judged == "step_s" and isinstance(row.measured.get("mfu_percent"), int | float):
+        yield row.outcome(
+            "mfu_percent", value_of(setting, "mfu_percent", seconds), "by arithmetic from the step's time"
+        )
+    if "days_for_300B_tokens" in row.measured:
+        steps = 300e9 / (setting.layout.samples * row.sequence)
+        yield row.outcome("days_for_300B_tokens", steps * seconds / 86400, "by arithmetic from the rate")
+
+
+def _parameter_outcomes(row: PublishedRow) -> Iterator[Outcome]:
+    """Yield the number of parameters: 12 l h^2 (1 + 13/12h + (V + s)/12lh) (Narayanan et al., 2021)."""
+    with suppress(UnjudgedError):
+        shape, count = row.shape, float(row.needs("model", "params"))
+        predicted_count = TransformerCost(shape).at(1, row.sequence).parameters
+        yield row.outcome("parameters_B", predicted_count / 1e9, "by arithmetic", measured=count / 1e9)
+
+
+def layer_setting(row: PublishedRow) -> Setting:
+    """Return the setting of a row that measures one layer."""
+    size = row.needs("layout", "micro_batch")
+    row = replace(row, model={"vocab": 1, **row.model}, layout={"global_batch": size, **row.layout})
+    return setting_of(row)
+
+
+def layer_seconds(setting: Setting, constants: Constants) -> tuple[float, float]:
+    """Return the seconds of one layer's forward and backward."""
+    machine = machine_of(setting.row, setting.layout.ranks, constants)
+    cost = TransformerCost(setting.shape).at(setting.layout.micro_batch, setting.row.sequence)
+    unit = Durations(setting.layout, machine, setting.habits).units(cost)[1]
+    forward, backward = (sum(seconds for _, seconds in part) for part in (unit.compute_forward, unit.compute_backward))
+    return forward, backward
+
+
+def _layer_outcomes(row: PublishedRow) -> Iterator[Outcome]:
+    try:
+        setting = layer_setting(row)
+        note = _note(row, setting)
+        for name, seconds in zip(("forward_ms", "backward_ms"), layer_seconds(setting, constants_of(row)), strict=True):
+            yield row.outcome(name, 1e3 * seconds, note)
+    except ValueError as error:
+        yield row.outcome("forward_ms", None, str(error))

@@ -120,16 +120,21 @@ def _block(shape: TransformerShape, rule: ActivationRule, tokens: float, length:
     mlp = 2 * tokens * width * (gates + (1 if shape.gated and rule.activation_output else 0) + 1)
     # Dropout of both sublayers keeps a byte an element.
     masks = Divided(tokens=2 * tokens * hidden) if shape.dropout else NONE
-    # A norm keeps its input, and the linear layer behind it its output: four of the stream in all.
-    norm_kept = stream.times(4 if not rule.narrow_norms else 2)
+    norm_kept = Divided(tokens=2 * rule.norm_kept * tokens * hidden)  # two norms
     rest = Divided(split=inside + lengths + mlp).plus(masks).plus(norm_kept)
+    selective = rest
+    if rule.every_second_product:
+        # Of query, key, value, output, gate, up and down: the first and each second one after it, attention's result,
+        # and the block's input.
+        products = Divided(split=2 * tokens * (query + key + width), tokens=2 * tokens * hidden)
+        selective = products.plus(Divided(split=2 * tokens * query + lengths)).plus(stream)
     # The MLP's backward: the gradient that arrives, that of the last product's input, and that of the first product's
     # output, as the last product's input, which was kept, has been freed.
     backward = stream.plus(Divided(split=2 * tokens * width * gates))
     return UnitCost(
         "block", True, Divided(split=float(matrices)).plus(biases).plus(norms),
         largest=Divided(split=float(hidden * width * gates)),
-        saved={Recompute.NONE: rest.plus(scores), Recompute.SELECTIVE: rest, Recompute.BLOCKS: stream},
+        saved={Recompute.NONE: rest.plus(scores), Recompute.SELECTIVE: selective, Recompute.BLOCKS: stream},
         output=stream,
         forward_peak=stream.plus(Divided(split=2 * tokens * width)),
         backward_peak=backward,

@@ -126,10 +126,9 @@ class _Stream:
                 done = clock.use(IN, unit.parameter_in, done, f"copy {unit.name}")
             if rules.split and not rules.sharded:
                 end = clock.use(DATA, unit.gather, done, f"publish {unit.name}")
-                cause = DATA if unit.update or unit.gather >= max(unit.host_update, unit.states_read) else HOST
-                self.gathered[place] = (end, cause)
+                self.gathered[place] = (end, DATA if unit.gather >= unit.parameter_in else IN)
             elif not unit.update:
-                self.gathered[place] = (done, HOST)
+                self.gathered[place] = (done, IN)
         # The host updates unit after unit before the forward begins; only copies and gathers go on beside it.
         clock.wait(clock.free.get(HOST, 0.0), HOST if clock.free.get(READ, 0.0) < clock.free.get(HOST, 0.0) else READ)
         clock.wait(clock.free.get(WRITE, 0.0), WRITE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from zeromesh.pipeline.schedule.actions import loop
@@ -12,9 +13,10 @@ from zeromesh.pipeline.schedule.generators import ROWS
 from zeromesh.pipeline.schedule.partition import uniform
 from zeromesh.plan import streams
 from zeromesh.plan.cost import CostSource, ModelCost
-from zeromesh.plan.durations import Durations, Habits, UnitTime
+from zeromesh.plan.durations import Durations, UnitTime
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
+from zeromesh.plan.rates import Habits
 from zeromesh.plan.stages import Run, StageCost, pipelined
 
 PIPELINE = "pipeline"  # what a rank waits for others of its pipeline
@@ -121,7 +123,7 @@ def stage_units(cost: ModelCost, stages: int) -> list[range]:
             "take fewer pipeline ranks or chunks"
         )
     starts = [0, *(blocks[first] for first in uniform(len(blocks), stages)[1:]), len(cost.units)]
-    return [range(first, last) for first, last in zip(starts, starts[1:], strict=False)]
+    return [range(first, last) for first, last in pairwise(starts)]
 
 
 def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, keep: bool) -> _Found:
@@ -134,13 +136,17 @@ def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, 
     places = stage_units(cost, len(placement))
     updates = [_Update() for _ in range(layout.pipeline)]
     stages = []
-    early = [updates[rank].release([units[p] for p in own], durations) for rank, own in zip(placement, places, strict=True)]
+    early = [
+        updates[rank].release([units[p] for p in own], durations) for rank, own in zip(placement, places, strict=True)
+    ]
     for stage, own in enumerate(places):
         rank = placement[stage]
         count = sum(units[p].block for other, ps in enumerate(places) if placement[other] == rank for p in ps)
         # Where gathers do not go on beside computation, a rank's first forward waits for all of its stages'.
-        release = early[stage] if habits.publishes_early else max(
-            one for one, other in zip(early, placement, strict=True) if other == rank
+        release = (
+            early[stage]
+            if habits.publishes_early
+            else max(one for one, other in zip(early, placement, strict=True) if other == rank)
         )
         message = durations.message(cost.units[own[-1]]) if stage < len(places) - 1 else 0.0
         stages.append(_stage([units[place] for place in own], durations, count, release, message))

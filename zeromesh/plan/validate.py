@@ -48,7 +48,7 @@ SECONDARY = ("derived_", "simumax_", "percent_of_peak", "aggregate_pflops", "hfu
 
 def judges() -> list[Callable[[Iterable[PublishedRow]], list[Outcome]]]:
     """Return the functions that predict figures."""
-    found = [published_memory.judge]
+    found: list[Callable[[Iterable[PublishedRow]], list[Outcome]]] = [published_memory.judge]
     try:
         found.append(importlib.import_module("zeromesh.plan.published_time").judge)
     except ModuleNotFoundError as error:
@@ -71,7 +71,7 @@ def outcomes_of(published: PublishedRows) -> list[Outcome]:
     return found
 
 
-class Group(NamedTuple):
+class ReportGroup(NamedTuple):
     """Outcomes of one source and quantity."""
 
     source: str
@@ -104,13 +104,13 @@ class Group(NamedTuple):
         return "yes" if self.mean <= self.aim.mean and max(self.errors) <= self.aim.most else "no"
 
 
-def groups_of(outcomes: Sequence[Outcome]) -> list[Group]:
+def groups_of(outcomes: Sequence[Outcome]) -> list[ReportGroup]:
     """Return the outcomes by source and quantity."""
     parts: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         parts[outcome.source, outcome.quantity.split(".")[0]].append(outcome)
     return [
-        Group(
+        ReportGroup(
             source, quantity, tuple(one for one in found if one.predicted is not None),
             tuple(one for one in found if one.predicted is None),
         )

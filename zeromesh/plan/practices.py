@@ -1,0 +1,117 @@
+"""Facts of published measurements that their rows do not repeat: habits, sizes of models, and fitted constants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from zeromesh.plan.rates import Habits
+
+
+class Constants(NamedTuple):
+    """The fitted constants of a GPU in a source; None: that of the preset."""
+
+    products: float | None = None  # share of the operations that large products reach
+    links: float | None = None  # share of the bandwidth between nodes that collectives reach
+    memory: float | None = None  # share of the memory's bandwidth that kernels reach
+    padding: float | None = None  # elements by which each dim of a product counts longer than it is
+
+
+DEFAULT = Habits()
+
+
+@dataclass(frozen=True)
+class Practice:
+    """Facts of a source's framework that its rows do not repeat."""
+
+    habits: Habits = DEFAULT
+    fused_attention: bool = True
+    wire: int = 2  # bytes of an element of a gradient that is sent
+    row: int | None = None  # ZeRO number that its states behave as; None: as the row says
+    micro_batch: int = 0  # samples where the row does not say them; 0: all of a rank's at once, or one in a pipeline
+    chunks: int = 1  # the most stages of a pipeline rank where the source interleaves without saying how many
+    counts_recompute: bool = False  # operations that it reports are those that were executed
+    causal: float = 1.0  # share of attention's products that it counts
+    cluster: Mapping[str, Any] = field(default_factory=dict)  # arguments of presets.cluster for its machine
+    fitted: tuple[str, str] = ("products", "links")  # constants of its GPUs that are fitted
+    why: str = ""
+
+
+# Megatron's pipelines send in turn with computation, each tensor rank a part of the message; its loss over a divided
+# vocabulary makes seven passes over fp32 logits (Narayanan et al., 2021, sections 4.1 and 5.8).
+MEGATRON = Habits(
+    dtype="fp16", reduces_early=False, publishes_early=False, messages_block=True, messages_scattered=True,
+    sums_once=True, loss=1.6,
+)  # fmt: skip
+# Of 2022 on: a gradient's sum over the tensor ranks goes on beside the product of a weight's gradient.
+MEGATRON_2022 = replace(MEGATRON, joins_hidden_back=1.0)
+CORE = Habits(joins_hidden=0.6, joins_hidden_back=1.0, sums_once=True, loss=1.6)
+# FlashAttention-2 reaches 0.35 of an H100's peak, and 0.6 of an A100's (Shah et al., FlashAttention-3, 2024).
+HOPPER_FLASH_2 = 0.62
+
+PRACTICES: dict[str, Practice] = {
+    "megatron2021": Practice(
+        MEGATRON,
+        fused_attention=False,
+        counts_recompute=True,
+        why="scores are written to memory, and gradients are summed behind the backward",
+    ),
+    "megatron2021/ZeRO-3": Practice(
+        Habits(dtype="fp16", rails=1, reduces_early=False),
+        fused_attention=False,
+        counts_recompute=True,
+        why="DeepSpeed of 2021, whose gathers and reductions ran over one link of a node",
+    ),
+    "megatron_a100_2020": Practice(MEGATRON, fused_attention=False),
+    "korthikanti2022": Practice(
+        MEGATRON_2022, fused_attention=False, fitted=("products", "padding"), why="scores are written to memory"
+    ),
+    "megatron_h100": Practice(
+        CORE, wire=4, chunks=24, why="the number of stages and the micro-batch are not said: a block for a stage"
+    ),
+    "megascale2024": Practice(replace(MEGATRON_2022, dtype="bf16"), wire=4, row=1, why="sums behind the backward"),
+    "megascale2024/MegaScale": Practice(
+        replace(CORE, joins_hidden=0.9, fusion=0.35),
+        wire=4,
+        row=1,
+        why="all sums beside computation, blocks with one norm, fused kernels",
+    ),
+    "llama3": Practice(CORE, row=1, chunks=8, causal=0.5, why="the number of stages is not said"),
+    "torchtitan": Practice(
+        Habits(selective=0.45, attention=HOPPER_FLASH_2), wire=4, why="FSDP2; every second product is computed again"
+    ),
+    "mosaic": Practice(fitted=("products", "memory"), why="FSDP1 with FlashAttention"),
+    "simumax_b200": Practice(replace(CORE, joins_hidden=0.0), wire=4),
+    "nemo": Practice(replace(CORE, joins_hidden=0.8)),
+    "azure2022": Practice(Habits(dtype="fp16"), fused_attention=False, counts_recompute=True),
+    "bigscience": Practice(
+        MEGATRON,
+        fused_attention=False,
+        counts_recompute=True,
+        cluster={"gpus": 4, "between": "4 x edr"},
+        why="nodes of four V100 with four links of 100 Gbit/s; sizes are guessed from the parameters",
+    ),
+    "stas00": Practice(causal=0.5),
+    "nanotron_bench": Practice(wire=4),
+}
+
+
+# Sizes of models that sources name without them: layers, hidden, heads. MosaicML's configurations of MPT (2023).
+NAMED: dict[str, tuple[int, int, int]] = {
+    "mpt-125m": (12, 768, 12),
+    "mpt-350m": (24, 1024, 16),
+    "mpt-760m": (24, 1536, 12),
+    "mpt-1b": (24, 2048, 16),
+    "mpt-3b": (32, 2560, 20),
+}
+WORDS = {"mpt": 50368, "gpt": 51200}  # vocabulary by a model's first word, padded as the frameworks do
+ASPECT = 128  # width divided by layers of a GPT whose sizes nobody says (Kaplan et al., 2020: 30 to 200 cost little)
+
+# By source and GPU, fitted on 2026-11-25 by ``python -m zeromesh.plan.fitting`` to the half of our rows that ``in_fit``
+# chooses; the other half is predicted with them.
+CONSTANTS: dict[tuple[str, str], Constants] = {
+    ("megatron2021", "A100-80GB"): Constants(products=0.786, links=0.656),
+    ("megascale2024", "A100"): Constants(products=0.78, links=0.309),
+    ("megatron_h100", "H100-80GB"): Constants(products=0.607, links=1.0),
+}
