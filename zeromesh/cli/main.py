@@ -233,6 +233,9 @@ def plan(
     node: Annotated[str, typer.Option(help="The kind of node, such as dgx-h100; the usual one of the GPU.")] = "",
     inside: Annotated[str, typer.Option(help="Link between GPUs of a node, such as nvlink4 or pcie4.")] = "",
     between: Annotated[str, typer.Option(help="Link between nodes, such as '8 x ndr' or '10 Gbit'.")] = "",
+    host_memory: Annotated[
+        float | None, typer.Option(metavar="GB", help="Memory of a node's host, in 10^9 bytes.")
+    ] = None,
     price: Annotated[float, typer.Option(min=0, help="Price of a node per hour, for --goal cost.")] = 0.0,
     machine: Annotated[Path | None, typer.Option(help="File of zeromesh doctor --save, instead of names.")] = None,
     goal: Annotated[
@@ -250,7 +253,7 @@ def plan(
     with _errors():
         from zeromesh.cli import plan as plans
 
-        found = plans.machine_of(machine, gpu, gpus, nodes, node, inside, between, price)
+        found = plans.machine_of(machine, gpu, gpus, nodes, node, inside, between, host_memory, price)
         question = plans.PlanQuestion(model, batch, sequence, goal, layouts, html, out, explain, as_json)
         fits = plans.plan(question, found)
     if not fits:

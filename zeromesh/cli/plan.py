@@ -47,14 +47,15 @@ class PlanQuestion:
 
 
 def machine_of(
-    file: Path | None, gpu: str, gpus: int | None, nodes: int, node: str, inside: str, between: str, price: float
-) -> Machine:
+    file: Path | None, gpu: str, gpus: int | None, nodes: int, node: str, inside: str, between: str,
+    host_memory: float | None, price: float,
+) -> Machine:  # fmt: skip
     """Return the machine of a file, or of names; raise ValueError for both or neither."""
     if file is None:
         if not gpu and not node:
             raise ValueError("name the GPU with --gpu, such as h100, a node with --node, or a file with --machine")
-        return cluster(gpu, gpus, nodes, node, inside, between, price=price)
-    if gpu or node or inside or between or gpus is not None:
+        return cluster(gpu, gpus, nodes, node, inside, between, host_memory and host_memory * 1e9, price)
+    if gpu or node or inside or between or gpus is not None or host_memory is not None:
         raise ValueError(f"--machine {file} describes devices, nodes and links; leave out the options that name them")
     machine = Machine.load(file)
     if nodes > 1:

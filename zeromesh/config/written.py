@@ -54,7 +54,7 @@ def row_name(row: PlacementRow) -> str:
         return name
     share = f"{row.offloaded:.0%} of " if row.offloaded < 1 and optimizer is not Tier.DEVICE else ""
     if optimizer is parameter:
-        return f"{name}, {share}all on {words[optimizer]}"
+        return f"{name}, {share}all on {words[optimizer]}" + (", split masters" if row.split else "")
     parts = [f"{share}optimizer on {words[optimizer]}"] if optimizer is not Tier.DEVICE else []
     parts += [f"parameters on {words[parameter]}"] if parameter is not Tier.DEVICE else []
     return ", ".join([name, *parts])

@@ -174,10 +174,12 @@ def _best(told: PlanAnswer) -> Iterator[str]:
     rival = next((one for one in result.shown if one.kind != best.kind), None)
     if rival is not None:
         beside = _beside(result.request.goal, best, rival)
-        yield f"Runner-up: {layout_text(rival.layout)}, {beside}. {told.turns}".rstrip()
+        behind = rival.score(result.request.goal) > best.score(result.request.goal)
+        turns = f" {told.turns}" if behind and told.turns else ""
+        yield f"Runner-up: {layout_text(rival.layout)}, {beside}.{turns}"
     if told.largest is not None:
         yield f"With this layout there is room for {_room(told.largest)}."
-    if told.leanest is not None:
+    if told.leanest is not None and told.largest is not None and told.leanest[1].blocks > told.largest.blocks:
         lean, room = told.leanest
         yield f"The layout with the least memory, {layout_text(lean)}, has room for {_room(room)}."
     gains = [

@@ -1,22 +1,22 @@
 """Lower bounds of a layout's step time and memory: cheap, so that a search can leave most layouts uncomputed.
 
-A bound assumes that everything that may overlap does, and that every kernel and link runs at its best rate.
+A bound assumes that everything that may overlap does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from math import ceil
+from typing import NamedTuple
 
 from zeromesh.model.placement import Placement, Tier
 from zeromesh.pipeline.schedule.generators import ROWS as SCHEDULES
 from zeromesh.pipeline.schedule.generators import Shape
-from zeromesh.plan.cost import CostSource, KernelWork, ModelCost, Recompute, WorkKind
+from zeromesh.plan.cost import CostSource, ModelCost, Recompute
+from zeromesh.plan.durations import Durations
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Device, Machine
-
-PRODUCTS = (WorkKind.PRODUCT, WorkKind.CONVOLUTION, WorkKind.ATTENTION)
-"""Kinds of work that the device's rate for matrix products bounds."""
+from zeromesh.plan.rates import Habits
 
 
 def best_rate(device: Device, width: int) -> float:
@@ -42,29 +42,38 @@ def devices_of_a_node(machine: Machine) -> int:
     return min(node.devices for node, _ in machine.nodes)
 
 
-@dataclass(frozen=True)
-class _Passes:
-    """Seconds of a model's parts on one rank for one micro-batch, at the best rates."""
+class _Passes(NamedTuple):
+    """Seconds of a micro-batch on one rank that has the whole model."""
 
-    total: float  # of forward and backward, of all units
-    again: float  # of the forward of blocks
-    block: float  # of forward and backward of the largest block
-    block_again: float
-    joins: float  # bytes that tensor ranks sum in the forward
+    total: float  # of all units
+    block: float  # of the largest block
+
+
+class _Moves(NamedTuple):
+    """Seconds of the states of the whole model on one rank, by the resource that is busy."""
+
+    gather: float
+    reduce: float
+    replicas: float
+    fetch: float  # of parameters, from the host
+    read: float  # of parameters, from the disk
+    update: float  # on the device
+    host: float
+    states: float  # of the optimizer, from the disk and back
 
 
 class TimeBound:
-    """Least step time of layouts of one model on one machine."""
+    """Least step time and memory of layouts of one model on one machine, from the same seconds as ``time_of``."""
 
     def __init__(self, source: CostSource, sequence: int, machine: Machine) -> None:
         self.source = source
         self.sequence = sequence
         self.machine = machine
-        self._passes: dict[tuple[int, int, int, bool, int], _Passes] = {}
+        self._passes: dict[tuple[object, ...], _Passes] = {}
+        self._moves: dict[tuple[object, ...], _Moves] = {}
         self._costs: dict[tuple[int, int], ModelCost] = {}
-        self._parameters: dict[int, tuple[float, float, int]] = {}
+        self._parameters: dict[int, float] = {}
         self._device = slowest(machine)
-        self._node = min(machine.nodes, key=lambda kind: kind[0].devices)[0]
 
     def cost(self, micro_batch: int, context: int) -> ModelCost:
         """Return the model's cost; it is asked for once."""
@@ -73,23 +82,22 @@ class TimeBound:
             self._costs[key] = self.source.at(micro_batch, self.sequence, context)
         return self._costs[key]
 
+    @property
+    def blocks(self) -> int:
+        """Blocks between which a pipeline can be cut."""
+        return sum(unit.block for unit in self.cost(1, 1).units)
+
     def seconds(self, layout: ParallelLayout) -> float:
-        """Return a time that no run of the layout can be shorter than."""
+        """Return a time that no run of the layout is expected to be shorter than."""
         return max(self.compute(layout), self.traffic(layout), self.offload(layout))
 
     def compute(self, layout: ParallelLayout) -> float:
         """Return seconds of the slowest stage, with the pipeline's idle time and sums that nothing hides."""
-        passes = self._of(layout)
-        again = layout.recompute is Recompute.BLOCKS
-        blocks = sum(unit.block for unit in self.cost(layout.micro_batch, layout.context).units)
-        mean = (passes.total + again * passes.again) / layout.pipeline
+        passes = self._passes_of(layout)
+        mean = passes.total / layout.pipeline
         # One of the ranks has at least so many blocks.
-        most = ceil(blocks / layout.pipeline) * (passes.block + again * passes.block_again)
-        tensor = passes.joins / layout.pipeline
-        # Sums of the backward hide behind weight gradients; those of the forward do not.
-        exposed = 2 * one_way(tensor, layout.tensor, self._node.inside.bandwidth)
-        busy = layout.accumulation * (max(mean, most) + exposed)
-        return busy * (1 + self.bubble(layout))
+        most = ceil(self.blocks / layout.pipeline) * passes.block
+        return layout.accumulation * (max(mean, most) + self.bubble(layout) * mean)
 
     def bubble(self, layout: ParallelLayout) -> float:
         """Return idle time of the schedule in parts of busy time, at the least."""
@@ -97,46 +105,24 @@ class TimeBound:
             return 0.0
         row = SCHEDULES[layout.schedule]
         shape = Shape(layout.pipeline, layout.accumulation, layout.chunks, layout.pipeline)
-        # Formulas hold for three equal parts of a micro-batch, and recomputation makes the bubble no smaller.
-        return float(row.bubble(shape)) * (0.75 if row.split else 1.0)
+        # The formulas are for three equal parts of a micro-batch and equal stages; others may be idle for less.
+        return float(row.bubble(shape)) * (0.5 if row.split else 0.9)
 
     def traffic(self, layout: ParallelLayout) -> float:
-        """Return seconds that the busiest link between data-parallel ranks is in use."""
-        own = self._own(layout) * layout.widths.wire
-        group, row = layout.data * layout.context, layout.row
-        below = layout.tensor * layout.context * layout.pipeline
-        times = 0.0
-        if group > 1:
-            # Ranks of the group that share a node have inner links, so only the share between nodes is slow.
-            count, speed = self._link(below, layout.data)
-            times += _rounds(layout) * one_way(own, count, speed)
-        if layout.replicate > 1:
-            share = own / group if row.optimizer is Placement.SHARDED else own
-            count, speed = self._link(below * layout.data, layout.replicate)
-            times += 2 * one_way(share, count, speed)
-        return times
+        """Return seconds that the links between data-parallel ranks are in use."""
+        moves, row = self._moves_of(layout), layout.row
+        reductions = layout.accumulation if row.gradient is Placement.SHARDED else 1
+        # With more than two slots some parameters stay from one micro-batch to the next; with all of them, all.
+        again = row.parameter is Placement.SHARDED and layout.parameter_slots <= 2
+        gathers = layout.accumulation if again else 1
+        return (reductions * moves.reduce + gathers * moves.gather + moves.replicas) / layout.pipeline
 
     def offload(self, layout: ParallelLayout) -> float:
         """Return seconds of the host's update, or of copies to and from the host and disks."""
-        row, own, node = layout.row, self._own(layout), self._node
-        group = layout.data * layout.context
-        sharing = node.devices
-        found = [0.0]
-        if row.optimizer_tier is not Tier.DEVICE:
-            elements = own / group * row.offloaded
-            states = layout.widths.states + layout.widths.master
-            # The update reads and writes masters and states, and reads gradients (Ren et al., ZeRO-Offload, 2021).
-            found.append(elements * sharing * (2 * states + layout.widths.gradient) / node.host_bandwidth)
-            found.append(elements * layout.widths.wire / node.host.bandwidth)
-            if row.optimizer_tier is Tier.NVME and node.disk_read:
-                written = node.disk_write or node.disk_read
-                found.append(elements * sharing * states * (1 / node.disk_read + 1 / written))
-        if row.parameter_tier is not Tier.DEVICE:
-            passes = 1 if layout.parameter_slots >= self._blocks(layout) else 2 * layout.accumulation
-            found.append(passes * own / group * layout.widths.parameter / node.host.bandwidth)
-            if row.parameter_tier is Tier.NVME and node.disk_read:
-                found.append(passes * own / group * sharing * layout.widths.parameter / node.disk_read)
-        return max(found)
+        moves = self._moves_of(layout)
+        passes = 1 if layout.parameter_slots >= self.blocks / layout.pipeline else layout.accumulation
+        busy = moves.update, moves.host, moves.states, passes * moves.fetch, passes * moves.read
+        return max(busy) / layout.pipeline
 
     def states(self, layout: ParallelLayout) -> float:
         """Return bytes on the device that states alone take on the average rank, with the context of the device."""
@@ -167,77 +153,41 @@ class TimeBound:
         """Return elements of parameters of the average rank before sharding."""
         tensor = layout.tensor
         if tensor not in self._parameters:
-            units = self.cost(1, 1).units
-            total = sum(unit.parameters.on(tensor) for unit in units)
-            self._parameters[tensor] = total, 0.0, sum(unit.block for unit in units)
-        return self._parameters[tensor][0] / layout.pipeline
+            self._parameters[tensor] = sum(unit.parameters.on(tensor) for unit in self.cost(1, 1).units)
+        return self._parameters[tensor] / layout.pipeline
 
-    def _blocks(self, layout: ParallelLayout) -> float:
-        self._own(layout)
-        return self._parameters[layout.tensor][2] / layout.pipeline
-
-    def _link(self, below: int, ranks: int) -> tuple[int, float]:
-        """Return the nodes or ranks that a group of ranks ``below`` apart joins, and the bytes per second it has."""
-        inside = max(1, self._node.devices // below)
-        if ranks <= inside:
-            return ranks, self._node.inside.bandwidth
-        # At best each node sends its ranks' data once, over the links of all of them; other groups use theirs.
-        return max(2, ranks // inside), self.machine.between.bandwidth * inside / self.machine.between.shared
-
-    def _of(self, layout: ParallelLayout) -> _Passes:
-        key = layout.micro_batch, layout.context, layout.tensor, layout.sequence, layout.widths.parameter
+    def _passes_of(self, layout: ParallelLayout) -> _Passes:
+        mesh = layout.tensor, layout.context, layout.pipeline, layout.sequence
+        key = *mesh, layout.micro_batch, layout.recompute, layout.widths
         if key not in self._passes:
-            self._passes[key] = self._count(layout)
+            cost = self.cost(layout.micro_batch, layout.context)
+            units = Durations(layout, self.machine, Habits()).units(cost)
+            times = [(u.block, sum(s for _, s in (*u.compute_forward, *u.compute_backward))) for u in units]
+            block = max((seconds for block, seconds in times if block), default=0.0)
+            self._passes[key] = _Passes(sum(seconds for _, seconds in times), block)
         return self._passes[key]
 
-    def _count(self, layout: ParallelLayout) -> _Passes:
-        cost = self.cost(layout.micro_batch, layout.context)
-        rate = best_rate(self._device, layout.widths.parameter) * self._device.product_efficiency
-        known: dict[int, tuple[float, float]] = {}
-        for unit in cost.units:  # blocks of a stack are often one object, or equal
-            if id(unit) not in known:
-                forward = self._unit(unit.forward, rate, layout)
-                both = forward + self._unit(unit.input, rate, layout) + self._unit(unit.weight, rate, layout)
-                known[id(unit)] = both, forward
-        blocks = [unit for unit in cost.units if unit.block]
-        largest = max((known[id(unit)] for unit in blocks), default=(0.0, 0.0))
-        return _Passes(
-            sum(known[id(unit)][0] for unit in cost.units),
-            sum(known[id(unit)][1] for unit in blocks),
-            largest[0],
-            largest[1],
-            sum(unit.joins for unit in cost.units),
-        )
-
-    def _unit(self, works: tuple[KernelWork, ...], rate: float, layout: ParallelLayout) -> float:
-        device = self._device
-        total = 0.0
-        for work in works:
-            flops = work.flops.on(layout.tensor, layout.sequence)
-            moved = work.moved.on(layout.tensor, layout.sequence)
-            at_best = moved / (device.bandwidth * device.memory_efficiency) if work.kind not in PRODUCTS else 0.0
-            total += work.count * max(flops / rate if work.kind in PRODUCTS else 0.0, at_best)
-        return total
+    def _moves_of(self, layout: ParallelLayout) -> _Moves:
+        mesh = layout.tensor, layout.context, layout.pipeline, layout.data, layout.replicate
+        key = *mesh, layout.row, layout.widths
+        if key not in self._moves:
+            # States do not depend on the size of a micro-batch.
+            units = Durations(replace(layout, micro_batch=1), self.machine, Habits()).units(self.cost(1, 1))
+            self._moves[key] = _Moves(
+                sum(u.gather for u in units),
+                sum(u.reduce for u in units),
+                sum(u.replicas for u in units),
+                sum(u.fetch for u in units),
+                sum(u.read for u in units),
+                sum(u.update for u in units),
+                sum(u.host_update for u in units),
+                sum(u.states_read + u.states_written for u in units),
+            )
+        return self._moves[key]
 
 
 def _shards(placement: Placement, group: int) -> int:
     return group if placement is Placement.SHARDED else 1
-
-
-def _rounds(layout: ParallelLayout) -> float:
-    """Return how often a rank's parameters, or gradients of that size, go over its links in one direction in a step.
-
-    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
-    """
-    reductions = layout.accumulation if layout.row.gradient is Placement.SHARDED else 1
-    # With more than two slots some parameters stay from one micro-batch to the next; with all of them, all.
-    gathers = layout.accumulation if layout.row.parameter is Placement.SHARDED and layout.parameter_slots <= 2 else 1
-    return reductions + gathers
-
-
-def one_way(size: float, ranks: int, speed: float) -> float:
-    """Return seconds of a gather or a reduce-scatter; an all-reduce takes both (Patarasuk and Yuan, 2009)."""
-    return size * (ranks - 1) / ranks / speed
 
 
 def held(layout: ParallelLayout) -> int:

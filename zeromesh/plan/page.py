@@ -18,9 +18,11 @@ WIDTH = 960
 LEFT, RIGHT = 70, 150  # margins of a chart, for its axis and its legend
 MOST_MOMENTS = 480  # of a timeline that are drawn
 MOST_BARS = 4000
-MOST_COLUMNS = 24  # of a map
+MOST_COLUMNS = 14  # of a map
 # Colours that differ in lightness, too, for readers who do not see all hues (Okabe and Ito, 2008).
 COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#f0e442", "#555555")
+
+ACTIONS = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "backward"}
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; color: #222; }
@@ -182,7 +184,8 @@ def _lane(one: Interval) -> tuple[int, bool, str]:
 
 def _kind(one: Interval) -> str:
     """Return the word by which intervals are coloured: that before the first number or name of a label."""
-    return one.label.split(" ")[0].rstrip("0123456789.:,") or one.resource
+    word = one.label.split(" ")[0].rstrip("0123456789.:,") or one.resource
+    return ACTIONS.get(word, word)
 
 
 def _visible(intervals: Sequence[Interval], least: float) -> list[Interval]:
@@ -196,14 +199,15 @@ def layout_map(result: PlanResult) -> str:
     """Return a picture of all placements and meshes by time, with what does not fit."""
     rows: list[PlacementRow] = list(dict.fromkeys(row for row, _ in result.cells))
 
-    def rank(mesh: tuple[int, int, int]) -> tuple[float, tuple[int, int, int]]:
-        return min(_seconds(cell) for (_, one), cell in result.cells.items() if one == mesh), mesh
+    def rank(mesh: tuple[int, int, int]) -> tuple[float, float, tuple[int, int, int]]:
+        own = [cell for (_, one), cell in result.cells.items() if one == mesh]
+        return min(cell.seconds for cell in own), min(cell.bound for cell in own), mesh
 
     best = sorted({mesh for _, mesh in result.cells}, key=rank)[:MOST_COLUMNS]
     meshes = sorted(best)
     times = [cell.seconds for cell in result.cells.values() if cell.seconds < float("inf")]
     fastest = min(times, default=1.0)
-    left, top, high = 250.0, 70.0, 26.0
+    left, top, high = 330.0, 70.0, 26.0
     wide = min(90.0, (WIDTH - left) / max(1, len(meshes)))
     body = []
     for place, mesh in enumerate(meshes):
@@ -218,10 +222,6 @@ def layout_map(result: PlanResult) -> str:
             if cell is not None:
                 body.append(_cell(cell, fastest, left + wide * place, y, wide, high))
     return _svg(top + high * len(rows) + 10, body)
-
-
-def _seconds(cell: LayoutCell) -> float:
-    return min(cell.seconds, cell.bound if cell.over != 0 and cell.over == float("inf") else float("inf"), 1e30)
 
 
 def _cell(cell: LayoutCell, fastest: float, x: float, y: float, wide: float, high: float) -> str:

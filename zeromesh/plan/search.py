@@ -393,7 +393,9 @@ def _run_of(layout: ParallelLayout) -> tuple[object, ...]:
     """Return all on which activations depend."""
     mesh = layout.tensor, layout.context, layout.pipeline, layout.sequence
     run = layout.micro_batch, layout.accumulation, layout.schedule, layout.chunks
-    return *mesh, *run, layout.recompute, layout.activations_on_host
+    # Gathered units are not among the states of the bound.
+    gathered = layout.row.parameter, layout.row.parameter_tier, layout.parameter_slots
+    return *mesh, *run, layout.recompute, layout.activations_on_host, *gathered
 
 
 def _steady(layout: ParallelLayout) -> ParallelLayout:

@@ -79,7 +79,7 @@ class LayoutSpace:
         self.request = request
         self.machine = machine
         self.bound = TimeBound(request.source, request.sequence, machine)
-        self.blocks = sum(unit.block for unit in self.bound.cost(1, 1).units)
+        self.blocks = self.bound.blocks
         self._node = machine.nodes[0][0]
 
     def meshes(self) -> list[tuple[int, int, int]]:
