@@ -18,6 +18,8 @@ from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Device, Machine
 from zeromesh.plan.rates import Habits
 
+EXPOSED = 0.4  # share of traffic that a pipeline does not hide; it decides about the order of a search alone
+
 
 def best_rate(device: Device, width: int) -> float:
     """Return the most operations per second in products of elements of ``width`` bytes."""
@@ -99,6 +101,11 @@ class TimeBound:
         most = ceil(self.blocks / layout.pipeline) * passes.block
         return layout.accumulation * (max(mean, most) + self.bubble(layout) * mean)
 
+    def expected(self, layout: ParallelLayout, compute: float, traffic: float, offload: float) -> float:
+        """Return a time near that of a layout, from its bounds: it orders layouts, and leaves none out."""
+        # The update waits for the host, and a pipeline's messages hide only a part of its gathers and reductions.
+        return compute + offload + (EXPOSED * traffic if layout.pipeline > 1 else 0.0)
+
     def bubble(self, layout: ParallelLayout) -> float:
         """Return idle time of the schedule in parts of busy time, at the least."""
         if layout.pipeline == 1:
@@ -106,7 +113,10 @@ class TimeBound:
         row = SCHEDULES[layout.schedule]
         shape = Shape(layout.pipeline, layout.accumulation, layout.chunks, layout.pipeline)
         # The formulas are for three equal parts of a micro-batch and equal stages; others may be idle for less.
-        return float(row.bubble(shape)) * (0.5 if row.split else 0.9)
+        filled = float(row.bubble(shape)) * (0.5 if row.split else 0.9)
+        # Too few micro-batches to fill the pipeline leave a forward of a stage idle for each that is missing.
+        missing = max(0, row.full(shape) - layout.accumulation)
+        return filled + missing / (3 * layout.accumulation * layout.chunks)
 
     def traffic(self, layout: ParallelLayout) -> float:
         """Return seconds that the links between data-parallel ranks are in use."""

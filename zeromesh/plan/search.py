@@ -1,8 +1,9 @@
 """Search for the best layout of a model on a machine: enumerate, leave out by bounds, compute the rest, rank.
 
-Layouts wait in groups that share a mesh and a placement row. A group's next layout is the one with the lowest bound.
-Groups are served by their bound times the ratio of computed time to bound that the group has shown, so that a group
-whose bound promises too much is left alone. The search ends when no bound is below the best layout.
+Layouts wait in groups that share a mesh and a placement row, each group in the order of expected times. Groups are
+served by the expected time of their next layout times the ratio of computed to expected time that the group has shown.
+The search ends when no layout's bound is below the best time: then no other layout can be better. It also ends after a
+number of layouts, which is said.
 """
 
 from __future__ import annotations
@@ -197,31 +198,31 @@ class _Ranking:
         searches = [LayoutSpace(self.request, machine) for machine in machines_for(self.request)]
         searches = [one for one in searches if one.meshes()] or _no_batch(self.request, searches[0])
         groups = [group for one in searches for group in self._collect(one)]
-        waiting = [(group.bounds[0][0], number) for number, group in enumerate(groups)]
+        waiting = [(group.waiting[0][0], number) for number, group in enumerate(groups)]
         heapq.heapify(waiting)
         best, least, proven = float("inf"), 0.0, True
         while waiting:
             _, number = heapq.heappop(waiting)
             group = groups[number]
-            bound = group.bounds[group.next][0]
-            if bound >= best:
-                continue  # and no later layout of the group is better
-            # No layout of many came nearer to its bound than by the least ratio, so this one is not expected to.
-            if self.computed >= self.effort.tried and bound * least >= best:
+            expected, _, bound, _, _ = group.waiting[group.next]
+            # No layout of many did better than expected by more than the least ratio, so this one is not going to.
+            if self.computed >= self.effort.tried and expected * least >= best:
                 proven = False
                 continue
             if self.computed >= self.effort.computed or self.weighed >= self.effort.weighed:
                 proven = False
                 break
-            candidate = self._compute(group.layout(group.next), group.search)
+            candidate = None
+            if bound < best:
+                candidate = self._compute(group.layout(group.next), group.search)
             group.next += 1
             if candidate is not None:
                 score = candidate.score(self.request.goal)
-                group.ratio = max(1.0, score / max(bound, 1e-12))
+                group.ratio = score / max(expected, 1e-12)
                 least = min(least or group.ratio, group.ratio)
                 best = min(best, score)
-            if group.next < len(group.bounds):
-                heapq.heappush(waiting, (group.bounds[group.next][0] * group.ratio, number))
+            if group.next < len(group.waiting):
+                heapq.heappush(waiting, (group.waiting[group.next][0] * group.ratio, number))
         self._fill(groups)
         ranked = self._ranked()
         nearest = () if ranked else self._near(searches[0].machine)
@@ -253,14 +254,12 @@ class _Ranking:
     def _fill(self, groups: list[_Group]) -> None:
         """Compute layouts of further kinds for the table, by their bounds."""
         kinds = {(one.kind, one.layout.row) for one in self.found}
-        left = sorted(
-            (group.bounds[0][0] * group.ratio, number) for number, group in enumerate(groups) if not group.next
-        )
+        left = sorted((group.waiting[0][0], number) for number, group in enumerate(groups) if not group.next)
         for _, number in left:
             if len(kinds) >= self.effort.shown or self.weighed >= self.effort.weighed * 1.2:
                 return
             group = groups[number]
-            for place in range(min(6, len(group.bounds))):
+            for place in range(min(6, len(group.waiting))):
                 candidate = self._compute(group.layout(place), group.search)
                 if candidate is not None:
                     kinds.add((candidate.kind, candidate.layout.row))
@@ -279,7 +278,7 @@ class _Ranking:
                 states = bound.states(base)
                 cell.over_bound = min(cell.over_bound, max(0.0, states - limit))
                 group = groups.setdefault((mesh, base.data, base.row), _Group(one, []))
-                others: dict[int, float] = {}  # seconds of links and the host, by the number of micro-batches
+                others: dict[int, tuple[float, float]] = {}  # of links and the host, by the number of micro-batches
                 for run, compute, activations in runs:
                     self.considered += 1
                     least = states + activations
@@ -290,14 +289,17 @@ class _Ranking:
                     count = run.accumulation
                     if count not in others:
                         counted = replace(base, accumulation=count)
-                        others[count] = max(bound.traffic(counted), bound.offload(counted))
-                    seconds = max(compute, others[count])
+                        others[count] = bound.traffic(counted), bound.offload(counted)
+                    seconds = max(compute, *others[count])
                     cell.bound = min(cell.bound, seconds)
-                    score = seconds if goal == "time" else least if goal == "memory" else _price(seconds, run, one)
-                    group.bounds.append((score, self.considered, base, run))
+                    expected = bound.expected(run, compute, *others[count])
+                    low, near = (least, least) if goal == "memory" else (seconds, expected)
+                    if goal == "cost":
+                        low, near = _price(seconds, run, one), _price(expected, run, one)
+                    group.waiting.append((near, self.considered, low, base, run))
         for group in groups.values():
-            group.bounds.sort(key=lambda entry: entry[:2])
-        return [group for group in groups.values() if group.bounds]
+            group.waiting.sort(key=lambda entry: entry[:2])
+        return [group for group in groups.values() if group.waiting]
 
     def _compute(self, layout: ParallelLayout, one: LayoutSpace) -> PlanCandidate | None:
         """Return the layout with its memory and time; None if it does not fit."""
@@ -375,13 +377,14 @@ class _Group:
     """Layouts of one mesh and row, by their bounds."""
 
     search: LayoutSpace
-    bounds: list[tuple[float, int, ParallelLayout, ParallelLayout]]  # with mesh and row, and with the rest
+    # Expected score, number, bound of the score, and the layout in two parts: mesh and row, and all else.
+    waiting: list[tuple[float, int, float, ParallelLayout, ParallelLayout]]
     next: int = 0
-    ratio: float = 1.0  # of a computed score to its bound
+    ratio: float = 1.0  # of a computed score to what was expected
 
     def layout(self, place: int) -> ParallelLayout:
         """Return the layout at a place; it is put together now, since most are never asked for."""
-        return _joined(*self.bounds[place][2:])
+        return _joined(*self.waiting[place][3:])
 
 
 def _joined(base: ParallelLayout, run: ParallelLayout) -> ParallelLayout:
