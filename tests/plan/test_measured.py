@@ -9,7 +9,7 @@ from zeromesh.plan.machine import Device, Machine
 from zeromesh.plan.measured import NodeFacts, ProductTime, fit_memory, fit_products, measured_machine
 
 SHAPES = [(128, 128, 128), (512, 512, 512), (32, 512, 512), (512, 32, 512), (512, 512, 32), (256, 1024, 256)]
-# As a file would have it: products of 100 and 50 10^9/s with 32 elements of padding, a cache of 16 MiB.
+# Products of 100 and 50 10^9/s with 32 elements of padding and a fill of 64, and a cache of 16 MiB.
 TRUE = Device(
     "chip",
     memory=8e9,
@@ -19,6 +19,7 @@ TRUE = Device(
     memory_efficiency=1.0,
     launch=2e-6,
     product_padding=32.0,
+    product_fill=64.0,
     cache=float(1 << 24),
     cache_bandwidth=80e9,
 )
@@ -47,7 +48,7 @@ def test_the_formula_is_found_again_from_its_times() -> None:
         ProductTime(dtype, *shape, TRUE.product_seconds(*shape, dtype)) for dtype in TRUE.flops for shape in SHAPES
     ]
     fit = fit_products(times, smallest=2e-6)
-    assert fit.padding == 32.0
+    assert (fit.padding, fit.fill) == (32.0, 64.0)
     assert fit.flops == pytest.approx(TRUE.flops)
     assert fit.error < 1e-9
     memory = fit_memory([(size, TRUE.memory_seconds(size)) for size in SIZES])

@@ -7,13 +7,15 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from zeromesh.observe.devices import find_accelerator
 from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
 from zeromesh.plan.presets import find_link
 
-PADDINGS = (0.0, *(2 ** (power / 2) for power in range(2, 19)))  # up to 512
+PADDINGS = (0.0, *(2.0 ** (power / 2) for power in range(15)))  # 1 to 128
+FILLS = (0.0, *(2.0 ** (power / 2) for power in range(8, 22)))  # 16 to 1,448
 CACHES = tuple(2.0 ** (power / 2) for power in range(38, 58))  # bytes, 512 KiB to 256 MiB
 UNMEASURED = "ethernet-10"  # link between nodes where there is one node
 
@@ -29,10 +31,11 @@ class ProductTime(NamedTuple):
 
 
 class ProductFit(NamedTuple):
-    """Speed of products by dtype, the padding of all, and how far from the times they are."""
+    """Speed of products by dtype, padding and fill of all, and how far from the times they are."""
 
     flops: dict[str, float]
     padding: float
+    fill: float
     error: float  # mean of |computed / measured - 1|
 
 
@@ -63,26 +66,26 @@ class NodeFacts:
 
 
 def fit_products(times: Sequence[ProductTime], smallest: float = 0.0) -> ProductFit:
-    """Return speeds and padding with which ``Device.product_seconds`` is nearest to the times.
+    """Return speeds, padding and fill with which ``Device.product_seconds`` is nearest to the times.
 
     ``smallest`` are the seconds of a product of nearly nothing, which all times contain.
     """
     if not times:
         raise ValueError("there are no times of products; measure at least one")
-    best = ProductFit({}, 0.0, math.inf)
+    best = ProductFit({}, 0.0, 0.0, math.inf)
     counts = Counter(time.dtype for time in times)
     # A dtype that is so slow that few shapes were measured tells little of them.
     full = [dtype for dtype, count in counts.items() if 2 * count > max(counts.values())]
-    for padding in PADDINGS:
+    for padding, fill in product(PADDINGS, FILLS):
         rates: dict[str, list[float]] = defaultdict(list)
         for dtype, rows, columns, sums, seconds in times:
-            operations = 2.0 * (rows + padding) * (columns + padding) * (sums + padding)
+            operations = 2.0 * ((rows + padding) * (columns + padding) + fill**2) * (sums + padding)
             rates[dtype].append(math.log(operations / max(seconds - smallest, seconds / 2)))
         # Medians, as a long product may not have run undisturbed in any of its tries.
         middle = {dtype: statistics.median(values) for dtype, values in rates.items()}
         error = statistics.fmean(abs(math.expm1(value - middle[dtype])) for dtype in full for value in rates[dtype])
         if error < best.error:
-            best = ProductFit({dtype: math.exp(rate) for dtype, rate in middle.items()}, padding, error)
+            best = ProductFit({dtype: math.exp(rate) for dtype, rate in middle.items()}, padding, fill, error)
     return best
 
 
@@ -183,6 +186,7 @@ def _device(alike: Sequence[NodeFacts]) -> tuple[Device, list[str]]:
         reserved=statistics.median(rank["reserved"] for rank in ranks),
         source="measured; the peaks are what large products reach",
         product_padding=products.padding,
+        product_fill=products.fill,
         cache=kernels.cache,
         cache_bandwidth=kernels.cache_bandwidth,
     )
@@ -212,7 +216,7 @@ def _products(ranks: Sequence[Mapping[str, Any]], part: int | None) -> list[Prod
     for rank in ranks:
         for dtype, rows, columns, sums, times in rank["products"]:
             found[dtype, rows, columns, sums].append(min(times if part is None else times[part::2]))
-    return [ProductTime(*product, seconds=statistics.median(times)) for product, times in found.items()]
+    return [ProductTime(*case, seconds=statistics.median(times)) for case, times in found.items()]
 
 
 def _kernels(alike: Sequence[NodeFacts]) -> list[tuple[float, float]]:
