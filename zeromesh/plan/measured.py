@@ -17,6 +17,7 @@ from zeromesh.plan.presets import find_link
 PADDINGS = (0.0, *(2.0 ** (power / 2) for power in range(15)))  # 1 to 128
 FILLS = (0.0, *(2.0 ** (power / 2) for power in range(8, 22)))  # 16 to 1,448
 CACHES = tuple(2.0 ** (power / 2) for power in range(38, 58))  # bytes, 512 KiB to 256 MiB
+ENOUGH = 1 << 20  # bytes per rank of an all-gather that shows its bandwidth
 UNMEASURED = "ethernet-10"  # link between nodes where there is one node
 
 
@@ -58,6 +59,12 @@ class NodeFacts:
     cores: int
     disk: tuple[float, float, float]  # bytes per second read and written, and bytes; 0: none
     ranks: Sequence[Mapping[str, Any]]
+    load: float = 0.0  # processes that wanted to compute just before
+
+    @property
+    def busy(self) -> bool:
+        """True where others computed at the same time, so that speeds are too low."""
+        return self.load >= 1 + self.cores / 4
 
     @property
     def kind(self) -> tuple[str, int, int, int]:
@@ -118,6 +125,12 @@ def measured_machine(nodes: Sequence[NodeFacts], links: Mapping[str, Any] | None
     Nodes of one kind get the median of their figures.
     """
     notes = [f"measured on {', '.join(node.host for node in nodes)}"]
+    notes += [
+        f"{node.host} was busy: {node.load:.1f} processes on {node.cores} cores; its bandwidths are too low, so measure"
+        " again when it is idle"
+        for node in nodes
+        if node.busy
+    ]
     kinds: dict[tuple[str, int, int, int], list[NodeFacts]] = defaultdict(list)
     for node in nodes:
         kinds[node.kind].append(node)
@@ -168,12 +181,13 @@ def _device(alike: Sequence[NodeFacts]) -> tuple[Device, list[str]]:
     name = str(ranks[0]["name"])
     fits = [fit_products(_products(ranks, part), _typical(ranks, "smallest")) for part in (0, 1, None)]
     odd, even, products = fits
-    kernels = fit_memory(_kernels(alike))
+    early, late, kernels = (fit_memory(_kernels(alike, part)) for part in (0, 1, None))
     fast = [dtype for dtype, speed in products.flops.items() if 10 * speed > max(products.flops.values())]
     spread = max(abs(odd.flops[dtype] / even.flops[dtype] - 1) for dtype in fast)
     notes = [
         f"{name}: products within {products.error:.0%} of the formula on average, kernels within {kernels.error:.0%};"
-        f" two halves of the measurement differ by {spread:.0%}"
+        f" two halves of the measurement differ by {spread:.0%} in products and"
+        f" {abs(early.bandwidth / late.bandwidth - 1):.0%} in the memory's bandwidth"
     ]
     device = Device(
         name,
@@ -219,12 +233,13 @@ def _products(ranks: Sequence[Mapping[str, Any]], part: int | None) -> list[Prod
     return [ProductTime(*case, seconds=statistics.median(times)) for case, times in found.items()]
 
 
-def _kernels(alike: Sequence[NodeFacts]) -> list[tuple[float, float]]:
-    """Return bytes and seconds of kernels: of the round in which a node's slowest rank was fastest."""
+def _kernels(alike: Sequence[NodeFacts], part: int | None = None) -> list[tuple[float, float]]:
+    """Return bytes and seconds of kernels, of the round in which a node's slowest rank was fastest."""
     found: dict[float, list[float]] = defaultdict(list)
     for node in alike:
         for rows in zip(*(rank["kernels"] for rank in node.ranks), strict=True):
-            found[rows[0][0]].append(min(map(max, zip(*(times for _, times in rows), strict=True))))
+            slowest = [max(times) for times in zip(*(times for _, times in rows), strict=True)]
+            found[rows[0][0]].append(min(slowest if part is None else slowest[part::2]))
     return [(size, statistics.median(times)) for size, times in found.items()]
 
 
@@ -242,9 +257,8 @@ def _link(links: Mapping[str, Any] | None, where: str, most: int) -> LinkSpeed |
     pairs = [pair for pair in (links or {}).get("pairs", ()) if pair["where"] == where]
     if not axes and not pairs:
         return None
-    speed = "bandwidth_bytes_per_second"
-    together = min((axis[speed] for axis in axes), default=0.0)
-    alone = statistics.median(pair[speed] for pair in pairs) if pairs else together
+    together = min(map(_rate, axes), default=0.0)
+    alone = statistics.median(pair["bandwidth_bytes_per_second"] for pair in pairs) if pairs else together
     together = together or alone
     # With n ranks a ring has n - 1 steps.
     latencies = [axis["latency_seconds"] / (axis["ranks"] - 1) for axis in axes]
@@ -252,3 +266,13 @@ def _link(links: Mapping[str, Any] | None, where: str, most: int) -> LinkSpeed |
     shared = min(most, max(1, round(alone / together)))
     whole = max(alone, together * shared)
     return LinkSpeed(whole, latency, together * shared / whole, shared)
+
+
+def _rate(axis: Mapping[str, Any]) -> float:
+    """Return the bytes per second that each rank receives in large all-gathers; 0 where only one size was measured."""
+    rows, speed = axis["all_gather"], float(axis["bandwidth_bytes_per_second"])
+    if rows[-1]["bytes"] >= ENOUGH:
+        return speed
+    # On a slow link or a busy machine, the time was up before a size whose latency does not count.
+    more, longer = (rows[-1][key] - rows[0][key] for key in ("bytes", "seconds"))
+    return max(speed, more * (axis["ranks"] - 1) / longer) if longer > 0 else 0.0

@@ -62,7 +62,7 @@ LINKS: dict[str, LinkRow] = {
 }
 
 # ``Device.product_fill`` of accelerators. With it the formula is within 7 % of products that were measured on H100
-# (OpenXLA, 2025, its table for cost models: 256 to 4,096 in each dim), and within 5 % of those on A100 (Triton, 2024,
+# (OpenXLA, 2025, its table for cost models: 256 to 4,096 in each dim), and about 5 % from those on A100 (Triton, 2024,
 # tutorial on matrix multiplication), on average.
 PRODUCT_FILL = 512.0
 
