@@ -64,9 +64,12 @@ def outcomes_of(published: PublishedRows) -> list[Outcome]:
     rows = {outcome.row for outcome in found}
     for row in published.rows:
         for quantity, value in row.measured.items():
-            if (row.id, quantity) in judged or isinstance(value, Mapping) or quantity.startswith(SECONDARY):
+            if (row.id, quantity) in judged or isinstance(value, Mapping):
                 continue
-            if row.id not in rows or quantity not in TIMES:  # one figure of a row's time stands for all of them
+            # One figure of a row's time stands for those that follow from it.
+            follows = quantity.startswith(SECONDARY) or quantity in TIMES
+            if not follows or row.id not in rows:
+                rows.add(row.id)
                 found.append(row.outcome(quantity, None, "nothing predicts this quantity"))
     return found
 
