@@ -33,6 +33,7 @@ class Practice:
     chunks: int = 1  # the most stages of a pipeline rank where the source interleaves without saying how many
     counts_recompute: bool = False  # operations that it reports are those that were executed
     causal: float = 1.0  # share of attention's products that it counts
+    shape: Mapping[str, Any] = field(default_factory=dict)  # fields of the model's shape
     cluster: Mapping[str, Any] = field(default_factory=dict)  # arguments of presets.cluster for its machine
     fitted: tuple[str, str] = ("products", "links")  # constants of its GPUs that are fitted
     why: str = ""
@@ -81,7 +82,10 @@ PRACTICES: dict[str, Practice] = {
     "torchtitan": Practice(
         Habits(selective=0.45, attention=HOPPER_FLASH_2), wire=4, why="FSDP2; every second product is computed again"
     ),
-    "mosaic": Practice(fitted=("products", "memory"), why="FSDP1 with FlashAttention"),
+    "mosaic": Practice(
+        Habits(attention=HOPPER_FLASH_2), fitted=("products", "padding"), shape={"dropout": False},
+        why="FSDP1 with FlashAttention in Triton",
+    ),
     "simumax_b200": Practice(replace(CORE, joins_hidden=0.0), wire=4),
     "nemo": Practice(replace(CORE, joins_hidden=0.8)),
     "azure2022": Practice(Habits(dtype="fp16"), fused_attention=False, counts_recompute=True),

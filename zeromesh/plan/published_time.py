@@ -116,7 +116,7 @@ def setting_of(row: PublishedRow) -> Setting:
     if "moe" in str(row.model) or int(row.layout.get("ep") or 1) > 1:
         raise UnjudgedError("models of experts have no formula here")
     shape, layout = row.shape, row.parallel
-    shape = replace(shape, fused_attention=practice.fused_attention)
+    shape = replace(shape, fused_attention=practice.fused_attention, **practice.shape)
     if practice.row is not None and row.layout.get("zero"):
         states = replace(ROWS[practice.row], optimizer_tier=layout.row.optimizer_tier)
         layout = replace(layout, row=states)
