@@ -29,6 +29,8 @@ class Practice:
     fused_attention: bool = True
     wire: int = 2  # bytes of an element of a gradient that is sent
     row: int | None = None  # ZeRO number that its states behave as; None: as the row says
+    sequence: bool = False  # sequence parallelism where the row does not say it
+    keeps: bool = False  # gathered parameters and whole gradients stay on a pipeline's ranks until the update
     micro_batch: int = 0  # samples where the row does not say them; 0: all of a rank's at once, or one in a pipeline
     chunks: int = 1  # the most stages of a pipeline rank where the source interleaves without saying how many
     counts_recompute: bool = False  # operations that it reports are those that were executed
@@ -69,25 +71,38 @@ PRACTICES: dict[str, Practice] = {
         MEGATRON_2022, fused_attention=False, fitted=("products", "padding"), why="scores are written to memory"
     ),
     "megatron_h100": Practice(
-        CORE, wire=4, chunks=24, why="the number of stages and the micro-batch are not said: a block for a stage"
+        CORE,
+        wire=4,
+        chunks=24,
+        sequence=True,
+        why="stages and micro-batches are not said: a block for a stage is taken",
     ),
-    "megascale2024": Practice(replace(MEGATRON_2022, dtype="bf16"), wire=4, row=1, why="sums behind the backward"),
+    "megascale2024": Practice(
+        replace(MEGATRON_2022, dtype="bf16"), wire=4, row=1, sequence=True, why="sums behind the backward"
+    ),
     "megascale2024/MegaScale": Practice(
         replace(CORE, joins_hidden=0.9, fusion=0.35),
         wire=4,
         row=1,
+        sequence=True,
         why="all sums beside computation, blocks with one norm, fused kernels",
     ),
-    "llama3": Practice(CORE, row=1, chunks=8, causal=0.5, why="the number of stages is not said"),
+    "llama3": Practice(CORE, row=1, chunks=8, causal=0.5, sequence=True, why="the number of stages is not said"),
     "torchtitan": Practice(
-        Habits(selective=0.45, attention=HOPPER_FLASH_2), wire=4, why="FSDP2; every second product is computed again"
+        Habits(selective=0.45, attention=HOPPER_FLASH_2),
+        wire=4,
+        sequence=True,
+        keeps=True,
+        why="FSDP2; every second product is computed again",
     ),
     "mosaic": Practice(
-        Habits(attention=HOPPER_FLASH_2), fitted=("products", "padding"), shape={"dropout": False},
+        Habits(attention=HOPPER_FLASH_2),
+        fitted=("products", "padding"),
+        shape={"dropout": False},
         why="FSDP1 with FlashAttention in Triton",
     ),
     "simumax_b200": Practice(replace(CORE, joins_hidden=0.0), wire=4),
-    "nemo": Practice(replace(CORE, joins_hidden=0.8)),
+    "nemo": Practice(replace(CORE, joins_hidden=0.8), sequence=True),
     "azure2022": Practice(Habits(dtype="fp16"), fused_attention=False, counts_recompute=True),
     "bigscience": Practice(
         MEGATRON,
@@ -109,6 +124,8 @@ NAMED: dict[str, tuple[int, int, int]] = {
     "mpt-1b": (24, 2048, 16),
     "mpt-3b": (32, 2560, 20),
 }
+# Llama 3 under the names of other sources, by billions of parameters: layers, hidden, heads, width of the MLP.
+LLAMA_3 = {"8b": (32, 4096, 32, 14336), "70b": (80, 8192, 64, 28672), "405b": (126, 16384, 128, 53248)}
 WORDS = {"mpt": 50368, "gpt": 51200}  # vocabulary by a model's first word, padded as the frameworks do
 ASPECT = 128  # width divided by layers of a GPT whose sizes nobody says (Kaplan et al., 2020: 30 to 200 cost little)
 

@@ -21,7 +21,7 @@ from zeromesh.plan.cost import Recompute
 from zeromesh.plan.durations import Durations
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
-from zeromesh.plan.practices import ASPECT, CONSTANTS, NAMED, PRACTICES, WORDS, Constants, Practice
+from zeromesh.plan.practices import ASPECT, CONSTANTS, LLAMA_3, NAMED, PRACTICES, WORDS, Constants, Practice
 from zeromesh.plan.presets import cluster
 from zeromesh.plan.published import Outcome, PublishedRow, UnjudgedError
 from zeromesh.plan.rates import Habits
@@ -52,6 +52,9 @@ def completed(row: PublishedRow) -> PublishedRow:
         pass
     elif name in NAMED:
         model["layers"], model["hidden"], model["heads"] = NAMED[name]
+    elif (llama := re.fullmatch(r"llama[ -]?3(?:\.1)?[_ -](\d+b)", name)) and llama[1] in LLAMA_3:
+        sizes = dict(zip(("layers", "hidden", "heads", "ffn"), LLAMA_3[llama[1]], strict=True))
+        model |= {**sizes, "kv_heads": 8, "vocab": 128256, "gated": True, "tied": False}
     elif name.startswith("gpt ") and model.get("params"):
         # P = 12 l h^2 with h = ASPECT l; layers fill the pipeline.
         hidden = 512 * max(1, round((model["params"] * ASPECT / 12) ** (1 / 3) / 512))
@@ -113,7 +116,9 @@ class Setting(NamedTuple):
 def setting_of(row: PublishedRow) -> Setting:
     """Return the setting of a row; raise UnjudgedError where it says too little."""
     row, practice = completed(row), practice_of(row)
-    if "moe" in str(row.model) or int(row.layout.get("ep") or 1) > 1:
+    if "lora" in row.where.lower():
+        raise UnjudgedError("the row does not say which matrices LoRA adapts")
+    if int(row.layout.get("ep") or 1) > 1:
         raise UnjudgedError("models of experts have no formula here")
     shape, layout = row.shape, row.parallel
     shape = replace(shape, fused_attention=practice.fused_attention, **practice.shape)
@@ -124,6 +129,11 @@ def setting_of(row: PublishedRow) -> Setting:
         own = layout.micro_batch * layout.accumulation
         size = practice.micro_batch if own % practice.micro_batch == 0 else 1
         layout = replace(layout, micro_batch=size, accumulation=own // size)
+    if "sequence_parallel" not in row.layout and practice.sequence and layout.tensor > 1:
+        layout = replace(layout, sequence=True)
+    keeps = practice.keeps and layout.pipeline > 1
+    if keeps:
+        layout = replace(layout, parameter_slots=shape.layers)
     widths = replace(layout.widths, wire=practice.wire)
     chunks = layout.chunks
     if layout.pipeline > 1 and chunks == 1 and (practice.chunks > 1) and "interleave" not in row.layout:
@@ -133,13 +143,22 @@ def setting_of(row: PublishedRow) -> Setting:
         layout, widths=widths, chunks=chunks if interleaves else 1,
         schedule="interleaved-1f1b" if interleaves else "1f1b",
     )  # fmt: skip
-    habits = practice.habits
+    return Setting(row, shape, layout, practice, _habits(row, practice.habits, keeps))
+
+
+def _habits(row: PublishedRow, habits: Habits, keeps: bool) -> Habits:
+    """Return the habits of a practice, with what the row says of precision, compilation and overlap."""
     precision = str(row.layout.get("precision") or "").lower()
+    if "fp4" in precision:
+        raise UnjudgedError("no preset says the speed of products in 4 bits")
     if "fp8" in precision or "float8" in precision:
         habits = replace(habits, dtype="fp8")
     if row.layout.get("async_tp"):
-        habits = replace(habits, joins_hidden=0.7)
-    return Setting(row, shape, layout, practice, habits)
+        habits = replace(habits, joins_hidden=0.7, joins_hidden_back=0.7)
+    if row.layout.get("compile"):
+        # Chains of elementwise kernels become one, which reads and writes about half of the bytes.
+        habits = replace(habits, fusion=0.5)
+    return replace(habits, sums_once=True) if keeps else habits
 
 
 def _chunks(blocks: int, most: int) -> int:

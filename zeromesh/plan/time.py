@@ -214,7 +214,7 @@ def _stage(units: Sequence[UnitTime], durations: Durations, blocks: int, release
         gathers = missing * sum(unit.gather for unit in own)
         fetched = missing * sum(max(unit.fetch, unit.read) for unit in own)
         forward = max(forward, gathers, fetched)
-        reduces = sum(unit.reduce for unit in own)
+        reduces = sum(unit.reduce for unit in own) if durations.reduces_each else 0.0
         back = max(back, gathers + reduces - weight, fetched)
     elif durations.reduces_each:
         back = max(back, sum(unit.reduce for unit in own) - weight)
