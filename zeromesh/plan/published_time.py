@@ -30,8 +30,8 @@ from zeromesh.plan.time import StepTime, time_of
 
 
 def practice_of(row: PublishedRow) -> Practice:
-    """Return the practice of a row's source, and of its framework or scheme where that differs."""
-    for name in (row.layout.get("scheme"), row.layout.get("framework")):
+    """Return the practice of a row's source, and of its framework or of sharded parameters where that differs."""
+    for name in (row.layout.get("framework"), "sharded" if row.stage == 3 else None):
         found = PRACTICES.get(f"{row.source}/{name}")
         if found is not None:
             return found
@@ -99,6 +99,8 @@ def machine_of(row: PublishedRow, ranks: int, constants: Constants) -> Machine:
         device = replace(device, product_padding=constants.padding)
     if constants.links is not None:
         between = replace(between, efficiency=constants.links)
+    if constants.host is not None:
+        node = replace(node, host_bandwidth=node.host_bandwidth * constants.host)
     node = replace(node, device=device)
     return Machine(((replace(node, devices=devices), nodes),), between, machine.name)
 
