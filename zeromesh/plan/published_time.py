@@ -224,8 +224,20 @@ def measured_name(row: PublishedRow) -> str:
 
 
 def constants_of(row: PublishedRow) -> Constants:
-    """Return the constants of a row's source and GPU; those of the preset where none were fitted."""
-    return CONSTANTS.get((row.source, gpu_name(row)), Constants())
+    """Return the constants of a row's source and GPU.
+
+    Where none were fitted for them, large products reach the mean share of the source's other GPUs, or of the GPU in
+    other sources; without either, that of the preset.
+    """
+    gpu = gpu_name(row)
+    known = CONSTANTS.get((row.source, gpu))
+    if known is not None:
+        return known
+    for place, name in enumerate((row.source, gpu)):
+        found = [one.products for key, one in CONSTANTS.items() if key[place] == name and one.products]
+        if found:
+            return Constants(products=sum(found) / len(found))
+    return Constants()
 
 
 # Judgement.
