@@ -142,7 +142,8 @@ def test_the_aims_for_memory_are_reached() -> None:
     published = read_rows(FILE)
     groups = {(group.source, group.quantity): group for group in groups_of(judge(published.rows))}
     for source, quantity in (
-        ("zero2019", "states_gb_per_gpu"), ("ds_estimator", "states_gib_per_gpu"), ("ds_estimator", "host_gib_per_node"),
+        ("zero2019", "states_gb_per_gpu"), ("ds_estimator", "states_gib_per_gpu"),
+        ("ds_estimator", "host_gib_per_node"),
         ("korthikanti2022", "states_gib"), ("korthikanti2022", "activation_gib"), ("simumax_b200", "memory_gib"),
     ):  # fmt: skip
         assert groups[source, quantity].reached == "yes", (source, quantity)

@@ -15,6 +15,9 @@ class ActivationRule:
     activation_output: bool = False  # a gated MLP keeps the activated gate beside both products and their product
     # Bytes of an element that a norm and the layer behind it keep: its input and its output in 16 bits.
     norm_kept: float = 4.0
+    context_gathers: bool = False  # attention of context ranks has the keys and values of all of them at a time
+    # Inputs that are gathered from the tensor ranks' parts of a sequence are kept whole, not gathered again.
+    gathered_inputs: bool = False
     # Under selective recomputation every second product is kept, and attention, instead of all but the scores.
     every_second_product: bool = False
     context_output: bool = False  # attention of context ranks keeps its output before it is sent back, too
@@ -52,7 +55,8 @@ class Convention:
     # Units are gathered into memory of another stream first, which the allocator does not share with computation.
     gathers_apart: bool = False
     bucket: float = 0.0  # elements of the buffers in which gradients are reduced
-    # In a pipeline parameters stay gathered, and gradients whole, until the last micro-batch.
+    # In a pipeline parameters stay gathered, and gradients whole, until the last micro-batch; each micro-batch has
+    # buffers of its own for the activations and gradients that it receives.
     whole_in_pipeline: bool = False
     workspace: float = 0.0  # bytes of libraries of matrix products, from the framework's own allocator
     vocabulary_multiple: int = 1  # of rows of the embedding on each tensor rank
@@ -97,7 +101,8 @@ CONVENTIONS: dict[str, Convention] = {
         "FSDP2", Widths(parameter=2, gradient=4, wire=4), in_master=True, unit_gradient=6.0, whole_in_pipeline=True,
         gathers_apart=True, workspace=32 * MIB,
         activations=ActivationRule(
-            repeated_heads=True, activation_output=True, every_second_product=True, logits_apart=4.0,
+            repeated_heads=True, activation_output=True, every_second_product=True, gathered_inputs=True,
+            context_gathers=True, logits_apart=4.0,
             source="torchtitan of 2024: a loss in fp32 that is not compiled, and divided logits with tensor ranks",
         ),
         source="torch.distributed.fsdp.fully_shard with mixed precision, as in torchtitan",

@@ -249,7 +249,11 @@ class _Rank:
         self.held = [sum(self.kept(unit) * count for unit, count in runs) for runs in chunks]
         self.parameters = [sum(unit.parameters * count for unit, count in runs) for runs in chunks]
         self.on_device = {state: size for (state, tier), size in states.resting.items() if tier == "device"}
-        self.largest_block = max((unit.parameters for runs in chunks for unit, _ in runs if unit.block), default=0.0)
+        blocks = [unit for runs in chunks for unit, _ in runs if unit.block]
+        self.messages = 0.0  # bytes of buffers for what each micro-batch receives from both neighbours
+        if convention.whole_in_pipeline and layout.pipeline > 1:
+            self.messages = 2 * layout.accumulation * max(unit.output for unit in blocks)
+        self.largest_block = max((unit.parameters for unit in blocks), default=0.0)
 
     def kept(self, unit: _Profile) -> float:
         """Bytes of activations on the device that a unit keeps for one micro-batch."""
@@ -281,7 +285,7 @@ class _Rank:
     def resting(self, summed: bool, done: float) -> dict[str, float]:
         """Bytes on the device outside of computation; ``done`` elements have gradients before sums are whole."""
         found = dict(self.on_device)
-        found["slot"] = found.get("slot", 0.0) + self.states.gathered + self.convention.workspace
+        found["slot"] = found.get("slot", 0.0) + self.states.gathered + self.convention.workspace + self.messages
         if not self.states.returned:
             found["slot"] += self.states.working
         elif not summed:

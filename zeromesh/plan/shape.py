@@ -120,7 +120,10 @@ def _block(shape: TransformerShape, rule: ActivationRule, tokens: float, length:
     mlp = 2 * tokens * width * (gates + (1 if shape.gated and rule.activation_output else 0) + 1)
     # Dropout of both sublayers keeps a byte an element.
     masks = Divided(tokens=2 * tokens * hidden) if shape.dropout else NONE
-    norm_kept = Divided(tokens=2 * rule.norm_kept * tokens * hidden)  # two norms
+    norm_kept, gradient = Divided(tokens=2 * rule.norm_kept * tokens * hidden), stream  # two norms
+    if rule.gathered_inputs:
+        whole = Divided(tokens=-2 * tokens * hidden, whole=2 * tokens * hidden)  # beyond a rank's own part
+        norm_kept, gradient = norm_kept.plus(whole.times(2)), stream.plus(whole)
     rest = Divided(split=inside + lengths + mlp).plus(masks).plus(norm_kept)
     selective = rest
     if rule.every_second_product:
@@ -130,7 +133,9 @@ def _block(shape: TransformerShape, rule: ActivationRule, tokens: float, length:
         selective = products.plus(Divided(split=2 * tokens * query + lengths)).plus(stream)
     # The MLP's backward: the gradient that arrives, that of the last product's input, and that of the first product's
     # output, as the last product's input, which was kept, has been freed.
-    backward = stream.plus(Divided(split=2 * tokens * width * gates))
+    backward = gradient.plus(Divided(split=2 * tokens * width * gates))
+    if rule.context_gathers and context > 1:
+        backward = backward.plus(Divided(split=2 * tokens * context * (kept_heads - query)))
     return UnitCost(
         "block", True, Divided(split=float(matrices)).plus(biases).plus(norms),
         largest=Divided(split=float(hidden * width * gates)),
