@@ -132,6 +132,8 @@ def test_a_product_takes_the_longer_of_computation_and_memory_traffic() -> None:
 
 def test_padding_makes_small_and_thin_products_slower_than_their_operations() -> None:
     padded = Device("card", 80e9, {"fp32": 10e12}, 1e15, 1.0, 1.0, 0.0, product_padding=100.0)
+    filled = Device("card", 80e9, {"fp32": 10e12}, 1e15, 1.0, 1.0, 0.0, product_padding=0.0, product_fill=100.0)
+    assert filled.product_seconds(100, 100, 7, "fp32") == pytest.approx(2 * 2 * 100 * 100 * 7 / 10e12)
     assert padded.product_seconds(100, 100, 100, "fp32") == pytest.approx(2 * 200**3 / 10e12)
     assert padded.product_seconds(900, 900, 0, "fp32") == pytest.approx(2 * 1000 * 1000 * 100 / 10e12)
 

@@ -9,7 +9,7 @@ from zeromesh.plan.machine import Device, Machine
 from zeromesh.plan.measured import NodeFacts, ProductTime, fit_memory, fit_products, measured_machine
 
 SHAPES = [(128, 128, 128), (512, 512, 512), (32, 512, 512), (512, 32, 512), (512, 512, 32), (256, 1024, 256)]
-# As a file would have it: products of 100 and 50 10^9/s with 32 elements of padding, a cache of 16 MiB.
+# Products of 100 and 50 10^9/s with 32 elements of padding and a fill of 64, and a cache of 16 MiB.
 TRUE = Device(
     "chip",
     memory=8e9,
@@ -19,6 +19,7 @@ TRUE = Device(
     memory_efficiency=1.0,
     launch=2e-6,
     product_padding=32.0,
+    product_fill=64.0,
     cache=float(1 << 24),
     cache_bandwidth=80e9,
 )
@@ -35,7 +36,7 @@ def speeds(device: Device, scale: int = 1) -> dict[str, Any]:
         "reserved": 3e8,
         "threads": 1,
         "products": [[*product, [seconds, seconds, 0.1, 0.1]] for product, seconds in times.items()],
-        "kernels": [[size, [device.memory_seconds(size), 0.2]] for size in SIZES],
+        "kernels": [[size, [device.memory_seconds(size), device.memory_seconds(size), 0.2]] for size in SIZES],
         "launch": [5e-6, 9e-6],
         "smallest": [2e-6, 3e-6],
         "host": None,
@@ -47,7 +48,7 @@ def test_the_formula_is_found_again_from_its_times() -> None:
         ProductTime(dtype, *shape, TRUE.product_seconds(*shape, dtype)) for dtype in TRUE.flops for shape in SHAPES
     ]
     fit = fit_products(times, smallest=2e-6)
-    assert fit.padding == 32.0
+    assert (fit.padding, fit.fill) == (32.0, 64.0)
     assert fit.flops == pytest.approx(TRUE.flops)
     assert fit.error < 1e-9
     memory = fit_memory([(size, TRUE.memory_seconds(size)) for size in SIZES])
@@ -68,7 +69,14 @@ def test_without_times_there_is_no_fit() -> None:
 
 def links(**rows: Any) -> dict[str, Any]:
     axes = [
-        {"axis": "data", "ranks": 4, "where": where, "latency_seconds": 3e-4, "bandwidth_bytes_per_second": together}
+        {
+            "axis": "data",
+            "ranks": 4,
+            "where": where,
+            "latency_seconds": 3e-4,
+            "bandwidth_bytes_per_second": together,
+            "all_gather": [{"bytes": 1 << 20, "seconds": 3 * (1 << 20) / together}],
+        }
         for where, (together, _) in rows.items()
     ]
     pairs = [
@@ -99,6 +107,22 @@ def test_nodes_of_two_kinds_become_a_machine_that_its_file_can_hold() -> None:
     assert first.inside.latency == pytest.approx(1e-4)
     # Alone, a rank has four times what each has when all four of its node send.
     assert (machine.between.shared, machine.between.bandwidth) == (4, 1.2e8)
+
+
+def test_small_all_gathers_show_the_bandwidth_by_how_they_grow() -> None:
+    found = links(**{"within nodes": (1e6, 1e9)})
+    # Of the latency of 300 us, and 3 ranks' bytes at 500 MB/s.
+    times = [(1024, 3e-4 + 3 * 1024 / 5e8), (65536, 3e-4 + 3 * 65536 / 5e8)]
+    found["axes"][0]["all_gather"] = [{"bytes": size, "seconds": seconds} for size, seconds in times]
+    [(node, _)] = measured_machine([NodeFacts("a", 16e9, 10e9, 4, (0.0, 0.0, 0.0), [speeds(TRUE)] * 4)], found).nodes
+    assert (node.inside.bandwidth, node.inside.efficiency) == (1e9, pytest.approx(0.5))
+
+
+def test_a_busy_machine_is_noted() -> None:
+    for load, said in ((0.4, False), (7.5, True)):
+        facts = NodeFacts("a", 16e9, 10e9, 4, (0.0, 0.0, 0.0), [speeds(TRUE)], load)
+        notes = "\n".join(measured_machine([facts], None).notes)
+        assert ("a was busy: 7.5 processes on 4 cores" in notes) == said
 
 
 def test_what_was_not_measured_is_said() -> None:

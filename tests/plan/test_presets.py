@@ -1,3 +1,6 @@
+import statistics
+from dataclasses import replace
+
 import pytest
 
 from zeromesh.observe.devices import ACCELERATORS, find_accelerator
@@ -149,3 +152,50 @@ def test_networks_have_the_adapters_of_the_node_and_ethernet_one() -> None:
 def test_impossible_command_lines_are_refused(arguments: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         cluster(**arguments)
+
+
+# Rows, columns and sums, and 10^12 operations per second in bf16 on an H100 SXM: OpenXLA, 2025, the table of its cost
+# model (matmul_interpolator_data.h), one product at a time.
+MEASURED = [
+    ((1024, 2048, 256), 139.52),
+    ((256, 2048, 256), 41.84),
+    ((4096, 512, 512), 238.82),
+    ((512, 256, 512), 21.79),
+    ((256, 2048, 4096), 285.87),
+    ((4096, 1024, 512), 343.71),
+    ((2048, 2048, 2048), 631.98),
+    ((256, 512, 4096), 91.68),
+    ((256, 1024, 256), 22.67),
+    ((4096, 4096, 256), 392.16),
+    ((2048, 512, 2048), 347.71),
+    ((4096, 4096, 4096), 783.33),
+    ((512, 4096, 1024), 373.35),
+    ((512, 256, 4096), 91.06),
+    ((256, 1024, 4096), 172.29),
+    ((4096, 2048, 512), 447.02),
+    ((2048, 256, 1024), 135.85),
+    ((2048, 1024, 2048), 523.27),
+    ((512, 256, 256), 11.46),
+    ((1024, 256, 1024), 68.34),
+    ((4096, 256, 2048), 304.69),
+    ((1024, 1024, 2048), 349.98),
+    ((256, 4096, 2048), 324.59),
+    ((1024, 512, 2048), 220.03),
+    ((512, 2048, 1024), 232.61),
+    ((4096, 512, 1024), 370.77),
+    ((1024, 2048, 2048), 524.29),
+]
+
+
+def test_products_of_a_preset_take_as_long_as_published_ones() -> None:
+    times = {shape: 2e-12 * shape[0] * shape[1] * shape[2] / speed for shape, speed in MEASURED}
+    device = replace(find_device("h100"), launch=0.0)
+    # The smallest product is nearly all launch, which depends on the software that measured.
+    smallest = min(times, key=lambda shape: times[shape])
+    device = replace(device, launch=times[smallest] - device.product_seconds(*smallest, "bf16"))
+    errors = [abs(device.product_seconds(*shape, "bf16") / seconds - 1) for shape, seconds in times.items()]
+    assert statistics.fmean(errors) < 0.07  # as the page says
+    # Without what thin and small products lose, the formula is farther off.
+    plain = replace(device, product_padding=0.0, product_fill=0.0)
+    without = [abs(plain.product_seconds(*shape, "bf16") / seconds - 1) for shape, seconds in times.items()]
+    assert statistics.fmean(without) > 1.5 * statistics.fmean(errors)

@@ -87,7 +87,8 @@ def doctor(folder: Path, ranks: int, as_json: bool, save: Path | None = None) ->
     if environment is not None and environment.rank > 0:
         return not found  # rank 0 shows what all have found
     if save is not None and speeds:
-        save_machine(save, report["nodes"], node_of or [0] * len(speeds), speeds, report["links"])
+        for line in save_machine(save, report["nodes"], node_of or [0] * len(speeds), speeds, report["links"]):
+            print(f"{line}; measure again when the machine is idle", file=sys.stderr)
     if as_json:
         write(json.dumps(report, indent=2) + "\n")
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -34,6 +35,7 @@ def speeds_of_rank(world: Group | None, folder: Path | None, local_rank: int = 0
     # Not the group's device: ranks that exchange data through gloo compute on accelerators all the same.
     count = torch.accelerator.device_count() if accelerator else 1
     device = torch.device(accelerator.type, local_rank % count) if accelerator else torch.device("cpu")
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     disk = _disk(folder) if folder is not None else None
 
     def meet(value: float) -> float:
@@ -42,7 +44,7 @@ def speeds_of_rank(world: Group | None, folder: Path | None, local_rank: int = 0
         return float(world.exchange(torch.tensor([value], dtype=torch.float64)).max())
 
     meet(0.0)  # disks are measured while the other ranks wait
-    return measure_speeds(device, meet) | {"disk": disk}
+    return measure_speeds(device, meet) | {"disk": disk, "load": load}
 
 
 def save_machine(
@@ -51,8 +53,11 @@ def save_machine(
     node_of: Sequence[int],
     speeds: Sequence[Mapping[str, Any]],
     links: Mapping[str, Any] | None,
-) -> None:
-    """Write the file; ``nodes`` are inventories, and ``node_of`` and ``speeds`` have an entry for each rank."""
+) -> list[str]:
+    """Write the file, and return a line for each node that was busy, so that its speeds are too low.
+
+    ``nodes`` are inventories; ``node_of`` and ``speeds`` have an entry for each rank.
+    """
     facts = []
     for node, rank in zip(nodes, sorted(set(node_of)), strict=True):
         ranks = [found for found, where in zip(speeds, node_of, strict=True) if where == rank]
@@ -63,8 +68,10 @@ def save_machine(
         read, write = next((found["disk"] for found in ranks if found["disk"]), (0.0, 0.0))
         size = float(node["disk"]["free_bytes"] or 0) if read else 0.0
         bandwidth, cores = have["bandwidth_bytes_per_second"], node["processor"]["cores"]
-        facts.append(NodeFacts(node["host"], float(memory), bandwidth, cores, (read, write, size), ranks))
+        load = min(found["load"] for found in ranks)
+        facts.append(NodeFacts(node["host"], float(memory), bandwidth, cores, (read, write, size), ranks, load))
     measured_machine(facts, links).save(path)
+    return [f"{node.host}: {node.load:.1f} processes wanted to compute" for node in facts if node.busy]
 
 
 def _disk(folder: Path) -> tuple[float, float]:

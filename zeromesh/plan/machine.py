@@ -31,10 +31,10 @@ WRITE_ONE = "measure a machine with 'zeromesh doctor --save machine.json', or wr
 class Device:
     """One kind of accelerator, or the processor of a rank.
 
-    A product of matrices takes ``launch`` + 2 (rows + p) (columns + p) (sums + p) / (flops x product_efficiency), p
-    being ``product_padding``, or the time of its memory traffic where that is longer. Other kernels take ``launch`` and
-    the time of their traffic: its first ``cache`` bytes at ``cache_bandwidth``, the others at ``bandwidth`` x
-    memory_efficiency.
+    A product of matrices takes ``launch`` + 2 ((rows + p) (columns + p) + f^2) (sums + p) / (flops x
+    product_efficiency), p being ``product_padding`` and f ``product_fill``, or the time of its memory traffic where
+    that is longer. Other kernels take ``launch`` and the time of their traffic: its first ``cache`` bytes at
+    ``cache_bandwidth``, the others at ``bandwidth`` x memory_efficiency.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Device:
     product_padding: float = 64.0  # elements by which each dim of a product counts longer than it is
     cache: float = 0.0  # bytes that a kernel reads and writes at ``cache_bandwidth``; 0: all are the memory's
     cache_bandwidth: float = 0.0  # bytes per second
+    product_fill: float = 0.0  # edge of the square of results with which a product is half as fast as large ones
 
     @property
     def half(self) -> str:
@@ -69,10 +70,10 @@ class Device:
 
     def product_seconds(self, rows: float, columns: float, sums: float, dtype: str) -> float:
         """Return the time of a product of a rows x sums and a sums x columns matrix."""
-        # A library computes whole tiles, and fills and drains its pipelines in each dim: a thin or small product costs
-        # as much as one that is longer in every dim.
+        # A library computes whole tiles, and fills and drains its pipelines: a thin product costs as much as one that
+        # is longer in every dim. Few results do not fill all units of the device.
         pad = self.product_padding
-        operations = 2.0 * (rows + pad) * (columns + pad) * (sums + pad)
+        operations = 2.0 * ((rows + pad) * (columns + pad) + self.product_fill**2) * (sums + pad)
         computing = operations / (self.peak(dtype) * self.product_efficiency)
         moved = (rows * sums + sums * columns + rows * columns) * WIDTHS[dtype]
         return self.launch + max(computing, self._moving(moved))
@@ -188,7 +189,8 @@ COUNT = "a whole number from 1 on"
 RULES: dict[str, str] = {
     **dict.fromkeys(("efficiency", "product_efficiency", "memory_efficiency"), SHARE),
     **dict.fromkeys(("devices", "cores", "shared", "count"), COUNT),
-    **dict.fromkeys(("latency", "launch", "reserved", "product_padding", "cache", "cache_bandwidth"), NOT_NEGATIVE),
+    **dict.fromkeys(("latency", "launch", "reserved", "product_padding", "product_fill"), NOT_NEGATIVE),
+    **dict.fromkeys(("cache", "cache_bandwidth"), NOT_NEGATIVE),
     **dict.fromkeys(("disk_read", "disk_write", "disk", "price"), NOT_NEGATIVE),
     **dict.fromkeys(("name", "source"), "text"),
 }

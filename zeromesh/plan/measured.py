@@ -7,14 +7,17 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from zeromesh.observe.devices import find_accelerator
 from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
 from zeromesh.plan.presets import find_link
 
-PADDINGS = (0.0, *(2 ** (power / 2) for power in range(2, 19)))  # up to 512
+PADDINGS = (0.0, *(2.0 ** (power / 2) for power in range(15)))  # 1 to 128
+FILLS = (0.0, *(2.0 ** (power / 2) for power in range(8, 22)))  # 16 to 1,448
 CACHES = tuple(2.0 ** (power / 2) for power in range(38, 58))  # bytes, 512 KiB to 256 MiB
+ENOUGH = 1 << 20  # bytes per rank of an all-gather that shows its bandwidth
 UNMEASURED = "ethernet-10"  # link between nodes where there is one node
 
 
@@ -29,10 +32,11 @@ class ProductTime(NamedTuple):
 
 
 class ProductFit(NamedTuple):
-    """Speed of products by dtype, the padding of all, and how far from the times they are."""
+    """Speed of products by dtype, padding and fill of all, and how far from the times they are."""
 
     flops: dict[str, float]
     padding: float
+    fill: float
     error: float  # mean of |computed / measured - 1|
 
 
@@ -55,6 +59,12 @@ class NodeFacts:
     cores: int
     disk: tuple[float, float, float]  # bytes per second read and written, and bytes; 0: none
     ranks: Sequence[Mapping[str, Any]]
+    load: float = 0.0  # processes that wanted to compute just before
+
+    @property
+    def busy(self) -> bool:
+        """True where others computed at the same time, so that speeds are too low."""
+        return self.load >= 1 + self.cores / 4
 
     @property
     def kind(self) -> tuple[str, int, int, int]:
@@ -63,26 +73,26 @@ class NodeFacts:
 
 
 def fit_products(times: Sequence[ProductTime], smallest: float = 0.0) -> ProductFit:
-    """Return speeds and padding with which ``Device.product_seconds`` is nearest to the times.
+    """Return speeds, padding and fill with which ``Device.product_seconds`` is nearest to the times.
 
     ``smallest`` are the seconds of a product of nearly nothing, which all times contain.
     """
     if not times:
         raise ValueError("there are no times of products; measure at least one")
-    best = ProductFit({}, 0.0, math.inf)
+    best = ProductFit({}, 0.0, 0.0, math.inf)
     counts = Counter(time.dtype for time in times)
     # A dtype that is so slow that few shapes were measured tells little of them.
     full = [dtype for dtype, count in counts.items() if 2 * count > max(counts.values())]
-    for padding in PADDINGS:
+    for padding, fill in product(PADDINGS, FILLS):
         rates: dict[str, list[float]] = defaultdict(list)
         for dtype, rows, columns, sums, seconds in times:
-            operations = 2.0 * (rows + padding) * (columns + padding) * (sums + padding)
+            operations = 2.0 * ((rows + padding) * (columns + padding) + fill**2) * (sums + padding)
             rates[dtype].append(math.log(operations / max(seconds - smallest, seconds / 2)))
         # Medians, as a long product may not have run undisturbed in any of its tries.
         middle = {dtype: statistics.median(values) for dtype, values in rates.items()}
         error = statistics.fmean(abs(math.expm1(value - middle[dtype])) for dtype in full for value in rates[dtype])
         if error < best.error:
-            best = ProductFit({dtype: math.exp(rate) for dtype, rate in middle.items()}, padding, error)
+            best = ProductFit({dtype: math.exp(rate) for dtype, rate in middle.items()}, padding, fill, error)
     return best
 
 
@@ -115,6 +125,12 @@ def measured_machine(nodes: Sequence[NodeFacts], links: Mapping[str, Any] | None
     Nodes of one kind get the median of their figures.
     """
     notes = [f"measured on {', '.join(node.host for node in nodes)}"]
+    notes += [
+        f"{node.host} was busy: {node.load:.1f} processes on {node.cores} cores; its bandwidths are too low, so measure"
+        " again when it is idle"
+        for node in nodes
+        if node.busy
+    ]
     kinds: dict[tuple[str, int, int, int], list[NodeFacts]] = defaultdict(list)
     for node in nodes:
         kinds[node.kind].append(node)
@@ -165,12 +181,13 @@ def _device(alike: Sequence[NodeFacts]) -> tuple[Device, list[str]]:
     name = str(ranks[0]["name"])
     fits = [fit_products(_products(ranks, part), _typical(ranks, "smallest")) for part in (0, 1, None)]
     odd, even, products = fits
-    kernels = fit_memory(_kernels(alike))
+    early, late, kernels = (fit_memory(_kernels(alike, part)) for part in (0, 1, None))
     fast = [dtype for dtype, speed in products.flops.items() if 10 * speed > max(products.flops.values())]
     spread = max(abs(odd.flops[dtype] / even.flops[dtype] - 1) for dtype in fast)
     notes = [
         f"{name}: products within {products.error:.0%} of the formula on average, kernels within {kernels.error:.0%};"
-        f" two halves of the measurement differ by {spread:.0%}"
+        f" two halves of the measurement differ by {spread:.0%} in products and"
+        f" {abs(early.bandwidth / late.bandwidth - 1):.0%} in the memory's bandwidth"
     ]
     device = Device(
         name,
@@ -183,6 +200,7 @@ def _device(alike: Sequence[NodeFacts]) -> tuple[Device, list[str]]:
         reserved=statistics.median(rank["reserved"] for rank in ranks),
         source="measured; the peaks are what large products reach",
         product_padding=products.padding,
+        product_fill=products.fill,
         cache=kernels.cache,
         cache_bandwidth=kernels.cache_bandwidth,
     )
@@ -212,15 +230,16 @@ def _products(ranks: Sequence[Mapping[str, Any]], part: int | None) -> list[Prod
     for rank in ranks:
         for dtype, rows, columns, sums, times in rank["products"]:
             found[dtype, rows, columns, sums].append(min(times if part is None else times[part::2]))
-    return [ProductTime(*product, seconds=statistics.median(times)) for product, times in found.items()]
+    return [ProductTime(*case, seconds=statistics.median(times)) for case, times in found.items()]
 
 
-def _kernels(alike: Sequence[NodeFacts]) -> list[tuple[float, float]]:
-    """Return bytes and seconds of kernels: of the round in which a node's slowest rank was fastest."""
+def _kernels(alike: Sequence[NodeFacts], part: int | None = None) -> list[tuple[float, float]]:
+    """Return bytes and seconds of kernels, of the round in which a node's slowest rank was fastest."""
     found: dict[float, list[float]] = defaultdict(list)
     for node in alike:
         for rows in zip(*(rank["kernels"] for rank in node.ranks), strict=True):
-            found[rows[0][0]].append(min(map(max, zip(*(times for _, times in rows), strict=True))))
+            slowest = [max(times) for times in zip(*(times for _, times in rows), strict=True)]
+            found[rows[0][0]].append(min(slowest if part is None else slowest[part::2]))
     return [(size, statistics.median(times)) for size, times in found.items()]
 
 
@@ -238,9 +257,8 @@ def _link(links: Mapping[str, Any] | None, where: str, most: int) -> LinkSpeed |
     pairs = [pair for pair in (links or {}).get("pairs", ()) if pair["where"] == where]
     if not axes and not pairs:
         return None
-    speed = "bandwidth_bytes_per_second"
-    together = min((axis[speed] for axis in axes), default=0.0)
-    alone = statistics.median(pair[speed] for pair in pairs) if pairs else together
+    together = min(map(_rate, axes), default=0.0)
+    alone = statistics.median(pair["bandwidth_bytes_per_second"] for pair in pairs) if pairs else together
     together = together or alone
     # With n ranks a ring has n - 1 steps.
     latencies = [axis["latency_seconds"] / (axis["ranks"] - 1) for axis in axes]
@@ -248,3 +266,13 @@ def _link(links: Mapping[str, Any] | None, where: str, most: int) -> LinkSpeed |
     shared = min(most, max(1, round(alone / together)))
     whole = max(alone, together * shared)
     return LinkSpeed(whole, latency, together * shared / whole, shared)
+
+
+def _rate(axis: Mapping[str, Any]) -> float:
+    """Return the bytes per second that each rank receives in large all-gathers; 0 where only one size was measured."""
+    rows, speed = axis["all_gather"], float(axis["bandwidth_bytes_per_second"])
+    if rows[-1]["bytes"] >= ENOUGH:
+        return speed
+    # On a slow link or a busy machine, the time was up before a size whose latency does not count.
+    more, longer = (rows[-1][key] - rows[0][key] for key in ("bytes", "seconds"))
+    return max(speed, more * (axis["ranks"] - 1) / longer) if longer > 0 else 0.0
