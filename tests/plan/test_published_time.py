@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from zeromesh.plan.fitting import Sample, errors_of, fit, naive_errors, seconds_of
+from zeromesh.plan.fitting import TimedRow, errors_of, fit, naive_errors, seconds_of
 from zeromesh.plan.practices import CONSTANTS, Constants
 from zeromesh.plan.published import PublishedRow, UnjudgedError
 from zeromesh.plan.published_time import judge, measured_seconds, operations, predicted, setting_of, value_of
@@ -87,7 +87,7 @@ def test_fit_finds_the_constants_that_made_the_times():
     layouts = [{**PTD, "dp": 4 << n, "micro_batch": 1, "scheme": scheme} for n in range(2) for scheme in ("", "ZeRO-3")]
     layouts = [one if not one["scheme"] else {**one, "zero": 3, "tp": 1, "pp": 1, "dp": 384} for one in layouts]
     settings = [setting_of(row(id=str(n), layout=one)) for n, one in enumerate(layouts)]
-    samples = [Sample(one, seconds_of(one, made)) for one in settings]
+    samples = [TimedRow(one, seconds_of(one, made)) for one in settings]
     found = fit(samples, ("products", "links"))
     assert found.products == pytest.approx(0.62, rel=0.01)
     assert found.links == pytest.approx(0.35, rel=0.02)

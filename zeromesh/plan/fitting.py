@@ -30,12 +30,12 @@ LAYER = "layer_time"  # kind of rows
 
 STEP = 0.05  # of a constant's logarithm, for its derivative
 ROUNDS = 8
-FIRST = Constants(products=0.7, links=0.7, memory=0.8, padding=100.0)
-LEAST = Constants(products=0.05, links=0.02, memory=0.1, padding=8.0)
-MOST = Constants(products=1.0, links=1.0, memory=1.0, padding=400.0)
+FIRST = Constants(products=0.7, links=0.7, memory=0.8, host=0.5, padding=100.0)
+LEAST = Constants(products=0.05, links=0.02, memory=0.1, host=0.05, padding=8.0)
+MOST = Constants(products=1.0, links=1.0, memory=1.0, host=1.0, padding=400.0)
 
 
-class Sample(NamedTuple):
+class TimedRow(NamedTuple):
     """A row that can be predicted, and the seconds that its source measured."""
 
     setting: Setting
@@ -49,9 +49,9 @@ def seconds_of(setting: Setting, constants: Constants) -> float:
     return predicted(setting, constants).seconds
 
 
-def samples_of(rows: Sequence[PublishedRow]) -> dict[tuple[str, str], list[Sample]]:
+def samples_of(rows: Sequence[PublishedRow]) -> dict[tuple[str, str], list[TimedRow]]:
     """Return the rows that say a step time and can be predicted, by source and GPU."""
-    found: dict[tuple[str, str], list[Sample]] = {}
+    found: dict[tuple[str, str], list[TimedRow]] = {}
     for row in rows:
         try:
             if row.kind == LAYER:
@@ -65,11 +65,11 @@ def samples_of(rows: Sequence[PublishedRow]) -> dict[tuple[str, str], list[Sampl
             seconds_of(setting, Constants())
         except (KeyError, ValueError):
             continue
-        found.setdefault((row.source, gpu_name(row)), []).append(Sample(setting, measured))
+        found.setdefault((row.source, gpu_name(row)), []).append(TimedRow(setting, measured))
     return found
 
 
-def fit(samples: Sequence[Sample], names: tuple[str, str]) -> Constants:
+def fit(samples: Sequence[TimedRow], names: tuple[str, str]) -> Constants:
     """Return two constants with the least mean square of log(predicted / measured), by Gauss-Newton steps."""
 
     def constants(logs: Sequence[float]) -> Constants:
@@ -134,21 +134,21 @@ def _dot(left: Sequence[float], right: Sequence[float]) -> float:
     return sum(a * b for a, b in zip(left, right, strict=True))
 
 
-def naive_errors(samples: Sequence[Sample]) -> list[float]:
+def naive_errors(samples: Sequence[TimedRow]) -> list[float]:
     """Return the relative errors of held-out rows where one share of executed operations is taken for a source.
 
     The share is the geometric mean of the rows that decide constants.
     """
     half = [one for one in samples if in_fit(one.setting.row)] or list(samples)
 
-    def rate(one: Sample) -> float:
+    def rate(one: TimedRow) -> float:
         return operations(one.setting, executed=True) / one.measured / one.setting.layout.ranks
 
     share = math.exp(sum(math.log(rate(one)) for one in half) / len(half))
     return [rate(one) / share - 1 for one in samples if not in_fit(one.setting.row)]
 
 
-def errors_of(samples: Sequence[Sample], constants: Constants) -> list[float]:
+def errors_of(samples: Sequence[TimedRow], constants: Constants) -> list[float]:
     """Return the relative errors of predicted times."""
     return [seconds_of(one.setting, constants) / one.measured - 1 for one in samples]
 
@@ -181,7 +181,7 @@ class Fitted(NamedTuple):
         )
 
 
-def fitted(samples: Sequence[Sample], names: tuple[str, str] | None = None) -> Fitted:
+def fitted(samples: Sequence[TimedRow], names: tuple[str, str] | None = None) -> Fitted:
     """Fit the constants of rows of one source and GPU; ``names``: other constants than the practice's."""
     row = samples[0].setting.row
     half = [one for one in samples if in_fit(one.setting.row)]

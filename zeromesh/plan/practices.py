@@ -15,6 +15,7 @@ class Constants(NamedTuple):
     products: float | None = None  # share of the operations that large products reach
     links: float | None = None  # share of the bandwidth between nodes that collectives reach
     memory: float | None = None  # share of the memory's bandwidth that kernels reach
+    host: float | None = None  # share of the preset's bandwidth of the host's memory that updates reach
     padding: float | None = None  # elements by which each dim of a product counts longer than it is
 
 
@@ -29,10 +30,13 @@ class Practice:
     fused_attention: bool = True
     wire: int = 2  # bytes of an element of a gradient that is sent
     row: int | None = None  # ZeRO number that its states behave as; None: as the row says
+    sequence: bool = False  # sequence parallelism where the row does not say it
+    keeps: bool = False  # gathered parameters and whole gradients stay on a pipeline's ranks until the update
     micro_batch: int = 0  # samples where the row does not say them; 0: all of a rank's at once, or one in a pipeline
     chunks: int = 1  # the most stages of a pipeline rank where the source interleaves without saying how many
     counts_recompute: bool = False  # operations that it reports are those that were executed
     causal: float = 1.0  # share of attention's products that it counts
+    shape: Mapping[str, Any] = field(default_factory=dict)  # fields of the model's shape
     cluster: Mapping[str, Any] = field(default_factory=dict)  # arguments of presets.cluster for its machine
     fitted: tuple[str, str] = ("products", "links")  # constants of its GPUs that are fitted
     why: str = ""
@@ -47,6 +51,8 @@ MEGATRON = Habits(
 # Of 2022 on: a gradient's sum over the tensor ranks goes on beside the product of a weight's gradient.
 MEGATRON_2022 = replace(MEGATRON, joins_hidden_back=1.0)
 CORE = Habits(joins_hidden=0.6, joins_hidden_back=1.0, sums_once=True, loss=1.6)
+# DeepSpeed of 2021 and 2022: gathers of single parameters in one ring, and reductions that the backward waits for.
+DEEPSPEED = Habits(dtype="fp16", rails=1, reduces_early=False)
 # FlashAttention-2 reaches 0.35 of an H100's peak, and 0.6 of an A100's (Shah et al., FlashAttention-3, 2024).
 HOPPER_FLASH_2 = 0.62
 
@@ -57,34 +63,52 @@ PRACTICES: dict[str, Practice] = {
         counts_recompute=True,
         why="scores are written to memory, and gradients are summed behind the backward",
     ),
-    "megatron2021/ZeRO-3": Practice(
-        Habits(dtype="fp16", rails=1, reduces_early=False),
+    "megatron2021/sharded": Practice(
+        DEEPSPEED,
         fused_attention=False,
         counts_recompute=True,
         why="DeepSpeed of 2021, whose gathers and reductions ran over one link of a node",
     ),
     "megatron_a100_2020": Practice(MEGATRON, fused_attention=False),
     "korthikanti2022": Practice(
-        MEGATRON_2022, fused_attention=False, fitted=("products", "padding"), why="scores are written to memory"
+        MEGATRON_2022, fused_attention=False, fitted=("products", "memory"), why="scores are written to memory"
     ),
     "megatron_h100": Practice(
-        CORE, wire=4, chunks=24, why="the number of stages and the micro-batch are not said: a block for a stage"
+        CORE,
+        wire=4,
+        chunks=24,
+        sequence=True,
+        why="stages and micro-batches are not said: a block for a stage is taken",
     ),
-    "megascale2024": Practice(replace(MEGATRON_2022, dtype="bf16"), wire=4, row=1, why="sums behind the backward"),
+    "megascale2024": Practice(
+        replace(MEGATRON_2022, dtype="bf16"), wire=4, row=1, sequence=True, why="sums behind the backward"
+    ),
     "megascale2024/MegaScale": Practice(
         replace(CORE, joins_hidden=0.9, fusion=0.35),
         wire=4,
         row=1,
+        sequence=True,
         why="all sums beside computation, blocks with one norm, fused kernels",
     ),
-    "llama3": Practice(CORE, row=1, chunks=8, causal=0.5, why="the number of stages is not said"),
+    "llama3": Practice(CORE, row=1, chunks=8, causal=0.5, sequence=True, why="the number of stages is not said"),
     "torchtitan": Practice(
-        Habits(selective=0.45, attention=HOPPER_FLASH_2), wire=4, why="FSDP2; every second product is computed again"
+        Habits(selective=0.45, attention=HOPPER_FLASH_2),
+        wire=4,
+        sequence=True,
+        keeps=True,
+        why="FSDP2; every second product is computed again",
     ),
-    "mosaic": Practice(fitted=("products", "memory"), why="FSDP1 with FlashAttention"),
-    "simumax_b200": Practice(replace(CORE, joins_hidden=0.0), wire=4),
-    "nemo": Practice(replace(CORE, joins_hidden=0.8)),
-    "azure2022": Practice(Habits(dtype="fp16"), fused_attention=False, counts_recompute=True),
+    "mosaic": Practice(
+        Habits(attention=HOPPER_FLASH_2),
+        fitted=("products", "padding"),
+        shape={"dropout": False},
+        why="FSDP1 with FlashAttention in Triton",
+    ),
+    "simumax_b200": Practice(replace(CORE, joins_hidden=0.0), wire=4, fitted=("products", "memory")),
+    "nemo": Practice(replace(CORE, joins_hidden=0.8), sequence=True, fitted=("products", "memory")),
+    "azure2022": Practice(
+        DEEPSPEED, fused_attention=False, counts_recompute=True, why="DeepSpeed over one link of a node"
+    ),
     "bigscience": Practice(
         MEGATRON,
         fused_attention=False,
@@ -92,7 +116,7 @@ PRACTICES: dict[str, Practice] = {
         cluster={"gpus": 4, "between": "4 x edr"},
         why="nodes of four V100 with four links of 100 Gbit/s; sizes are guessed from the parameters",
     ),
-    "stas00": Practice(causal=0.5),
+    "stas00": Practice(causal=0.5, fitted=("products", "host"), why="the host updates the optimizer's states"),
     "nanotron_bench": Practice(wire=4),
 }
 
@@ -105,6 +129,8 @@ NAMED: dict[str, tuple[int, int, int]] = {
     "mpt-1b": (24, 2048, 16),
     "mpt-3b": (32, 2560, 20),
 }
+# Llama 3 under the names of other sources, by billions of parameters: layers, hidden, heads, width of the MLP.
+LLAMA_3 = {"8b": (32, 4096, 32, 14336), "70b": (80, 8192, 64, 28672), "405b": (126, 16384, 128, 53248)}
 WORDS = {"mpt": 50368, "gpt": 51200}  # vocabulary by a model's first word, padded as the frameworks do
 ASPECT = 128  # width divided by layers of a GPT whose sizes nobody says (Kaplan et al., 2020: 30 to 200 cost little)
 
@@ -112,6 +138,23 @@ ASPECT = 128  # width divided by layers of a GPT whose sizes nobody says (Kaplan
 # chooses; the other half is predicted with them.
 CONSTANTS: dict[tuple[str, str], Constants] = {
     ("megatron2021", "A100-80GB"): Constants(products=0.786, links=0.656),
-    ("megascale2024", "A100"): Constants(products=0.78, links=0.309),
-    ("megatron_h100", "H100-80GB"): Constants(products=0.607, links=1.0),
+    ("korthikanti2022", "A100-80GB"): Constants(products=0.922, memory=0.52),
+    ("megascale2024", "A100"): Constants(products=0.744, links=0.368),
+    ("megatron_h100", "H100-80GB"): Constants(products=0.585, links=1),
+    ("llama3", "H100-80GB"): Constants(products=0.723, links=0.7),
+    ("torchtitan", "H100-96GB"): Constants(products=0.496, links=0.0795),
+    ("torchtitan", "H200-141GB"): Constants(products=0.518, links=0.694),
+    ("simumax_b200", "B200-180GB"): Constants(products=0.466, memory=0.727),
+    ("mosaic", "H100-80GB"): Constants(products=0.52, padding=136),
+    ("mosaic", "A100-80GB"): Constants(products=0.778, padding=242),
+    ("mosaic", "A100-40GB"): Constants(products=0.732, padding=210),
+    ("nemo", "DGX-GB300"): Constants(products=0.774, memory=1),
+    ("nemo", "DGX-H100"): Constants(products=0.803, memory=0.855),
+    ("nemo", "DGX-GB200"): Constants(products=0.572, memory=1),
+    ("nemo", "DGX-B200"): Constants(products=0.617, memory=0.766),
+    ("bigscience", "V100-16GB"): Constants(products=0.872, links=0.0917),
+    ("bigscience", "V100-32GB"): Constants(products=0.68, links=0.103),
+    ("stas00", "H200-141GB"): Constants(products=0.903, host=0.153),
+    ("stas00", "B200-180GB"): Constants(products=0.829, host=0.163),
+    ("azure2022", "A100-80GB"): Constants(products=0.845, links=0.725),
 }

@@ -21,7 +21,7 @@ from zeromesh.plan.cost import Recompute
 from zeromesh.plan.durations import Durations
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
-from zeromesh.plan.practices import ASPECT, CONSTANTS, NAMED, PRACTICES, WORDS, Constants, Practice
+from zeromesh.plan.practices import ASPECT, CONSTANTS, LLAMA_3, NAMED, PRACTICES, WORDS, Constants, Practice
 from zeromesh.plan.presets import cluster
 from zeromesh.plan.published import Outcome, PublishedRow, UnjudgedError
 from zeromesh.plan.rates import Habits
@@ -30,8 +30,8 @@ from zeromesh.plan.time import StepTime, time_of
 
 
 def practice_of(row: PublishedRow) -> Practice:
-    """Return the practice of a row's source, and of its framework or scheme where that differs."""
-    for name in (row.layout.get("scheme"), row.layout.get("framework")):
+    """Return the practice of a row's source, and of its framework or of sharded parameters where that differs."""
+    for name in (row.layout.get("framework"), "sharded" if row.stage == 3 else None):
         found = PRACTICES.get(f"{row.source}/{name}")
         if found is not None:
             return found
@@ -52,6 +52,9 @@ def completed(row: PublishedRow) -> PublishedRow:
         pass
     elif name in NAMED:
         model["layers"], model["hidden"], model["heads"] = NAMED[name]
+    elif (llama := re.fullmatch(r"llama[ -]?3(?:\.1)?[_ -](\d+b)", name)) and llama[1] in LLAMA_3:
+        sizes = dict(zip(("layers", "hidden", "heads", "ffn"), LLAMA_3[llama[1]], strict=True))
+        model |= {**sizes, "kv_heads": 8, "vocab": 128256, "gated": True, "tied": False}
     elif name.startswith("gpt ") and model.get("params"):
         # P = 12 l h^2 with h = ASPECT l; layers fill the pipeline.
         hidden = 512 * max(1, round((model["params"] * ASPECT / 12) ** (1 / 3) / 512))
@@ -96,6 +99,8 @@ def machine_of(row: PublishedRow, ranks: int, constants: Constants) -> Machine:
         device = replace(device, product_padding=constants.padding)
     if constants.links is not None:
         between = replace(between, efficiency=constants.links)
+    if constants.host is not None:
+        node = replace(node, host_bandwidth=node.host_bandwidth * constants.host)
     node = replace(node, device=device)
     return Machine(((replace(node, devices=devices), nodes),), between, machine.name)
 
@@ -113,10 +118,12 @@ class Setting(NamedTuple):
 def setting_of(row: PublishedRow) -> Setting:
     """Return the setting of a row; raise UnjudgedError where it says too little."""
     row, practice = completed(row), practice_of(row)
-    if "moe" in str(row.model) or int(row.layout.get("ep") or 1) > 1:
+    if "lora" in row.where.lower():
+        raise UnjudgedError("the row does not say which matrices LoRA adapts")
+    if int(row.layout.get("ep") or 1) > 1:
         raise UnjudgedError("models of experts have no formula here")
     shape, layout = row.shape, row.parallel
-    shape = replace(shape, fused_attention=practice.fused_attention)
+    shape = replace(shape, fused_attention=practice.fused_attention, **practice.shape)
     if practice.row is not None and row.layout.get("zero"):
         states = replace(ROWS[practice.row], optimizer_tier=layout.row.optimizer_tier)
         layout = replace(layout, row=states)
@@ -124,6 +131,11 @@ def setting_of(row: PublishedRow) -> Setting:
         own = layout.micro_batch * layout.accumulation
         size = practice.micro_batch if own % practice.micro_batch == 0 else 1
         layout = replace(layout, micro_batch=size, accumulation=own // size)
+    if "sequence_parallel" not in row.layout and practice.sequence and layout.tensor > 1:
+        layout = replace(layout, sequence=True)
+    keeps = practice.keeps and layout.pipeline > 1
+    if keeps:
+        layout = replace(layout, parameter_slots=shape.layers)
     widths = replace(layout.widths, wire=practice.wire)
     chunks = layout.chunks
     if layout.pipeline > 1 and chunks == 1 and (practice.chunks > 1) and "interleave" not in row.layout:
@@ -133,13 +145,22 @@ def setting_of(row: PublishedRow) -> Setting:
         layout, widths=widths, chunks=chunks if interleaves else 1,
         schedule="interleaved-1f1b" if interleaves else "1f1b",
     )  # fmt: skip
-    habits = practice.habits
+    return Setting(row, shape, layout, practice, _habits(row, practice.habits, keeps))
+
+
+def _habits(row: PublishedRow, habits: Habits, keeps: bool) -> Habits:
+    """Return the habits of a practice, with what the row says of precision, compilation and overlap."""
     precision = str(row.layout.get("precision") or "").lower()
+    if "fp4" in precision:
+        raise UnjudgedError("no preset says the speed of products in 4 bits")
     if "fp8" in precision or "float8" in precision:
         habits = replace(habits, dtype="fp8")
     if row.layout.get("async_tp"):
-        habits = replace(habits, joins_hidden=0.7)
-    return Setting(row, shape, layout, practice, habits)
+        habits = replace(habits, joins_hidden=0.7, joins_hidden_back=0.7)
+    if row.layout.get("compile"):
+        # Chains of elementwise kernels become one, which reads and writes about half of the bytes.
+        habits = replace(habits, fusion=0.5)
+    return replace(habits, sums_once=True) if keeps else habits
 
 
 def _chunks(blocks: int, most: int) -> int:
@@ -203,8 +224,20 @@ def measured_name(row: PublishedRow) -> str:
 
 
 def constants_of(row: PublishedRow) -> Constants:
-    """Return the constants of a row's source and GPU; those of the preset where none were fitted."""
-    return CONSTANTS.get((row.source, gpu_name(row)), Constants())
+    """Return the constants of a row's source and GPU.
+
+    Where none were fitted for them, large products reach the mean share of the source's other GPUs, or of the GPU in
+    other sources; without either, that of the preset.
+    """
+    gpu = gpu_name(row)
+    known = CONSTANTS.get((row.source, gpu))
+    if known is not None:
+        return known
+    for place, name in enumerate((row.source, gpu)):
+        found = [one.products for key, one in CONSTANTS.items() if key[place] == name and one.products]
+        if found:
+            return Constants(products=sum(found) / len(found))
+    return Constants()
 
 
 # Judgement.

@@ -67,8 +67,8 @@ class KernelSpeed:
 
     @property
     def dtype(self) -> str:
-        """Dtype of products."""
-        return dtype_on(self.device, self.habits.dtype)
+        """Dtype of products; that of the parameters unless the habits say another."""
+        return dtype_on(self.device, self.habits.dtype or ("fp32" if self.layout.widths.parameter >= 4 else ""))
 
     def total(self, works: Iterable[KernelWork], back: bool = False) -> float:
         """Return the seconds of kernels one after the other; ``back`` for those of input gradients."""

@@ -21,7 +21,7 @@ SIMULATED = 4  # micro-batches: the first, two of a steady state, and the last
 
 
 @dataclass
-class Clock:
+class StepClock:
     """Times at which resources are free, and what computation has waited for."""
 
     keep: bool = False  # the intervals
@@ -79,9 +79,9 @@ class StreamRules:
     overhead: float = 0.0
 
 
-def run(units: Sequence[UnitTime], rules: StreamRules, keep: bool = False) -> tuple[float, Clock]:
+def run(units: Sequence[UnitTime], rules: StreamRules, keep: bool = False) -> tuple[float, StepClock]:
     """Return the seconds of a step and the clock with what they were spent on."""
-    stream = _Stream(units, rules, Clock(keep))
+    stream = _Stream(units, rules, StepClock(keep))
     stream.update()
     stretch, waits = 0.0, {}
     many = rules.accumulation > SIMULATED
@@ -101,7 +101,7 @@ def run(units: Sequence[UnitTime], rules: StreamRules, keep: bool = False) -> tu
 
 
 class _Stream:
-    def __init__(self, units: Sequence[UnitTime], rules: StreamRules, clock: Clock) -> None:
+    def __init__(self, units: Sequence[UnitTime], rules: StreamRules, clock: StepClock) -> None:
         self.units, self.rules, self.clock = units, rules, clock
         self.blocks = [unit for unit in units if unit.block]
         self.slots = max(1, min(rules.parameter_slots, len(self.blocks))) if self.blocks else 1

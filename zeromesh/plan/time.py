@@ -135,6 +135,7 @@ def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, 
     units = _contended(units, durations)
     places = stage_units(cost, len(placement))
     updates = [_Update() for _ in range(layout.pipeline)]
+    messages = [durations.message(cost.units[own[-1]]) for own in places[:-1]] + [0.0]
     stages = []
     early = [
         updates[rank].release([units[p] for p in own], durations) for rank, own in zip(placement, places, strict=True)
@@ -148,8 +149,7 @@ def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, 
             if habits.publishes_early
             else max(one for one, other in zip(early, placement, strict=True) if other == rank)
         )
-        message = durations.message(cost.units[own[-1]]) if stage < len(places) - 1 else 0.0
-        stages.append(_stage([units[place] for place in own], durations, count, release, message))
+        stages.append(_stage([units[place] for place in own], durations, count, release, messages[stage]))
     run = pipelined(layout.schedule, layout.pipeline, layout.accumulation, chunks, stages, keep)
     # Each rank ends when its last gradients are reduced; a framework may begin to when all of them are there.
     last = [0.0] * layout.pipeline
@@ -165,7 +165,7 @@ def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, 
         replicas[placement[stage]] += sum(units[place].replicas for place in own)
     ends = [one + other for one, other in zip(last, replicas, strict=True)]
     seconds = max(ends)
-    waits = _rank_waits(units, places, run, last, replicas, updates, durations)
+    waits = _rank_waits(units, places, run, last, replicas, updates, messages, durations)
     waits[streams.OVERHEAD] = habits.overhead * layout.accumulation
     found = [Interval(rank, "compute", label, start, end) for rank, label, start, end in run.actions]
     return seconds + waits[streams.OVERHEAD], waits, found
@@ -187,19 +187,16 @@ class _Update:
         self.host += sum(max(unit.host_update, unit.states_read, unit.states_written) for unit in units)
         release, passed = max(self.device, self.host), 0.0
         for unit in units:
-            self.copied = max(self.copied, self.host) + unit.parameter_in
-            arrives = self.copied if unit.parameter_in else 0.0
-            gathers = durations.split and (not durations.sharded or self._stays(durations))
-            if gathers:
+            moved = unit.parameter_in + max(unit.fetch, unit.read)
+            self.copied = max(self.copied, self.host) + moved
+            arrives = self.copied if moved else 0.0
+            # Sharded parameters are gathered for the first micro-batch in any case.
+            if durations.split:
                 self.sent = max(self.sent, arrives, self.device, self.host) + unit.gather
                 arrives = self.sent
             release = max(release, arrives - (passed if durations.habits.publishes_early else 0.0))
             passed += unit.forward + unit.join
         return release
-
-    @staticmethod
-    def _stays(durations: Durations) -> bool:
-        return True  # the first micro-batch gathers all units in any case
 
 
 def _stage(units: Sequence[UnitTime], durations: Durations, blocks: int, release: float, message: float) -> StageCost:
@@ -214,10 +211,12 @@ def _stage(units: Sequence[UnitTime], durations: Durations, blocks: int, release
         gathers = missing * sum(unit.gather for unit in own)
         fetched = missing * sum(max(unit.fetch, unit.read) for unit in own)
         forward = max(forward, gathers, fetched)
-        reduces = sum(unit.reduce for unit in own)
+        reduces = sum(unit.reduce for unit in own) if durations.reduces_each else 0.0
         back = max(back, gathers + reduces - weight, fetched)
     elif durations.reduces_each:
         back = max(back, sum(unit.reduce for unit in own) - weight)
+    if durations.reduces_each:
+        back = max(back, sum(unit.gradient_out for unit in own) - weight)
     saved = sum(unit.saved_out for unit in own)
     forward, back = max(forward, saved), max(back, saved - weight)
     if durations.habits.messages_block and message:
@@ -243,7 +242,7 @@ def _reduced(units: Sequence[UnitTime], durations: Durations, end: float, free: 
 
 def _rank_waits(
     units: Sequence[UnitTime], places: Sequence[range], run: Run, last: Sequence[float], replicas: Sequence[float],
-    updates: Sequence[_Update], durations: Durations,
+    updates: Sequence[_Update], messages: Sequence[float], durations: Durations,
 ) -> dict[str, float]:  # fmt: skip
     """Return what the rank that computes most spends a step on."""
     ranks, accumulation = len(updates), durations.layout.accumulation
@@ -253,8 +252,10 @@ def _rank_waits(
     for place in (place for stage in own for place in places[stage]):
         for resource, seconds in (*units[place].compute_forward, *units[place].compute_backward):
             waits[resource] = waits.get(resource, 0.0) + seconds * accumulation
-    # What a stage's actions take beyond its computation are gathers and reductions that it waits for.
+    # What a stage's actions take beyond its computation are gathers and reductions that it waits for, and messages.
     computed = sum(waits.values())
+    if durations.habits.messages_block:
+        computed += sum(2 * messages[stage] for stage in own) * accumulation
     waits[streams.DATA] = max(0.0, run.busy[rank] - computed) + max(last) - max(run.ends)
     waits[streams.COMPUTE] += updates[rank].device
     waits[streams.HOST] = updates[rank].host
