@@ -360,9 +360,13 @@ def _recipe(facts: _Facts, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
     recipe = tuple((one.shape, one.stride(), one.dtype, one is result) for one in results)
     again = [torch.empty_strided(*one[:2], dtype=one[2], device="meta").untyped_storage().nbytes() for one in recipe]
     same = again == [one.untyped_storage().nbytes() for one in results]
-    return recipe if same and len(set(storages[-len(results):])) == len(results) and not (
-        set(storages[: -len(results)]) & set(storages[-len(results):])
-    ) else None
+    return (
+        recipe
+        if same
+        and len(set(storages[-len(results) :])) == len(results)
+        and not (set(storages[: -len(results)]) & set(storages[-len(results) :]))
+        else None
+    )
 
 
 def _looks_up(facts: _Facts) -> bool:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
-from zeromesh.plan.cost import NONE, Divided, KernelWork, ModelCost, Recompute, UnitCost
+from zeromesh.plan.casts import autocast_of
+from zeromesh.plan.cost import NONE, Divided, KernelWork, Recompute
 from zeromesh.plan.kernels import kernels_of
-from zeromesh.plan.live import Cut, Event, Recorder, Share, Stored, divide
+from zeromesh.plan.live import Cut, Recorder, Share, Stored, divide
 from zeromesh.plan.values import give, invented, literals
 from zeromesh.shard.find import CONTAINERS, assign, find_units
 from zeromesh.tensor.derive import derive
@@ -71,10 +72,17 @@ class TracedUnit:
     gradients: list[Divided] = field(default_factory=list)  # of parameters, at the moments of ``backward``
 
 
+class TracedModel(NamedTuple):
+    """A model's units in the order of its forward."""
+
+    units: list[TracedUnit]
+    balanced: bool  # experts were taken to get equal numbers of tokens
+
+
 def trace(
     model: nn.Module, inputs: Inputs, options: TraceOptions | None = None, loss: Loss | None = None
-) -> list[TracedUnit]:
-    """Return a model's units in the order of its forward; the model stays as it is.
+) -> TracedModel:
+    """Return what a forward and a backward say of a model's units; the model stays as it is.
 
     Args:
         model: its parameters may be on any device, meta included.
@@ -86,7 +94,8 @@ def trace(
     Raises:
         TraceError: an operator needs values, or fails.
     """
-    return _Trace(model, options or TraceOptions(), loss).run(inputs)
+    run = _Trace(model, options or TraceOptions(), loss)
+    return TracedModel(run.run(inputs), run.recorder.values.balanced)
 
 
 class _Trace:
@@ -149,10 +158,8 @@ class _Trace:
     def _forward(self, values: Inputs, given: Sequence[Stored]) -> tuple[list[Stored], int]:
         """Run both passes; return the storages that live between them, and the number of events until then."""
         recorder, autocast = self.recorder, self.options.autocast
-        # Autocast has no meta device of its own; casts of the CPU's are the same where the dtype is.
-        cast = torch.autocast("meta", autocast) if autocast is not None else nullcontext()
         with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.saves, lambda tensor: tensor):
-            with cast:
+            with autocast_of(self.options.kernels, autocast):
                 output = functional_call(self.model, self.state, kwargs=dict(values))
                 ends = [self.loss(output)] if self.loss is not None else list(_losses(output))
             del output
@@ -361,7 +368,7 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
         resolved: SplitPlan = resolve(model, {}, derive(model, 1)[0], 0, 1)
     except ValueError:
         return {}
-    cuts = {}
+    cuts: dict[str, Cut] = {}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for member in resolved.members:
         style = member.style
@@ -388,4 +395,6 @@ def _losses(output: Any) -> Iterator[Tensor]:
         yield loss
         return
     several = output.values() if isinstance(output, Mapping) else output
-    yield from (x for x in tree_leaves(tuple(several) if isinstance(output, Mapping) else several) if isinstance(x, Tensor))
+    yield from (
+        x for x in tree_leaves(tuple(several) if isinstance(output, Mapping) else several) if isinstance(x, Tensor)
+    )
