@@ -16,25 +16,30 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-_NARROW = frozenset(
-    """__matmul__ addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
-    conv_transpose2d conv_transpose3d einsum linear matmul mm mv prelu""".split()
-)
-_LOSSES = frozenset(
-    """binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy_loss ctc_loss hinge_embedding_loss
-    huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss nll_loss_nd
-    poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss cdist prod""".split()
-)
+_NARROW = frozenset((
+    "__matmul__", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d",
+    "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "einsum", "linear",
+    "matmul", "mm", "mv", "prelu",
+))  # fmt: skip
+_LOSSES = frozenset((
+    "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy_loss", "ctc_loss",
+    "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "margin_ranking_loss", "mse_loss",
+    "multi_margin_loss", "multilabel_margin_loss", "nll_loss", "nll_loss_nd", "poisson_nll_loss",
+    "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss", "cdist", "prod",
+))  # fmt: skip
 _WIDE: Mapping[str, frozenset[str]] = {
     "cpu": _LOSSES,
-    "cuda": _LOSSES
-    | frozenset(
-        """__pow__ __rpow__ __rtruediv__ acos asin cosh cosine_similarity cumprod cumsum dist erfinv exp expm1
-        group_norm layer_norm log log10 log1p log2 log_softmax norm pow reciprocal renorm rsqrt sinh softmax
-        softplus sum tan""".split()
-    ),
-}
-_PROMOTED = frozenset("addcdiv addcmul atan2 bilinear cat cross dot grid_sampler index_put scatter_add stack".split())
+    "cuda": _LOSSES | {
+        "__pow__", "__rpow__", "__rtruediv__", "acos", "asin", "cosh", "cosine_similarity", "cumprod", "cumsum",
+        "dist", "erfinv", "exp", "expm1", "group_norm", "layer_norm", "log", "log10", "log1p", "log2",
+        "log_softmax", "norm", "pow", "reciprocal", "renorm", "rsqrt", "sinh", "softmax", "softplus", "sum",
+        "tan",
+    },
+}  # fmt: skip
+_PROMOTED = frozenset((
+    "addcdiv", "addcmul", "atan2", "bilinear", "cat", "cross", "dot", "grid_sampler", "index_put",
+    "scatter_add", "stack",
+))  # fmt: skip
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 

@@ -102,7 +102,7 @@ def _class_of(config: Any) -> type[nn.Module]:
 
 def _made(kind: Callable[[Any], nn.Module], config: Any, attention: str) -> nn.Module:
     if attention:
-        config._attn_implementation = attention
+        config.update({"_attn_implementation": attention})
     with torch.device("meta"):
         return kind(config)
 

@@ -86,7 +86,7 @@ def literals() -> Iterator[None]:
         yield
 
 
-class Values:
+class KnownValues:
     """Values of the tensors of one trace."""
 
     def __init__(self) -> None:
