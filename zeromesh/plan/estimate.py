@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zeromesh.plan.cost import NONE, Divided, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
-from zeromesh.plan.live import Cut, Share, divide
+from zeromesh.plan.live import ParameterCut, TensorShare, divide
 from zeromesh.plan.passes import cuts_of, is_block
 from zeromesh.shard.find import assign, find_units
 from zeromesh.tensor.plan import is_transposed, kind_of
@@ -38,7 +38,7 @@ def estimate(
         cost = _Layers(modules[unit], unit, [u for u in names if u != unit] if not unit else [], tokens, width, cuts)
         elements, trained = NONE, 0
         for path, parameter in parameters:
-            share = Share.SPLIT if path in cuts else Share.WHOLE
+            share = TensorShare.SPLIT if path in cuts else TensorShare.WHOLE
             elements = elements.plus(divide(parameter.numel(), share))
             trained += parameter.numel() if parameter.requires_grad else 0
         units.append(cost.unit(unit or f"{name} without its units", bool(unit) and is_block(unit, modules), elements,
@@ -52,7 +52,13 @@ class _Layers:
     """Layers of one unit."""
 
     def __init__(
-        self, module: nn.Module, name: str, without: list[str], tokens: int, width: int, cuts: Mapping[str, Cut]
+        self,
+        module: nn.Module,
+        name: str,
+        without: list[str],
+        tokens: int,
+        width: int,
+        cuts: Mapping[str, ParameterCut],
     ) -> None:
         self.tokens, self.width = tokens, width
         self.saved, self.largest, self.hidden = NONE, NONE, NONE
@@ -66,7 +72,7 @@ class _Layers:
             if "activation" in type(parent).__module__ and not list(parent.children()):
                 self.saved = self.saved.plus(self.largest)
 
-    def _add_layers(self, path: str, parent: nn.Module, cuts: Mapping[str, Cut]) -> None:
+    def _add_layers(self, path: str, parent: nn.Module, cuts: Mapping[str, ParameterCut]) -> None:
         linear = [(child, m) for child, m in parent.named_children() if kind_of(m) == "linear"]
         if kind_of(parent) == "linear" and not path.rpartition(".")[0]:
             linear = [("", parent)]
@@ -76,8 +82,8 @@ class _Layers:
             inputs, outputs = weight.shape if is_transposed(layer) else reversed(weight.shape)
             name = ".".join(part for part in (path, child, "weight") if part)
             cut, last = cuts.get(name), number == len(linear) - 1
-            before = Share.SPLIT if cut and not cut.outputs else Share.TOKENS
-            after = Share.SPLIT if cut and cut.outputs else Share.TOKENS
+            before = TensorShare.SPLIT if cut and not cut.outputs else TensorShare.TOKENS
+            after = TensorShare.SPLIT if cut and cut.outputs else TensorShare.TOKENS
             # Layers beside each other read the same; the last one reads what was made of their results.
             if last or inputs not in read:
                 self.saved = self.saved.plus(divide(self.tokens * inputs * self.width, before))
@@ -86,8 +92,8 @@ class _Layers:
             self.saved = self.saved if last else self.saved.plus(made)
             self.largest = max(self.largest, made, key=lambda one: one.on())
             self.hidden = made if last else self.hidden
-            flops = divide(2 * self.tokens * inputs * outputs, Share.SPLIT if cut else Share.TOKENS)
-            moved = divide(self.width * (self.tokens * (inputs + outputs) + inputs * outputs), Share.TOKENS)
+            flops = divide(2 * self.tokens * inputs * outputs, TensorShare.SPLIT if cut else TensorShare.TOKENS)
+            moved = divide(self.width * (self.tokens * (inputs + outputs) + inputs * outputs), TensorShare.TOKENS)
             self.works.append(KernelWork(WorkKind.PRODUCT, flops, moved, (self.tokens, outputs, inputs)))
 
     def unit(self, name: str, block: bool, elements: Divided, trained: int, root: bool) -> UnitCost:

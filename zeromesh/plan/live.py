@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.observe.operations import FORMULAS
 from zeromesh.plan.cost import NONE, Divided, KernelWork, WorkKind
-from zeromesh.plan.values import Values
+from zeromesh.plan.values import KnownValues
 
 NO_NODE = 1 << 62  # sequence numbers of autograd's nodes that accumulate gradients lie above
 
 
-class Share(IntEnum):
+class TensorShare(IntEnum):
     """How the ranks of the tensor axis divide a tensor; the larger one wins where two meet."""
 
     WHOLE = 0
@@ -33,7 +33,7 @@ class Share(IntEnum):
     SPLIT = 2
 
 
-class Cut(NamedTuple):
+class ParameterCut(NamedTuple):
     """Dim in which a parameter is cut over the tensor ranks."""
 
     outputs: bool  # false: its inputs, whose products are summed
@@ -42,14 +42,14 @@ class Cut(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Stored:
+class TracedStorage:
     """One storage."""
 
     size: int  # bytes
     slot: int  # of the recorder, in which it was made
-    share: Share = Share.WHOLE
+    share: TensorShare = TensorShare.WHOLE
     weight: bool = False  # a parameter, or made of parameters alone, as a cast or a transpose
-    cut: Cut | None = None
+    cut: ParameterCut | None = None
     known: bool = False  # a parameter or buffer of the model, which are not counted
     scores: bool = False  # of attention
     gradient: bool = False  # of a parameter
@@ -59,25 +59,45 @@ class Stored:
         """Return its bytes."""
         return divide(self.size, self.share)
 
+    def change(self, share: TensorShare, only: TensorShare | None = None) -> None:
+        """Set its share, or set it if it has another one."""
+        if only is None or self.share is only:
+            self.share = share
 
-def divide(amount: float, share: Share) -> Divided:
+    def keep(self, slot: int) -> None:
+        """Note that the backward needs it; the first slot that says so counts."""
+        self.saver = slot if self.saver < 0 else self.saver
+
+    def accumulate(self) -> None:
+        """Note that it is the gradient of a parameter."""
+        self.gradient = True
+
+    def result(self, share: TensorShare, cut: ParameterCut | None, weight: bool, scores: bool, new: bool) -> None:
+        """Note that an operator made it, or wrote to it if it is not new."""
+        self.scores = self.scores or scores
+        self.share = share if new else max(self.share, share)
+        if new:
+            self.weight, self.cut = weight, cut if weight else None
+
+
+def divide(amount: float, share: TensorShare) -> Divided:
     """Return an amount that is all of one share."""
-    if share is Share.WHOLE:
+    if share is TensorShare.WHOLE:
         return Divided(whole=amount)
-    return Divided(split=amount) if share is Share.SPLIT else Divided(tokens=amount)
+    return Divided(split=amount) if share is TensorShare.SPLIT else Divided(tokens=amount)
 
 
 class Event(NamedTuple):
     """A storage appears or is freed."""
 
-    stored: Stored
+    stored: TracedStorage
     sign: int
     slot: int
     backward: bool
 
 
 @dataclass(slots=True)
-class Work:
+class TracedWork:
     """One operation and where it ran."""
 
     slot: int
@@ -117,21 +137,23 @@ def _facts(func: Any) -> _Facts:
     return _Facts(formula, bool(func.is_view), func._schema.is_mutable, kind, product)
 
 
-class Recorder(TorchDispatchMode):
+class TraceRecorder(TorchDispatchMode):
     """Context that records operators on meta tensors, and what autograd saves of them.
 
     A slot is a stretch of the forward in one unit, or between units; the user of this class says where they begin.
     """
 
-    def __init__(self, cuts: Mapping[int, Cut], parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    def __init__(
+        self, cuts: Mapping[int, ParameterCut], parameters: Sequence[Tensor], buffers: Sequence[Tensor]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
-        self.works: list[Work] = []
+        self.works: list[TracedWork] = []
         self.sums: dict[int, float] = {}  # bytes that tensor ranks sum in the forward, by slot
         self.slot, self.block = 0, False
-        self.values = Values()
+        self.values = KnownValues()
         self.first_reads: dict[int, int] = {}  # by key of a parameter's storage, the first slot that reads it
-        self._live: dict[int, tuple[Stored, weakref.ref[Any] | None]] = {}
+        self._live: dict[int, tuple[TracedStorage, weakref.ref[Any] | None]] = {}
         self._begins: list[int] = [0]  # sequence numbers of autograd with which slots begin
         self._slots: list[int] = [0]
         self._with_weight: set[int] = set()  # sequence numbers of nodes whose operation has a parameter
@@ -140,12 +162,10 @@ class Recorder(TorchDispatchMode):
         self._made: dict[Any, tuple[Any, ...] | None] = {}
         for tensor in (*parameters, *buffers):
             storage = tensor.untyped_storage()
-            own = Stored(storage.nbytes(), -1, known=True)
-            self._live[storage._cdata] = (own, None)
+            self._live[storage._cdata] = (TracedStorage(storage.nbytes(), -1, known=True), None)
         for tensor in parameters:
-            own = self._live[tensor.untyped_storage()._cdata][0]
-            own.weight, own.cut = True, cuts.get(id(tensor))
-            own.share = Share.SPLIT if own.cut else Share.WHOLE
+            own, cut = self._live[tensor.untyped_storage()._cdata][0], cuts.get(id(tensor))
+            own.result(TensorShare.SPLIT if cut else TensorShare.WHOLE, cut, weight=True, scores=False, new=True)
         self._parameters = {id(own): key for key, (own, _) in self._live.items() if own.weight}
 
     # Slots.
@@ -156,37 +176,35 @@ class Recorder(TorchDispatchMode):
         self._begins.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._slots.append(slot)
 
-    def find(self, tensor: Tensor) -> Stored:
+    def find(self, tensor: Tensor) -> TracedStorage:
         """Return the record of a tensor's storage; one that is new appears now."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         found = self._live.get(key)
         if found is not None:
             return found[0]
-        stored = Stored(storage.nbytes(), self.slot)
+        stored = TracedStorage(storage.nbytes(), self.slot)
         self._live[key] = (stored, weakref.ref(storage, partial(self._freed, key, stored)))
         self.events.append(Event(stored, 1, self.slot, torch._C._current_graph_task_id() != -1))
         return stored
 
-    def alive(self) -> Iterator[Stored]:
+    def alive(self) -> Iterator[TracedStorage]:
         """Return storages that live now and are not the model's."""
         return (stored for stored, _ in list(self._live.values()) if not stored.known)
 
     def saves(self, tensor: Tensor) -> Tensor:
         """Note that autograd keeps a tensor; the hook of ``torch.autograd.graph.saved_tensors_hooks``."""
         if tensor.is_meta:
-            stored = self.find(tensor)
-            if stored.saver < 0:
-                stored.saver = self.slot
+            self.find(tensor).keep(self.slot)
         return tensor
 
     def accumulated(self, parameter: Tensor) -> None:
         """Note that a parameter's gradient is complete, and drop it."""
         if parameter.grad is not None:
-            self.find(parameter.grad).gradient = True
-            parameter.grad = None
+            self.find(parameter.grad).accumulate()
+            del parameter.grad
 
-    def _freed(self, key: int, stored: Stored, _: Any) -> None:
+    def _freed(self, key: int, stored: TracedStorage, _: Any) -> None:
         self._live.pop(key, None)
         self.events.append(Event(stored, -1, self.slot, torch._C._current_graph_task_id() != -1))
 
@@ -234,10 +252,10 @@ class Recorder(TorchDispatchMode):
         operands = [(tensor, self.find(tensor)) for tensor in _tensors((*args, *kwargs.values()))]
         weights = [stored for _, stored in operands if stored.weight]
         active = [stored for _, stored in operands if not stored.weight]
-        share = max((stored.share for stored in active), default=Share.WHOLE)
+        share = max((stored.share for stored in active), default=TensorShare.WHOLE)
         cut = next((stored.cut for stored in weights if stored.cut), None)
         if cut is not None and cut.rows and active and facts.product:
-            cut = Cut(outputs=True)
+            cut = ParameterCut(outputs=True)
         for stored in weights if not backward else ():
             if stored.known:
                 self.first_reads.setdefault(self._parameters[id(stored)], self.slot)
@@ -251,13 +269,10 @@ class Recorder(TorchDispatchMode):
         for tensor, stored in zip(results, made, strict=True):
             if stored.known or (id(stored) in known and not facts.writes):
                 continue
-            if id(stored) not in known:
-                stored.share, stored.weight, stored.cut = made_share, bool(weights) and not active, None
-                stored.cut = cut if stored.weight else None
-            else:
-                stored.share = max(stored.share, made_share)
-            stored.scores = stored.scores or (scores and tensor.ndim > 2)
-        if cut and active and not backward and made_share is not Share.SPLIT and (facts.product or _looks_up(facts)):
+            weight = bool(weights) and not active
+            stored.result(made_share, cut, weight, scores and tensor.ndim > 2, new=id(stored) not in known)
+        crosses = facts.product or _looks_up(facts)
+        if cut and active and not backward and made_share is not TensorShare.SPLIT and crosses:
             # A gather moves half of what a sum does.
             half = 0.5 if cut.gathered and cut.outputs else 1.0
             size = sum(tensor.nbytes for tensor in results[:1])
@@ -267,7 +282,7 @@ class Recorder(TorchDispatchMode):
             return
         phase = "forward" if not backward else "weight" if in_weighted and not weights else "input"
         for kernel, its_phase in self._kernels(func, facts, args, kwargs, result, operands, results, cut, phase):
-            self.works.append(Work(self.slot, its_phase, kernel))
+            self.works.append(TracedWork(self.slot, its_phase, kernel))
 
     def _enter_node(self) -> bool:
         """Attribute a backward's operator to the slot of the forward; return whether the forward had a parameter."""
@@ -278,21 +293,23 @@ class Recorder(TorchDispatchMode):
         self.slot = self._slots[bisect_right(self._begins, number) - 1]
         return number in self._with_weight
 
-    def _share_of_result(self, facts: _Facts, share: Share, cut: Cut | None, active: bool, backward: bool) -> Share:
+    def _share_of_result(
+        self, facts: _Facts, share: TensorShare, cut: ParameterCut | None, active: bool, backward: bool
+    ) -> TensorShare:
         if cut is None:
             return share
         if not active or not (facts.product or _looks_up(facts)):
-            return Share.SPLIT
+            return TensorShare.SPLIT
         if cut.outputs is not backward:  # the forward of columns, the backward of rows
-            return Share.WHOLE if cut.gathered else Share.SPLIT
-        return Share.TOKENS if self.block else Share.WHOLE
+            return TensorShare.WHOLE if cut.gathered else TensorShare.SPLIT
+        return TensorShare.TOKENS if self.block else TensorShare.WHOLE
 
     def _kernels(
-        self, func: Any, facts: _Facts, args: Any, kwargs: Any, result: Any, operands: list[tuple[Tensor, Stored]],
-        results: list[Tensor], cut: Cut | None, phase: str,
+        self, func: Any, facts: _Facts, args: Any, kwargs: Any, result: Any, operands: list[tuple[Tensor, TracedStorage]],
+        results: list[Tensor], cut: ParameterCut | None, phase: str,
     ) -> Iterator[tuple[KernelWork, str]]:  # fmt: skip
-        share = max((stored.share for _, stored in operands), default=Share.WHOLE)
-        share = Share.SPLIT if cut else share
+        share = max((stored.share for _, stored in operands), default=TensorShare.WHOLE)
+        share = TensorShare.SPLIT if cut else share
         moved = NONE
         for tensor, stored in operands:
             moved = moved.plus(divide(min(tensor.nbytes, stored.size), stored.share))
@@ -317,9 +334,9 @@ class Recorder(TorchDispatchMode):
                 kind = WorkKind.ATTENTION
             if phase == "weight":
                 # The dim of the gradient that is cut becomes the columns.
-                if self.find(first).share is Share.SPLIT and first.ndim == 2:
+                if self.find(first).share is TensorShare.SPLIT and first.ndim == 2:
                     shape, divided = (shape[1], shape[0], shape[2]), "columns"
-                elif self.find(second).share is Share.SPLIT:
+                elif self.find(second).share is TensorShare.SPLIT:
                     divided = "columns"
             elif cut is not None:
                 divided = "columns" if cut.outputs is (phase == "forward") else "sums"
@@ -360,16 +377,22 @@ def _recipe(facts: _Facts, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
     recipe = tuple((one.shape, one.stride(), one.dtype, one is result) for one in results)
     again = [torch.empty_strided(*one[:2], dtype=one[2], device="meta").untyped_storage().nbytes() for one in recipe]
     same = again == [one.untyped_storage().nbytes() for one in results]
-    return recipe if same and len(set(storages[-len(results):])) == len(results) and not (
-        set(storages[: -len(results)]) & set(storages[-len(results):])
-    ) else None
+    return (
+        recipe
+        if same
+        and len(set(storages[-len(results) :])) == len(results)
+        and not (set(storages[: -len(results)]) & set(storages[-len(results) :]))
+        else None
+    )
 
 
 def _looks_up(facts: _Facts) -> bool:
     return facts.kind is WorkKind.LOOKUP
 
 
-def _makes_scores(facts: _Facts, func: Any, operands: list[tuple[Tensor, Stored]], results: list[Tensor]) -> bool:
+def _makes_scores(
+    facts: _Facts, func: Any, operands: list[tuple[Tensor, TracedStorage]], results: list[Tensor]
+) -> bool:
     """Return whether a result is attention's scores: a batch of products of activations, or made of scores."""
     of_scores = [tensor for tensor, stored in operands if stored.scores]
     if func._overloadpacket in (_aten.bmm, _aten.baddbmm):

@@ -1,4 +1,4 @@
-"""Kernels that torch would choose on a GPU or on a CPU, chosen for meta tensors, on which torch takes the plain ones."""
+"""Kernels that torch would choose on a GPU or on a CPU, for meta tensors, on which it takes the plain ones."""
 
 from __future__ import annotations
 
@@ -103,26 +103,30 @@ def _dropout_on_gpu(
     return torch.native_dropout(x, p, True)[0]
 
 
-class _RootMeanSquare(torch.autograd.Function):
-    """RMSNorm in one kernel, which keeps its input and one fp32 number for each row."""
+class _Norm(torch.autograd.Function):
+    """LayerNorm or RMSNorm in one kernel, which keeps its input and one or two numbers for each row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float) -> Tensor:
-        """Return an output of the input's shape."""
-        out, _, inverse = torch.native_layer_norm(x, shape, weight, None, eps)
-        ctx.shape = shape
-        ctx.save_for_backward(x, weight, inverse)
+    def forward(
+        ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool,
+        kept: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        """Return an output of the input's shape; ``kept`` is the dtype of the numbers of rows."""
+        out, mean, inverse = torch.native_layer_norm(x, shape, weight, bias, eps)
+        rows = (mean.to(kept), inverse.to(kept)) if centred else (inverse.to(kept),)
+        ctx.shape, ctx.bias = shape, bias is not None
+        ctx.save_for_backward(x, weight, *((bias,) if bias is not None else ()), *rows)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return gradients of the input and of the weight."""
-        x, weight, inverse = ctx.saved_tensors
-        needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], False]
-        found = _aten.native_layer_norm_backward(
-            gradients[0], x, ctx.shape, torch.empty_like(inverse), inverse, weight, None, needed
-        )
-        return found[0], None, found[1], None
+        """Return gradients of the input, the weight and the bias."""
+        x, weight, *rows = ctx.saved_tensors
+        bias = rows.pop(0) if ctx.bias else None
+        needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], ctx.needs_input_grad[3]]
+        mean = rows[0] if len(rows) > 1 else torch.empty_like(rows[0])
+        found = _aten.native_layer_norm_backward(gradients[0], x, ctx.shape, mean, rows[-1], weight, bias, needed)
+        return found[0], None, found[1], found[2], None, None, None
 
 
 def _norm_on_gpu(
@@ -132,11 +136,21 @@ def _norm_on_gpu(
     # Inputs and weights of several dtypes have no fused kernel.
     if weight is not None and weight.dtype != x.dtype:
         return plain(x, normalized_shape, weight, eps)
-    return _RootMeanSquare.apply(x, normalized_shape, weight, eps or 0.0)  # type: ignore[no-any-return,no-untyped-call]
+    return _Norm.apply(x, normalized_shape, weight, None, eps or 0.0, False, torch.float32)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _norm_on_cpu(
+    plain: Callable[..., Tensor], x: Tensor, normalized_shape: list[int], weight: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    # In 16 bits throughout, the numbers of rows are so, too; on GPUs they are in fp32.
+    if x.dtype not in (torch.float16, torch.bfloat16) or (weight is not None and weight.dtype != x.dtype):
+        return plain(x, normalized_shape, weight, bias, eps)
+    return _Norm.apply(x, normalized_shape, weight, bias, eps, True, x.dtype)  # type: ignore[no-any-return,no-untyped-call]
 
 
 _CHOSEN: dict[str, dict[str, Callable[..., Any]]] = {
-    "cpu": {"scaled_dot_product_attention": _attention_on_cpu},
+    "cpu": {"scaled_dot_product_attention": _attention_on_cpu, "layer_norm": _norm_on_cpu},
     "cuda": {
         "scaled_dot_product_attention": _attention_on_gpu,
         "dropout": _dropout_on_gpu,

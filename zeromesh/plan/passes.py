@@ -5,18 +5,19 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
-from zeromesh.plan.cost import NONE, Divided, KernelWork, ModelCost, Recompute, UnitCost
+from zeromesh.plan.casts import autocast_of
+from zeromesh.plan.cost import NONE, Divided, KernelWork, Recompute
 from zeromesh.plan.meta_kernels import kernels_of
-from zeromesh.plan.live import Cut, Event, Recorder, Share, Stored, divide
+from zeromesh.plan.live import ParameterCut, TensorShare, TracedStorage, TraceRecorder, divide
 from zeromesh.plan.values import give, invented, literals
 from zeromesh.shard.find import CONTAINERS, assign, find_units
 from zeromesh.tensor.derive import derive
@@ -45,14 +46,6 @@ class TraceOptions:
 
 
 @dataclass
-class Slot:
-    """A stretch of the forward: in a unit, or between two."""
-
-    unit: int  # index of a unit; -1 for the root
-    index: int = -1  # in the order of the cost's units, once it is known
-
-
-@dataclass
 class TracedUnit:
     """One unit's amounts, before batches are combined."""
 
@@ -70,11 +63,28 @@ class TracedUnit:
     backward: list[Divided] = field(default_factory=list)
     gradients: list[Divided] = field(default_factory=list)  # of parameters, at the moments of ``backward``
 
+    def add_parameters(self, amount: Divided, root: bool, trained: bool) -> None:
+        """Add elements; those of the root stay in memory."""
+        self.parameters = self.parameters.plus(amount)
+        self.resident = self.resident.plus(amount) if root else self.resident
+        self.trained += amount.on() if trained else 0
+
+    def add_joins(self, size: float) -> None:
+        """Add bytes that tensor ranks sum."""
+        self.joins += size
+
+
+class TracedModel(NamedTuple):
+    """A model's units in the order of its forward."""
+
+    units: list[TracedUnit]
+    balanced: bool  # experts were taken to get equal numbers of tokens
+
 
 def trace(
     model: nn.Module, inputs: Inputs, options: TraceOptions | None = None, loss: Loss | None = None
-) -> list[TracedUnit]:
-    """Return a model's units in the order of its forward; the model stays as it is.
+) -> TracedModel:
+    """Return what a forward and a backward say of a model's units; the model stays as it is.
 
     Args:
         model: its parameters may be on any device, meta included.
@@ -86,7 +96,8 @@ def trace(
     Raises:
         TraceError: an operator needs values, or fails.
     """
-    return _Trace(model, options or TraceOptions(), loss).run(inputs)
+    run = _Trace(model, options or TraceOptions(), loss)
+    return TracedModel(run.run(inputs), run.recorder.values.balanced)
 
 
 class _Trace:
@@ -109,9 +120,10 @@ class _Trace:
         parameters = [self.state[name] for name in named]
         self.cuts = {id(self.state[name]): cut for name, cut in cuts_of(model).items()}
         buffers = [tensor for name, tensor in self.state.items() if name not in named]
-        self.recorder = Recorder(self.cuts, parameters, buffers)
-        self.slots = [Slot(-1)]
-        self.entered: dict[int, list[Stored]] = {}  # by unit, the storages of arguments of its calls
+        self.recorder = TraceRecorder(self.cuts, parameters, buffers)
+        self.slots = [-1]  # by number of the recorder's slot, the unit; -1 between units
+        self.places: list[int] = []  # by slot, the place of a unit in the cost
+        self.entered: dict[int, list[TracedStorage]] = {}  # by unit, the storages of arguments of its calls
         self.handed: dict[int, Divided] = {}  # by unit, what it returns
         self.order: list[int] = []  # units by their first call
         self.used: dict[int, int] = {}  # by ``id`` of a meta parameter, the slot that read it first
@@ -143,16 +155,14 @@ class _Trace:
             for handle in handles:
                 handle.remove()
             for module, mode in zip(self.model.modules(), training, strict=True):
-                module.training = mode
+                module.train(mode)
         return self._units(*forwarded)
 
-    def _forward(self, values: Inputs, given: Sequence[Stored]) -> tuple[list[Stored], int]:
+    def _forward(self, values: Inputs, given: Sequence[TracedStorage]) -> tuple[list[TracedStorage], int]:
         """Run both passes; return the storages that live between them, and the number of events until then."""
         recorder, autocast = self.recorder, self.options.autocast
-        # Autocast has no meta device of its own; casts of the CPU's are the same where the dtype is.
-        cast = torch.autocast("meta", autocast) if autocast is not None else nullcontext()
         with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.saves, lambda tensor: tensor):
-            with cast:
+            with autocast_of(self.options.kernels, autocast):
                 output = functional_call(self.model, self.state, kwargs=dict(values))
                 ends = [self.loss(output)] if self.loss is not None else list(_losses(output))
             del output
@@ -163,7 +173,7 @@ class _Trace:
             last = {id(recorder.find(tensor)) for tensor in ends} | {id(stored) for stored in given}
             for stored in kept:
                 if stored.saver < 0 and id(stored) not in last:
-                    stored.saver = stored.slot  # kept by other means than autograd's, as an attribute of a context
+                    stored.keep(stored.slot)  # by other means than autograd's, as an attribute of a context
             count = len(recorder.events)
             grads = [None if tensor.numel() == 1 else torch.empty_like(tensor) for tensor in ends]
             torch.autograd.backward(ends, grads)
@@ -171,8 +181,8 @@ class _Trace:
         return [stored for stored in kept if stored.saver >= 0], count
 
     def _where(self, error: Exception) -> str:
-        slot = self.slots[self.recorder.slot]
-        name = type(self.model).__name__ if slot.unit < 0 else self.names[slot.unit]
+        unit = self.slots[self.recorder.slot]
+        name = type(self.model).__name__ if unit < 0 else self.names[unit]
         text = (str(error) or type(error).__name__).strip().splitlines()[0]
         return f"{name} does not run on the meta device, where tensors have no values: {text}"
 
@@ -188,8 +198,8 @@ class _Trace:
             for tensor in tensors:
                 stored = recorder.find(tensor)
                 entered.append(stored)
-                if block and tensor.requires_grad and stored.share is Share.WHOLE:
-                    stored.share = Share.TOKENS
+                if block and tensor.requires_grad:
+                    stored.change(TensorShare.TOKENS, only=TensorShare.WHOLE)
             self._begin(unit)
 
         return hook
@@ -208,17 +218,17 @@ class _Trace:
     def _begin(self, unit: int) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # a recomputation of the model's own
-        self.slots.append(Slot(unit))
+        self.slots.append(unit)
         self.recorder.begin(len(self.slots) - 1, unit >= 0 and self.blocks[unit])
 
     # Amounts of units.
 
-    def _units(self, kept: Sequence[Stored], forwards: int) -> list[TracedUnit]:
+    def _units(self, kept: Sequence[TracedStorage], forwards: int) -> list[TracedUnit]:
         units = self._ordered()
         for slot, size in self.recorder.sums.items():
-            units[self.slots[slot].index].joins += size
+            units[self.places[slot]].add_joins(size)
         for work in self.recorder.works:
-            units[self.slots[work.slot].index].works[work.phase].append(work.kernel)
+            units[self.places[work.slot]].works[work.phase].append(work.kernel)
         self._add_parameters(units)
         self._add_saved(units, kept)
         self._add_peaks(units, kept, forwards)
@@ -231,33 +241,37 @@ class _Trace:
                 self.order.insert(self.order.index(unit - 1) + 1 if unit - 1 in self.order else 0, unit)
         units = [TracedUnit(self.names[n], self.blocks[n], output=self.handed.get(n, NONE)) for n in self.order]
         place = {unit: index for index, unit in enumerate(self.order)}
-        first = next((slot.unit for slot in self.slots if slot.unit >= 0), -1)
-        last = next((slot.unit for slot in reversed(self.slots) if slot.unit >= 0), -1)
+        first = next((unit for unit in self.slots if unit >= 0), -1)
+        last = next((unit for unit in reversed(self.slots) if unit >= 0), -1)
         name = type(self.model).__name__
         shift, start, end = 0, 0, len(units) - 1
         if first < 0 or self.blocks[first]:
             handed = NONE
             for stored in self.entered.get(first, ()):
-                handed = handed.plus(stored.divided()) if stored.share is not Share.WHOLE else handed
+                handed = handed.plus(stored.divided()) if stored.share is not TensorShare.WHOLE else handed
             units.insert(0, TracedUnit(f"before {self.names[first]}" if first >= 0 else name, False, output=handed))
             shift, end = 1, end + 1
         if last >= 0 and self.blocks[last]:
             units.append(TracedUnit(f"after {self.names[last]}", False))
             end += 1
         seen: int | None = None
-        for number, slot in enumerate(self.slots):
-            if slot.unit >= 0:
-                slot.index = seen = place[slot.unit] + shift
-                continue
-            following = next((s.unit for s in self.slots[number:] if s.unit >= 0), None)
-            if seen is None:
-                slot.index = start
-            elif following is None:
-                slot.index = end
+        following = -1
+        nexts = []  # by slot, the next unit
+        for unit in reversed(self.slots):
+            following = unit if unit >= 0 else following
+            nexts.append(following)
+        for unit, following in zip(self.slots, reversed(nexts), strict=True):
+            if unit >= 0:
+                seen = place[unit] + shift
+                self.places.append(seen)
+            elif seen is None:
+                self.places.append(start)
+            elif following < 0:
+                self.places.append(end)
             else:
                 # Between a block and a head, as a norm: the head's.
                 after = units[seen].block and not self.blocks[following]
-                slot.index = place[following] + shift if after else seen
+                self.places.append(place[following] + shift if after else seen)
         return units
 
     def _add_parameters(self, units: Sequence[TracedUnit]) -> None:
@@ -268,35 +282,33 @@ class _Trace:
                 tensor = self.of[id(parameter)]
                 slot = reads.get(tensor.untyped_storage()._cdata)
                 # The root's belong to the unit that reads them first.
-                unit = by_name[name] if name else units[self.slots[slot].index if slot is not None else 0]
-                amount = divide(tensor.numel(), Share.SPLIT if id(tensor) in self.cuts else Share.WHOLE)
-                unit.parameters = unit.parameters.plus(amount)
-                unit.resident = unit.resident if name else unit.resident.plus(amount)
-                unit.trained += tensor.numel() if tensor.requires_grad else 0
+                unit = by_name[name] if name else units[self.places[slot] if slot is not None else 0]
+                amount = divide(tensor.numel(), TensorShare.SPLIT if id(tensor) in self.cuts else TensorShare.WHOLE)
+                unit.add_parameters(amount, not name, tensor.requires_grad)
 
-    def _add_saved(self, units: Sequence[TracedUnit], kept: Sequence[Stored]) -> None:
-        everything: dict[int, list[Stored]] = {}
+    def _add_saved(self, units: Sequence[TracedUnit], kept: Sequence[TracedStorage]) -> None:
+        everything: dict[int, list[TracedStorage]] = {}
         for stored in kept:
-            everything.setdefault(self.slots[stored.saver].index, []).append(stored)
-        entered: dict[int, list[Stored]] = {}
-        for slot in self.slots:
-            if slot.unit >= 0:
-                entered[slot.index] = self.entered[slot.unit]
+            everything.setdefault(self.places[stored.saver], []).append(stored)
+        entered: dict[int, list[TracedStorage]] = {}
+        for unit, index in zip(self.slots, self.places, strict=True):
+            if unit >= 0:
+                entered[index] = self.entered[unit]
         held: set[int] = set()
-        for index, unit in enumerate(units):
+        for index, one in enumerate(units):
             found = everything.get(index, [])
-            for stored in () if unit.block else found:
+            for stored in () if one.block else found:
                 # Outside of the blocks, sequences are whole on each rank.
-                stored.share = Share.WHOLE if stored.share is Share.TOKENS else stored.share
-            unit.saved[Recompute.NONE] = _sum(found)
-            unit.saved[Recompute.SELECTIVE] = _sum([s for s in found if not (unit.block and s.scores)])
-            inputs = entered.get(index, []) if unit.block else found
+                stored.change(TensorShare.WHOLE, only=TensorShare.TOKENS)
+            one.saved[Recompute.NONE] = _sum(found)
+            one.saved[Recompute.SELECTIVE] = _sum([s for s in found if not (one.block and s.scores)])
+            inputs = entered.get(index, []) if one.block else found
             own = [stored for stored in inputs if not stored.known and id(stored) not in held]
             own = list({id(stored): stored for stored in own}.values())
             held |= {id(stored) for stored in own}
-            unit.saved[Recompute.BLOCKS] = _sum(own)
+            one.saved[Recompute.BLOCKS] = _sum(own)
 
-    def _add_peaks(self, units: Sequence[TracedUnit], kept: Sequence[Stored], forwards: int) -> None:
+    def _add_peaks(self, units: Sequence[TracedUnit], kept: Sequence[TracedStorage], forwards: int) -> None:
         base, total = [], NONE
         for unit in units:
             total = total.plus(unit.saved[Recompute.NONE])
@@ -309,7 +321,7 @@ class _Trace:
                 gradients = gradients.plus(amount)
             else:
                 live = live.plus(amount)
-            index = self.slots[event.slot].index
+            index = self.places[event.slot]
             unit, beyond = units[index], live.plus(base[index])
             if number < forwards:
                 unit.forward.append(beyond)
@@ -318,7 +330,7 @@ class _Trace:
                 unit.gradients.append(gradients)
 
 
-def _sum(stored: Sequence[Stored]) -> Divided:
+def _sum(stored: Sequence[TracedStorage]) -> Divided:
     total = NONE
     for one in stored:
         total = total.plus(one.divided())
@@ -355,13 +367,13 @@ def is_block(name: str, modules: Mapping[str, nn.Module]) -> bool:
     return isinstance(around, CONTAINERS) and kinds[type(modules[name])] > 1
 
 
-def cuts_of(model: nn.Module) -> dict[str, Cut]:
+def cuts_of(model: nn.Module) -> dict[str, ParameterCut]:
     """Return the dims in which parameters are cut over tensor ranks, by name; none where the model cannot be split."""
     try:
         resolved: SplitPlan = resolve(model, {}, derive(model, 1)[0], 0, 1)
     except ValueError:
         return {}
-    cuts = {}
+    cuts: dict[str, ParameterCut] = {}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for member in resolved.members:
         style = member.style
@@ -372,11 +384,11 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
             if held is None or held.split is None:
                 continue
             if style.cut in ("rows", "inputs"):
-                cut = Cut(outputs=False, gathered=style.before == "split", rows=style.cut == "rows")
+                cut = ParameterCut(outputs=False, gathered=style.before == "split", rows=style.cut == "rows")
             elif style.cut is None:  # torch's attention: of its output layer the inputs
-                cut = Cut(outputs=held.split.dim == 0)
+                cut = ParameterCut(outputs=held.split.dim == 0)
             else:
-                cut = Cut(outputs=True, gathered=style.after == "join")
+                cut = ParameterCut(outputs=True, gathered=style.after == "join")
             cuts.setdefault(names[id(parameter)], cut)
     return cuts
 
@@ -388,4 +400,6 @@ def _losses(output: Any) -> Iterator[Tensor]:
         yield loss
         return
     several = output.values() if isinstance(output, Mapping) else output
-    yield from (x for x in tree_leaves(tuple(several) if isinstance(output, Mapping) else several) if isinstance(x, Tensor))
+    yield from (
+        x for x in tree_leaves(tuple(several) if isinstance(output, Mapping) else several) if isinstance(x, Tensor)
+    )

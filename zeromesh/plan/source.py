@@ -89,10 +89,11 @@ def _class_of(config: Any) -> type[nn.Module]:
             return kind
     for mapping in ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_MAPPING"):
         try:
-            kind = getattr(transformers, mapping)[type(config)]
+            found = getattr(transformers, mapping)[type(config)]
         except KeyError:
             continue
-        return kind[0] if isinstance(kind, tuple) else kind
+        kinds: tuple[type[nn.Module], ...] = found if isinstance(found, tuple) else (found,)
+        return kinds[0]
     raise ValueError(
         f"transformers {transformers.__version__} has no model for a configuration of type {config.model_type!r}; pass "
         "the module itself"
@@ -101,7 +102,7 @@ def _class_of(config: Any) -> type[nn.Module]:
 
 def _made(kind: Callable[[Any], nn.Module], config: Any, attention: str) -> nn.Module:
     if attention:
-        config._attn_implementation = attention
+        config.update({"_attn_implementation": attention})
     with torch.device("meta"):
         return kind(config)
 

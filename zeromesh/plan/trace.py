@@ -27,6 +27,7 @@ PEAKS = ("forward_peak", "backward_peak", "gradient_peak")
 # Micro-batches that are traced. What a batch costs beyond them follows on a line; one sample is another case, as dims
 # of one have no strides and need no copies.
 TRACED = (2, 3)
+BALANCED = "each expert is taken to get as many tokens as the others"
 LARGEST_TRIED = 1024  # micro-batch up to which the moments of the peaks are searched
 
 
@@ -51,10 +52,7 @@ class CostTable:
         try:
             costs = tuple(cost_from_json(cost) for cost in data["costs"])
             moments = tuple(
-                {
-                    name: tuple(tuple(Divided(*one) for one in pair) for pair in pairs)
-                    for name, pairs in unit.items()
-                }
+                {name: tuple(tuple(Divided(*one) for one in pair) for pair in pairs) for name, pairs in unit.items()}
                 for unit in data["moments"]
             )
             return cls(tuple(data["batches"]), costs, moments)
@@ -70,7 +68,9 @@ class CostTable:
         units = []
         for one, other, moments in zip(first.units, second.units, self.moments, strict=True):
             unit = _line(one, other, weight)
-            peaks = {name: _cover([_line(*pair, weight) for pair in pairs]) for name, pairs in moments.items()}
+            peaks = {
+                name: _cover([_line(pair[0], pair[1], weight) for pair in pairs]) for name, pairs in moments.items()
+            }
             units.append(replace(unit, **peaks))
         return replace(first, micro_batch=micro_batch, units=tuple(units))
 
@@ -153,9 +153,12 @@ class TracedCost:
         except TraceError as error:
             cost = estimate(model, self.name, micro_batch, sequence, options.dtype, str(error))
             return CostTable((micro_batch,), (cost,))
-        if len(traces) == 2 and not _aligned(*traces):  # another number of samples takes another path
+        if len(traces) == 2 and not _aligned(
+            traces[0].units, traces[1].units
+        ):  # another number of samples takes another path
             batches, traces = (micro_batch,), [trace(model, self._inputs(micro_batch, sequence), options, self._loss)]
-        return _table(self.name, batches, sequence, traces)
+        note = BALANCED if any(one.balanced for one in traces) else ""
+        return _table(self.name, batches, sequence, [one.units for one in traces], note)
 
     def _hash(self) -> str:
         text = f"{self._key or fingerprint(self.model)} {self._options} {torch.__version__} {_version()}"
@@ -220,7 +223,10 @@ def _shared(cost: ModelCost) -> ModelCost:
         of = WorkKind.ATTENTION
         return tuple(replace(w, flops=w.flops.times(cost.context)) if w.kind is of else w for w in works)
 
-    units = (replace(u, **{phase: grown(getattr(u, phase)) for phase in PHASES}) for u in cost.units)
+    units = []
+    for unit in cost.units:
+        works: dict[str, Any] = {phase: grown(getattr(unit, phase)) for phase in PHASES}
+        units.append(replace(unit, **works))
     return replace(cost, units=tuple(units))
 
 
@@ -239,11 +245,13 @@ def _aligned(first: Sequence[TracedUnit], second: Sequence[TracedUnit]) -> bool:
     return form(first) == form(second)
 
 
-def _table(name: str, batches: Sequence[int], sequence: int, traces: Sequence[Sequence[TracedUnit]]) -> CostTable:
+def _table(
+    name: str, batches: Sequence[int], sequence: int, traces: Sequence[Sequence[TracedUnit]], note: str
+) -> CostTable:
     costs: list[list[UnitCost]] = [[] for _ in traces]
     moments = []
     for same in zip(*traces, strict=True):
-        works: list[dict[str, tuple[KernelWork, ...]]] = [{} for _ in same]
+        works: list[dict[str, Any]] = [{} for _ in same]
         for phase in PHASES:
             # Equal ones in both traces are one of a larger count.
             found = Counter(zip(*(unit.works[phase] for unit in same), strict=True))
@@ -253,14 +261,16 @@ def _table(name: str, batches: Sequence[int], sequence: int, traces: Sequence[Se
         moments.append(peaks)
         for number, unit in enumerate(same):
             elements = unit.parameters.on()
-            covers = {key: _cover([pair[number] for pair in pairs]) for key, pairs in peaks.items()}
+            covers: dict[str, Any] = {key: _cover([pair[number] for pair in pairs]) for key, pairs in peaks.items()}
             costs[number].append(
                 UnitCost(
                     unit.name, unit.block, unit.parameters, unit.trained / elements if elements else 1.0,
                     unit.saved, unit.output, joins=unit.joins, resident=unit.resident, **covers, **works[number],
                 )
             )  # fmt: skip
-    models = tuple(ModelCost(name, b, sequence, 1, tuple(units)) for b, units in zip(batches, costs, strict=True))
+    models = tuple(
+        ModelCost(name, b, sequence, 1, tuple(units), note=note) for b, units in zip(batches, costs, strict=True)
+    )
     return CostTable(tuple(batches), models, tuple(moments))
 
 

@@ -27,7 +27,14 @@ _aten = torch.ops.aten
 _CHOICES = {_aten.topk: 1, _aten.argmax: 0, _aten.sort: 1, _aten.argsort: 0, _aten.max: 1, _aten.multinomial: 0}
 _RANDOM = ("rand", "bernoulli", "multinomial", "normal", "dropout", "uniform", "exponential", "empty")
 # Their results have shapes that depend on values.
-_SHAPED = (_aten.nonzero, _aten.masked_select, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive, _aten.bincount)
+_SHAPED = (
+    _aten.nonzero,
+    _aten.masked_select,
+    _aten._unique2,
+    _aten.unique_dim,
+    _aten.unique_consecutive,
+    _aten.bincount,
+)
 _INDEXED = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index)
 
 
@@ -64,18 +71,22 @@ def _is_small(tensor: Tensor) -> bool:
 
 @contextmanager
 def literals() -> Iterator[None]:
-    """Have ``torch.tensor`` remember the numbers that it is called with."""
-    plain = torch.tensor
+    """Have ``torch.tensor`` remember the numbers that it is called with, and ``tolist`` return them."""
+    plain, plain_list = torch.tensor, Tensor.tolist
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
         made = plain(data, *args, **kwargs)
         return give(made, plain(data, **{**kwargs, "device": "cpu"})) if made.is_meta else made
 
-    with patch.object(torch, "tensor", tensor):
+    def tolist(tensor: Tensor) -> Any:
+        value = value_of(tensor)
+        return plain_list(tensor if value is None else value)
+
+    with patch.object(torch, "tensor", tensor), patch.object(Tensor, "tolist", tolist):
         yield
 
 
-class Values:
+class KnownValues:
     """Values of the tensors of one trace."""
 
     def __init__(self) -> None:
@@ -86,10 +97,11 @@ class Values:
         packet = func._overloadpacket
         if packet is _aten._local_scalar_dense and (value := value_of(args[0])) is not None:
             return True, value.item(), args
-        if packet is _aten.equal and (both := [value_of(arg) for arg in args[:2]]) and None not in both:
-            return True, func(*both), args
-        if packet in _SHAPED and (value := _all(args)) is not None:
-            real = func(*value, **_on_cpu(kwargs))
+        to_cpu = packet is _aten._to_copy and torch.device(kwargs.get("device") or "meta").type == "cpu"
+        if to_cpu and (value := value_of(args[0])) is not None:
+            return True, func(value, **kwargs), args
+        if packet in _SHAPED and (known := _all(args)) is not None:
+            real = func(*known, **_on_cpu(kwargs))
             return True, tree_map(lambda x: _as_meta(x) if isinstance(x, Tensor) else x, real), args
         if packet in _INDEXED:
             return False, None, (args[0], _positions(args[1]), *args[2:])

@@ -1,0 +1,105 @@
+"""Casts of ``torch.autocast`` on meta tensors, for which torch has none.
+
+The lists are those of torch's documentation of automatic mixed precision, for GPUs and for CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+_NARROW = frozenset((
+    "__matmul__", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d",
+    "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "einsum", "linear",
+    "matmul", "mm", "mv", "prelu",
+))  # fmt: skip
+_LOSSES = frozenset((
+    "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy_loss", "ctc_loss",
+    "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "margin_ranking_loss", "mse_loss",
+    "multi_margin_loss", "multilabel_margin_loss", "nll_loss", "nll_loss_nd", "poisson_nll_loss",
+    "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss", "cdist", "prod",
+))  # fmt: skip
+_WIDE: Mapping[str, frozenset[str]] = {
+    "cpu": _LOSSES,
+    "cuda": _LOSSES | {
+        "__pow__", "__rpow__", "__rtruediv__", "acos", "asin", "cosh", "cosine_similarity", "cumprod", "cumsum",
+        "dist", "erfinv", "exp", "expm1", "group_norm", "layer_norm", "log", "log10", "log1p", "log2",
+        "log_softmax", "norm", "pow", "reciprocal", "renorm", "rsqrt", "sinh", "softmax", "softplus", "sum",
+        "tan",
+    },
+}  # fmt: skip
+_PROMOTED = frozenset((
+    "addcdiv", "addcmul", "atan2", "bilinear", "cat", "cross", "dot", "grid_sampler", "index_put",
+    "scatter_add", "stack",
+))  # fmt: skip
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+@contextmanager
+def autocast_of(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Cast as ``torch.autocast`` of a device does; ``dtype`` None casts nothing."""
+    if dtype is None:
+        yield
+        return
+    with ExitStack() as stack:
+        # Functions of torch that are written in Python stand aside, so that what they call is seen.
+        for check in _CHECKS:
+            stack.enter_context(patch.object(F, check, lambda *_: False))
+        mode = _Casts(dtype, _WIDE[device])
+        attention = F.scaled_dot_product_attention
+
+        def narrowed(*args: Any, **kwargs: Any) -> Any:
+            return attention(*mode.cast(args, dtype), **mode.cast(kwargs, dtype))
+
+        stack.enter_context(patch.object(F, "scaled_dot_product_attention", narrowed))
+        stack.enter_context(mode)
+        yield
+
+
+class _Casts(TorchFunctionMode):
+    def __init__(self, dtype: torch.dtype, wide: frozenset[str]) -> None:
+        super().__init__()
+        self._dtype, self._wide = dtype, wide
+        self._weights: dict[int, tuple[Tensor, Tensor]] = {}  # parameters and their casts, made once a forward
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch on casts of its arguments; torch calls this for every one."""
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        wanted = None
+        if name in _NARROW:
+            wanted = self._dtype
+        elif name in self._wide:
+            wanted = torch.float32
+        elif name in _PROMOTED:
+            found = {x.dtype for x in _floats((args, kwargs))}
+            wanted = torch.float32 if {torch.float32, self._dtype} <= found else None
+        if wanted is not None:
+            args, kwargs = self.cast(args, wanted), self.cast(kwargs, wanted)
+        return func(*args, **kwargs)
+
+    def cast(self, values: Any, dtype: torch.dtype) -> Any:
+        """Return arguments with floating-point tensors on the meta device in a dtype."""
+
+        def one(tensor: Tensor) -> Tensor:
+            fits = tensor.is_meta and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
+            if not fits or tensor.dtype == dtype:
+                return tensor
+            if not (tensor.is_leaf and tensor.requires_grad):
+                return tensor.to(dtype)
+            if id(tensor) not in self._weights:
+                self._weights[id(tensor)] = (tensor, tensor.to(dtype))
+            return self._weights[id(tensor)][1]
+
+        return tree_map_only(Tensor, one, values)
+
+
+def _floats(values: Any) -> list[Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
