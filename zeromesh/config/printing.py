@@ -62,7 +62,7 @@ def changes(before: Section, now: Section, free: Set[str]) -> list[str]:
 
 def tell_unset(
     source: str | Path | Mapping[str, Any] | Section, settings: Section, used: Mapping[str, Any],
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] = (), filled: Set[str] = frozenset(),
 ) -> None:  # fmt: skip
     """Warn of each key that is "auto" and has an effect, with the value that it has now.
 
@@ -71,6 +71,7 @@ def tell_unset(
         settings: made from it.
         used: values by dotted path that are not in the settings, such as ``optimizer.params.lr``.
         overrides: as given with the configuration.
+        filled: paths that the planner has filled in.
     """
     if isinstance(source, Section):
         return  # settings have no such keys any more
@@ -78,7 +79,7 @@ def tell_unset(
     lines = [
         f"\n  {path} = {_value(path, values, used)}"
         for path, value in leaves_of(whole_document(source, overrides))
-        if is_unset(value) and path not in DOCUMENTED and sections_of(path).isdisjoint(UNREAD)
+        if is_unset(value) and path not in DOCUMENTED and path not in filled and sections_of(path).isdisjoint(UNREAD)
     ]
     if lines:
         _log.warning(

@@ -23,11 +23,13 @@ from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
+from zeromesh.config.automatic import planned_keys
 from zeromesh.config.keys import OPTIMIZER_PARAMS
 from zeromesh.config.printing import jsonable, lines_of, tell_unset
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
 from zeromesh.initialization import layout, place, prepare
+from zeromesh.initialization.automatic import choose_layout
 from zeromesh.initialization.offload import preparation, where_offloaded
 from zeromesh.initialization.plan import Arguments, Plan, Prepared
 from zeromesh.model.piece import Piece
@@ -78,7 +80,7 @@ def read_configuration(
     # Before the mesh, because all ranks or none make its groups.
     require_agreement(world, "the configuration", "\n".join(lines_of(json.loads(settings.to_json()))))
     require_agreement(world, "the model", describe(model))
-    return settings, environment
+    return choose_layout(chosen, settings, world, environment), environment
 
 
 def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> None:
@@ -257,7 +259,8 @@ def make_engine(
     if first:
         used = {} if optimizer is None else {**optimizer.param_groups[0]}
         used["lr"] = used.get("initial_lr", used.get("lr"))  # a schedule has moved it already
-        tell_unset(chosen.config, settings, {f"{OPTIMIZER_PARAMS}.{k}": v for k, v in used.items() if k != "params"})
+        values = {f"{OPTIMIZER_PARAMS}.{k}": v for k, v in used.items() if k != "params"}
+        tell_unset(chosen.config, settings, values, filled=planned_keys(chosen.config))
     sizes = MicroBatchSizes(settings.train_micro_batch_size_per_gpu if plan.says_batch and first else None)
     observer = prepare.make_observer(plan, prepared.monitor)
 

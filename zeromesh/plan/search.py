@@ -280,6 +280,8 @@ class _Ranking:
                 group = groups.setdefault((mesh, base.data, base.row), _Group(one, []))
                 others: dict[int, tuple[float, float]] = {}  # of links and the host, by the number of micro-batches
                 for run, compute, activations in runs:
+                    if self.request.accepts and not self.request.accepts(_joined(base, run)):
+                        continue
                     self.considered += 1
                     least = states + activations
                     if least > limit:

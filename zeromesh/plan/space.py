@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil
 
@@ -41,6 +41,7 @@ class PlanRequest:
     limits: ModelLimits = ModelLimits()
     goal: str = "time"
     widths: Widths = field(default_factory=Widths)
+    accepts: Callable[[ParallelLayout], bool] | None = None  # false for layouts that are not to be considered
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence"):
