@@ -104,7 +104,8 @@ class _Layers:
         loss = self.largest.times(LOSS_BYTES / self.width) if not block else NONE
         return UnitCost(
             name, block, elements, trained / total if total else 1.0,
-            {Recompute.NONE: self.saved, Recompute.SELECTIVE: self.saved, Recompute.BLOCKS: inputs},
-            self.hidden, self.largest.plus(loss), self.largest.times(2.0).plus(loss), works, works, works,
+            saved={Recompute.NONE: self.saved, Recompute.SELECTIVE: self.saved, Recompute.BLOCKS: inputs},
+            output=self.hidden, forward_peak=self.largest.plus(loss),
+            backward_peak=self.largest.times(2.0).plus(loss), forward=works, input=works, weight=works,
             gradient_peak=self.largest.times(2.0).plus(loss), resident=elements if root else NONE,
         )  # fmt: skip

@@ -189,6 +189,7 @@ class _Ranking:
         self.found: list[PlanCandidate] = []
         self.nearest: list[tuple[float, int, ParallelLayout, ParallelLayout]] = []
         self._near_limit = float("inf")
+        self._weighed_near: tuple[float, ParallelLayout, tuple[RankMemory, ...]] | None = None
         self.considered = self.too_large = self.weighed = self.computed = 0
         self._failed: dict[ParallelLayout, int] = {}  # least micro-batch that did not fit, by the rest of the layout
         self._extra: dict[tuple[object, ...], float] = {}  # least bytes beside states, by what is not states
@@ -325,7 +326,8 @@ class _Ranking:
         cell.over = min(cell.over, max(0.0, worst))
         if worst > 0:
             self._failed[alike] = layout.micro_batch
-            self._keep_near(worst, layout, layout)
+            if self._weighed_near is None or worst < self._weighed_near[0]:
+                self._weighed_near = worst, layout, memory
             return None
         self.computed += 1
         found = self._time(layout, one.machine)
@@ -370,7 +372,9 @@ class _Ranking:
         """Return the layouts that lack least, by their memory instead of its bound."""
         few = [_joined(*pair) for _, _, *pair in sorted(self.nearest, key=lambda one: one[:2])[:SHOWN]]
         request = self.request
-        weighed = [(one, tuple(self.memory(request.source, request.sequence, one, machine))) for one in few]
+        weighed = [(one, tuple(self.memory(request.source, request.sequence, _steady(one), machine))) for one in few]
+        if self._weighed_near is not None:
+            weighed.append(self._weighed_near[1:])
         return tuple(sorted(weighed, key=lambda pair: max(lacking(pair[1], pair[0], machine).values())))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from zeromesh.plan import kernels, live, passes
+from zeromesh.plan import live, meta_kernels, passes
 from zeromesh.plan.cost import NONE, Divided, KernelWork, ModelCost, UnitCost, WorkKind
 from zeromesh.plan.cost_file import CostFolder, cost_from_json, cost_to_json
 from zeromesh.plan.estimate import estimate
@@ -210,7 +210,7 @@ def fingerprint(model: nn.Module) -> str:
 
 def _version() -> str:
     """Return a hash of the code that makes costs."""
-    sources = [inspect.getsource(module) for module in (kernels, live, passes)]
+    sources = [inspect.getsource(module) for module in (meta_kernels, live, passes)]
     return hashlib.sha256("".join(sources).encode()).hexdigest()[:16]
 
 
@@ -265,7 +265,7 @@ def _table(
             costs[number].append(
                 UnitCost(
                     unit.name, unit.block, unit.parameters, unit.trained / elements if elements else 1.0,
-                    unit.saved, unit.output, joins=unit.joins, resident=unit.resident, **covers, **works[number],
+                    saved=unit.saved, output=unit.output, joins=unit.joins, resident=unit.resident, **covers, **works[number],
                 )
             )  # fmt: skip
     models = tuple(
