@@ -71,6 +71,7 @@ class Outcome(NamedTuple):
     note: str = ""  # reason why it cannot be judged, or what the prediction assumes
     decimals: int = 12  # printed by the source
     high: float | None = None  # upper end of the prediction, where the row's inputs are cut off
+    fitted: bool = False  # the row has decided a constant of the prediction, so its error says less
 
     @property
     def error(self) -> float | None:
