@@ -67,7 +67,7 @@ def outcomes_of(published: PublishedRows) -> list[Outcome]:
     rows = {outcome.row for outcome in found}
     for row in published.rows:
         for quantity, value in row.measured.items():
-            if (row.id, quantity) in judged or isinstance(value, Mapping):
+            if (row.id, quantity) in judged or value is None or isinstance(value, Mapping):
                 continue
             # One figure of a row's time stands for those that follow from it.
             follows = quantity.startswith(SECONDARY) or quantity in TIMES
@@ -170,8 +170,8 @@ HEADER = """# Report card of the planner
 
 The planner's predictions beside published figures, by source and quantity. `make validate-plan` writes this page from
 `benchmarks/published-rows.json`. No identifier and no measured value enters a prediction of memory; formulas and the
-tensors that frameworks keep are in `zeromesh/plan/shape.py`, `states.py` and `conventions.py`, each with its source. Errors are
-those of rows that no constant was fitted on.
+tensors that frameworks keep are in `zeromesh/plan/shape.py`, `states.py` and `conventions.py`, each with its source.
+Errors are those of rows that no constant was fitted on.
 
 """
 
