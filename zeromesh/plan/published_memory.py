@@ -96,9 +96,8 @@ def _estimate(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
 
 def _estimated(row: PublishedRow, quantity: str, more: float) -> float:
     params = float(row.needs("model", "params")) + more
-    layer = 4 * (
-        float(row.needs("model", "largest_layer")) + more
-    )  # parameters and gradients of the largest layer, 16 bits
+    # Parameters and gradients of the largest layer in 16 bits are on each device.
+    layer = 4 * (float(row.needs("model", "largest_layer")) + more)
     ranks, spare = int(row.needs("layout", "dp")), 1.5  # the host's spare memory, for what is not states
     node = int(row.hardware.get("gpus_per_node") or row.needs("hardware", "gpus"))
     on_host = row.placement.optimizer_tier.value == "host", row.placement.parameter_tier.value == "host"
