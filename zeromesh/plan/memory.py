@@ -111,12 +111,14 @@ def _profiles(units: Sequence[UnitCost], layout: ParallelLayout) -> list[_Profil
     """Return the amounts of all units."""
     # Blocks of one shape share the parts of their costs, so most are worked out once.
     made: dict[tuple[object, ...], _Profile] = {}
+    alike: dict[tuple[object, ...], _Profile] = {}  # those of equal amounts are one object, too
     found = []
     for unit in units:
         key = (id(unit.saved), id(unit.parameters), id(unit.forward_peak), id(unit.backward_peak), unit.block)
         profile = made.get(key)
         if profile is None:
-            profile = made[key] = _profile(unit, layout)
+            profile = _profile(unit, layout)
+            profile = made[key] = alike.setdefault(profile[1:], profile)
         found.append(profile)
     return found
 
