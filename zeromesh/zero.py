@@ -23,6 +23,20 @@ from zeromesh.model.piece import Piece
 from zeromesh.model.tiled import TiledLinear as TiledLinear
 from zeromesh.model.tiled import join_tiles as join_tiles
 from zeromesh.model.tiled import tile_linears as tile_linears
+from zeromesh.plan.estimators import estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs
+from zeromesh.plan.estimators import (
+    estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
+)
+from zeromesh.plan.estimators import (
+    estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
+)
+from zeromesh.plan.estimators import estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs
+from zeromesh.plan.estimators import (
+    estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
+)
+from zeromesh.plan.estimators import (
+    estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
+)
 from zeromesh.shard.deferred import recording
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import Pick

@@ -1,0 +1,87 @@
+"""Layouts that the configuration leaves to the planner: filled in at the start, on all ranks alike."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import zeromesh
+from harness import run_ranks
+from zeromesh.config.automatic import MESH, MICRO, OFFLOAD, STAGE, asked_of_planner
+from zeromesh.config.train import ModelShape
+from zeromesh.initialization.automatic import MACHINE
+from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
+from zeromesh.train.architectures.decoder import Decoder
+
+BASE: dict[str, Any] = {
+    "train_batch_size": 16, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}  # fmt: skip
+STATES = 16  # bytes of a parameter's states in bf16
+
+
+def trained(config: dict[str, Any]) -> tuple[float, int, int, str, dict[str, int]]:
+    torch.manual_seed(0)
+    model = Decoder(
+        ModelShape(architecture="llama", vocab_size=256, hidden_size=64, layers=3, heads=4, sequence_length=32)
+    )
+    ids = torch.randint(256, (64, 33), generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(ids[:, :-1], ids[:, 1:])
+    engine, *_ = zeromesh.initialize(model=model, config=config, training_data=data)
+    loss, settings = float(engine.train_batch()), engine.config
+    engine.destroy()
+    device = settings.zero_optimization.optimizer_device
+    return loss, settings.zero_optimization.stage, settings.train_micro_batch_size_per_gpu, device, engine.mesh.sizes
+
+
+def test_what_is_asked_follows_from_the_keys() -> None:
+    assert asked_of_planner({"mesh": "auto"}) == {MESH}
+    assert asked_of_planner({"zero_optimization": "auto"}) == {STAGE, OFFLOAD}
+    assert asked_of_planner({"zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "cpu"}}}) == {STAGE}
+    assert asked_of_planner({MICRO: "auto", "train_batch_size": 8}) == {MICRO}
+    # Nothing says how large a batch is to be, and Trainer's configurations have "auto" for both.
+    assert asked_of_planner({MICRO: "auto", "train_batch_size": "auto"}) == frozenset()
+    assert asked_of_planner(zeromesh.Settings.load({"mesh": "auto"})) == frozenset()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_one_process_fills_in_what_is_auto_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "zeromesh")
+    loss, stage, micro, device, _ = trained(BASE | {MICRO: "auto", "zero_optimization": {"stage": "auto"}})
+    assert (stage, micro, device) == (0, 16, "none")
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert 'the planner has filled in what is "auto"' in said
+    assert "nothing fills in here" not in said
+    assert loss == trained(BASE | {MICRO: 16})[0]
+
+
+def ranked(config: dict[str, Any]) -> Any:
+    return trained(config)
+
+
+def test_a_model_that_does_not_fit_two_devices_goes_to_their_host(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = BASE | {MICRO: 1, "zero_optimization": {"stage": "auto"}, "offload": "auto"}
+    elements = 3 * (4 * 64 * 64 + 3 * 64 * 192) + 256 * 64
+    path = tmp_path / "machine.json"
+    found = {}
+    for name, memory in (("large", 1e10), ("small", 0.55 * STATES * elements)):
+        device = Device(name, memory, {"bf16": 1e12, "fp32": 1e11}, 1e11, reserved=0.0)
+        link = LinkSpeed(1e10, 1e-5)
+        Machine(((Node(device, 2, link, link, 1e11, 1e10, 2), 1),), link, name).save(path)
+        monkeypatch.setenv(MACHINE, str(path))
+        first, second = run_ranks(ranked, 2, config)
+        assert first == second
+        found[name] = first
+    assert found["large"][3] == "none"
+    assert found["small"][3] == "cpu"
+    # One sample a rank is one update of the same batch, wherever states rest.
+    assert found["small"][0] == pytest.approx(found["large"][0], rel=1e-3)
+
+
+def test_a_machine_file_that_is_wrong_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MACHINE, str(tmp_path / "none.json"))
+    with pytest.raises(ValueError, match="no such file"):
+        trained(BASE | {"mesh": "auto"})
