@@ -4,10 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from zeromesh.plan.fitting import TimedRow, errors_of, fit, naive_errors, seconds_of
+from zeromesh.plan.fitting import TimedRow, errors_of, fit, naive_errors, seconds_of, time_card
 from zeromesh.plan.practices import CONSTANTS, Constants
 from zeromesh.plan.published import PublishedRow, UnjudgedError
-from zeromesh.plan.published_time import judge, measured_seconds, operations, predicted, setting_of, value_of
+from zeromesh.plan.published_time import (
+    constants_of,
+    in_fit,
+    judge,
+    measured_seconds,
+    operations,
+    predicted,
+    setting_of,
+    value_of,
+)
 
 GPT = {"name": "GPT 174.6B", "params": 174.6e9, "layers": 96, "hidden": 12288, "heads": 96, "vocab": 51200, "seq": 2048}
 A100 = {"gpu": "A100-80GB", "gpus": 384, "gpus_per_node": 8, "peak_tflops": 312}
@@ -94,6 +103,23 @@ def test_fit_finds_the_constants_that_made_the_times():
     assert max(map(abs, errors_of(samples, found))) < 0.01
     # One efficiency for all of them does not do.
     assert max(map(abs, naive_errors(samples)), default=1.0) > 0.05
+
+
+def test_card_has_both_halves_and_the_bar():
+    rows = [row(id=str(n), layout={**PTD, "dp": 4 << n}, measured={"tflops_per_gpu": 150 - n}) for n in range(4)]
+    text = time_card(rows)
+    assert "| megatron2021 | A100-80GB | products=0.786, links=0.656 |" in text
+    held = sum(not in_fit(one) for one in rows)
+    assert 0 < held < 4
+    assert f"| n {4 - held}, mean" in text
+    assert f"| n {held}, mean" in text
+
+
+def test_unknown_gpus_of_a_source_take_the_mean_of_the_others():
+    assert constants_of(row()).links is not None
+    other = constants_of(row(hardware={**A100, "gpu": "H800"}))
+    assert (other.products, other.links) == (constants_of(row()).products, None)
+    assert constants_of(row(source="nobody", hardware={**A100, "gpu": "L4"})) == Constants()
 
 
 def test_committed_constants_are_two_of_a_gpu():

@@ -67,7 +67,7 @@ def test_more_slots_are_never_slower(layout):
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(times))
 
 
-@pytest.mark.parametrize("layout", [one for one in LAYOUTS if one.pipeline == 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_intervals_do_not_change_the_step(layout):
     found = time_of(MODEL, LENGTH, layout, machine(), intervals=True)
     assert found.seconds == pytest.approx(seconds(layout))

@@ -167,7 +167,18 @@ def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, 
     seconds = max(ends)
     waits = _rank_waits(units, places, run, last, replicas, updates, messages, durations)
     waits[streams.OVERHEAD] = habits.overhead * layout.accumulation
-    found = [Interval(rank, "compute", label, start, end) for rank, label, start, end in run.actions]
+    found = [Interval(rank, streams.COMPUTE, label, start, end) for rank, label, start, end in run.actions]
+    if keep:
+        for rank, update in enumerate(updates):
+            done = max(run.ends[stage] for stage, here in enumerate(placement) if here == rank)
+            found += [
+                Interval(rank, streams.COMPUTE, "update", 0.0, update.device),
+                Interval(rank, streams.HOST, "update", 0.0, update.host),
+                Interval(rank, streams.DATA, "publish", max(update.device, update.host), update.sent),
+                Interval(rank, streams.DATA, "reduce", done, last[rank]),
+                Interval(rank, streams.REPLICAS, "sum over replicas", last[rank], ends[rank]),
+            ]
+        found = [interval for interval in found if interval.end > interval.start]
     return seconds + waits[streams.OVERHEAD], waits, found
 
 
