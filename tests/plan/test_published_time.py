@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from zeromesh.plan.fitting import TimedRow, errors_of, fit, naive_errors, seconds_of, time_card
+from zeromesh.plan.fitting import TimedRow, errors_of, fit, naive_errors, said, seconds_of, time_card
 from zeromesh.plan.practices import CONSTANTS, Constants
 from zeromesh.plan.published import PublishedRow, UnjudgedError
 from zeromesh.plan.published_time import (
@@ -93,7 +93,11 @@ def test_names_give_sizes():
 
 def test_fit_finds_the_constants_that_made_the_times():
     made = Constants(products=0.62, links=0.35)
-    layouts = [{**PTD, "dp": 4 << n, "micro_batch": 1, "scheme": scheme} for n in range(2) for scheme in ("", "ZeRO-3")]
+    layouts = [
+        {**PTD, "pp": 2, "dp": 32 << n, "micro_batch": 1, "scheme": scheme}
+        for n in range(2)
+        for scheme in ("", "ZeRO-3")
+    ]
     layouts = [one if not one["scheme"] else {**one, "zero": 3, "tp": 1, "pp": 1, "dp": 384} for one in layouts]
     settings = [setting_of(row(id=str(n), layout=one)) for n, one in enumerate(layouts)]
     samples = [TimedRow(one, seconds_of(one, made)) for one in settings]
@@ -106,9 +110,11 @@ def test_fit_finds_the_constants_that_made_the_times():
 
 
 def test_card_has_both_halves_and_the_bar():
-    rows = [row(id=str(n), layout={**PTD, "dp": 4 << n}, measured={"tflops_per_gpu": 150 - n}) for n in range(4)]
+    rows = [
+        row(id=str(n), layout={**PTD, "pp": 2, "dp": 32 << n}, measured={"tflops_per_gpu": 150 - n}) for n in range(4)
+    ]
     text = time_card(rows)
-    assert "| megatron2021 | A100-80GB | products=0.786, links=0.656 |" in text
+    assert f"| megatron2021 | A100-80GB | {said(CONSTANTS['megatron2021', 'A100-80GB'])} |" in text
     held = sum(not in_fit(one) for one in rows)
     assert 0 < held < 4
     assert f"| n {4 - held}, mean" in text
@@ -126,7 +132,8 @@ def test_committed_constants_are_two_of_a_gpu():
     for constants in CONSTANTS.values():
         values = [value for value in constants if value is not None]
         assert 1 <= len(values) <= 2
-        assert constants.products is None or 0.0 < constants.products <= 1.0
+        assert constants.products is not None
+        assert 0.0 < constants.products <= 1.0
 
 
 def test_layer_times_of_korthikanti():

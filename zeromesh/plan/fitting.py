@@ -31,9 +31,9 @@ LAYER = "layer_time"  # kind of rows
 
 STEP = 0.05  # of a constant's logarithm, for its derivative
 ROUNDS = 8
-FIRST = Constants(products=0.7, links=0.7, memory=0.8, host=0.5, padding=100.0)
-LEAST = Constants(products=0.05, links=0.02, memory=0.1, host=0.05, padding=8.0)
-MOST = Constants(products=1.0, links=1.0, memory=1.0, host=1.0, padding=400.0)
+FIRST = Constants(products=0.7, links=0.7, memory=0.8, host=0.5, step=0.03, padding=100.0)
+LEAST = Constants(products=0.05, links=0.02, memory=0.1, host=0.05, step=0.001, padding=8.0)
+MOST = Constants(products=1.0, links=1.0, memory=1.0, host=1.0, step=0.5, padding=400.0)
 
 
 class TimedRow(NamedTuple):
@@ -174,8 +174,8 @@ def time_card(rows: Sequence[PublishedRow]) -> str:
     lines = [
         "## Step times by half",
         "",
-        "Two constants of each GPU were fitted to one half of a source's rows; the other half is predicted. Beside it is",
-        "the error of one efficiency for the source and GPU, and of one for each of its frameworks.",
+        "Two constants of each GPU were fitted to one half of a source's rows; the other half is predicted. Beside it",
+        "is the error of one efficiency for the source and GPU, and of one for each of its frameworks.",
         "",
         "| source | GPU | constants | half of the fit | held out | one efficiency | one a framework |",
         "|---|---|---|---|---|---|---|",
@@ -211,8 +211,8 @@ class Fitted(NamedTuple):
     def line(self) -> str:
         """The constants and errors for the reader."""
         return (
-            f'    ("{self.source}", "{self.gpu}"): Constants({said(self.constants)}),\n        # fit {summary(self.fit)}; '
-            f"held out {summary(self.held)}; one efficiency {summary(self.naive)}"
+            f'    ("{self.source}", "{self.gpu}"): Constants({said(self.constants)}),\n'
+            f"        # fit {summary(self.fit)}; held out {summary(self.held)}; one efficiency {summary(self.naive)}"
         )
 
 

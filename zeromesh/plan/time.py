@@ -82,6 +82,7 @@ def time_of(
         seconds, waits, found = _alone(units, durations, intervals)
     agreement = durations.world.all_reduce(4.0)  # the norm and overflow are agreed on before the update
     waits["agreement"] = agreement
+    waits[streams.OVERHEAD] = waits.get(streams.OVERHEAD, 0.0) + habits.between
     if habits.spread > 0.0 and layout.ranks > 1:
         # Expected largest of n normal deviations, about sqrt(2 ln n) standard ones.
         waits["stragglers"] = seconds * habits.spread * math.sqrt(2 * math.log(layout.ranks))
