@@ -99,7 +99,8 @@ def test_fit_finds_the_constants_that_made_the_times():
         for scheme in ("", "ZeRO-3")
     ]
     layouts = [one if not one["scheme"] else {**one, "zero": 3, "tp": 1, "pp": 1, "dp": 384} for one in layouts]
-    settings = [setting_of(row(id=str(n), layout=one)) for n, one in enumerate(layouts)]
+    model = {**GPT, "layers": 16}
+    settings = [setting_of(row(id=str(n), layout=one, model=model)) for n, one in enumerate(layouts)]
     samples = [TimedRow(one, seconds_of(one, made)) for one in settings]
     found = fit(samples, ("products", "links"))
     assert found.products == pytest.approx(0.62, rel=0.01)
