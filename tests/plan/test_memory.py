@@ -181,3 +181,13 @@ def test_a_tied_output_layer_has_a_copy_on_its_own_rank() -> None:
     whole = memory_of(TransformerCost(tied), 128, ParallelLayout())[0]
     apart = memory_of(TransformerCost(replace(tied, tied=False)), 128, ParallelLayout())[0]
     assert whole.states["parameter", "device"] == apart.states["parameter", "device"] - 2 * 64 * 1000
+
+
+def test_like_blocks_are_a_run_whether_or_not_their_costs_are_one_object() -> None:
+    class Apart(Blocks):
+        def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
+            cost = super().at(micro_batch, sequence, context)
+            return replace(cost, units=tuple(replace(unit, saved=dict(unit.saved)) for unit in cost.units))
+
+    layout = ParallelLayout(row=ROWS[3], accumulation=2)
+    assert memory_of(Apart(10), 1, layout)[0].timeline == memory_of(Blocks(10), 1, layout)[0].timeline

@@ -138,6 +138,12 @@ def test_figures_as_printed(predicted: float, measured: float, decimals: int, pr
     assert Outcome("r", "s", "q", predicted, measured, decimals=decimals).printed is printed
 
 
+def test_errors_are_those_of_rows_that_no_constant_was_fitted_on() -> None:
+    outcomes = [Outcome("r", "s", "step_s", 2.0, 1.0, fitted=True), Outcome("t", "s", "step_s", 1.5, 1.0)]
+    (group,) = groups_of(outcomes)
+    assert (group.errors, group.mean, group.reached) == ([0.5], 0.5, "no")
+
+
 def test_the_aims_for_memory_are_reached() -> None:
     published = read_rows(FILE)
     groups = {(group.source, group.quantity): group for group in groups_of(judge(published.rows))}

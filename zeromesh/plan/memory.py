@@ -111,12 +111,14 @@ def _profiles(units: Sequence[UnitCost], layout: ParallelLayout) -> list[_Profil
     """Return the amounts of all units."""
     # Blocks of one shape share the parts of their costs, so most are worked out once.
     made: dict[tuple[object, ...], _Profile] = {}
+    alike: dict[tuple[object, ...], _Profile] = {}  # those of equal amounts are one object, too
     found = []
     for unit in units:
         key = (id(unit.saved), id(unit.parameters), id(unit.forward_peak), id(unit.backward_peak), unit.block)
         profile = made.get(key)
         if profile is None:
-            profile = made[key] = _profile(unit, layout)
+            profile = _profile(unit, layout)
+            profile = made[key] = alike.setdefault(profile[1:], profile)
         found.append(profile)
     return found
 
@@ -301,30 +303,47 @@ class _Rank:
         kept = sum(count * size for count, size in zip(snapshot.held, self.held, strict=True))
         done = sum(size for size, has in zip(self.parameters, snapshot.summed, strict=True) if has)
         word, rest = ("forward", "") if forward else ("backward", f", {max(snapshot.held)} held")
+        begun = 0  # units with parameters whose backward has begun
         for unit, count in runs if forward else reversed(runs):
             name = f"{word} of {unit.name}{rest}"
             if forward:
                 kept += self.kept(unit) * count
-                yield self.moment(snapshot, unit, kept, done, name)
+                yield self.moment(snapshot, unit, kept, (done, 0), name)
                 continue
             # Bytes change evenly between the first and the last of a run.
-            yield self.moment(snapshot, unit, kept, done, name)
+            has = unit.parameters > 0
+            yield self.moment(snapshot, unit, kept, (done, begun + has), name)
             kept -= self.kept(unit) * count
             done += unit.parameters * count
+            begun += count * has
             if count > 1:
-                last = kept + self.kept(unit), done - unit.parameters
-                yield self.moment(snapshot, unit, *last, f"{word} of the first {unit.name}{rest}")
+                last = done - unit.parameters, begun
+                yield self.moment(
+                    snapshot, unit, kept + self.kept(unit), last, f"{word} of the first {unit.name}{rest}"
+                )
 
-    def moment(self, snapshot: _Snapshot, unit: _Profile, kept: float, done: float, label: str) -> Moment:
-        """Return the bytes while a unit is computed with and ``kept`` bytes of activations are held."""
+    def moment(
+        self, snapshot: _Snapshot, unit: _Profile, kept: float, progress: tuple[float, int], label: str
+    ) -> Moment:  # fmt: skip
+        """Return the bytes while a unit is computed with.
+
+        Args:
+            snapshot: the action.
+            unit: what is computed with.
+            kept: bytes of activations that are held.
+            progress: elements of units whose backward is over, and number of those whose backward has begun.
+            label: of the moment.
+        """
         forward = snapshot.kind is Kind.FORWARD
+        done, begun = progress
         parts = self.resting(all(snapshot.summed), done)
         # What a block computes again is there until its forward ends, and again in its backward.
         again = unit.again if not forward or self.layout.recompute is Recompute.BLOCKS else 0.0
         parts["activation"] = kept
         parts["temporary"] = again + (unit.forward if forward else unit.backward + self.gradients(unit))
-        if self.states.returned and not forward:
-            parts["slot"] += self.states.working
+        if self.states.returned:
+            # Slots get memory as they are used, and lose it when the micro-batch's gradients are summed.
+            parts["slot"] += self.states.working * min(1.0, begun / self.layout.gradient_slots)
         if unit.block and self.layout.activations_on_host:
             parts["temporary"] += 2 * unit.saved  # one is computed with, one is on its way
         return Moment(label, parts)

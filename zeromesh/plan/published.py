@@ -71,6 +71,7 @@ class Outcome(NamedTuple):
     note: str = ""  # reason why it cannot be judged, or what the prediction assumes
     decimals: int = 12  # printed by the source
     high: float | None = None  # upper end of the prediction, where the row's inputs are cut off
+    fitted: bool = False  # the row has decided a constant of the prediction, so its error says less
 
     @property
     def error(self) -> float | None:
@@ -295,6 +296,8 @@ def _check_measured(values: Mapping[str, Any], place: str) -> None:
     if not values:
         raise ValueError(f"{place}: measured is empty; a row without a figure checks nothing")
     for name, value in values.items():
+        if value is None:  # the source does not print it
+            continue
         parts = value.values() if isinstance(value, dict) else [value]
         for part in parts:
             if not isinstance(part, int | float) or isinstance(part, bool) or not math.isfinite(part) or part < 0:

@@ -39,7 +39,7 @@ def judge(rows: Iterable[PublishedRow]) -> list[Outcome]:
     found: list[Outcome] = []
     for row in rows:
         for quantity in row.measured:
-            if quantity not in QUANTITIES:
+            if quantity not in QUANTITIES or row.measured[quantity] is None:
                 continue
             try:
                 found += QUANTITIES[quantity](row, quantity)
@@ -96,9 +96,8 @@ def _estimate(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
 
 def _estimated(row: PublishedRow, quantity: str, more: float) -> float:
     params = float(row.needs("model", "params")) + more
-    layer = 4 * (
-        float(row.needs("model", "largest_layer")) + more
-    )  # parameters and gradients of the largest layer, 16 bits
+    # Parameters and gradients of the largest layer in 16 bits are on each device.
+    layer = 4 * (float(row.needs("model", "largest_layer")) + more)
     ranks, spare = int(row.needs("layout", "dp")), 1.5  # the host's spare memory, for what is not states
     node = int(row.hardware.get("gpus_per_node") or row.needs("hardware", "gpus"))
     on_host = row.placement.optimizer_tier.value == "host", row.placement.parameter_tier.value == "host"
@@ -115,7 +114,7 @@ def _estimated(row: PublishedRow, quantity: str, more: float) -> float:
         raise UnjudgedError(f"the estimators know rows 2 and 3, and the row is {stage}")
     if device:
         return 2 * params if on_host[0] else 4 * params + 16 * params / ranks
-    return params * max(4 * node, 16.0 if on_host[0] else 0.0) * spare
+    return params * (max(4 * ranks, 16) if on_host[0] else 4 * node) * spare
 
 
 # The papers' activations: the first stage, without embedding and loss.

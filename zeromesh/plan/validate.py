@@ -68,7 +68,7 @@ def outcomes_of(published: PublishedRows) -> list[Outcome]:
     rows = {outcome.row for outcome in found}
     for row in published.rows:
         for quantity, value in row.measured.items():
-            if (row.id, quantity) in judged or isinstance(value, Mapping):
+            if (row.id, quantity) in judged or value is None or isinstance(value, Mapping):
                 continue
             # One figure of a row's time stands for those that follow from it.
             follows = quantity.startswith(SECONDARY) or quantity in TIMES
@@ -88,8 +88,9 @@ class ReportGroup(NamedTuple):
 
     @property
     def errors(self) -> list[float]:
-        """Absolute relative errors."""
-        return [abs(outcome.error or 0.0) for outcome in self.judged]
+        """Absolute relative errors; where constants were fitted, those of the rows that did not decide them."""
+        counted = [outcome for outcome in self.judged if not outcome.fitted] or self.judged
+        return [abs(outcome.error or 0.0) for outcome in counted]
 
     @property
     def mean(self) -> float:
@@ -128,13 +129,14 @@ def groups_of(outcomes: Sequence[Outcome]) -> list[ReportGroup]:
 def report(published: PublishedRows, outcomes: Sequence[Outcome]) -> str:
     """Return the report card in Markdown."""
     groups = groups_of(outcomes)
-    lines = ["| source | quantity | judged | as printed | mean error | max error | aim | reached |",
-             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = ["| source | quantity | judged | of them fitted | as printed | mean error | max error | aim | reached |",
+             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for group in groups:
         if group.judged:
             printed = sum(outcome.printed for outcome in group.judged)
             lines.append(
-                f"| {group.source} | {group.quantity} | {len(group.judged)} | {printed} | {group.mean:.2%} | "
+                f"| {group.source} | {group.quantity} | {len(group.judged)} | "
+                f"{len(group.judged) - len(group.errors)} | {printed} | {group.mean:.2%} | "
                 f"{max(group.errors):.2%} | {group.aim.text if group.aim else ''} | {group.reached} |"
             )
     lines += ["", "## Worst rows", "", "| row | quantity | predicted | published | error | note |",
@@ -170,6 +172,7 @@ HEADER = """# Report card of the planner
 The planner's predictions beside published figures, by source and quantity. `make validate-plan` writes this page from
 `benchmarks/published-rows.json`. No identifier and no measured value enters a prediction of memory; formulas and the
 tensors that frameworks keep are in `zeromesh/plan/shape.py`, `states.py` and `conventions.py`, each with its source.
+Errors are those of rows that no constant was fitted on.
 
 """
 
