@@ -59,6 +59,7 @@ def measure_speeds(
     a forward and backward, and of the smallest product), and ``host`` as [seconds of a small copy, bytes per second to
     the device, and from it], None on a CPU.
     """
+    reserved = live_bytes(device)  # of the process, before the tensors below
     torch.manual_seed(0)
     cases = list(_cases(device))
     sizes = _kernel_sizes(device)
@@ -87,7 +88,7 @@ def measure_speeds(
     return {
         "name": torch.cuda.get_device_name(device) if device.type == "cuda" else processor()["model"],
         "memory": torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None,
-        "reserved": _reserved(device),
+        "reserved": reserved if device.type == "cpu" else _context(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "products": [[dtype, *shape, times] for (dtype, shape, _), times in zip(cases, products, strict=True)],
         "kernels": [[3 * size, times] for size, times in zip(sizes, kernels, strict=True)],
@@ -186,10 +187,10 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _reserved(device: torch.device) -> int:
-    """Return the bytes of memory that a rank needs before it has any tensor of a model."""
+def _context(device: torch.device) -> int:
+    """Return the bytes of an accelerator that are no tensors: its context and libraries, all of them loaded."""
     if device.type != "cuda":
-        return live_bytes(device)
+        return 0
     free, total = torch.cuda.mem_get_info(device)
     return max(0, total - free - torch.cuda.memory_reserved(device))
 
