@@ -4,10 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from zeromesh.plan.fitting import TimedRow, errors_of, fit, naive_errors, seconds_of
+from zeromesh.plan.fitting import TimedRow, errors_of, fit, naive_errors, said, seconds_of, time_card
 from zeromesh.plan.practices import CONSTANTS, Constants
 from zeromesh.plan.published import PublishedRow, UnjudgedError
-from zeromesh.plan.published_time import judge, measured_seconds, operations, predicted, setting_of, value_of
+from zeromesh.plan.published_time import (
+    constants_of,
+    in_fit,
+    judge,
+    measured_seconds,
+    operations,
+    predicted,
+    setting_of,
+    value_of,
+)
 
 GPT = {"name": "GPT 174.6B", "params": 174.6e9, "layers": 96, "hidden": 12288, "heads": 96, "vocab": 51200, "seq": 2048}
 A100 = {"gpu": "A100-80GB", "gpus": 384, "gpus_per_node": 8, "peak_tflops": 312}
@@ -84,9 +93,14 @@ def test_names_give_sizes():
 
 def test_fit_finds_the_constants_that_made_the_times():
     made = Constants(products=0.62, links=0.35)
-    layouts = [{**PTD, "dp": 4 << n, "micro_batch": 1, "scheme": scheme} for n in range(2) for scheme in ("", "ZeRO-3")]
+    layouts = [
+        {**PTD, "pp": 2, "dp": 32 << n, "micro_batch": 1, "scheme": scheme}
+        for n in range(2)
+        for scheme in ("", "ZeRO-3")
+    ]
     layouts = [one if not one["scheme"] else {**one, "zero": 3, "tp": 1, "pp": 1, "dp": 384} for one in layouts]
-    settings = [setting_of(row(id=str(n), layout=one)) for n, one in enumerate(layouts)]
+    model = {**GPT, "layers": 16}
+    settings = [setting_of(row(id=str(n), layout=one, model=model)) for n, one in enumerate(layouts)]
     samples = [TimedRow(one, seconds_of(one, made)) for one in settings]
     found = fit(samples, ("products", "links"))
     assert found.products == pytest.approx(0.62, rel=0.01)
@@ -96,11 +110,31 @@ def test_fit_finds_the_constants_that_made_the_times():
     assert max(map(abs, naive_errors(samples)), default=1.0) > 0.05
 
 
+def test_card_has_both_halves_and_the_bar():
+    rows = [
+        row(id=str(n), layout={**PTD, "pp": 2, "dp": 32 << n}, measured={"tflops_per_gpu": 150 - n}) for n in range(4)
+    ]
+    text = time_card(rows)
+    assert f"| megatron2021 | A100-80GB | {said(CONSTANTS['megatron2021', 'A100-80GB'])} |" in text
+    held = sum(not in_fit(one) for one in rows)
+    assert 0 < held < 4
+    assert f"| n {4 - held}, mean" in text
+    assert f"| n {held}, mean" in text
+
+
+def test_unknown_gpus_of_a_source_take_the_mean_of_the_others():
+    assert constants_of(row()).links is not None
+    other = constants_of(row(hardware={**A100, "gpu": "H800"}))
+    assert (other.products, other.links) == (constants_of(row()).products, None)
+    assert constants_of(row(source="nobody", hardware={**A100, "gpu": "L4"})) == Constants()
+
+
 def test_committed_constants_are_two_of_a_gpu():
     for constants in CONSTANTS.values():
         values = [value for value in constants if value is not None]
         assert 1 <= len(values) <= 2
-        assert constants.products is None or 0.0 < constants.products <= 1.0
+        assert constants.products is not None
+        assert 0.0 < constants.products <= 1.0
 
 
 def test_layer_times_of_korthikanti():

@@ -7,7 +7,7 @@ import pytest
 
 from zeromesh.model.placement import ROWS, Tier
 from zeromesh.plan.cost import Divided, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
-from zeromesh.plan.layout import ParallelLayout
+from zeromesh.plan.layout import ParallelLayout, Widths
 from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
 from zeromesh.plan.rates import Habits
 from zeromesh.plan.shape import TransformerCost, TransformerShape
@@ -67,7 +67,7 @@ def test_more_slots_are_never_slower(layout):
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(times))
 
 
-@pytest.mark.parametrize("layout", [one for one in LAYOUTS if one.pipeline == 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_intervals_do_not_change_the_step(layout):
     found = time_of(MODEL, LENGTH, layout, machine(), intervals=True)
     assert found.seconds == pytest.approx(seconds(layout))
@@ -154,6 +154,20 @@ def test_states_on_a_disk_wait_for_it():
 def test_spread_of_ranks_delays_all():
     layout = ParallelLayout(data=8)
     assert seconds(layout, habits=Habits(spread=0.02)) > seconds(layout)
+
+
+def test_time_beside_kernels_is_in_the_step():
+    for layout in (ParallelLayout(accumulation=3), ParallelLayout(pipeline=4, accumulation=3)):
+        more = seconds(layout, habits=Habits(between=0.5, overhead=0.25)) - seconds(layout)
+        assert more == pytest.approx(0.5 + 3 * 0.25)
+
+
+def test_fp32_parameters_are_multiplied_in_fp32():
+    device = replace(PLAIN, flops={"bf16": 1e13, "fp32": 1e12})
+    where = Machine(((replace(plain_machine(1).nodes[0][0], device=device), 1),), LinkSpeed(1e9, 0.0))
+    wide = ParallelLayout(widths=Widths(parameter=4, wire=4, master=0))
+    assert time_of(Units(), 1, wide, where).seconds == pytest.approx(6 * 1.0, rel=1e-3)
+    assert time_of(Units(), 1, ParallelLayout(), where).seconds == pytest.approx(6 * 0.1, rel=1e-3)
 
 
 def test_impossible_layouts_are_refused():

@@ -84,7 +84,7 @@ class Durations:
             away = done < self.layout.row.offloaded * total
             done += unit.parameters.on()
             # Blocks of a stack share their tuples of kernels; one of them is computed.
-            key = (id(unit.forward), id(unit.weight), unit.parameters, unit.trained, unit.joins, away)
+            key = (id(unit.forward), id(unit.weight), unit.parameters, unit.trained, unit.joins, unit.output, away)
             if key not in self._known:
                 self._known[key] = self._unit(unit, away)
             known = self._known[key]
@@ -138,7 +138,8 @@ class Durations:
         """Return the seconds of keys and values that go round the context ranks in a forward."""
         if self.layout.context == 1 or not unit.block:
             return 0.0
-        size = unit.exchanged.on(self.layout.tensor)
+        # A trace does not say the keys' and values' bytes: without grouped heads they are twice the output's.
+        size = unit.exchanged.on(self.layout.tensor) or 2 * unit.output.on(self.layout.tensor, True)
         return (self.layout.context - 1) * self.context.send(size)
 
     def _states(self, unit: UnitCost, away: bool) -> dict[str, float]:

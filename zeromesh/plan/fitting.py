@@ -15,6 +15,7 @@ from zeromesh.plan.practices import Constants
 from zeromesh.plan.published import PublishedRow, read_rows
 from zeromesh.plan.published_time import (
     Setting,
+    constants_of,
     gpu_name,
     in_fit,
     judged_time,
@@ -30,9 +31,9 @@ LAYER = "layer_time"  # kind of rows
 
 STEP = 0.05  # of a constant's logarithm, for its derivative
 ROUNDS = 8
-FIRST = Constants(products=0.7, links=0.7, memory=0.8, host=0.5, padding=100.0)
-LEAST = Constants(products=0.05, links=0.02, memory=0.1, host=0.05, padding=8.0)
-MOST = Constants(products=1.0, links=1.0, memory=1.0, host=1.0, padding=400.0)
+FIRST = Constants(products=0.7, links=0.7, memory=0.8, host=0.5, step=0.03, padding=100.0)
+LEAST = Constants(products=0.05, links=0.02, memory=0.1, host=0.05, step=0.001, padding=8.0)
+MOST = Constants(products=1.0, links=1.0, memory=1.0, host=1.0, step=0.5, padding=400.0)
 
 
 class TimedRow(NamedTuple):
@@ -134,18 +135,25 @@ def _dot(left: Sequence[float], right: Sequence[float]) -> float:
     return sum(a * b for a, b in zip(left, right, strict=True))
 
 
-def naive_errors(samples: Sequence[TimedRow]) -> list[float]:
+def naive_errors(samples: Sequence[TimedRow], by_practice: bool = False) -> list[float]:
     """Return the relative errors of held-out rows where one share of executed operations is taken for a source.
 
-    The share is the geometric mean of the rows that decide constants.
+    The share is the geometric mean of the rows that decide constants; with ``by_practice`` each framework of the source
+    has a share of its own.
     """
-    half = [one for one in samples if in_fit(one.setting.row)] or list(samples)
+    parts: dict[int, list[TimedRow]] = {}
+    for one in samples:
+        parts.setdefault(id(one.setting.practice) if by_practice else 0, []).append(one)
+    found: list[float] = []
+    for part in parts.values():
+        half = [one for one in part if in_fit(one.setting.row)] or part
+        share = math.exp(sum(math.log(_rate(one)) for one in half) / len(half))
+        found += [_rate(one) / share - 1 for one in part if not in_fit(one.setting.row)]
+    return found
 
-    def rate(one: TimedRow) -> float:
-        return operations(one.setting, executed=True) / one.measured / one.setting.layout.ranks
 
-    share = math.exp(sum(math.log(rate(one)) for one in half) / len(half))
-    return [rate(one) / share - 1 for one in samples if not in_fit(one.setting.row)]
+def _rate(one: TimedRow) -> float:
+    return operations(one.setting, executed=True) / one.measured / one.setting.layout.ranks
 
 
 def errors_of(samples: Sequence[TimedRow], constants: Constants) -> list[float]:
@@ -161,6 +169,34 @@ def summary(errors: Sequence[float]) -> str:
     return f"n {len(sizes)}, mean {100 * sum(sizes) / len(sizes):.1f} %, max {100 * max(sizes):.1f} %"
 
 
+def time_card(rows: Sequence[PublishedRow]) -> str:
+    """Return a table of errors in time, by source, GPU and half, with the committed constants, in Markdown."""
+    lines = [
+        "## Step times by half",
+        "",
+        "Two constants of each GPU were fitted to one half of a source's rows; the other half is predicted. Beside it",
+        "is the error of one efficiency for the source and GPU, and of one for each of its frameworks.",
+        "",
+        "| source | GPU | constants | half of the fit | held out | one efficiency | one a framework |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (source, gpu), samples in samples_of(rows).items():
+        constants = constants_of(samples[0].setting.row)
+        half = [one for one in samples if in_fit(one.setting.row)]
+        held = [one for one in samples if not in_fit(one.setting.row)]
+        cells = [
+            source, gpu, said(constants), summary(errors_of(half, constants)), summary(errors_of(held, constants)),
+            summary(naive_errors(samples)), summary(naive_errors(samples, by_practice=True)),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def said(constants: Constants) -> str:
+    """Return the constants that are set, for the reader."""
+    return ", ".join(f"{name}={value:.3g}" for name, value in constants._asdict().items() if value is not None)
+
+
 class Fitted(NamedTuple):
     """Constants of a GPU in a source, and relative errors."""
 
@@ -174,10 +210,9 @@ class Fitted(NamedTuple):
     @property
     def line(self) -> str:
         """The constants and errors for the reader."""
-        said = ", ".join(f"{name}={value:.3g}" for name, value in self.constants._asdict().items() if value is not None)
         return (
-            f'    ("{self.source}", "{self.gpu}"): Constants({said}),\n        # fit {summary(self.fit)}; '
-            f"held out {summary(self.held)}; one efficiency {summary(self.naive)}"
+            f'    ("{self.source}", "{self.gpu}"): Constants({said(self.constants)}),\n'
+            f"        # fit {summary(self.fit)}; held out {summary(self.held)}; one efficiency {summary(self.naive)}"
         )
 
 

@@ -16,6 +16,7 @@ class Constants(NamedTuple):
     links: float | None = None  # share of the bandwidth between nodes that collectives reach
     memory: float | None = None  # share of the memory's bandwidth that kernels reach
     host: float | None = None  # share of the preset's bandwidth of the host's memory that updates reach
+    step: float | None = None  # seconds of a step beside kernels: data, launches of the update, reports
     padding: float | None = None  # elements by which each dim of a product counts longer than it is
 
 
@@ -78,6 +79,7 @@ PRACTICES: dict[str, Practice] = {
         wire=4,
         chunks=24,
         sequence=True,
+        fitted=("products", "step"),
         why="stages and micro-batches are not said: a block for a stage is taken",
     ),
     "megascale2024": Practice(
@@ -100,7 +102,7 @@ PRACTICES: dict[str, Practice] = {
     ),
     "mosaic": Practice(
         Habits(attention=HOPPER_FLASH_2),
-        fitted=("products", "padding"),
+        fitted=("products", "step"),
         shape={"dropout": False},
         why="FSDP1 with FlashAttention in Triton",
     ),
@@ -137,23 +139,23 @@ ASPECT = 128  # width divided by layers of a GPT whose sizes nobody says (Kaplan
 # By source and GPU, fitted on 2026-11-25 by ``python -m zeromesh.plan.fitting`` to the half of our rows that ``in_fit``
 # chooses; the other half is predicted with them.
 CONSTANTS: dict[tuple[str, str], Constants] = {
-    ("megatron2021", "A100-80GB"): Constants(products=0.786, links=0.656),
-    ("korthikanti2022", "A100-80GB"): Constants(products=0.922, memory=0.52),
-    ("megascale2024", "A100"): Constants(products=0.744, links=0.368),
-    ("megatron_h100", "H100-80GB"): Constants(products=0.585, links=1),
-    ("llama3", "H100-80GB"): Constants(products=0.723, links=0.7),
-    ("torchtitan", "H100-96GB"): Constants(products=0.496, links=0.0795),
+    ("megatron2021", "A100-80GB"): Constants(products=0.794, links=0.655),
+    ("korthikanti2022", "A100-80GB"): Constants(products=0.924, memory=0.531),
+    ("megascale2024", "A100"): Constants(products=0.752, links=0.37),
+    ("megatron_h100", "H100-80GB"): Constants(products=0.642, step=0.0818),
+    ("llama3", "H100-80GB"): Constants(products=0.724, links=0.701),
+    ("torchtitan", "H100-96GB"): Constants(products=0.496, links=0.0798),
     ("torchtitan", "H200-141GB"): Constants(products=0.518, links=0.694),
-    ("simumax_b200", "B200-180GB"): Constants(products=0.466, memory=0.727),
-    ("mosaic", "H100-80GB"): Constants(products=0.52, padding=136),
-    ("mosaic", "A100-80GB"): Constants(products=0.778, padding=242),
-    ("mosaic", "A100-40GB"): Constants(products=0.732, padding=210),
-    ("nemo", "DGX-GB300"): Constants(products=0.774, memory=1),
-    ("nemo", "DGX-H100"): Constants(products=0.803, memory=0.855),
-    ("nemo", "DGX-GB200"): Constants(products=0.572, memory=1),
-    ("nemo", "DGX-B200"): Constants(products=0.617, memory=0.766),
-    ("bigscience", "V100-16GB"): Constants(products=0.872, links=0.0917),
-    ("bigscience", "V100-32GB"): Constants(products=0.68, links=0.103),
+    ("simumax_b200", "B200-180GB"): Constants(products=0.465, memory=0.752),
+    ("mosaic", "H100-80GB"): Constants(products=0.525, step=0.0521),
+    ("mosaic", "A100-80GB"): Constants(products=0.755, step=0.109),
+    ("mosaic", "A100-40GB"): Constants(products=0.703, step=0.0436),
+    ("nemo", "DGX-GB300"): Constants(products=0.775, memory=1),
+    ("nemo", "DGX-H100"): Constants(products=0.807, memory=0.857),
+    ("nemo", "DGX-GB200"): Constants(products=0.573, memory=1),
+    ("nemo", "DGX-B200"): Constants(products=0.619, memory=0.767),
+    ("bigscience", "V100-16GB"): Constants(products=0.906, links=0.0888),
+    ("bigscience", "V100-32GB"): Constants(products=0.692, links=0.102),
     ("stas00", "H200-141GB"): Constants(products=0.903, host=0.153),
     ("stas00", "B200-180GB"): Constants(products=0.829, host=0.163),
     ("azure2022", "A100-80GB"): Constants(products=0.845, links=0.725),

@@ -171,7 +171,8 @@ def predicted(setting: Setting, constants: Constants) -> StepTime:
     """Return the time of a step of a row."""
     machine = machine_of(setting.row, setting.layout.ranks, constants)
     source = TransformerCost(setting.shape)
-    return time_of(source, setting.row.sequence, setting.layout, machine, habits=setting.habits)
+    habits = setting.habits if constants.step is None else replace(setting.habits, between=constants.step)
+    return time_of(source, setting.row.sequence, setting.layout, machine, habits=habits)
 
 
 # Quantities, and their values from the seconds of a step.

@@ -38,6 +38,7 @@ class Habits:
     selective: float = 0.0  # share of the forward that selective recomputation computes again, beside scores
     spread: float = 0.0  # standard deviation of the ranks' speed, as a share of it; all wait for the slowest
     overhead: float = 0.0  # seconds of each micro-batch's passes that are spent beside kernels
+    between: float = 0.0  # seconds of each step that are spent beside kernels
 
 
 def dtype_on(device: Device, wanted: str = "") -> str:

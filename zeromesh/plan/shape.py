@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from zeromesh.plan.conventions import PLAIN, ActivationRule
 from zeromesh.plan.cost import NONE, Divided, ModelCost, Recompute, UnitCost
-from zeromesh.plan.kernels import block_kernels, embedding_kernels, head_kernels
+from zeromesh.plan.transformer_kernels import block_kernels, embedding_kernels, head_kernels
 
 
 @dataclass(frozen=True)

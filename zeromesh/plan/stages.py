@@ -10,6 +10,8 @@ from zeromesh.pipeline.schedule.actions import COMPUTE, Action, Kind
 from zeromesh.pipeline.schedule.execution import dependencies, execute
 from zeromesh.pipeline.schedule.generators import generate, shape_of
 
+GROUPS = 32  # micro-batches that are simulated, about, on few ranks; three groups on many
+
 _CODES = {Kind.FORWARD: 0, Kind.INPUT: 1, Kind.WEIGHT: 2, Kind.BACKWARD: 3}
 
 
@@ -49,7 +51,8 @@ def pipelined(
         ValueError: the schedule is not for that number of ranks, micro-batches or chunks.
     """
     shape_of(name, ranks, microbatches, chunks)
-    few = microbatches % ranks + 3 * ranks
+    # Uneven stages take some groups to settle: their slowest one then sets the pace of all.
+    few = microbatches % ranks + max(3, GROUPS // ranks) * ranks
     if keep or microbatches <= few + ranks:
         return _simulate(name, ranks, microbatches, chunks, stages, keep)
     # Two lengths of the steady state, of which the longer one has one group more.

@@ -84,10 +84,12 @@ def run(units: Sequence[UnitTime], rules: StreamRules, keep: bool = False) -> tu
     stream = _Stream(units, rules, StepClock(keep))
     stream.update()
     stretch, waits = 0.0, {}
-    many = rules.accumulation > SIMULATED
-    for number in range(min(rules.accumulation, SIMULATED)):
+    # A picture shows all of them.
+    count = rules.accumulation if keep else min(rules.accumulation, SIMULATED)
+    many = rules.accumulation > count
+    for number in range(count):
         before, waited = stream.clock.now, dict(stream.clock.waits)
-        stream.micro_batch(number == 0, number == min(rules.accumulation, SIMULATED) - 1)
+        stream.micro_batch(number == 0, number == count - 1)
         if many and number == SIMULATED - 2:
             # All micro-batches between the first and the last are like this one.
             stretch = stream.clock.now - before

@@ -82,6 +82,7 @@ def time_of(
         seconds, waits, found = _alone(units, durations, intervals)
     agreement = durations.world.all_reduce(4.0)  # the norm and overflow are agreed on before the update
     waits["agreement"] = agreement
+    waits[streams.OVERHEAD] = waits.get(streams.OVERHEAD, 0.0) + habits.between
     if habits.spread > 0.0 and layout.ranks > 1:
         # Expected largest of n normal deviations, about sqrt(2 ln n) standard ones.
         waits["stragglers"] = seconds * habits.spread * math.sqrt(2 * math.log(layout.ranks))
@@ -167,7 +168,18 @@ def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, 
     seconds = max(ends)
     waits = _rank_waits(units, places, run, last, replicas, updates, messages, durations)
     waits[streams.OVERHEAD] = habits.overhead * layout.accumulation
-    found = [Interval(rank, "compute", label, start, end) for rank, label, start, end in run.actions]
+    found = [Interval(rank, streams.COMPUTE, label, start, end) for rank, label, start, end in run.actions]
+    if keep:
+        for rank, update in enumerate(updates):
+            done = max(run.ends[stage] for stage, here in enumerate(placement) if here == rank)
+            found += [
+                Interval(rank, streams.COMPUTE, "update", 0.0, update.device),
+                Interval(rank, streams.HOST, "update", 0.0, update.host),
+                Interval(rank, streams.DATA, "publish", max(update.device, update.host), update.sent),
+                Interval(rank, streams.DATA, "reduce", done, last[rank]),
+                Interval(rank, streams.REPLICAS, "sum over replicas", last[rank], ends[rank]),
+            ]
+        found = [interval for interval in found if interval.end > interval.start]
     return seconds + waits[streams.OVERHEAD], waits, found
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zeromesh.plan import published_memory
+from zeromesh.plan.fitting import time_card
 from zeromesh.plan.published import Outcome, PublishedRow, PublishedRows, read_rows
 
 WORST = 3  # rows of a group that are named
@@ -187,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    text = report(published, outcomes_of(published))
+    text = f"{report(published, outcomes_of(published))}\n\n{time_card(published.rows)}"
     print(text)
     if options.markdown:
         Path(options.markdown).write_text(HEADER + text + "\n")
