@@ -305,8 +305,8 @@ class TraceRecorder(TorchDispatchMode):
         return TensorShare.TOKENS if self.block else TensorShare.WHOLE
 
     def _kernels(
-        self, func: Any, facts: _Facts, args: Any, kwargs: Any, result: Any, operands: list[tuple[Tensor, TracedStorage]],
-        results: list[Tensor], cut: ParameterCut | None, phase: str,
+        self, func: Any, facts: _Facts, args: Any, kwargs: Any, result: Any,
+        operands: list[tuple[Tensor, TracedStorage]], results: list[Tensor], cut: ParameterCut | None, phase: str,
     ) -> Iterator[tuple[KernelWork, str]]:  # fmt: skip
         share = max((stored.share for _, stored in operands), default=TensorShare.WHOLE)
         share = TensorShare.SPLIT if cut else share
