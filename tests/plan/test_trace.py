@@ -19,6 +19,7 @@ from zeromesh.config.train import ModelShape
 from zeromesh.observe.operations import Operations
 from zeromesh.plan.cost import ModelCost, Recompute, WorkKind
 from zeromesh.plan.cost_file import CostFolder, cost_from_json, cost_to_json
+from zeromesh.plan.estimate import estimate
 from zeromesh.plan.passes import TraceOptions
 from zeromesh.plan.source import hugging_face_cost, token_inputs
 from zeromesh.plan.trace import BALANCED, InputsOf, TracedCost
@@ -326,6 +327,23 @@ def test_a_model_that_branches_on_activations_is_estimated_with_the_reason() -> 
     assert cost.parameters == 3 * (64 + 8)
     assert saved(cost) > 0
     assert pickle.loads(pickle.dumps(cost)) == cost
+
+
+def test_an_estimate_has_the_parameters_and_the_products_of_the_trace() -> None:
+    model = decoder("llama", vocab_size=999)
+    traced, estimated = TracedCost(model, TOKENS).at(2, 16), estimate(model, "llama", 2, 16, None, "untried")
+
+    def products(cost: ModelCost) -> dict[str, float]:
+        found = {}
+        for unit in cost.units:
+            works = [work for work in unit.forward if work.kind is WorkKind.PRODUCT]
+            found[unit.name] = sum(work.flops.split * work.count for work in works)
+        return {name: flops for name, flops in found.items() if flops}
+
+    assert products(estimated) == products(traced)
+    assert estimated.parameters == traced.parameters
+    assert not estimated.exact
+    assert estimated.note.endswith("untried")
 
 
 def test_costs_survive_json_and_other_processes_find_them_on_disk(tmp_path: Any) -> None:

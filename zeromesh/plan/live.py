@@ -280,6 +280,8 @@ class TraceRecorder(TorchDispatchMode):
         name = func._overloadpacket.__name__
         if name in _EMPTY or (not facts.writes and all(id(stored) in known for stored in made)):
             return
+        if backward and torch.is_grad_enabled():  # a recomputation of the model's own
+            return
         phase = "forward" if not backward else "weight" if in_weighted and not weights else "input"
         for kernel, its_phase in self._kernels(func, facts, args, kwargs, result, operands, results, cut, phase):
             self.works.append(TracedWork(self.slot, its_phase, kernel))
