@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -399,3 +400,21 @@ def test_a_model_of_transformers_is_found_by_folder_and_file(tmp_path: Any) -> N
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="no configuration of a model"):
         hugging_face_cost(tmp_path)
+
+
+@pytest.mark.full
+def test_adapters_keep_less_and_a_model_that_recomputes_by_itself_does() -> None:
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0)
+    model = peft.get_peft_model(llama(), adapters).train()
+    cost, given = on_cpu(model, IDS).at(4, 32), real(IDS, 4, 32)
+    assert saved(cost) == saved_on_cpu(model, given, [])[""]
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert round(sum(unit.trained * unit.parameters.on() for unit in cost.units)) == trained
+    peak = peak_on_cpu(model, given) + sum(tensor.nbytes for tensor in given.values())
+    assert highest(cost) == pytest.approx(peak, rel=2e-4)
+    recomputing, plain = llama(), llama()
+    recomputing.gradient_checkpointing_enable()  # type: ignore[operator]
+    first, second = on_cpu(recomputing, IDS).at(4, 32), on_cpu(plain, IDS).at(4, 32)
+    assert first.exact
+    assert first.flops == second.flops
+    assert saved(second, Recompute.BLOCKS) <= saved(first) < saved(second)
