@@ -8,16 +8,19 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from zeromesh.activation.checkpoint import checkpoint_modules
 from zeromesh.config.train import ModelShape
 from zeromesh.observe.operations import Operations
 from zeromesh.plan.cost import ModelCost, Recompute, WorkKind
 from zeromesh.plan.cost_file import CostFolder, cost_from_json, cost_to_json
+from zeromesh.plan.estimate import estimate
 from zeromesh.plan.passes import TraceOptions
 from zeromesh.plan.source import hugging_face_cost, token_inputs
 from zeromesh.plan.trace import BALANCED, InputsOf, TracedCost
@@ -189,6 +192,20 @@ def test_autocast_saves_what_it_does_on_the_cpu(name: str) -> None:
     assert saved(cost) == expected[""]
 
 
+def test_checkpointed_blocks_keep_their_inputs() -> None:
+    model, inputs = made("gpt")
+    cost, given = on_cpu(model, inputs).at(4, 32), real(inputs, 4, 32)
+    blocks = [module for name, module in model.named_modules() if name in {u.name for u in cost.units if u.block}]
+    checkpoint_modules(blocks)
+    loss_of(model, given)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        loss = loss_of(model, given)
+    live = sum(e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]")
+    # Beside, there are the loss and for each block the state of the random numbers.
+    others = loss.nbytes + len(blocks) * torch.get_rng_state().nbytes
+    assert live == saved(cost, Recompute.BLOCKS) - sum(x.nbytes for x in given.values()) + others
+
+
 @pytest.mark.parametrize("name", ["gpt", pytest.param("Llama", marks=pytest.mark.full)])
 def test_a_batch_on_the_line_through_two_traces_costs_what_its_own_trace_says(name: str) -> None:
     model, inputs = made(name)
@@ -313,6 +330,23 @@ def test_a_model_that_branches_on_activations_is_estimated_with_the_reason() -> 
     assert pickle.loads(pickle.dumps(cost)) == cost
 
 
+def test_an_estimate_has_the_parameters_and_the_products_of_the_trace() -> None:
+    model = decoder("llama", vocab_size=999)
+    traced, estimated = TracedCost(model, TOKENS).at(2, 16), estimate(model, "llama", 2, 16, None, "untried")
+
+    def products(cost: ModelCost) -> dict[str, float]:
+        found = {}
+        for unit in cost.units:
+            works = [work for work in unit.forward if work.kind is WorkKind.PRODUCT]
+            found[unit.name] = sum(work.flops.split * work.count for work in works)
+        return {name: flops for name, flops in found.items() if flops}
+
+    assert products(estimated) == products(traced)
+    assert estimated.parameters == traced.parameters
+    assert not estimated.exact
+    assert estimated.note.endswith("untried")
+
+
 def test_costs_survive_json_and_other_processes_find_them_on_disk(tmp_path: Any) -> None:
     first = TracedCost(decoder(), TOKENS, folder=tmp_path)
     cost = first.at(4, 16)
@@ -366,3 +400,21 @@ def test_a_model_of_transformers_is_found_by_folder_and_file(tmp_path: Any) -> N
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="no configuration of a model"):
         hugging_face_cost(tmp_path)
+
+
+@pytest.mark.full
+def test_adapters_keep_less_and_a_model_that_recomputes_by_itself_does() -> None:
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0)
+    model = peft.get_peft_model(llama(), adapters).train()
+    cost, given = on_cpu(model, IDS).at(4, 32), real(IDS, 4, 32)
+    assert saved(cost) == saved_on_cpu(model, given, [])[""]
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert round(sum(unit.trained * unit.parameters.on() for unit in cost.units)) == trained
+    peak = peak_on_cpu(model, given) + sum(tensor.nbytes for tensor in given.values())
+    assert highest(cost) == pytest.approx(peak, rel=2e-4)
+    recomputing, plain = llama(), llama()
+    recomputing.gradient_checkpointing_enable()  # type: ignore[operator]
+    first, second = on_cpu(recomputing, IDS).at(4, 32), on_cpu(plain, IDS).at(4, 32)
+    assert first.exact
+    assert first.flops == second.flops
+    assert saved(second, Recompute.BLOCKS) <= saved(first) < saved(second)

@@ -21,6 +21,8 @@ def estimate(
 ) -> ModelCost:
     """Return a cost by formula: each token goes once through every layer, and autograd keeps what layers read.
 
+    Convolutions, and attention's products of activations, are left out.
+
     Args:
         model: on any device.
         name: of the cost.
@@ -33,55 +35,58 @@ def estimate(
     modules, tokens = dict(model.named_modules()), micro_batch * sequence
     names, cuts = [name for name, _ in find_units(model)], cuts_of(model)
     owned = assign(model, names)
+    # The root's tables come before the units, and its layers after them.
+    tables = {path for path, _ in owned[""] if isinstance(modules[path.rpartition(".")[0]], nn.Embedding)}
+    parts = [(unit, unit, owned[unit]) for unit in names]
+    parts.insert(0, ("", f"{name} before its units", [one for one in owned[""] if one[0] in tables]))
+    parts.append(("", f"{name} after its units", [one for one in owned[""] if one[0] not in tables]))
     units = []
-    for unit, parameters in owned.items():
-        cost = _Layers(modules[unit], unit, [u for u in names if u != unit] if not unit else [], tokens, width, cuts)
+    for number, (unit, title, parameters) in enumerate(parts):
+        layers = _Layers(tokens, width, cuts)
+        if not (number or parameters):
+            continue
+        if number:
+            layers.add(modules[unit], unit, [] if unit else names)
         elements, trained = NONE, 0
         for path, parameter in parameters:
             share = TensorShare.SPLIT if path in cuts else TensorShare.WHOLE
             elements = elements.plus(divide(parameter.numel(), share))
             trained += parameter.numel() if parameter.requires_grad else 0
-        units.append(cost.unit(unit or f"{name} without its units", bool(unit) and is_block(unit, modules), elements,
-                               trained, unit == ""))  # fmt: skip
+        units.append(layers.unit(title, bool(unit) and is_block(unit, modules), elements, trained, not unit))
     note = f"estimated from the shapes of layers, since the model could not be traced: {reason}"
-    # The root has the embedding where that is no unit, so it comes first.
     return ModelCost(name, micro_batch, sequence, 1, tuple(units), exact=False, note=note)
 
 
 class _Layers:
     """Layers of one unit."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        without: list[str],
-        tokens: int,
-        width: int,
-        cuts: Mapping[str, ParameterCut],
-    ) -> None:
-        self.tokens, self.width = tokens, width
+    def __init__(self, tokens: int, width: int, cuts: Mapping[str, ParameterCut]) -> None:
+        self.tokens, self.width, self.cuts = tokens, width, cuts
         self.saved, self.largest, self.hidden = NONE, NONE, NONE
         self.works: list[KernelWork] = []
+
+    def add(self, module: nn.Module, name: str, without: list[str]) -> None:
+        """Add the layers of a module, but those of the units ``without``."""
         for path, parent in module.named_modules(prefix=name):
             if any(path == unit or path.startswith(f"{unit}.") for unit in without):
                 continue
-            self._add_layers(path, parent, cuts)
+            linear = [(child, m) for child, m in parent.named_children() if kind_of(m) == "linear"]
+            linear = [("", parent)] if parent is module and kind_of(parent) == "linear" else linear
+            self._add_layers(path, [one for one in linear if one[0] not in without])
+            tokens, width = self.tokens, self.width
             if "Norm" in type(parent).__name__ and (weight := getattr(parent, "weight", None)) is not None:
                 self.saved = self.saved.plus(Divided(tokens=float(tokens * weight.numel() * width)))
             if "activation" in type(parent).__module__ and not list(parent.children()):
                 self.saved = self.saved.plus(self.largest)
 
-    def _add_layers(self, path: str, parent: nn.Module, cuts: Mapping[str, ParameterCut]) -> None:
-        linear = [(child, m) for child, m in parent.named_children() if kind_of(m) == "linear"]
-        if kind_of(parent) == "linear" and not path.rpartition(".")[0]:
-            linear = [("", parent)]
+    def _add_layers(self, path: str, linear: list[tuple[str, nn.Module]]) -> None:
+        """Add the linear layers of one module."""
         read: set[int] = set()
         for number, (child, layer) in enumerate(linear):
             weight: torch.Tensor = layer.weight  # type: ignore[assignment]
             inputs, outputs = weight.shape if is_transposed(layer) else reversed(weight.shape)
             name = ".".join(part for part in (path, child, "weight") if part)
-            cut, last = cuts.get(name), number == len(linear) - 1
+            cut, last = self.cuts.get(name), number == len(linear) - 1
             before = TensorShare.SPLIT if cut and not cut.outputs else TensorShare.TOKENS
             after = TensorShare.SPLIT if cut and cut.outputs else TensorShare.TOKENS
             # Layers beside each other read the same; the last one reads what was made of their results.

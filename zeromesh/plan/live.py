@@ -280,6 +280,8 @@ class TraceRecorder(TorchDispatchMode):
         name = func._overloadpacket.__name__
         if name in _EMPTY or (not facts.writes and all(id(stored) in known for stored in made)):
             return
+        if backward and torch.is_grad_enabled():  # a recomputation of the model's own
+            return
         phase = "forward" if not backward else "weight" if in_weighted and not weights else "input"
         for kernel, its_phase in self._kernels(func, facts, args, kwargs, result, operands, results, cut, phase):
             self.works.append(TracedWork(self.slot, its_phase, kernel))
@@ -305,8 +307,8 @@ class TraceRecorder(TorchDispatchMode):
         return TensorShare.TOKENS if self.block else TensorShare.WHOLE
 
     def _kernels(
-        self, func: Any, facts: _Facts, args: Any, kwargs: Any, result: Any, operands: list[tuple[Tensor, TracedStorage]],
-        results: list[Tensor], cut: ParameterCut | None, phase: str,
+        self, func: Any, facts: _Facts, args: Any, kwargs: Any, result: Any,
+        operands: list[tuple[Tensor, TracedStorage]], results: list[Tensor], cut: ParameterCut | None, phase: str,
     ) -> Iterator[tuple[KernelWork, str]]:  # fmt: skip
         share = max((stored.share for _, stored in operands), default=TensorShare.WHOLE)
         share = TensorShare.SPLIT if cut else share

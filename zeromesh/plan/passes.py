@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -146,7 +147,9 @@ class _Trace:
                 tensor.register_post_accumulate_grad_hook(recorder.accumulated)
         try:
             with _collecting(), kernels_of(self.options.kernels), literals(), torch.enable_grad(), torch.device("meta"):
-                forwarded = self._forward(values, given)
+                # The model has the meta parameters in the backward, too, for what it computes again there.
+                state = {f"model.{name}": tensor for name, tensor in self.state.items()}
+                forwarded = functional_call(_Around(self.model), state, (partial(self._run, values, given),))
         except TraceError:
             raise
         except Exception as error:
@@ -158,12 +161,12 @@ class _Trace:
                 module.train(mode)
         return self._units(*forwarded)
 
-    def _forward(self, values: Inputs, given: Sequence[TracedStorage]) -> tuple[list[TracedStorage], int]:
+    def _run(self, values: Inputs, given: Sequence[TracedStorage]) -> tuple[list[TracedStorage], int]:
         """Run both passes; return the storages that live between them, and the number of events until then."""
         recorder, autocast = self.recorder, self.options.autocast
         with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.saves, lambda tensor: tensor):
             with autocast_of(self.options.kernels, autocast):
-                output = functional_call(self.model, self.state, kwargs=dict(values))
+                output = self.model(**values)
                 ends = [self.loss(output)] if self.loss is not None else list(_losses(output))
             del output
             ends = [tensor for tensor in ends if tensor.requires_grad]
@@ -190,6 +193,8 @@ class _Trace:
 
     def _enter(self, unit: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return  # a recomputation of the model's own
             recorder, block = self.recorder, self.blocks[unit]
             if unit not in self.order:
                 self.order.append(unit)
@@ -206,6 +211,8 @@ class _Trace:
 
     def _leave(self, unit: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return
             handed = NONE
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.is_meta and tensor.requires_grad:
@@ -216,8 +223,6 @@ class _Trace:
         return hook
 
     def _begin(self, unit: int) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return  # a recomputation of the model's own
         self.slots.append(unit)
         self.recorder.begin(len(self.slots) - 1, unit >= 0 and self.blocks[unit])
 
@@ -328,6 +333,17 @@ class _Trace:
             else:
                 unit.backward.append(beyond)
                 unit.gradients.append(gradients)
+
+
+class _Around(nn.Module):
+    """Module that runs something while its model has other parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
 
 
 def _sum(stored: Sequence[TracedStorage]) -> Divided:

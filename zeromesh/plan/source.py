@@ -94,6 +94,12 @@ def _class_of(config: Any) -> type[nn.Module]:
             continue
         kinds: tuple[type[nn.Module], ...] = found if isinstance(found, tuple) else (found,)
         return kinds[0]
+    # A text model of one with several parts, whose own configuration is in no table: the one beside it in its package.
+    package = type(config).__module__.split(".")[-2]
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    beside = getattr(transformers, names.get(package, ""), None)
+    if isinstance(beside, type) and getattr(beside, "config_class", None) is type(config):
+        return beside
     raise ValueError(
         f"transformers {transformers.__version__} has no model for a configuration of type {config.model_type!r}; pass "
         "the module itself"

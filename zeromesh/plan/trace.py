@@ -302,7 +302,7 @@ def _cover(moments: Sequence[Divided]) -> Divided:
     lack = 1 - 1 / MOST_TENSOR
     missing = max(moment.on(MOST_TENSOR) for moment in moments) - top.on(MOST_TENSOR)
     if missing > 0:
-        top = Divided(top.split - missing / lack, top.tokens, top.whole + missing / lack)
+        top = Divided(top.split - missing / lack, top.tokens + missing / lack, top.whole)
     missing = max(moment.on(MOST_TENSOR, True) for moment in moments) - top.on(MOST_TENSOR, True)
     if missing > 0:
         top = Divided(top.split, top.tokens - missing / lack, top.whole + missing / lack)
