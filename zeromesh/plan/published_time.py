@@ -265,15 +265,20 @@ def _step_outcomes(row: PublishedRow) -> Iterator[Outcome]:
     try:
         setting = setting_of(row)
         seconds = predicted(setting, constants_of(row)).seconds
-        yield row.outcome(name, value_of(setting, name, seconds), _note(row, setting))
+        outcome = row.outcome(name, value_of(setting, name, seconds), _note(row, setting))
+        yield outcome._replace(fitted=_is_fitted(row) and in_fit(row))
         yield from _arithmetic(setting, name)
     except ValueError as error:
         yield row.outcome(name, None, str(error))
 
 
+def _is_fitted(row: PublishedRow) -> bool:
+    return (row.source, gpu_name(row)) in CONSTANTS
+
+
 def _note(row: PublishedRow, setting: Setting) -> str:
-    fitted = (row.source, gpu_name(row)) in CONSTANTS
-    half = ("of the half that decides its constants" if in_fit(row) else "held out of the fit") if fitted else "no fit"
+    half = "of the half that decides its constants" if in_fit(row) else "held out of the fit"
+    half = half if _is_fitted(row) else "no fit"
     return f"{half}; {setting.practice.why}".removesuffix("; ")
 
 

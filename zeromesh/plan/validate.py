@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from zeromesh.plan import published_memory
+from zeromesh.plan import published_memory, published_time
 from zeromesh.plan.fitting import time_card
 from zeromesh.plan.published import Outcome, PublishedRow, PublishedRows, read_rows
 
@@ -50,20 +49,13 @@ TIMES = ("step_s", "tflops_per_gpu", "tokens_per_s_per_gpu", "mfu_percent", "day
 SECONDARY = ("derived_", "simumax_", "percent_of_peak", "aggregate_pflops", "hfu_percent", "three_d_needs_gpus")
 
 
-def judges() -> list[Callable[[Iterable[PublishedRow]], list[Outcome]]]:
-    """Return the functions that predict figures."""
-    found: list[Callable[[Iterable[PublishedRow]], list[Outcome]]] = [published_memory.judge]
-    try:
-        found.append(importlib.import_module("zeromesh.plan.published_time").judge)
-    except ModuleNotFoundError as error:
-        if error.name != "zeromesh.plan.published_time":
-            raise
-    return found
+JUDGES: tuple[Callable[[Iterable[PublishedRow]], list[Outcome]], ...] = (published_memory.judge, published_time.judge)
+"""Functions that predict figures."""
 
 
 def outcomes_of(published: PublishedRows) -> list[Outcome]:
     """Return the outcomes of all figures of all rows, those without a prediction with the reason."""
-    found = [outcome for judge in judges() for outcome in judge(published.rows)]
+    found = [outcome for judge in JUDGES for outcome in judge(published.rows)]
     judged = {(outcome.row, outcome.quantity.split(".")[0]) for outcome in found}
     rows = {outcome.row for outcome in found}
     for row in published.rows:
