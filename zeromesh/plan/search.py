@@ -323,7 +323,8 @@ class _Ranking:
         cell = self.cells[replace(layout.row, offloaded=1.0), (layout.tensor, layout.context, layout.pipeline)]
         cell.over = min(cell.over, max(0.0, worst))
         if worst > 0:
-            self._failed[alike] = layout.micro_batch
+            if over["device"] > 0:  # the host may hold more with one micro-batch than with several
+                self._failed[alike] = layout.micro_batch
             if self._weighed_near is None or worst < self._weighed_near[0]:
                 self._weighed_near = worst, layout, memory
             return None
