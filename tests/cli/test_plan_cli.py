@@ -54,7 +54,7 @@ def test_a_layout_that_the_user_has_is_judged(tmp_path: Path) -> None:
 
 
 def test_a_model_too_large_says_what_helps() -> None:
-    found = call("7b", "--gpu", "t4", "--gpus", "1", "--host-memory", "32", "--batch", "4", "--sequence", "1024")
+    found = call("70b", "--gpu", "rtx-4090", "--gpus", "1", "--batch", "4", "--sequence", "1024")
     assert found.exit_code == 2
     assert "Nothing fits: of " in found.stdout
     assert "1. " in found.stdout
@@ -76,7 +76,7 @@ def test_a_model_of_transformers_is_traced(tiny: Path) -> None:
         (("gpt2", "--gpu", "h100", "--sequence", "64"), "give --batch"),
         (("gpt2", "--gpu", "h100", "--batch", "8", "--sequence", "4096"), "longer than the 1024"),
         (("gpt2", "--machine", "none.json", "--batch", "8", "--sequence", "64"), "none.json"),
-        (("gpt2", "--gpu", "h100", "--batch", "0", "--sequence", "64"), "0"),
+        (("gpt2", "--gpu", "h100", "--batch", "0", "--sequence", "64"), "Error"),
         (("gpt2", "--gpu", "h100", "--gpus", "99", "--batch", "8", "--sequence", "64"), "99"),
         (("gpt2", "--gpu", "h100", "--batch", "8", "--sequence", "64", "--goal", "speed"), "time, memory, cost"),
     ],

@@ -8,12 +8,13 @@ from planning import GB, Plain, machine, memory, time
 from zeromesh.model.placement import Tier
 from zeromesh.plan.bounds import TimeBound
 from zeromesh.plan.cost import CostSource
+from zeromesh.plan.fit import lacking
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
 from zeromesh.plan.memory import memory_of
 from zeromesh.plan.models import limits_of, shape_named
 from zeromesh.plan.presets import cluster
-from zeromesh.plan.search import ALIKE, PlanResult, lacking, search
+from zeromesh.plan.search import ALIKE, PlanResult, search
 from zeromesh.plan.shape import TransformerCost
 from zeromesh.plan.space import LayoutSpace, ModelLimits, PlanRequest
 from zeromesh.plan.time import time_of
