@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from zeromesh.cli.main import app
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "choosing.md"
-BLOCKS = re.findall(r"```sh\n(.*?)```\n\n((?:`Best: .*`\n)+)", PAGE.read_text(), re.DOTALL)
+BLOCKS = re.findall(r"```sh\n([^`]*)```\n\n((?:`Best: [^\n]*`\n)+)", PAGE.read_text(), re.DOTALL)
 PAIRS = [
     (command.removeprefix("zeromesh "), said.strip("`"))
     for commands, answers in BLOCKS
