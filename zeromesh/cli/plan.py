@@ -18,11 +18,12 @@ from zeromesh.observe.units import bytes_text, scaled_text
 from zeromesh.plan.answer import PlanAnswer, answer, layout_text, reason_of, seconds_text, sentences
 from zeromesh.plan.bounds import least_memory, slowest
 from zeromesh.plan.convert import PRECISIONS, document_for, launch_command, layout_from, precision_for
+from zeromesh.plan.fit import host_bytes
 from zeromesh.plan.judge import judge
 from zeromesh.plan.machine import Machine
 from zeromesh.plan.page import page
 from zeromesh.plan.presets import cluster
-from zeromesh.plan.search import PlanCandidate, PlanResult, host_bytes, search
+from zeromesh.plan.search import PlanCandidate, PlanResult, search
 from zeromesh.plan.space import PlanRequest
 from zeromesh.train.screen import write
 

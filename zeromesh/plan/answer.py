@@ -12,6 +12,7 @@ from zeromesh.model.placement import Tier
 from zeromesh.observe.units import bytes_text, scaled_text
 from zeromesh.plan.bounds import devices_of_a_node, least_memory
 from zeromesh.plan.cost import CostSource, ModelCost, Recompute
+from zeromesh.plan.fit import lacking
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine, Node
 from zeromesh.plan.memory import RankMemory, memory_of
@@ -21,7 +22,6 @@ from zeromesh.plan.search import (
     PlanResult,
     SearchEffort,
     Timing,
-    lacking,
     search,
 )
 from zeromesh.plan.space import LayoutSpace, PlanRequest
@@ -320,15 +320,15 @@ def _turn(request: PlanRequest, best: PlanCandidate, rival: PlanCandidate, time:
 # What else fits.
 
 
-def _most(fits: Callable[[int], bool], step: int, limit: int) -> int:
-    """Return the largest multiple of ``step`` up to ``limit`` that fits, or 0."""
+def _most(fits: Callable[[int], bool], step: int, limit: int, parts: int = 32) -> int:
+    """Return the largest multiple of ``step`` up to ``limit`` that fits, within one of ``parts``, or 0."""
     if not fits(step):
         return 0
     low, high = 1, 2
     while high * step <= limit and fits(high * step):
         low, high = high, high * 2
     high = min(high, limit // step + 1)
-    while high - low > max(1, low // 32):  # three digits are not worth twice the time
+    while high - low > max(1, low // parts):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * step) else (low, middle)
     return low * step
@@ -344,7 +344,10 @@ def largest_of(request: PlanRequest, layout: ParallelLayout, machine: Machine, m
     source, sequence = request.source, request.sequence
     alone = replace(layout, micro_batch=1)
     micro = _most(lambda size: fits(source, sequence, replace(layout, micro_batch=size)), 1, 1 << 16)
-    tokens = _most(lambda size: fits(source, size, alone), 2 * layout.context * layout.tensor * 64, 1 << 26)
+    # A traced model is traced again for each length, so that only doublings are tried.
+    traced, longest = source.at(1, sequence, 1).exact, request.limits.positions or 1 << 26
+    step = 2 * layout.context * layout.tensor * 64
+    tokens = _most(lambda size: fits(source, size, alone), step, max(step, longest), 1 if traced else 32)
     step = layout.pipeline * layout.chunks
     blocks = _most(lambda count: fits(DeeperModel(source, count), sequence, layout), step, 1 << 14)
     deeper = DeeperModel(source, max(1, blocks)).at(1, sequence, 1)

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from zeromesh.plan.casts import autocast_of
 from zeromesh.plan.cost import NONE, Divided, KernelWork, Recompute
-from zeromesh.plan.meta_kernels import kernels_of
 from zeromesh.plan.live import ParameterCut, TensorShare, TracedStorage, TraceRecorder, divide
+from zeromesh.plan.meta_kernels import kernels_of
 from zeromesh.plan.values import give, invented, literals
 from zeromesh.shard.find import CONTAINERS, assign, find_units
 from zeromesh.tensor.derive import derive

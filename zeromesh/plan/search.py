@@ -9,20 +9,20 @@ number of layouts, which is said.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from zeromesh.model.placement import PlacementRow, Tier
 from zeromesh.plan.bounds import best_rate, least_memory, slowest
 from zeromesh.plan.cost import CostSource, Recompute
+from zeromesh.plan.fit import MEMORY_MARGIN, lacking
 from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.machine import Machine, Node
+from zeromesh.plan.machine import Machine
 from zeromesh.plan.memory import RankMemory, memory_of
 from zeromesh.plan.space import LARGEST_MICRO_BATCH, LayoutSpace, PlanRequest
 from zeromesh.plan.time import StepTime, time_of
 
-MEMORY_MARGIN = 0.03  # share of the device's memory that the prediction may be wrong by
 TIGHT = 0.9  # share of the device's memory from which a layout is nearly full
 SHOWN = 8
 ALIKE = 0.02  # layouts whose scores differ by less are alike, and the simplest of them is the best
@@ -109,6 +109,14 @@ class LayoutCell:
     over: float = float("inf")  # bytes that the smallest layout lacks; 0 where one fits
     over_bound: float = float("inf")  # the same by the bound of memory, where nothing was computed
 
+    def weigh(self, over: float) -> None:
+        """Note what a layout lacks."""
+        self.over = min(self.over, max(0.0, over))
+
+    def time(self, seconds: float) -> None:
+        """Note the time of a layout that fits."""
+        self.seconds = min(self.seconds, seconds)
+
 
 @dataclass(frozen=True)
 class PlanResult:
@@ -136,25 +144,6 @@ class PlanResult:
         for candidate in self.ranked:
             kinds.setdefault(candidate.kind, candidate)
         return tuple(kinds.values())[:SHOWN]
-
-
-def host_bytes(memory: Iterable[RankMemory], layout: ParallelLayout, node: Node, tier: str) -> float:
-    """Return bytes on a tier of one node that all of its ranks share."""
-    sizes = [rank.on(tier) for rank in memory]
-    below = layout.tensor * layout.context * layout.pipeline
-    # A node with whole pipelines has ranks of all stages alike.
-    mean = sum(sizes) / len(sizes) if below <= node.devices else max(sizes)
-    return mean * min(node.devices, layout.ranks)
-
-
-def lacking(memory: Iterable[RankMemory], layout: ParallelLayout, machine: Machine) -> dict[str, float]:
-    """Return bytes that each tier lacks for a layout; negative where some are left."""
-    ranks = list(memory)
-    peak = max(rank.device for rank in ranks)
-    found = {"device": peak - least_memory(machine) * (1 - MEMORY_MARGIN)}
-    for tier, has in (("host", "host_memory"), ("nvme", "disk")):
-        found[tier] = max(host_bytes(ranks, layout, node, tier) - getattr(node, has) for node, _ in machine.nodes)
-    return found
 
 
 def machines_for(request: PlanRequest) -> list[Machine]:
@@ -216,10 +205,10 @@ class _Ranking:
             candidate = None
             if bound < best:
                 candidate = self._compute(group.layout(group.next), group.search)
-            group.next += 1
+            group.advance()
             if candidate is not None:
                 score = candidate.score(self.request.goal)
-                group.ratio = score / max(expected, 1e-12)
+                group.learn(score / max(expected, 1e-12))
                 least = min(least or group.ratio, group.ratio)
                 best = min(best, score)
             if group.next < len(group.waiting):
@@ -323,15 +312,16 @@ class _Ranking:
         over = lacking(memory, layout, one.machine)
         worst = max(over.values())
         cell = self.cells[replace(layout.row, offloaded=1.0), (layout.tensor, layout.context, layout.pipeline)]
-        cell.over = min(cell.over, max(0.0, worst))
+        cell.weigh(worst)
         if worst > 0:
-            self._failed[alike] = layout.micro_batch
+            if over["device"] > 0:  # the host may hold more with one micro-batch than with several
+                self._failed[alike] = layout.micro_batch
             if self._weighed_near is None or worst < self._weighed_near[0]:
                 self._weighed_near = worst, layout, memory
             return None
         self.computed += 1
         found = self._time(layout, one.machine)
-        cell.seconds = min(cell.seconds, found.seconds)
+        cell.time(found.seconds)
         candidate = PlanCandidate(layout, one.machine, self.request.sequence, memory, found)
         self.found.append(candidate)
         return candidate
@@ -387,6 +377,14 @@ class _Group:
     waiting: list[tuple[float, int, float, ParallelLayout, ParallelLayout]]
     next: int = 0
     ratio: float = 1.0  # of a computed score to what was expected
+
+    def advance(self) -> None:
+        """Go on to the next layout."""
+        self.next += 1
+
+    def learn(self, ratio: float) -> None:
+        """Note how a computed score was to what was expected."""
+        self.ratio = ratio
 
     def layout(self, place: int) -> ParallelLayout:
         """Return the layout at a place; it is put together now, since most are never asked for."""

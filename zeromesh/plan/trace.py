@@ -265,7 +265,8 @@ def _table(
             costs[number].append(
                 UnitCost(
                     unit.name, unit.block, unit.parameters, unit.trained / elements if elements else 1.0,
-                    saved=unit.saved, output=unit.output, joins=unit.joins, resident=unit.resident, **covers, **works[number],
+                    saved=unit.saved, output=unit.output, joins=unit.joins, resident=unit.resident,
+                    **covers, **works[number],
                 )
             )  # fmt: skip
     models = tuple(

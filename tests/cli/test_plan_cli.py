@@ -1,0 +1,88 @@
+"""``zeromesh plan``: screens, files, and errors with exit code 2."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from zeromesh.cli.main import app
+from zeromesh.config.settings import Settings
+
+SMALL = ("gpt2", "--gpu", "a100-80gb", "--gpus", "2", "--batch", "16", "--sequence", "1024")
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
+    found = call(*SMALL, "--html", "page.html")
+    assert found.exit_code == 0, found.output
+    lines = found.stdout.splitlines()
+    command = next(line for line in lines if line.startswith("  zeromesh launch"))
+    assert command.split()[-1] == "plan/config.json"
+    # Commands are for copying, and are not broken.
+    assert max(len(line) for line in lines if line is not command) <= 80
+    settings = Settings.load(tmp_path / "plan" / "config.json")
+    assert settings.resolve(2).train_batch_size == 16
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+
+
+def test_json_has_the_same_layouts() -> None:
+    found = json.loads(call(*SMALL, "--json").stdout)
+    assert found["layouts"][0]["seconds"] > 0
+    assert found["configuration"]["train_batch_size"] == 16
+    assert len(found["layouts"]) <= 8
+
+
+def test_a_layout_that_the_user_has_is_judged(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps({"train_batch_size": 16, "zero_optimization": {"stage": 3}}))
+    model, *others = SMALL
+    arguments = [one for one in others if one not in ("--batch", "16")]
+    found = call(model, *arguments, "--explain", "mine.json")
+    assert found.exit_code == 0, found.output
+    assert "It fits: each rank uses " in found.stdout
+    assert "A step takes " in found.stdout
+    assert not (tmp_path / "plan").exists()
+
+
+def test_a_model_too_large_says_what_helps() -> None:
+    found = call("70b", "--gpu", "rtx-4090", "--gpus", "1", "--batch", "4", "--sequence", "1024")
+    assert found.exit_code == 2
+    assert "Nothing fits: of " in found.stdout
+    assert "1. " in found.stdout
+
+
+def test_a_model_of_transformers_is_traced(tiny: Path) -> None:
+    found = call(str(tiny), "--gpu", "l4", "--gpus", "1", "--batch", "4", "--sequence", "64", "--layouts", "1")
+    assert found.exit_code == 0, found.output
+    assert "was not traced" not in found.stdout
+    assert json.loads(Path("plan/config.json").read_text())["huggingface"]["path"] == str(tiny)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("gpt2", "--gpu", "h1000", "--batch", "8", "--sequence", "64"), "did you mean h100?"),
+        (("gtp2", "--gpu", "h100", "--batch", "8", "--sequence", "64"), "did you mean gpt2?"),
+        (("gpt2", "--batch", "8", "--sequence", "64"), "name the GPU with --gpu"),
+        (("gpt2", "--gpu", "h100", "--sequence", "64"), "give --batch"),
+        (("gpt2", "--gpu", "h100", "--batch", "8", "--sequence", "4096"), "longer than the 1024"),
+        (("gpt2", "--machine", "none.json", "--batch", "8", "--sequence", "64"), "none.json"),
+        (("gpt2", "--gpu", "h100", "--batch", "0", "--sequence", "64"), "Error"),
+        (("gpt2", "--gpu", "h100", "--gpus", "99", "--batch", "8", "--sequence", "64"), "99"),
+        (("gpt2", "--gpu", "h100", "--batch", "8", "--sequence", "64", "--goal", "speed"), "time, memory, cost"),
+    ],
+)
+def test_bad_input_ends_with_2_and_no_traceback(arguments: tuple[str, ...], said: str) -> None:
+    found = call(*arguments)
+    assert found.exit_code == 2
+    assert said in found.output
+    assert "Traceback" not in found.output

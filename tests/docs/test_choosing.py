@@ -1,0 +1,39 @@
+"""The guide to strategies: each command gives the layout that the page says."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from zeromesh.cli.main import app
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "choosing.md"
+BLOCKS = re.findall(r"```sh\n([^`]*)```\n\n((?:`Best: [^\n]*`\n)+)", PAGE.read_text(), re.DOTALL)
+PAIRS = [
+    (command.removeprefix("zeromesh "), said.strip("`"))
+    for commands, answers in BLOCKS
+    for command, said in zip(commands.splitlines(), answers.splitlines(), strict=True)
+]
+QUICK = ("plan gpt2-xl", "plan 40b")
+
+
+def test_the_page_has_every_branch() -> None:
+    text = " ".join(command for command, _ in PAIRS)
+    assert len(PAIRS) >= 10
+    for word in ("--gpus 1", "v100-32gb", "--host-memory 1500", "rtx-4090", "10 Gbit", "--nodes 64"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [pytest.param(*pair, marks=() if pair[0].startswith(QUICK) else pytest.mark.full) for pair in PAIRS],
+)
+def test_a_command_gives_the_layout_of_the_page(
+    command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    found = CliRunner().invoke(app, [*shlex.split(command), "--out", str(tmp_path)])
+    assert found.exit_code == 0, found.output
+    assert said in re.sub(r"\s+", " ", found.output)

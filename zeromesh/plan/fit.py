@@ -1,0 +1,31 @@
+"""Comparison of a layout's memory with what the tiers of a machine have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from zeromesh.plan.bounds import least_memory
+from zeromesh.plan.layout import ParallelLayout
+from zeromesh.plan.machine import Machine, Node
+from zeromesh.plan.memory import RankMemory
+
+MEMORY_MARGIN = 0.03  # share of the device's memory that the prediction may be wrong by
+
+
+def host_bytes(memory: Iterable[RankMemory], layout: ParallelLayout, node: Node, tier: str) -> float:
+    """Return bytes on a tier of one node that all of its ranks share."""
+    sizes = [rank.on(tier) for rank in memory]
+    below = layout.tensor * layout.context * layout.pipeline
+    # A node with whole pipelines has ranks of all stages alike.
+    mean = sum(sizes) / len(sizes) if below <= node.devices else max(sizes)
+    return mean * min(node.devices, layout.ranks)
+
+
+def lacking(memory: Iterable[RankMemory], layout: ParallelLayout, machine: Machine) -> dict[str, float]:
+    """Return bytes that each tier lacks for a layout; negative where some are left."""
+    ranks = list(memory)
+    peak = max(rank.device for rank in ranks)
+    found = {"device": peak - least_memory(machine) * (1 - MEMORY_MARGIN)}
+    for tier, has in (("host", "host_memory"), ("nvme", "disk")):
+        found[tier] = max(host_bytes(ranks, layout, node, tier) - getattr(node, has) for node, _ in machine.nodes)
+    return found
