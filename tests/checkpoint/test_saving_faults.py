@@ -105,7 +105,7 @@ def die(folder: str, where: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if (where == "shard") == (engine.mesh.rank == 1):
-        setattr(*((boxes, "_write") if where == "shard" else (save, "commit")), kill)
+        setattr(*((boxes, "dtype_name") if where == "shard" else (save, "commit")), kill)
     engine.save_checkpoint(folder)
 
 

@@ -123,7 +123,7 @@ class _Parts:
         self._kind, self._applied, self._sdpa, self._sdpa_mask = type(model), applied, attention, mask
         self._model = weakref.ref(model)  # the tables that hold this must not keep the model
 
-    def run(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         applied = self._applied
         if not applied.active:
             return forward(*args, **kwargs)

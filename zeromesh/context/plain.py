@@ -54,8 +54,8 @@ def require_no_mixing(model: nn.Module) -> None:
 
 
 def _run(
-    kind: type[nn.Module], positions: str, applied: SpreadSequences, forward: Any, *args: Any, **kwargs: Any
-) -> Any:
+    kind: type[nn.Module], positions: str, applied: SpreadSequences, forward: Any, /, *args: Any, **kwargs: Any
+) -> Any:  # by position alone: a model's own argument may have any of these names
     """Cut the arguments of the model's forward, and take the mean of its losses."""
     if not applied.active:
         return forward(*args, **kwargs)
@@ -85,7 +85,7 @@ class _Interception(TorchFunctionMode):
         super().__init__()
         self._name, self._applied = name, applied
 
-    def run(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not self._applied.active:
             return forward(*args, **kwargs)
         outer = _inside.get()
