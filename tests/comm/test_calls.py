@@ -1,5 +1,7 @@
 """Collectives of the program's own that differ between ranks are named with their lines, in the mode that compares."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ from torch import nn
 
 import zeromesh
 from harness import spawn_ranks
-from zeromesh.comm import watchdog
+from zeromesh.comm import calls, watchdog
 
 
 def compared(case: str) -> float:
@@ -60,3 +62,17 @@ def test_the_lines_of_all_ranks_are_named_where_their_collectives_differ(case: s
 @pytest.mark.full
 def test_equal_collectives_do_what_they_do() -> None:
     assert [outcome.value for outcome in spawn_ranks(compared, 2, "equal", timeout=60)] == [16.0, 16.0]
+
+
+def test_a_collective_that_a_tool_has_replaced_by_an_object_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in calls.CALLS:
+        if hasattr(dist, name):
+            monkeypatch.setattr(dist, name, getattr(dist, name))  # so that the test's end restores all of them
+    said: list[object] = []
+    monkeypatch.setattr(dist, "barrier", partial(lambda *args, **kwargs: said.append(kwargs), device_ids=None))
+    calls.compare_calls(None, None, 1.0)
+    once = dist.barrier
+    calls.compare_calls(None, None, 1.0)
+    assert dist.barrier is once
+    dist.barrier(group=None)
+    assert said == [{"device_ids": None, "group": None}]

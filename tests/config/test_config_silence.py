@@ -184,3 +184,24 @@ def test_stages_compare_it_too() -> None:
     assert len(first) == 1
     assert "is given 3 samples at a time" in first[0]
     assert second == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"fp32_allreduce": True}, "fp32_allreduce"),  # a key that has gone, which `load` explains
+        ({"zero_optimization": {"stage": 2, "offload_optimiser": {}}}, "offload_optimiser"),
+        ({"gradient_clipping": -1.0}, "gradient_clipping"),
+    ],
+)
+def test_settings_made_without_load_refuse_the_same_keys(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Settings(**arguments)
+
+
+def test_an_offloaded_share_counts_only_where_something_is_offloaded() -> None:
+    section = {"device": "none", "ratio": 0.25}
+    assert Settings.load({"zero_optimization": {"stage": 2, "offload_optimizer": section}}).resolve(2).row.offloaded == 1
+    section["device"] = "cpu"
+    on_host = Settings.load({"zero_optimization": {"stage": 2, "offload_optimizer": section}}).resolve(2)
+    assert on_host.row.offloaded == 0.25

@@ -18,6 +18,7 @@ from test_tiers import Net, in_stages, start, update
 from zeromesh import zero
 from zeromesh.shard.stored import Stored
 from zeromesh.tiers import swap_file
+from zeromesh.tiers.nvme import FileStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVMe tier needs Linux")
 
@@ -179,6 +180,14 @@ def watch_reads(patch: pytest.MonkeyPatch) -> list[bool]:
 
 def test_units_are_read_once_for_each_fetch_and_begun_before_they_are_needed(tmp_path, monkeypatch) -> None:
     seen = watch_reads(monkeypatch)
+    write = FileStore.write
+
+    def write_at_once(self: FileStore, *region_and_buffer: Any) -> Any:
+        pending = write(self, *region_and_buffer)
+        pending.wait()  # a slow disk would have buffers still in use when reading ahead begins
+        return pending
+
+    monkeypatch.setattr(FileStore, "write", write_at_once)
     engine = start(places(tmp_path, "nvme", "nvme", buffers=3), depth=6)
     stored = engine.sharded.stored
     assert stored is not None

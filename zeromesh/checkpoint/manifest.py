@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-FORMAT = 2  # format of manifests that are written; format 1 is read, too.
+# Format of manifests that are written; format 1 is read, too. It rises when a version of this code that reads the
+# present one would read a new manifest wrongly. A new key that may be missing does not raise it.
+FORMAT = 2
 
 MANIFEST = "manifest.json"
 

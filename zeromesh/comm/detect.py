@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zeromesh.comm import launchers
-from zeromesh.comm.launchers import DEFAULT_PORT, LOOPBACK, MASTER, MPI, SLURM, TORCHRUN, Launcher, names_of, value
+from zeromesh.comm.launchers import DEFAULT_PORT, LOOPBACK, MASTER, MPI, TORCHRUN, Launcher, names_of, value
 
 VARIABLES = TORCHRUN.needed
 """Variables that torchrun sets for each process."""
@@ -146,7 +146,7 @@ def _of_torchrun(env: Mapping[str, str]) -> Environment:
 
 def _of_others(env: Mapping[str, str], row: Launcher) -> Environment:
     rank, world_size = _integer(env, row, row.rank), _integer(env, row, row.world_size)
-    if row is SLURM:
+    if row.tasks_per_node:
         node_rank, tasks = _integer(env, row, row.node_rank), _tasks(env, row, world_size)
         if not 0 <= node_rank < len(tasks):
             raise _wrong(row, f"{row.node_rank[0]} is {node_rank}, but {len(tasks)} nodes have tasks")
@@ -158,7 +158,7 @@ def _of_others(env: Mapping[str, str], row: Launcher) -> Environment:
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if one_node else "")
     if env.get("MASTER_PORT"):
         port = _integer(env, row, MASTER[1:])
-    elif one_node or row is SLURM:
+    elif one_node or row.job:
         port = launchers.derived_port(env, row)
     else:  # ranks on several nodes have no common ancestor to derive a port from
         port = DEFAULT_PORT if address else 0

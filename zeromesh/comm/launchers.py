@@ -39,12 +39,15 @@ class Launcher:
     tasks_per_node: tuple[str, ...] = ()
     node_count: tuple[str, ...] = ()  # may be left out
     hosts: tuple[str, ...] = ()
+    master: tuple[str, ...] = ()  # with the others, what a process must have
+    job: tuple[str, ...] = ()  # number of the job, the same on all nodes
+    step: tuple[str, ...] = ()  # number of the step of a job; only some steps are of ranks
 
     @property
     def needed(self) -> tuple[str, ...]:
         """First name of each variable that a process must have, the master's last."""
         variables = (self.rank, self.local_rank, self.node_rank, self.world_size, self.local_size)
-        return tuple(names[0] for names in variables if names) + (MASTER if self is TORCHRUN else ())
+        return tuple(names[0] for names in variables if names) + self.master
 
     @property
     def local_size(self) -> tuple[str, ...]:
@@ -68,6 +71,7 @@ TORCHRUN = Launcher(
     world_size=("WORLD_SIZE",),
     local_world_size=("LOCAL_WORLD_SIZE",),
     node_count=("GROUP_WORLD_SIZE",),
+    master=MASTER,
 )
 
 OPEN_MPI = Launcher(
@@ -104,6 +108,8 @@ SLURM = Launcher(
     tasks_per_node=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
     node_count=("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
     hosts=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    job=("SLURM_JOB_ID", "SLURM_JOBID"),
+    step=STEP,
 )
 
 # In the order in which they are looked for: a launcher that another one started knows more of its processes.
@@ -124,7 +130,7 @@ def find(env: Mapping[str, str]) -> Launcher | None:
     if all(name in env for name in (("RANK", "WORLD_SIZE", "MASTER_PORT") if local else TORCHRUN.needed)):
         return TORCHRUN
     for row in LAUNCHERS[1:]:
-        if any(mark in env for mark in row.marks) and (row is not SLURM or in_step(env)):
+        if any(mark in env for mark in row.marks) and (not row.step or in_step(env, row)):
             # Some of torchrun's variables beside these do not make it torchrun: people set them by hand.
             return row
     # Inside an allocation people set the master for what they start later, so it says nothing about this process.
@@ -132,16 +138,16 @@ def find(env: Mapping[str, str]) -> Launcher | None:
     return TORCHRUN if any(name in env for name in stray) else None
 
 
-def in_step(env: Mapping[str, str]) -> bool:
+def in_step(env: Mapping[str, str], launcher: Launcher) -> bool:
     """Return whether this is one of several tasks that ``srun`` started."""
-    step = value(env, STEP)
+    step = value(env, launcher.step)
     # The shell of ``salloc`` and the script of ``sbatch`` have Slurm's variables too; what they start is a single
     # process. ``sbatch`` says that its script is one.
-    if step is None and ("SLURM_PROCID" not in env or env.get("ENVIRONMENT") == "BATCH"):
+    if step is None and (launcher.rank[0] not in env or env.get("ENVIRONMENT") == "BATCH"):
         return False
     if step is not None and (not step.isdecimal() or int(step) >= FIRST_SPECIAL_STEP):
         return False
-    return value(env, SLURM.world_size) != "1"  # a shell that ``srun --pty`` started is the only task
+    return value(env, launcher.world_size) != "1"  # a shell that ``srun --pty`` started is the only task
 
 
 def value(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
@@ -151,9 +157,8 @@ def value(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
 
 def derived_port(env: Mapping[str, str], launcher: Launcher) -> int:
     """Return a port that is the same for all ranks of a job, and most likely another for another job."""
-    if launcher is SLURM:
-        job = value(env, ("SLURM_JOB_ID", "SLURM_JOBID")) or "0"
-        step = value(env, STEP) or "0"
+    if launcher.job:
+        job, step = value(env, launcher.job) or "0", value(env, launcher.step) or "0"
         return FIRST_PORT + (int(job) * 61 + int(step)) % PORTS if (job + step).isdecimal() else DEFAULT_PORT
     # MPI's launchers give no number of a job. The nearest ancestor that is no rank is the same for all ranks of a
     # node; the direct parent is not, as a rank may be started through a shell.

@@ -78,7 +78,7 @@ class ZeroOptimization(Section):
     @property
     def offload_ratio(self) -> float:
         """Share of the optimizer's state that is offloaded, where any is."""
-        return 1.0 if self.offload_optimizer is None else self.offload_optimizer.ratio
+        return self.row_options.ratio
 
     @property
     def early_share(self) -> float | None:
