@@ -201,7 +201,9 @@ def test_settings_made_without_load_refuse_the_same_keys(arguments: dict[str, An
 
 def test_an_offloaded_share_counts_only_where_something_is_offloaded() -> None:
     section = {"device": "none", "ratio": 0.25}
-    assert Settings.load({"zero_optimization": {"stage": 2, "offload_optimizer": section}}).resolve(2).row.offloaded == 1
+    assert (
+        Settings.load({"zero_optimization": {"stage": 2, "offload_optimizer": section}}).resolve(2).row.offloaded == 1
+    )
     section["device"] = "cpu"
     on_host = Settings.load({"zero_optimization": {"stage": 2, "offload_optimizer": section}}).resolve(2)
     assert on_host.row.offloaded == 0.25
