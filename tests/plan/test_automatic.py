@@ -1,6 +1,7 @@
 """Layouts that the configuration leaves to the planner: filled in at the start, on all ranks alike."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,13 +57,14 @@ def test_one_process_fills_in_what_is_auto_and_says_so(caplog: pytest.LogCapture
     assert loss == trained(BASE | {MICRO: 16})[0]
 
 
-def ranked(config: dict[str, Any]) -> Any:
-    return trained(config)
+def on_machine(config: dict[str, Any], machine: str) -> Any:
+    # Here and not in the test: the ranks' processes serve several tests, with the variables of their start.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MACHINE, machine)
+        return trained(config)
 
 
-def test_a_model_that_does_not_fit_two_devices_goes_to_their_host(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_does_not_fit_two_devices_goes_to_their_host(tmp_path: Path) -> None:
     config = BASE | {MICRO: 1, "zero_optimization": {"stage": "auto"}, "offload": "auto"}
     elements = 3 * (4 * 64 * 64 + 3 * 64 * 192) + 256 * 64
     path = tmp_path / "machine.json"
@@ -71,8 +73,7 @@ def test_a_model_that_does_not_fit_two_devices_goes_to_their_host(
         device = Device(name, memory, {"bf16": 1e12, "fp32": 1e11}, 1e11, reserved=0.0)
         link = LinkSpeed(1e10, 1e-5)
         Machine(((Node(device, 2, link, link, 1e11, 1e10, 2), 1),), link, name).save(path)
-        monkeypatch.setenv(MACHINE, str(path))
-        first, second = run_ranks(ranked, 2, config)
+        first, second = run_ranks(on_machine, 2, config, str(path))
         assert first == second
         found[name] = first
     assert found["large"][3] == "none"
@@ -81,7 +82,7 @@ def test_a_model_that_does_not_fit_two_devices_goes_to_their_host(
     assert found["small"][0] == pytest.approx(found["large"][0], rel=1e-3)
 
 
-def test_a_machine_file_that_is_wrong_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_file_that_is_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MACHINE, str(tmp_path / "none.json"))
     with pytest.raises(ValueError, match="no such file"):
         trained(BASE | {"mesh": "auto"})
