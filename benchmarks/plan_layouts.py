@@ -3,15 +3,19 @@
     python benchmarks/plan_layouts.py --out runs/plan-layouts.json [--only TEXT] [--steps 5]
 
 Each row has processes of its own. The heap is that of malloc blocks of 64 KiB and more, beyond what there
-was before the model, on the rank that has most. A file that exists is gone on with: rows in it are not measured again.
+was before the model, on the rank that has most; a preloaded library (``heap_events.c``, for which a C compiler is
+needed) counts at each allocation. A file that exists is gone on with: rows in it are not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,9 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import products
-from heap import Heap
 from plan_rows import Row, inputs_of, make_model, rows
-from worker import LARGE
 from zeromesh import initialize
 from zeromesh.comm.environment import init_distributed, shutdown
 from zeromesh.launcher.launch import launch
@@ -40,16 +42,17 @@ def measure(name: str, folder: str, steps: int) -> dict[str, Any]:
     if products.needed(CPU):
         products.replace()
     (row,) = (row for row in rows() if row.name == name)
-    heap = Heap(LARGE)
+    heap = ctypes.CDLL(None)  # the preloaded library's functions are in the process itself
+    heap.heap_events_live.restype = heap.heap_events_peak.restype = ctypes.c_long
     _one(row, folder, heap, 0)  # what torch and the engine load at first use would count
     found = _one(row, folder, heap, steps)
     shutdown()
     return found
 
 
-def _one(row: Row, folder: str, heap: Heap, steps: int) -> dict[str, Any]:
+def _one(row: Row, folder: str, heap: ctypes.CDLL, steps: int) -> dict[str, Any]:
     gc.collect()
-    before = heap.live()
+    before = heap.heap_events_live()
     engine, *_ = initialize(model=make_model(row.model), config=row.settings(folder))
     # Ranks that share a batch are given the same samples.
     generator = torch.Generator().manual_seed(1 + engine.data_rank)
@@ -62,14 +65,22 @@ def _one(row: Row, folder: str, heap: Heap, steps: int) -> dict[str, Any]:
 
     for _ in range(2):
         step()
-    rest = heap.live() - before
-    with heap.watch() as peak:
-        step()
+    rest = heap.heap_events_live() - before
+    heap.heap_events_reset()
+    step()
+    peak = heap.heap_events_peak() - before
     times = [step() for _ in range(steps)]
     report = engine.memory_report()
     engine.destroy()
     states = {key: sizes for key, sizes in report.items() if key not in ("total", "measured")}
-    return {"peak": peak.bytes - before, "rest": rest, "seconds": times, "states": states}
+    return {"peak": peak, "rest": rest, "seconds": times, "states": states}
+
+
+def _library() -> Path:
+    """Return the compiled ``heap_events.c``."""
+    source, library = Path(__file__).with_name("heap_events.c"), Path(tempfile.mkdtemp()) / "heap_events.so"
+    subprocess.run([os.environ.get("CC", "cc"), "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
+    return library
 
 
 def main() -> None:
@@ -79,6 +90,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="measure rows whose name has this text")
     parser.add_argument("--steps", type=int, default=5, help="that are timed")
     given = parser.parse_args()
+    if "heap_events" not in os.environ.get("LD_PRELOAD", ""):
+        # A library can be preloaded when a process begins only.
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "LD_PRELOAD": str(_library())})
     done = json.loads(given.out.read_text()) if given.out.is_file() else {}
     wanted = [row for row in rows() if given.only in row.name and row.name not in done]
     for number, row in enumerate(wanted, 1):

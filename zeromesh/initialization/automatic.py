@@ -145,7 +145,8 @@ def _measured(ranks: int, nodes: int) -> Machine:
     own = float(found[0]["memory_bytes"] or whole) if found else whole / ranks
     copies = LinkSpeed(bandwidth / 4, 1e-4, shared=ranks)  # two copies of each message, through the host's memory
     node = Node(
-        Device("this machine", own, flops, bandwidth / (1 if found else ranks), reserved=0.0), ranks, copies,
+        Device("this machine", own, flops, bandwidth / (1 if found else ranks), reserved=0.0, processor=not found),
+        ranks, copies,
         LinkSpeed(bandwidth / 2, 1e-5, shared=ranks), whole, bandwidth, cores, name="this machine",
     )  # fmt: skip
     return Machine(((node, nodes),), find_link("ethernet-10", ranks), "this machine")

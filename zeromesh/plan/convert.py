@@ -76,6 +76,7 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
         sequence=settings.tensor_parallel.sequence,
         parameter_slots=settings.slots.parameter or 2,
         gradient_slots=settings.slots.gradient or 2,
+        early=settings.zero_optimization.early_share or 0.0,
         widths=PRECISIONS[precision],
     )
     return layout, precision

@@ -85,8 +85,11 @@ class UnitCost:
     forward: tuple[KernelWork, ...] = ()
     input: tuple[KernelWork, ...] = ()  # of the gradients of inputs
     weight: tuple[KernelWork, ...] = ()  # of the gradients of parameters
-    # As ``backward_peak``, with gradients of parameters from the operator that makes them until they are accumulated.
+    # As ``backward_peak``, with gradients of parameters from the operator that makes them until they are accumulated:
+    # up to the first accumulation, and from it on, when the engine has memory for the unit's gradients.
+    early_peak: Divided = NONE
     gradient_peak: Divided = NONE
+    single: bool = False  # all its parameters, but for the root's, are one tensor, whose gradient is not copied
     # Those of ``parameters`` that no unit of the engine has, so that they stay gathered: the root's.
     resident: Divided = NONE
     joins: float = 0.0  # bytes of activations that tensor ranks sum in the forward; as many in the backward

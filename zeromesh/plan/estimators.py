@@ -13,7 +13,7 @@ from zeromesh.config.keys import OPTIMIZER_DEVICE, PARAMETER_DEVICE
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
 from zeromesh.plan.conventions import ZEROMESH
 from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.states import states_of
+from zeromesh.plan.states import UnitElements, states_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +24,9 @@ GIB = 2.0**30
 def _states(row: PlacementRow, total: float, largest: float, ranks: int) -> tuple[float, float]:
     """Return bytes of one rank on its device and on the host, for units as large as the largest."""
     count = max(1, round(total / largest)) if largest else 1
-    found = states_of([(0.0, 1), (total / count, count)], ParallelLayout(data=ranks, row=row), ZEROMESH)
+    found = states_of(
+        [UnitElements(0.0, 1), UnitElements(total / count, count)], ParallelLayout(data=ranks, row=row), ZEROMESH
+    )
     device = sum(size for (_, tier), size in found.resting.items() if tier == Tier.DEVICE.value)
     host = sum(size for (_, tier), size in found.resting.items() if tier == Tier.HOST.value)
     return device + found.gathered, host

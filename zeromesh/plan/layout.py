@@ -41,6 +41,7 @@ class ParallelLayout:
     sequence: bool = False  # sequence parallelism among the tensor ranks
     parameter_slots: int = 2  # gathered units at a time
     gradient_slots: int = 2
+    early: float = 0.0  # share of states off the device whose update begins in the backward, into second copies
     widths: Widths = Widths()
 
     @property

@@ -149,6 +149,7 @@ class TraceRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.works: list[TracedWork] = []
+        self.accumulations: list[tuple[int, int]] = []  # of gradients: number of events before, and the slot
         self.sums: dict[int, float] = {}  # bytes that tensor ranks sum in the forward, by slot
         self.slot, self.block = 0, False
         self.values = KnownValues()
@@ -202,6 +203,7 @@ class TraceRecorder(TorchDispatchMode):
         """Note that a parameter's gradient is complete, and drop it."""
         if parameter.grad is not None:
             self.find(parameter.grad).accumulate()
+            self.accumulations.append((len(self.events), self.slot))
             del parameter.grad
 
     def _freed(self, key: int, stored: TracedStorage, _: Any) -> None:
@@ -259,6 +261,10 @@ class TraceRecorder(TorchDispatchMode):
         for stored in weights if not backward else ():
             if stored.known:
                 self.first_reads.setdefault(self._parameters[id(stored)], self.slot)
+        if cut is not None and cut.outputs and facts.product and not backward:
+            # The engine gathers the input from the ranks' parts of a sequence, and keeps it whole.
+            for stored in active:
+                stored.change(TensorShare.WHOLE, only=TensorShare.TOKENS)
         if not backward and weights and active:
             self._with_weight.add(torch.autograd._get_sequence_nr() - 1)  # type: ignore[attr-defined]
         made_share = self._share_of_result(facts, share, cut, bool(active), backward)

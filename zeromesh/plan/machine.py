@@ -50,6 +50,7 @@ class Device:
     cache: float = 0.0  # bytes that a kernel reads and writes at ``cache_bandwidth``; 0: all are the memory's
     cache_bandwidth: float = 0.0  # bytes per second
     product_fill: float = 0.0  # edge of the square of results with which a product is half as fast as large ones
+    processor: bool = False  # it is the host's: its memory is the host's, and gradients are summed from messages
 
     @property
     def half(self) -> str:
@@ -186,6 +187,8 @@ POSITIVE = "a number above 0"
 NOT_NEGATIVE = "0 or a number above it"
 SHARE = "above 0 and at most 1"
 COUNT = "a whole number from 1 on"
+FLAG = "true or false"
+
 RULES: dict[str, str] = {
     **dict.fromkeys(("efficiency", "product_efficiency", "memory_efficiency"), SHARE),
     **dict.fromkeys(("devices", "cores", "shared", "count"), COUNT),
@@ -193,6 +196,7 @@ RULES: dict[str, str] = {
     **dict.fromkeys(("cache", "cache_bandwidth"), NOT_NEGATIVE),
     **dict.fromkeys(("disk_read", "disk_write", "disk", "price"), NOT_NEGATIVE),
     **dict.fromkeys(("name", "source"), "text"),
+    "processor": FLAG,
 }
 
 OBJECTS: dict[str, type] = {"device": Device, "inside": LinkSpeed, "host": LinkSpeed, "between": LinkSpeed}
@@ -272,6 +276,8 @@ def _value_problem(path: str, value: Any, rule: str) -> Iterator[str]:
     )
     if rule == "text":
         right, remedy = isinstance(value, str), "put it in quotes"
+    elif rule == FLAG:
+        right, remedy = isinstance(value, bool), "it is true for ranks that compute on the host's own cores"
     elif isinstance(value, bool) or not isinstance(value, int | float) or (rule == COUNT and value != value // 1):
         right = False
     else:

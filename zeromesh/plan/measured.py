@@ -203,6 +203,7 @@ def _device(alike: Sequence[NodeFacts]) -> tuple[Device, list[str]]:
         product_fill=products.fill,
         cache=kernels.cache,
         cache_bandwidth=kernels.cache_bandwidth,
+        processor=not ranks[0]["memory"],
     )
     known = find_accelerator(name)
     if known is None:

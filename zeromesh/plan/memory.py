@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import groupby
 from math import ceil
 from typing import NamedTuple
 
 from zeromesh.model.placement import Placement
 from zeromesh.pipeline.schedule.actions import LAST, Kind
 from zeromesh.pipeline.schedule.generators import ROWS, Shape, generate
-from zeromesh.pipeline.schedule.partition import uniform
 from zeromesh.plan.conventions import ZEROMESH, Convention
-from zeromesh.plan.cost import CostSource, Recompute, UnitCost
+from zeromesh.plan.cost import CostSource, Recompute, UnitCost, WorkKind
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
-from zeromesh.plan.states import RankStates, states_of
+from zeromesh.plan.stages import stage_units
+from zeromesh.plan.states import GradientBuffers, RankStates, UnitElements, is_padded, states_of
+from zeromesh.tensor.loss import CHUNK_BYTES
 
 SEGMENT = 2.0**21  # bytes of which the caching allocator of CUDA makes large segments a multiple
 
@@ -76,16 +77,19 @@ def memory_of(
         ValueError: the pipeline has more stages than the model has blocks, or the schedule does not fit the layout.
     """
     units = source.at(layout.micro_batch, sequence, layout.context).units
-    stages = _stages(_profiles(units, layout), layout.pipeline * layout.chunks)
+    profiles = _profiles(units, layout, conventions)
+    places = stage_units(units, layout.pipeline * layout.chunks, even=not conventions.engine)
+    stages = [_runs(profiles, place) for place in places]
+    messages = any(node.device.processor for node, _ in machine.nodes) if machine else False
     fixed = max((node.device.reserved for node, _ in machine.nodes), default=0.0) if machine else 0.0
     snapshots = _snapshots(layout.schedule, layout.pipeline, layout.accumulation, layout.chunks)
-    states: dict[tuple[tuple[float, int], ...], RankStates] = {}  # most ranks of a pipeline have the same
+    states: dict[tuple[UnitElements, ...], RankStates] = {}  # most ranks of a pipeline have the same
     found = []
     for rank, (own, shots) in enumerate(snapshots):
         chunks = [stages[stage] for stage in own]
         elements = _elements(chunks)
         if elements not in states:
-            states[elements] = states_of(elements, layout, conventions)
+            states[elements] = states_of(elements, layout, conventions, messages)
         found.append(_Rank(chunks, states[elements], layout, conventions).memory(rank, shots, fixed))
     return found
 
@@ -97,17 +101,20 @@ class _Profile(NamedTuple):
     block: bool
     parameters: float  # elements
     resident: float  # of them, those that stay gathered
+    single: bool  # the others are one tensor, which the engine does not pad
     largest: float  # elements
     shared: float
     saved: float  # bytes, under the layout's policy
     again: float  # bytes that the backward computes again before it begins
     forward: float
     backward: float
-    gradients: float  # bytes, as ``backward`` with gradients of parameters that autograd has made; 0: unknown
+    early: float  # bytes, as ``backward`` with gradients that autograd has made, before one is accumulated; 0: unknown
+    gradients: float  # from the first that is accumulated on
+    late: float  # of gradients of products' outputs, which are kept for gradients of weights that are computed later
     output: float
 
 
-def _profiles(units: Sequence[UnitCost], layout: ParallelLayout) -> list[_Profile]:
+def _profiles(units: Sequence[UnitCost], layout: ParallelLayout, convention: Convention) -> list[_Profile]:
     """Return the amounts of all units."""
     # Blocks of one shape share the parts of their costs, so most are worked out once.
     made: dict[tuple[object, ...], _Profile] = {}
@@ -118,6 +125,8 @@ def _profiles(units: Sequence[UnitCost], layout: ParallelLayout) -> list[_Profil
         profile = made.get(key)
         if profile is None:
             profile = _profile(unit, layout)
+            if convention.engine and layout.tensor > 1:
+                profile = _in_chunks(unit, profile, layout)
             profile = made[key] = alike.setdefault(profile[1:], profile)
         found.append(profile)
     return found
@@ -128,42 +137,65 @@ def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
     policy = layout.recompute if layout.recompute in unit.saved else Recompute.NONE
     saved = unit.saved[policy].on(tensor, sequence) if policy in unit.saved else 0.0
     again = unit.saved[Recompute.NONE].on(tensor, sequence) - saved if policy is not Recompute.NONE else 0.0
+    late = sum(
+        work.shape[0]
+        * work.shape[1]
+        / (tensor if work.divided == "columns" else 1)
+        * layout.widths.parameter
+        * work.count
+        for work in unit.forward
+        if work.shape and work.kind is WorkKind.PRODUCT
+    )
+    single = unit.single and not is_padded(unit.parameters.on(tensor) - unit.resident.on(tensor), layout)
     return _Profile(
-        unit.name, unit.block, unit.parameters.on(tensor), unit.resident.on(tensor), unit.largest.on(tensor),
+        unit.name, unit.block, unit.parameters.on(tensor), unit.resident.on(tensor), single, unit.largest.on(tensor),
         unit.shared.on(tensor), saved, max(0.0, again), unit.forward_peak.on(tensor, sequence),
-        unit.backward_peak.on(tensor, sequence), unit.gradient_peak.on(tensor, sequence),
+        unit.backward_peak.on(tensor, sequence), unit.early_peak.on(tensor, sequence),
+        unit.gradient_peak.on(tensor, sequence), late,
         unit.output.on(tensor, sequence),
     )  # fmt: skip
+
+
+def _in_chunks(unit: UnitCost, profile: _Profile, layout: ParallelLayout) -> _Profile:
+    """Return the amounts of a unit whose head and loss are computed chunk by chunk, where its vocabulary is divided."""
+    heads = [work for work in unit.forward if work.shape and work.divided == "columns"]
+    if unit.block or not heads or not any(work.kind is WorkKind.LOSS for work in unit.forward):
+        return profile
+    tokens, vocabulary, width = max((work.shape for work in heads if work.shape), key=lambda shape: shape[1])
+    own, widths = vocabulary / layout.tensor, layout.widths
+    chunk = min(CHUNK_BYTES, 4 * tokens * own)
+    narrow = chunk * widths.parameter / 4  # the chunk's gradient as it is multiplied with
+    # Gradients of the head and its input are made in the forward.
+    head = own * width * widths.parameter
+    policy = layout.recompute if layout.recompute in unit.saved else Recompute.NONE
+    saved = unit.saved[policy]
+    kept = saved._replace(split=0.0).on(layout.tensor, layout.sequence) + head + tokens * width * widths.parameter
+    sums = 2 * head if chunk < 4 * tokens * own else 0.0  # of several chunks, in fp32
+    return profile._replace(saved=kept, forward=chunk + narrow + sums, backward=head, early=head, gradients=head)
 
 
 _Runs = list[tuple[_Profile, int]]  # like units that follow each other, and their number
 
 
-def _stages(profiles: Sequence[_Profile], count: int) -> list[_Runs]:
-    """Return the units of each stage; those before the first block are in the first one, and so on."""
-    blocks = [index for index, profile in enumerate(profiles) if profile.block]
-    if len(blocks) < count:
-        raise ValueError(
-            f"{len(blocks)} blocks cannot be cut into {count} stages, as each needs one; take fewer pipeline ranks or "
-            "chunks"
-        )
-    starts = uniform(len(blocks), count)
-    cuts = [0, *(blocks[start] for start in starts[1:]), len(profiles)]
+def _runs(profiles: Sequence[_Profile], place: range) -> _Runs:
+    """Return the units of a stage."""
     # Units of a run are one object, so that they are told by identity.
-    return [
-        [(run[0], len(run)) for run in ([*group] for _, group in groupby(profiles[start:stop], key=id))]
-        for start, stop in pairwise(cuts)
-    ]
+    own = profiles[place.start : place.stop]
+    return [(run[0], len(run)) for run in ([*group] for _, group in groupby(own, key=id))]
 
 
-def _elements(chunks: Sequence[_Runs]) -> tuple[tuple[float, int], ...]:
+def _elements(chunks: Sequence[_Runs]) -> tuple[UnitElements, ...]:
     """Return the elements of a rank's units and their numbers; all that stays gathered is one unit, the first."""
     units = [entry for runs in chunks for entry in runs]
     # A tied output layer has a copy where its embedding is elsewhere.
     outside = [unit for unit, _ in units if not unit.block]
     copy = sum(unit.shared for unit in outside) if len(outside) == 1 else 0.0
-    rest = [(unit.parameters - unit.resident, count) for unit, count in units if unit.parameters > unit.resident]
-    return (sum(unit.resident * count for unit, count in units) + copy, 1), *rest
+    rest = [
+        UnitElements(unit.parameters - unit.resident, count, unit.single)
+        for unit, count in units
+        if unit.parameters > unit.resident
+    ]
+    return UnitElements(sum(unit.resident * count for unit, count in units) + copy, 1), *rest
 
 
 class _Snapshot(NamedTuple):
@@ -173,6 +205,7 @@ class _Snapshot(NamedTuple):
     chunk: int
     held: tuple[int, ...]  # by chunk
     summed: tuple[bool, ...]  # by chunk: a micro-batch's backward is behind it
+    late: tuple[int, ...] = (0,)  # by chunk, those of ``held`` whose gradients of weights are still to be computed
 
 
 _SIMPLE = ("1f1b", "gpipe")  # schedules whose ranks fill up, and then hold no more
@@ -216,21 +249,22 @@ def _plain_order(most: int, microbatches: int) -> tuple[_Snapshot, ...]:
 def _distinct(actions: Sequence[tuple[Kind, int, int]], own: Sequence[int]) -> list[_Snapshot]:
     """Return the actions before which no stage could hold more at another action of the same kind."""
     chunks = {stage: chunk for chunk, stage in enumerate(own)}
-    held, summed = [0] * len(own), [False] * len(own)
+    held, late, summed = [0] * len(own), [0] * len(own), [False] * len(own)
     most: dict[tuple[Kind, int, tuple[bool, ...]], dict[tuple[int, ...], int]] = {}
     for turn, (kind, stage, _) in enumerate(actions):
         chunk = chunks[stage]
         if kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT):
             # Few are left at a time, as the counts of a rank's stages rise and fall together.
-            here, counts = most.setdefault((kind, chunk, tuple(summed)), {}), tuple(held)
+            here, counts = most.setdefault((kind, chunk, tuple(summed)), {}), (*held, *late)
             if not any(_holds_all(other, counts) for other in here):
                 for other in [other for other in here if _holds_all(counts, other)]:
                     del here[other]
                 here[counts] = turn
         held[chunk] += (kind is Kind.FORWARD) - (kind in LAST)
+        late[chunk] += (kind is Kind.INPUT) - (kind is Kind.WEIGHT)
         summed[chunk] |= kind in LAST
     found = [
-        (turn, _Snapshot(kind, chunk, counts, had))
+        (turn, _Snapshot(kind, chunk, counts[: len(own)], had, counts[len(own) :]))
         for (kind, chunk, had), here in most.items()
         for counts, turn in here.items()
     ]
@@ -249,6 +283,7 @@ class _Rank:
     ) -> None:  # fmt: skip
         self.chunks, self.states, self.layout, self.convention = chunks, states, layout, convention
         self.held = [sum(self.kept(unit) * count for unit, count in runs) for runs in chunks]
+        self.late = [sum(unit.late * count for unit, count in runs) for runs in chunks]
         self.parameters = [sum(unit.parameters * count for unit, count in runs) for runs in chunks]
         self.on_device = {state: size for (state, tier), size in states.resting.items() if tier == "device"}
         blocks = [unit for runs in chunks for unit, _ in runs if unit.block]
@@ -256,21 +291,32 @@ class _Rank:
         if convention.whole_in_pipeline and layout.pipeline > 1:
             self.messages = 2 * layout.accumulation * max(unit.output for unit in blocks)
         self.largest_block = max((unit.parameters for unit in blocks), default=0.0)
+        self.left = 0.0  # elements of gradients that rest where autograd left them, until the update
+        if states.buffers is not None and states.buffers.adopts and not states.buffers.sharded:
+            self.left = sum(_own(unit) * count for runs in chunks for unit, count in runs if unit.single)
 
     def kept(self, unit: _Profile) -> float:
         """Bytes of activations on the device that a unit keeps for one micro-batch."""
         return 0.0 if self.layout.activations_on_host and unit.block else unit.saved
 
+    def holds(self, shot: _Snapshot) -> float:
+        """Bytes that are kept on the device for backwards that are still to come."""
+        return sum(count * size for count, size in zip(shot.held, self.held, strict=True)) + sum(
+            count * size for count, size in zip(shot.late, self.late, strict=False)
+        )
+
     def memory(self, rank: int, snapshots: Sequence[_Snapshot], fixed: float) -> RankMemory:
         """Return the moments of a step, and the states by tier."""
         most: dict[tuple[Kind, int, tuple[bool, ...]], tuple[float, _Snapshot]] = {}
         for shot in snapshots:
-            kept = sum(count * size for count, size in zip(shot.held, self.held, strict=True))
+            kept = self.holds(shot)
             key = shot.kind, shot.chunk, shot.summed
             if key not in most or kept > most[key][0]:
                 most[key] = kept, shot
         moments = [moment for _, shot in most.values() for moment in self.moments(shot)]
-        moments.append(Moment("update", self.resting(True, 0.0)))
+        update = self.resting(True, 0.0)
+        update["gradient"] = update.get("gradient", 0.0) + self.left * self.layout.widths.parameter
+        moments.append(Moment("update", update))
         states = dict(self.states.resting)
         if slots := self.states.gathered + self.states.working:
             states["slot", "device"] = states.get(("slot", "device"), 0.0) + slots
@@ -286,13 +332,17 @@ class _Rank:
 
     def resting(self, summed: bool, done: float) -> dict[str, float]:
         """Bytes on the device outside of computation; ``done`` elements have gradients before sums are whole."""
-        found = dict(self.on_device)
+        found, buffers = dict(self.on_device), self.states.buffers
         found["slot"] = found.get("slot", 0.0) + self.states.gathered + self.convention.workspace + self.messages
-        if not self.states.returned:
+        if buffers is None:
             found["slot"] += self.states.working
+        elif not buffers.returned:
+            found["slot"] += sum(buffers.slots) + buffers.sums
         elif not summed:
             # Sums of gradients come into being unit by unit, in the first backward.
             found["gradient"] = found.get("gradient", 0.0) * done / max(1.0, sum(self.parameters))
+        if self.left:
+            found["gradient"] -= self.left * self.layout.widths.parameter
         if self.convention.placeholders and summed:
             found["slot"] += self.largest_block * self.convention.widths.parameter
         return found
@@ -300,62 +350,123 @@ class _Rank:
     def moments(self, snapshot: _Snapshot) -> Iterator[Moment]:
         """Yield the moments of an action at which memory can be at its most."""
         runs, forward = self.chunks[snapshot.chunk], snapshot.kind is Kind.FORWARD
-        kept = sum(count * size for count, size in zip(snapshot.held, self.held, strict=True))
+        kept = self.holds(snapshot)
         done = sum(size for size, has in zip(self.parameters, snapshot.summed, strict=True) if has)
-        word, rest = ("forward", "") if forward else ("backward", f", {max(snapshot.held)} held")
-        begun = 0  # units with parameters whose backward has begun
+        rest = "" if forward else f", {max(snapshot.held)} held"
+        summed = all(snapshot.summed)
+        alone = self.layout.pipeline * self.layout.accumulation == 1
+        final = next((unit for unit, _ in runs if _own(unit) > 0), None)
+        # The gradients of inputs alone free nothing.
+        freed = -1.0 if snapshot.kind is Kind.INPUT else 1.0
+        full = _FullGradients(self.states.buffers, self.layout, self.left if summed else 0.0, summed)
         for unit, count in runs if forward else reversed(runs):
-            name = f"{word} of {unit.name}{rest}"
             if forward:
                 kept += self.kept(unit) * count
-                yield self.moment(snapshot, unit, kept, (done, 0), name)
+                parts = self.resting(summed, done)
+                again = unit.again if self.layout.recompute is Recompute.BLOCKS else 0.0
+                yield self.moment(parts, full.bytes(), unit, kept, again + unit.forward, f"forward of {unit.name}")
                 continue
-            # Bytes change evenly between the first and the last of a run.
-            has = unit.parameters > 0
-            yield self.moment(snapshot, unit, kept, (done, begun + has), name)
-            kept -= self.kept(unit) * count
-            done += unit.parameters * count
-            begun += count * has
-            if count > 1:
-                last = done - unit.parameters, begun
-                yield self.moment(
-                    snapshot, unit, kept + self.kept(unit), last, f"{word} of the first {unit.name}{rest}"
-                )
+            # Bytes change evenly once all slots are in use, up to the last of a run.
+            first = self.layout.gradient_slots + 2 if self.states.buffers and self.states.buffers.returned else 1
+            numbers = [*range(min(first, count)), *([count - 1] if count > first else [])]
+            for number, following in zip(numbers, [*numbers[1:], count], strict=True):
+                which = "the first " if number == count - 1 > 0 else f"{number} before the last " if number else ""
+                name = f"backward of {which}{unit.name}{rest}"
+                # Nothing more is gathered before the update: free slots give their memory back.
+                last = alone and unit is final and number + 1 == count
+                for temporary, held in self.backward(unit, full, snapshot.kind):
+                    parts = self.resting(summed, done)
+                    parts["slot"] -= self.states.spare if last else 0.0
+                    yield self.moment(parts, held, unit, kept, unit.again + temporary, name)
+                full.end(unit, following - number)
+                kept -= (unit.late if freed < 0 else self.kept(unit)) * (following - number) * freed
+                done += unit.parameters * (following - number)
 
     def moment(
-        self, snapshot: _Snapshot, unit: _Profile, kept: float, progress: tuple[float, int], label: str
+        self, parts: dict[str, float], full: Mapping[str, float], unit: _Profile, kept: float, temporary: float,
+        label: str,
     ) -> Moment:  # fmt: skip
-        """Return the bytes while a unit is computed with.
-
-        Args:
-            snapshot: the action.
-            unit: what is computed with.
-            kept: bytes of activations that are held.
-            progress: elements of units whose backward is over, and number of those whose backward has begun.
-            label: of the moment.
-        """
-        forward = snapshot.kind is Kind.FORWARD
-        done, begun = progress
-        parts = self.resting(all(snapshot.summed), done)
-        # What a block computes again is there until its forward ends, and again in its backward.
-        again = unit.again if not forward or self.layout.recompute is Recompute.BLOCKS else 0.0
-        parts["activation"] = kept
-        parts["temporary"] = again + (unit.forward if forward else unit.backward + self.gradients(unit))
-        if self.states.returned:
-            # Slots get memory as they are used, and lose it when the micro-batch's gradients are summed.
-            parts["slot"] += self.states.working * min(1.0, begun / self.layout.gradient_slots)
+        """Return the bytes while a unit is computed with, beside those that rest and whole gradients."""
+        for state, size in full.items():
+            parts[state] = parts.get(state, 0.0) + size
+        parts |= {"activation": kept, "temporary": temporary}
         if unit.block and self.layout.activations_on_host:
             parts["temporary"] += 2 * unit.saved  # one is computed with, one is on its way
         return Moment(label, parts)
 
+    def backward(
+        self, unit: _Profile, full: _FullGradients, kind: Kind
+    ) -> Iterator[tuple[float, dict[str, float]]]:  # fmt: skip
+        """Yield temporary bytes, and those of whole gradients by state, of the moments of a unit's backward."""
+        if not self.convention.engine:
+            yield unit.backward + self.gradients(unit), {}
+            return
+        if kind is Kind.INPUT:
+            yield unit.backward, full.bytes()
+            return
+        if not (unit.early or unit.gradients):  # by formula: autograd makes the largest one at once
+            full.begin(unit)
+            yield unit.backward + unit.largest * self.layout.widths.wire, full.bytes()
+            return
+        yield unit.early, full.bytes()
+        # The own gradient of a unit of one parameter is among those that autograd has made.
+        before = full.bytes()
+        full.begin(unit)
+        yield unit.gradients, before if full.adopts(unit) else full.bytes()
+
     def gradients(self, unit: _Profile) -> float:
-        """Bytes of whole gradients while a unit's backward runs, beside sums and slots."""
+        """Bytes of whole gradients while a unit's backward runs, beside sums, as other frameworks have them."""
         convention = self.convention
-        if convention.engine:
-            made = unit.gradients - unit.backward
-            return max(0.0, made) if unit.gradients else unit.largest * self.layout.widths.wire
         if not unit.block:
             return unit.largest * convention.head_gradient if unit.output <= 4 else 0.0
         if self.layout.row.gradient is Placement.REPLICATED:
             return 0.0
         return unit.parameters * convention.unit_gradient * convention.unit_gradients
+
+
+def _own(unit: _Profile) -> float:
+    """Return the elements of a unit that are not the root's."""
+    return unit.parameters - unit.resident
+
+
+class _FullGradients:
+    """Whole gradients on the device while an action of the engine goes on, beyond what rests."""
+
+    def __init__(self, buffers: GradientBuffers | None, layout: ParallelLayout, left: float, summed: bool) -> None:
+        self.buffers, self.width = buffers, layout.widths.parameter
+        self.opened = 0  # units whose gradients have had a slot
+        self.root = False  # the root's is one of them
+        self.reduced = False  # some were reduced
+        self.left, self.summed = left, summed  # elements where autograd left them; all of those that stay
+        self.flying: float = 0.0  # of those, of the unit whose sum is under way
+
+    def adopts(self, unit: _Profile) -> bool:
+        """Return whether the unit's gradient stays where autograd made it."""
+        return self.buffers is not None and self.buffers.adopts and unit.single
+
+    def begin(self, unit: _Profile) -> None:
+        """Note that the first gradient of a unit has been accumulated."""
+        self.opened += (_own(unit) > 0 and not self.adopts(unit)) + (unit.resident > 0 and not self.root)
+        self.root |= unit.resident > 0
+
+    def end(self, unit: _Profile, times: int) -> None:
+        """Note that the backward of units is over, behind which sharded gradients are reduced."""
+        own = _own(unit) if self.adopts(unit) else 0.0
+        if self.buffers is not None and self.buffers.sharded:
+            self.left += own - self.flying
+            self.flying = own
+        elif not self.summed:
+            self.left += own * times
+        self.reduced |= _own(unit) > 0
+
+    def bytes(self) -> dict[str, float]:
+        """Return the bytes by state."""
+        buffers = self.buffers
+        if buffers is None:
+            return {}
+        left = self.left * self.width
+        if not buffers.sharded:
+            return {"gradient": left}
+        if not buffers.returned:
+            return {"slot": left}
+        return {"slot": left + sum(buffers.slots[: self.opened]) + (buffers.sums if self.reduced else 0.0)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,11 +63,14 @@ class TracedUnit:
     forward: list[Divided] = field(default_factory=list)
     backward: list[Divided] = field(default_factory=list)
     gradients: list[Divided] = field(default_factory=list)  # of parameters, at the moments of ``backward``
+    begun: int | None = None  # number of those moments before the first gradient was accumulated
+    tensors: int = 0  # parameters that are not the root's
 
     def add_parameters(self, amount: Divided, root: bool, trained: bool) -> None:
         """Add elements; those of the root stay in memory."""
         self.parameters = self.parameters.plus(amount)
         self.resident = self.resident.plus(amount) if root else self.resident
+        self.tensors += not root
         self.trained += amount.on() if trained else 0
 
     def add_joins(self, size: float) -> None:
@@ -319,7 +322,11 @@ class _Trace:
             total = total.plus(unit.saved[Recompute.NONE])
             base.append(total.times(-1.0))
         live, gradients = base[0].times(0.0), NONE
+        accumulated = deque(self.recorder.accumulations)
         for number, event in enumerate(self.recorder.events):
+            while accumulated and accumulated[0][0] <= number:
+                one = units[self.places[accumulated.popleft()[1]]]
+                one.begun = len(one.backward) if one.begun is None else one.begun
             amount = event.stored.divided()
             amount = amount if event.sign > 0 else amount.times(-1.0)
             if event.stored.gradient:

@@ -14,7 +14,7 @@ from zeromesh.plan.layout import ParallelLayout, Widths
 from zeromesh.plan.memory import RankMemory, memory_of
 from zeromesh.plan.published import Outcome, PublishedRow, UnjudgedError
 from zeromesh.plan.shape import TransformerCost
-from zeromesh.plan.states import states_of
+from zeromesh.plan.states import UnitElements, states_of
 
 GB, GIB, MIB = 1e9, 2.0**30, 2.0**20
 HOST_PER_DEVICE = 1.5e12 / 16  # bytes: a DGX-2, on which the papers with offloading ran, has 1.5 TB for 16 devices
@@ -71,7 +71,7 @@ def convention_of(row: PublishedRow) -> Convention:
 
 def _states(row: PublishedRow, elements: float, convention: Convention, layout: ParallelLayout) -> float:
     """Bytes of model states on a device."""
-    resting = states_of([(0.0, 1), (elements, 1)], layout, convention).resting
+    resting = states_of([UnitElements(0.0, 1), UnitElements(elements, 1)], layout, convention).resting
     return sum(size for (_, tier), size in resting.items() if tier == "device")
 
 
@@ -126,7 +126,7 @@ def paper_memory(row: PublishedRow, layout: ParallelLayout, convention: Conventi
     first = memory_of(TransformerCost(shape, convention.activations), row.sequence, layout, conventions=convention)[0]
     # States count the matrices of blocks alone: 12 h^2 elements of each.
     matrices = 12 * shape.layers * shape.hidden**2 / (layout.tensor * layout.pipeline)
-    states = sum(states_of([(0.0, 1), (matrices, 1)], layout, convention).resting.values())
+    states = sum(states_of([UnitElements(0.0, 1), UnitElements(matrices, 1)], layout, convention).resting.values())
     return states, max(moment.bytes["activation"] for moment in first.timeline if "activation" in moment.bytes)
 
 
@@ -226,7 +226,7 @@ def _largest_that_fits(row: PublishedRow) -> Outcome:
     params, gpus = row.needs("model", "params"), int(row.needs("hardware", "gpus"))
     split = int(row.layout.get("tp") or 1) * int(row.layout.get("pp") or 1)
     layout = ParallelLayout(data=int(row.layout.get("dp") or gpus // split), row=placement)
-    resting = states_of([(0.0, 1), (params / split, 1)], layout, convention).resting
+    resting = states_of([UnitElements(0.0, 1), UnitElements(params / split, 1)], layout, convention).resting
     on = {tier: sum(size for (_, where), size in resting.items() if where == tier) for tier in ("device", "host")}
     host = float(row.hardware.get("host_gb") or 0) * GB or HOST_PER_DEVICE * max(gpus, 16)
     fits = on["device"] <= row.device_memory and on["host"] * gpus <= host

@@ -160,7 +160,7 @@ def _habits(row: PublishedRow, habits: Habits, keeps: bool) -> Habits:
     if row.layout.get("compile"):
         # Chains of elementwise kernels become one, which reads and writes about half of the bytes.
         habits = replace(habits, fusion=0.5)
-    return replace(habits, sums_once=True) if keeps else habits
+    return replace(habits, even_stages=True, sums_once=keeps or habits.sums_once)
 
 
 def _chunks(blocks: int, most: int) -> int:

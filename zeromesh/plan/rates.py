@@ -28,6 +28,7 @@ class Habits:
     joins_hidden_back: float = 0.0  # in the backward; of its reductions alone, under sequence parallelism
     reduces_early: bool = True  # gradients are reduced during the backward, not behind it
     publishes_early: bool = True  # updated parameters are gathered beside the next forward
+    even_stages: bool = False  # a pipeline's stages have as many blocks each, whatever they compute
     sums_once: bool = False  # gradients are reduced once for an update, in any row
     messages_block: bool = False  # a pipeline's rank computes nothing while it sends
     messages_scattered: bool = False  # each tensor rank sends its part, and they gather the whole behind it

@@ -4,15 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from zeromesh.pipeline.schedule.actions import COMPUTE, Action, Kind
 from zeromesh.pipeline.schedule.execution import dependencies, execute
 from zeromesh.pipeline.schedule.generators import generate, shape_of
+from zeromesh.pipeline.schedule.partition import partition, uniform
+from zeromesh.plan.cost import UnitCost
 
 GROUPS = 32  # micro-batches that are simulated, about, on few ranks; three groups on many
 
 _CODES = {Kind.FORWARD: 0, Kind.INPUT: 1, Kind.WEIGHT: 2, Kind.BACKWARD: 3}
+
+
+def stage_units(units: Sequence[UnitCost], stages: int, even: bool = False) -> list[range]:
+    """Return the places of each stage's units, which begin with a block but for the first stage's.
+
+    Args:
+        units: of the model.
+        stages: of all ranks.
+        even: as many blocks each; otherwise the dearest stage has as few operations as can be, as the engine cuts.
+
+    Raises:
+        ValueError: there are fewer blocks than stages.
+    """
+    blocks = [place for place, unit in enumerate(units) if unit.block]
+    if len(blocks) < stages:
+        raise ValueError(
+            f"{len(blocks)} blocks cannot be cut into {stages} stages, as each needs one; take fewer pipeline ranks or "
+            "chunks"
+        )
+    known: dict[int, float] = {}  # blocks of one shape share their kernels
+    operations = [known.setdefault(id(unit.forward), _operations(unit)) for unit in units]
+    edges = [0, *blocks[1:], len(units)]
+    costs = [sum(operations[start:stop]) for start, stop in pairwise(edges)]
+    most = max(costs)
+    if even or not most:
+        starts = uniform(len(blocks), stages)
+    else:
+        starts = _cheapest(tuple(round(cost / most, 9) for cost in costs), stages)
+    return [range(start, stop) for start, stop in pairwise([0, *(blocks[first] for first in starts[1:]), len(units)])]
+
+
+def _operations(unit: UnitCost) -> float:
+    return sum(work.flops.on() * work.count for work in unit.forward)
+
+
+@lru_cache(maxsize=1024)
+def _cheapest(costs: tuple[float, ...], stages: int) -> list[int]:
+    return partition(costs, stages)
 
 
 class StageCost(NamedTuple):

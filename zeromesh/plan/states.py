@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.plan.conventions import Convention
@@ -18,15 +19,33 @@ STATE_BUFFERS, PARAMETER_BUFFERS = 4, 5  # units in host memory at a time of tho
 Resting = dict[tuple[str, str], float]  # bytes by state and tier
 
 
+class UnitElements(NamedTuple):
+    """Elements of a unit, and the number of such units."""
+
+    size: float
+    number: int
+    single: bool = False  # they are one parameter's, without padding
+
+
+class GradientBuffers(NamedTuple):
+    """The engine's memory on the device for whole gradients, which is had as it is used."""
+
+    adopts: bool  # the gradient of a unit of one parameter stays where autograd left it
+    slots: tuple[float, ...]  # bytes of the slots for those of other units, the largest first
+    sums: float  # bytes for sums and what is sent, from the first reduction on
+    sharded: bool  # reduced after each micro-batch, a few at a time
+    returned: bool  # all of it has no memory from an update to the next backward
+
+
 @dataclass(frozen=True)
 class RankStates:
     """States of one rank: what rests, and the buffers that come and go on its device."""
 
     resting: Resting
     gathered: float = 0.0  # slots of gathered units, the whole step
-    # Buffers for whole gradients, their sums and what is sent; from the first backward on.
-    working: float = 0.0
-    returned: bool = False  # gradients and these buffers have no memory from an update to the next backward
+    spare: float = 0.0  # of those, what the last unit before an update does not need
+    working: float = 0.0  # buffers for whole gradients, their sums and what is sent; at the most
+    buffers: GradientBuffers | None = None  # None: ``working`` is there all the time
 
 
 def _add(resting: Resting, state: str, tier: Tier, size: float) -> None:
@@ -39,19 +58,22 @@ def shards_of(layout: ParallelLayout, convention: Convention) -> int:
     return layout.data * (layout.context if convention.context_shards else 1)
 
 
-def states_of(units: Sequence[tuple[float, int]], layout: ParallelLayout, convention: Convention) -> RankStates:
+def states_of(
+    units: Sequence[UnitElements], layout: ParallelLayout, convention: Convention, messages: bool = False
+) -> RankStates:  # fmt: skip
     """Return a rank's states.
 
     Args:
-        units: elements of each unit and the number of such units; the one outside of blocks is the first.
+        units: elements; what stays gathered is the first one.
         layout: placement and widths.
         convention: what is kept.
+        messages: gradients are summed from messages of all other ranks, as without nccl.
     """
     if convention.engine:
-        return _engine_states(units, layout)
+        return _engine_states(units, layout, messages)
     row, widths, ranks = layout.row, convention.widths, shards_of(layout, convention)
     resting: Resting = {}
-    total = sum(size * count for size, count in units)
+    total = sum(size * count for size, count, _ in units)
     share = {Placement.SHARDED: 1 / ranks, Placement.REPLICATED: 1.0}
     sharded = row.parameter is Placement.SHARDED
     if not (sharded and convention.in_master):
@@ -63,10 +85,14 @@ def states_of(units: Sequence[tuple[float, int]], layout: ParallelLayout, conven
         gathered = total
         _add(resting, "gradient", Tier.DEVICE, total * widths.gradient)
     elif sharded and convention.gathered:
-        gathered = max(_largest(units[1:], convention.gathered) + units[0][0], min(total, convention.live))
+        gathered = max(_largest(_sizes(units[1:]), convention.gathered) + units[0].size, min(total, convention.live))
     if sharded and convention.gathers_apart:
-        working += max(units[0][0], _largest(units[1:], convention.gathered)) * widths.parameter
-    return RankStates(resting, gathered * widths.parameter, working)
+        working += max(units[0].size, _largest(_sizes(units[1:]), convention.gathered)) * widths.parameter
+    return RankStates(resting, gathered * widths.parameter, working=working)
+
+
+def _sizes(units: Sequence[UnitElements]) -> list[tuple[float, int]]:
+    return [(size, count) for size, count, _ in units]
 
 
 def _largest(sizes: Sequence[tuple[float, int]], count: int) -> float:
@@ -78,19 +104,26 @@ def _largest(sizes: Sequence[tuple[float, int]], count: int) -> float:
     return total
 
 
-def _rows(
-    units: Sequence[tuple[float, int]], row: PlacementRow
-) -> list[tuple[float, int, PlacementRow]]:  # fmt: skip
+def _rows(units: Sequence[UnitElements], row: PlacementRow) -> list[tuple[UnitElements, PlacementRow]]:
     """Return units with their rows; the first ones stay on the device where a share is offloaded."""
-    stays = (1 - row.offloaded) * sum(size * count for size, count in units)
+    stays = (1 - row.offloaded) * sum(size * count for size, count, _ in units)
     found = []
-    for size, count in units:
+    for unit in units:
+        size, count, _ = unit
         if not size:
             continue
         here = min(count, int(stays // size + 1e-9)) if row.offloaded < 1 else 0
         stays -= here * size
-        found += [(size, here, row.on_device)] * (here > 0) + [(size, count - here, row)] * (here < count)
+        if here > 0:
+            found.append((unit._replace(number=here), row.on_device))
+        if here < count:
+            found.append((unit._replace(number=count - here), row))
     return found
+
+
+def is_padded(elements: float, layout: ParallelLayout) -> bool:
+    """Return whether a unit of the engine has more elements than its parameters."""
+    return _pad(elements, layout.widths.parameter, layout.data * layout.context) > elements
 
 
 def _pad(elements: float, width: int, ranks: int) -> float:
@@ -98,33 +131,40 @@ def _pad(elements: float, width: int, ranks: int) -> float:
     return ceil(elements / multiple) * multiple
 
 
-def _engine_states(units: Sequence[tuple[float, int]], layout: ParallelLayout) -> RankStates:
+def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, messages: bool) -> RankStates:
     """Return the states as the engine keeps them; the same arithmetic as in ``zeromesh.shard``."""
     row, widths, ranks = layout.row, layout.widths, layout.data * layout.context
     resting: Resting = {}
     files: list[tuple[float, int]] = []  # bytes of units in files: states, and parameters
     stored: list[tuple[float, int]] = []
-    placed = _rows(units, row)
-    sizes = [(_pad(size, widths.parameter, ranks), count, own_row) for size, count, own_row in placed]
-    for (whole, count, own_row), (size, _, _) in zip(placed, sizes, strict=True):
+    sizes = []
+    for (whole, count, single), own_row in _rows(units, row):
+        size = _pad(whole, widths.parameter, ranks)
+        sizes.append((UnitElements(size, count, single), own_row))
         own = whole / ranks if row.optimizer is Placement.SHARDED else whole
         for (state, tier), nbytes in _place(size, own, own_row, widths, ranks).items():
             _add(resting, state, Tier(tier), nbytes * count)
             if tier == Tier.NVME.value:
                 (files if state == "optimizer" else stored).append((nbytes, count))
-    if any(_splits(own_row, widths) for _, _, own_row in sizes):
-        # One split master at a time is joined in memory of its own.
-        _add(resting, "slot", Tier.HOST, max(size for size, _, _ in sizes) / ranks * widths.master)
+        if own_row.optimizer_tier is not Tier.DEVICE:
+            in_files = own_row.optimizer_tier is Tier.NVME  # which have a spare place for the next ones
+            copied = 0 if in_files else (widths.master or widths.parameter) + widths.states
+            copied += widths.parameter if widths.master else 0
+            _add(resting, "slot", Tier.HOST, layout.early * own * copied * count)
+    if any(_splits(own_row, widths) for _, own_row in sizes):
+        # One split master at a time is joined in memory of its own, during the update.
+        _add(resting, "temporary", Tier.HOST, max(unit.size for unit, _ in sizes) / ranks * widths.master)
     for blocks, buffers in ((files, STATE_BUFFERS), (stored, PARAMETER_BUFFERS)):
         _add(resting, "slot", Tier.HOST, _largest(blocks, buffers))
-    gathered, sharded = 0.0, row.parameter is Placement.SHARDED
+    gathered = spare = 0.0
+    sharded = row.parameter is Placement.SHARDED
     if sharded:
-        outside = _pad(units[0][0], widths.parameter, ranks) if units[0][0] else 0.0
-        blocks = [(_pad(size, widths.parameter, ranks), count) for size, count in units[1:]]
+        outside = _pad(units[0].size, widths.parameter, ranks) if units[0].size else 0.0
+        blocks = [(_pad(size, widths.parameter, ranks), count) for size, count, _ in units[1:]]
         gathered = (_largest(blocks, layout.parameter_slots) + outside) * widths.parameter
-    working = _place_gradients(resting, sizes, layout, ranks)
-    # Where parameters are sharded, gradients give their memory back after each update.
-    return RankStates(resting, gathered, working, returned=sharded)
+        spare = gathered - (_largest(blocks, 1) + outside) * widths.parameter
+    working, lent = _place_gradients(resting, sizes, layout, ranks, messages)
+    return RankStates(resting, gathered, spare, working, lent)
 
 
 def _place(size: float, elements: float, row: PlacementRow, widths: Widths, ranks: int) -> Resting:
@@ -164,30 +204,40 @@ def _splits(row: PlacementRow, widths: Widths) -> bool:
 
 
 def _place_gradients(
-    found: Resting, sizes: Sequence[tuple[float, int, PlacementRow]], layout: ParallelLayout, ranks: int
-) -> float:
-    """Count gradients that rest; return the bytes of buffers for whole ones, their sums and what is sent."""
+    found: Resting,
+    units: Sequence[tuple[UnitElements, PlacementRow]],
+    layout: ParallelLayout,
+    ranks: int,
+    messages: bool,
+) -> tuple[float, GradientBuffers]:
+    """Count gradients that rest; return the bytes for whole ones, their sums and what is sent, and what they are."""
     row, widths, accumulates = layout.row, layout.widths, layout.accumulation > 1
     sharded, owned = row.gradient is Placement.SHARDED, row.optimizer is Placement.SHARDED
     # What is reduced at once is as narrow as what is sent; sums of micro-batches are as wide as those in the shards.
     width = widths.wire if owned and (sharded or not accumulates) else widths.gradient
     alone = ranks * layout.replicate == 1 and not accumulates
-    for size, count, own_row in sizes:
+    for (size, count, _), own_row in units:
         tier, own = own_row.gradient_tier, size / ranks if owned else size
         in_full = tier is Tier.DEVICE and width == widths.gradient and not sharded
         kept = width if tier is not Tier.DEVICE and alone and width <= widths.gradient else widths.gradient
         _add(found, "gradient", tier, 0.0 if in_full else own * kept * count)
-    number = sum(count for _, count, _ in sizes)
-    plain = [(size, count) for size, count, _ in sizes]
-    slots = layout.gradient_slots if sharded else number
+    plain = _sizes([unit for unit, _ in units])
+    adopts = width == widths.parameter
+    left = [(size, count) for (size, count, single), _ in units if adopts and single]
+    copied = sorted([(size, count) for (size, count, single), _ in units if not (adopts and single)], reverse=True)
+    slots = layout.gradient_slots if sharded else sum(count for _, count in plain)
     limit = max(1, min(2, slots - 1))  # reductions under way at a time
-    full, others = _largest(plain, slots) * width, 0.0
+    full = (_largest(copied, slots) + _largest(left, limit if sharded else slots)) * width
+    sums = 0.0
     if not sharded:
         _add(found, "gradient", Tier.DEVICE, full)
     if ranks > 1:
         sends = limit if owned else limit + 1
-        others += _largest(plain, sends) * widths.wire if width != widths.wire else 0.0
-        others += _largest(plain, limit) / ranks * widths.wire  # sums that other ranks' parts go into
-        landing = [(size, count) for size, count, one in sizes if one.gradient_tier is not Tier.DEVICE]
-        others += _largest(landing, limit) / ranks * widths.gradient
-    return (full if sharded else 0.0) + others
+        sums += _largest(plain, sends) * widths.wire if width != widths.wire else 0.0
+        sums += _largest(plain, limit) / ranks * (ranks - 1 if messages else 1) * widths.wire  # of other ranks' parts
+        landing = [(size, count) for (size, count, _), one in units if one.gradient_tier is not Tier.DEVICE]
+        sums += _largest(landing, limit) / ranks * widths.gradient
+    lent = tuple(size * width for size, count in copied for _ in range(min(count, slots)))[:slots] if sharded else ()
+    # Where parameters are sharded, gradients give their memory back after each update.
+    returned = row.parameter is Placement.SHARDED
+    return (full if sharded else 0.0) + sums, GradientBuffers(adopts, lent, sums, sharded, returned)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 from zeromesh.pipeline.schedule.actions import loop
 from zeromesh.pipeline.schedule.generators import ROWS
-from zeromesh.pipeline.schedule.partition import uniform
 from zeromesh.plan import streams
 from zeromesh.plan.cost import CostSource, ModelCost
 from zeromesh.plan.durations import Durations, UnitTime
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
 from zeromesh.plan.rates import Habits
-from zeromesh.plan.stages import Run, StageCost, pipelined
+from zeromesh.plan.stages import Run, StageCost, pipelined, stage_units
 
 PIPELINE = "pipeline"  # what a rank waits for others of its pipeline
 
@@ -115,18 +113,6 @@ def _contended(units: Sequence[UnitTime], durations: Durations) -> Sequence[Unit
     return [unit._replace(gather=unit.gather / free, reduce=unit.reduce / free) for unit in units]
 
 
-def stage_units(cost: ModelCost, stages: int) -> list[range]:
-    """Return the places of each stage's units: as many blocks each, with what is before, between and after them."""
-    blocks = [place for place, unit in enumerate(cost.units) if unit.block]
-    if len(blocks) < stages:
-        raise ValueError(
-            f"{cost.name} has {len(blocks)} blocks, which cannot be cut into {stages} stages, as each needs one; "
-            "take fewer pipeline ranks or chunks"
-        )
-    starts = [0, *(blocks[first] for first in uniform(len(blocks), stages)[1:]), len(cost.units)]
-    return [range(first, last) for first, last in pairwise(starts)]
-
-
 def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, keep: bool) -> _Found:
     layout, habits = durations.layout, durations.habits
     chunks = layout.chunks
@@ -134,7 +120,7 @@ def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, 
         chunks = max(chunks, ROWS[layout.schedule].chunks[0])
     placement = _placement(layout.schedule, layout.pipeline, chunks)
     units = _contended(units, durations)
-    places = stage_units(cost, len(placement))
+    places = stage_units(cost.units, len(placement), habits.even_stages)
     updates = [_Update() for _ in range(layout.pipeline)]
     messages = [durations.message(cost.units[own[-1]]) for own in places[:-1]] + [0.0]
     stages = []

@@ -23,7 +23,7 @@ from zeromesh.plan.passes import MOST_TENSOR, PHASES, Inputs, Loss, TracedUnit, 
 InputsOf = Callable[[int, int], Inputs]  # of micro-batch and sequence
 Pair = tuple[Divided, Divided]
 
-PEAKS = ("forward_peak", "backward_peak", "gradient_peak")
+PEAKS = ("forward_peak", "backward_peak", "early_peak", "gradient_peak")
 # Micro-batches that are traced. What a batch costs beyond them follows on a line; one sample is another case, as dims
 # of one have no strides and need no copies.
 TRACED = (2, 3)
@@ -238,7 +238,13 @@ def _aligned(first: Sequence[TracedUnit], second: Sequence[TracedUnit]) -> bool:
 
     def form(units: Sequence[TracedUnit]) -> list[Any]:
         return [
-            (u.name, len(u.forward), len(u.backward), [[(w.kind, w.divided) for w in u.works[p]] for p in PHASES])
+            (
+                u.name,
+                len(u.forward),
+                len(u.backward),
+                u.begun,
+                [[(w.kind, w.divided) for w in u.works[p]] for p in PHASES],
+            )
             for u in units
         ]
 
@@ -266,6 +272,7 @@ def _table(
                 UnitCost(
                     unit.name, unit.block, unit.parameters, unit.trained / elements if elements else 1.0,
                     saved=unit.saved, output=unit.output, joins=unit.joins, resident=unit.resident,
+                    single=unit.tensors == 1,
                     **covers, **works[number],
                 )
             )  # fmt: skip
@@ -282,8 +289,11 @@ def _moments(same: Sequence[TracedUnit], batches: Sequence[int]) -> dict[str, tu
         each = []
         for unit in same:
             beyond = unit.forward if name == "forward_peak" else unit.backward
-            if name == "gradient_peak":
+            if name in ("early_peak", "gradient_peak"):
                 beyond = [a.plus(b) for a, b in zip(beyond, unit.gradients, strict=True)]
+                begun = len(beyond) if unit.begun is None else unit.begun
+                # What is accumulated first is there beside the memory that it is copied into.
+                beyond = beyond[:begun] if name == "early_peak" else beyond[max(0, begun - 1) :]
             each.append(beyond or [NONE])
         table = torch.tensor(each, dtype=torch.float64)  # (traces, moments, shares)
         rows = [table[0]]
