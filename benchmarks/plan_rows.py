@@ -1,13 +1,20 @@
-"""Layouts that this machine can run, for the comparison of the planner with what is measured: rows of one table."""
+"""Layouts that this machine can run, by which the planner is judged, and what a rank measures of one."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import time
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import nn
 
+import products
+from zeromesh import initialize
+from zeromesh.comm.environment import init_distributed, shutdown
 from zeromesh.config.train import ModelShape
 from zeromesh.train.architectures.decoder import Decoder
 
@@ -25,11 +32,12 @@ class Row:
     micro_batch: int = 2
     accumulation: int = 1
     bf16: bool = True
+    rate: str = ""  # of the link between hosts, each of which has one rank then, in tc's words; "": one host
 
     @property
     def name(self) -> str:
         """The row in one line."""
-        parts = [f"{self.model} x{self.ranks}", "bf16" if self.bf16 else "fp32", _text(self.config)]
+        parts = [f"{self.model} x{self.ranks}", "bf16" if self.bf16 else "fp32", _text(self.config), self.rate]
         if (self.micro_batch, self.accumulation) != (2, 1):
             parts.append(f"{self.micro_batch} x {self.accumulation} samples")
         return ", ".join(part for part in parts if part)
@@ -69,7 +77,13 @@ def make_model(name: str) -> nn.Module:
     if name == "gpt2":
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        return GPT2LMHeadModel(GPT2Config(vocab_size=8192, n_positions=SEQUENCE, n_embd=384, n_layer=6, n_head=6))
+        # Without dropout, as random numbers take a CPU longer than anything that the planner counts.
+        return GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=8192, n_positions=SEQUENCE, n_embd=384, n_layer=6, n_head=6, resid_pdrop=0.0, embd_pdrop=0.0,
+                attn_pdrop=0.0,
+            )
+        )  # fmt: skip
     from transformers import ViTConfig, ViTForImageClassification
 
     return ViTForImageClassification(
@@ -105,8 +119,8 @@ def rows() -> list[Row]:
     found = [Row("decoder", 1, zero(stage), bf16=bf16) for stage in (0, 3) for bf16 in (False, True)]
     found += [Row("decoder", 2, zero(stage), bf16=bf16) for stage in range(4) for bf16 in (False, True)]
     found += [Row("decoder", 4, zero(stage)) for stage in range(4)]
-    found += [Row("decoder", 2, zero(3) | {"slots": {"parameter": count}}) for count in (1, 3, 6)]
-    found += [Row("decoder", 2, zero(2) | {"slots": {"gradient": count}}) for count in (1, 4)]
+    found += [Row("decoder", 2, zero(3) | {"slots": {"parameter": count}}) for count in (3, 6)]
+    found += [Row("decoder", 2, zero(2) | {"slots": {"gradient": count}}) for count in (3, 4)]
     found += [Row("decoder", ranks, zero(stage, offload_optimizer=HOST)) for stage in (1, 2, 3) for ranks in (1, 2)]
     found += [Row("decoder", 2, zero(3, offload_optimizer=HOST, offload_param=HOST))]
     found += [Row("decoder", 2, zero(2, offload_optimizer={**HOST, "ratio": 0.5}))]
@@ -128,8 +142,53 @@ def rows() -> list[Row]:
     found += [Row("decoder", 4, zero(1) | stages, 1, 4)]
     found += [Row("decoder", 2, zero(2) | {"mesh": {"context": 2}})]
     found += [Row("decoder", 4, zero(3) | {"mesh": {"data": 2, "replicate": 2}})]
+    for rate in ("100mbit", "1gbit", "10gbit"):
+        found += [Row("decoder", 2, zero(stage), rate=rate) for stage in (0, 1, 3)]
     for model in ("gpt2", "vit"):
         found += [Row(model, 2, zero(stage)) for stage in range(4)]
         found += [Row(model, 1, zero(0)), Row(model, 2, zero(3) | RECOMPUTE), Row(model, 2, zero(2) | RECOMPUTE)]
         found += [Row(model, 2, zero(2, offload_optimizer=HOST)), Row(model, 2, zero(3), micro_batch=8)]
     return found
+
+
+CPU = torch.device("cpu")
+
+
+def measure(name: str, folder: str, steps: int) -> dict[str, Any]:
+    """Measure a row on one rank; states on NVMe rest in the folder."""
+    init_distributed("gloo")
+    if products.needed(CPU):
+        products.replace()
+    (row,) = (row for row in rows() if row.name == name)
+    heap = ctypes.CDLL(None)  # the preloaded library's functions are in the process itself
+    heap.heap_events_live.restype = heap.heap_events_peak.restype = ctypes.c_long
+    _one(row, folder, heap, 0)  # what torch and the engine load at first use would count
+    found = _one(row, folder, heap, steps)
+    shutdown()
+    return found
+
+
+def _one(row: Row, folder: str, heap: ctypes.CDLL, steps: int) -> dict[str, Any]:
+    gc.collect()
+    before = heap.heap_events_live()
+    engine, *_ = initialize(model=make_model(row.model), config=row.settings(folder))
+    # Ranks that share a batch are given the same samples.
+    generator = torch.Generator().manual_seed(1 + engine.data_rank)
+    batch = inputs_of(row.model, row.micro_batch, generator)
+
+    def step() -> float:
+        began = time.perf_counter()
+        engine.train_batch(repeat(batch))
+        return time.perf_counter() - began
+
+    for _ in range(2):
+        step()
+    rest = heap.heap_events_live() - before
+    heap.heap_events_reset()
+    step()
+    peak = heap.heap_events_peak() - before
+    times = [step() for _ in range(steps)]
+    report = engine.memory_report()
+    engine.destroy()
+    states = {key: sizes for key, sizes in report.items() if key not in ("total", "measured")}
+    return {"peak": peak, "rest": rest, "seconds": times, "states": states}

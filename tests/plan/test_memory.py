@@ -6,10 +6,12 @@ import pytest
 
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
 from zeromesh.plan.conventions import CONVENTIONS, ActivationRule
-from zeromesh.plan.cost import Divided, ModelCost, Recompute, UnitCost
-from zeromesh.plan.layout import ParallelLayout
+from zeromesh.plan.cost import NONE, Divided, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
+from zeromesh.plan.layout import ParallelLayout, Widths
 from zeromesh.plan.memory import RankMemory, memory_of
+from zeromesh.plan.presets import cluster
 from zeromesh.plan.shape import TransformerCost, TransformerShape
+from zeromesh.plan.stages import stage_units
 
 ELEMENTS, SAVED, INPUT = 65_536, 1000.0, 100.0
 
@@ -191,3 +193,114 @@ def test_like_blocks_are_a_run_whether_or_not_their_costs_are_one_object() -> No
 
     layout = ParallelLayout(row=ROWS[3], accumulation=2)
     assert memory_of(Apart(10), 1, layout)[0].timeline == memory_of(Blocks(10), 1, layout)[0].timeline
+
+
+TABLE, PLAIN = 640.0 * 64, 64_000.0  # elements of tables that are units of their own, and of blocks
+
+
+class Tables:
+    """Blocks between an embedding and a head of one parameter each, as a trace has them."""
+
+    name = "tables"
+
+    def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
+        table = UnitCost("table", False, Divided(TABLE), single=True, early_peak=Divided(900), gradient_peak=Divided(5))
+        block = UnitCost("block", True, Divided(PLAIN), early_peak=Divided(40), gradient_peak=Divided(60))
+        head = replace(table, name="head", saved={Recompute.NONE: NONE})
+        units = (table, *[block] * 4, head)
+        return ModelCost(self.name, micro_batch, sequence, context, units)
+
+
+def moments_of(start: str, **choices: object) -> list[dict[str, float]]:
+    (rank,) = memory_of(Tables(), 1, ParallelLayout(**choices))  # type: ignore[arg-type]
+    return [dict(moment.bytes) for moment in rank.timeline if moment.label.startswith(start)]
+
+
+def test_a_gradient_that_autograd_leaves_in_place_comes_with_its_backward() -> None:
+    # In fp32 the slots of whole gradients are as wide as what autograd makes: tables have none, blocks keep theirs.
+    fp32 = Widths(parameter=4, gradient=4, wire=4, master=0)
+    head = moments_of("backward of head", widths=fp32)
+    assert {moment["gradient"] for moment in head} == {4 * 4 * PLAIN}
+    last = moments_of("backward of table", widths=fp32)
+    assert {moment["gradient"] for moment in last} == {4 * (4 * PLAIN + TABLE)}  # the head's is there by then
+    (update,) = moments_of("update", widths=fp32)
+    assert update["gradient"] == 4 * (4 * PLAIN + 2 * TABLE)
+
+
+def test_slots_of_sharded_parameters_gradients_have_memory_from_their_first_use() -> None:
+    slots = moments_of("backward", row=ROWS[3], data=2)
+    gathered = 2 * 2 * PLAIN
+    sums = PLAIN / 2 * 2  # of the other rank's parts, from the first reduction on
+    # Head: its gradient stays where it is made, and is sent during the backward of the next block.
+    assert [moment["slot"] for moment in slots[:2]] == [gathered, gathered]
+    assert slots[2]["slot"] == gathered + 2 * TABLE + sums
+    assert slots[3]["slot"] == gathered + 2 * TABLE + 2 * PLAIN + sums
+    assert slots[4]["slot"] == gathered + 2 * PLAIN + sums
+    assert slots[5]["slot"] == gathered + 2 * 2 * PLAIN + sums
+    # Nothing is gathered after the last unit's parameters: only its own slot keeps memory.
+    assert slots[-1]["slot"] == 2 * PLAIN + 2 * 2 * PLAIN + sums
+
+
+def test_processors_receive_the_parts_of_all_other_ranks() -> None:
+    def sums(processor: bool) -> float:
+        machine = cluster("a100-80gb", 4)
+        ((node, count),) = machine.nodes
+        node = replace(node, device=replace(node.device, processor=processor))
+        (rank,) = memory_of(Tables(), 1, ParallelLayout(row=ROWS[2], data=4), replace(machine, nodes=((node, count),)))
+        return rank.states["slot", "device"]
+
+    assert sums(True) - sums(False) == 2 * PLAIN / 4 * 2
+
+
+def test_early_updates_have_second_copies_on_the_host() -> None:
+    host = replace(ROWS[2], gradient_tier=Tier.HOST, optimizer_tier=Tier.HOST)
+    first, second = (
+        memory_of(Tables(), 1, ParallelLayout(row=host, data=2, early=share))[0].on("host") for share in (0.0, 0.5)
+    )
+    # Masters, Adam's moments and the parameters that are computed with.
+    assert second - first == 0.5 * (4 + 8 + 2) * (4 * PLAIN + 2 * TABLE) / 2
+
+
+def test_gradients_of_inputs_alone_free_nothing_and_add_those_of_outputs() -> None:
+    work = KernelWork(WorkKind.PRODUCT, Divided(1.0), Divided(1.0), (10, 7, 3))
+
+    class Products(Blocks):
+        def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
+            cost = super().at(micro_batch, sequence, context)
+            return replace(cost, units=tuple(replace(u, forward=(work,)) if u.block else u for u in cost.units))
+
+    layout = ParallelLayout(pipeline=2, accumulation=4, schedule="zb-h1")
+    whole = memory_of(Products(8), 1, replace(layout, schedule="1f1b"))
+    apart = memory_of(Products(8), 1, layout)
+    # Four blocks' gradients of outputs, of ten times seven elements in 16 bits, beside as many micro-batches.
+    assert most_activations(apart[1]) >= most_activations(whole[1]) + 3 * 2 * 70
+
+
+def test_a_divided_vocabularys_loss_takes_a_chunk() -> None:
+    tokens, vocabulary, width = 512, 8192, 384
+    head = KernelWork(WorkKind.PRODUCT, Divided(1.0), Divided(1.0), (tokens, vocabulary, width), "columns")
+    loss = KernelWork(WorkKind.LOSS, Divided(1.0), Divided(1.0))
+
+    class Head(Tables):
+        def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
+            cost = super().at(micro_batch, sequence, context)
+            logits = Divided(4.0 * tokens * vocabulary)
+            last = replace(cost.units[-1], forward=(head, loss), saved={Recompute.NONE: logits}, early_peak=logits)
+            return replace(cost, units=(*cost.units[:-1], last))
+
+    (rank,) = memory_of(Head(), 1, ParallelLayout(tensor=2))
+    (forward,) = (moment for moment in rank.timeline if moment.label == "forward of head")
+    # fp32 logits of half of the vocabulary, and their gradients in 16 bits; kept are those of the head and its input.
+    assert forward.bytes["temporary"] == 4 * tokens * vocabulary / 2 * 1.5
+    assert forward.bytes["activation"] == 2 * (vocabulary / 2 * width + tokens * width)
+
+
+def test_stages_are_cut_by_operations_as_the_engine_cuts_them() -> None:
+    def unit(name: str, flops: float, block: bool = True) -> UnitCost:
+        work = KernelWork(WorkKind.PRODUCT, Divided(flops), NONE)
+        return UnitCost(name, block, Divided(1.0), forward=(work,))
+
+    # The head costs as much as three blocks, so that its stage has fewer.
+    units = [unit("embedding", 0.0, False), *[unit("block", 1.0)] * 6, unit("head", 3.0, False)]
+    assert stage_units(units, 2) == [range(0, 6), range(6, 8)]
+    assert stage_units(units, 2, even=True) == [range(0, 4), range(4, 8)]

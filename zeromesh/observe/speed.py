@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ SLOWEST = 0.006  # seconds of a product; larger ones of a dtype that is so slow 
 # Bytes of each of three tensors that a kernel reads or writes: nearly nothing, in a cache, and in memory.
 KERNELS = (64, 1 << 19, 1 << 21, 1 << 23, 1 << 24, 1 << 25)
 
+LENGTHS = (128, 512)  # tokens of the sequences between which fused attention is measured
+ATTENTION = (2, 6, 64)  # samples, heads, and width of a head
+LOGITS = (512, 8192)  # tokens and vocabulary of the loss
+
 SECONDS = 4.0  # of the products; the kernels take a fraction of it
 KERNEL_SECONDS = 0.004  # in which a rank repeats one of them, while the others do the same
 LEAST_ROUNDS, MOST_ROUNDS = 6, 40
@@ -55,9 +60,10 @@ def measure_speeds(
 
     The keys: ``name``, ``memory`` and ``reserved`` of the device (``memory`` is None on a CPU, whose ranks share it),
     ``threads``, ``products`` as [dtype, rows, columns, sums, seconds of each round], ``kernels`` as [bytes read and
-    written, seconds of each round], ``launch`` and ``smallest`` (seconds of each round of the smallest kernel within
-    a forward and backward, and of the smallest product), and ``host`` as [seconds of a small copy, bytes per second to
-    the device, and from it], None on a CPU.
+    written, seconds of each round], ``attention`` as [operations, bytes read and written, seconds of each round] of a
+    forward and a backward of each length, ``loss`` as one of them, ``launch`` and ``smallest`` (seconds of each round
+    of the smallest kernel within a forward and backward, and of the smallest product), and ``host`` as [seconds of a
+    small copy, bytes per second to the device, and from it], None on a CPU.
     """
     reserved = live_bytes(device)  # of the process, before the tensors below
     torch.manual_seed(0)
@@ -67,10 +73,14 @@ def measure_speeds(
     kernels: list[list[float]] = [[] for _ in sizes]
     launches, smallest = [], []
     chain, tiny = _chain(device), _Products(torch.float32, (8, 8, 8), device)
+    passes = [*_attention(device), _loss(device)]
+    fused: list[list[float]] = [[] for _ in passes]
     start, rounds, spent = time.perf_counter(), 0, 0.0
     while rounds < LEAST_ROUNDS or (spent < seconds and rounds < MOST_ROUNDS):
         for times, (_, _, case) in zip(products, cases, strict=True):
             times.append(case.seconds())
+        for times, (_, _, run) in zip(fused, passes, strict=True):
+            times.append(run())
         launches.append(chain())
         smallest.append(tiny.seconds())
         time.sleep(PAUSE_SECONDS)
@@ -92,6 +102,8 @@ def measure_speeds(
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "products": [[dtype, *shape, times] for (dtype, shape, _), times in zip(cases, products, strict=True)],
         "kernels": [[3 * size, times] for size, times in zip(sizes, kernels, strict=True)],
+        "attention": [[*sizes, times] for (*sizes, _), times in zip(passes, fused, strict=True)][:-1],
+        "loss": [*passes[-1][:2], fused[-1]],
         "launch": launches,
         "smallest": smallest,
         "host": _host_link(device) if device.type == "cuda" else None,
@@ -154,6 +166,39 @@ def _addition(size: int, device: torch.device) -> Callable[[], float]:
     first, second, total = (torch.ones(size // 4, device=device) for _ in range(3))
     torch.add(first, second, out=total)
     return lambda: _timed(lambda: torch.add(first, second, out=total), device)
+
+
+def _attention(device: torch.device) -> Iterator[tuple[float, float, Callable[[], float]]]:
+    """Yield operations, bytes and what measures the seconds, of a forward and of a backward of each length."""
+    scale = 1 if device.type == "cpu" else ACCELERATOR_SCALE
+    batch, heads, width = ATTENTION
+    for length in (length * scale for length in LENGTHS):
+        shape = (batch, heads, length, width)
+        query, key, value = (torch.randn(shape, device=device).bfloat16().requires_grad_() for _ in range(3))
+        gradient, moved = torch.randn(shape, device=device).bfloat16(), float(query.nbytes)
+        operations = 4.0 * batch * heads * length**2 * width
+
+        forward = partial(functional.scaled_dot_product_attention, query, key, value)
+        backward = partial(torch.autograd.grad, forward(), (query, key, value), gradient, retain_graph=True)
+        backward()
+        yield operations, 4 * moved, partial(_timed, forward, device)
+        # Of the five products of a backward four are counted, as the scores are made again.
+        yield 2 * operations, 8 * moved, partial(_timed, backward, device)
+
+
+def _loss(device: torch.device) -> tuple[float, float, Callable[[], float]]:
+    """Return operations, bytes and what measures the seconds, of the loss of logits in 16 bits, both passes."""
+    tokens, vocabulary = LOGITS
+    logits = torch.randn(tokens, vocabulary, device=device).requires_grad_()
+    labels = torch.randint(vocabulary, (tokens,), device=device)
+
+    def run() -> None:
+        functional.cross_entropy(logits, labels).backward()
+        logits.grad = None
+
+    run()
+    # Reads of the logits, of their logarithms and of gradients, and writes of these, in four kernels.
+    return 0.0, 8.0 * logits.nbytes, partial(_timed, run, device)
 
 
 def _chain(device: torch.device) -> Callable[[], float]:

@@ -102,7 +102,7 @@ class Durations:
         # A weight's gradient is read and added to the sum over micro-batches.
         widths = layout.widths
         moved = unit.parameters.on(layout.tensor) * unit.trained * (widths.parameter + 2 * widths.gradient)
-        weight += device.memory_seconds(moved)
+        weight += device.streaming_seconds(moved)
         # Hidden sums take the time of the computation that they lie beside, if there is so much of it.
         visible = max(join * (1 - self.habits.joins_hidden), join - forward)
         hidden = self.habits.joins_hidden_back * (0.5 if layout.sequence else 1.0)
@@ -152,6 +152,8 @@ class Durations:
         found["gather"] = self.shard.all_gather(elements * widths.parameter) if self.split else 0.0
         wires = trained * widths.wire
         found["reduce"] = self.shard.reduce_scatter(wires) if self.split else self.shard.all_reduce(wires)
+        if node.device.processor:
+            found["reduce"] += self._sums(trained)
         found["replicas"] = self.replicas.all_reduce(own * widths.wire)
         sharing = min(node.devices, layout.ranks)
         if self.sharded and row.parameter_tier is not Tier.DEVICE:
@@ -162,7 +164,7 @@ class Durations:
         state = widths.states + widths.master
         if not (away and row.optimizer_tier is not Tier.DEVICE):
             # The update reads the gradient and reads and writes the master and the states; it writes the parameter.
-            found["update"] = node.device.memory_seconds(own * (widths.gradient + 2 * state + widths.parameter))
+            found["update"] = node.device.streaming_seconds(own * (widths.gradient + 2 * state + widths.parameter))
             return found
         # The fused kernel on the host reads a gradient as it was sent, and writes a parameter: 28 bytes for Adam.
         moved = own * (widths.wire + 2 * state + widths.parameter)
@@ -174,6 +176,16 @@ class Durations:
             found["states_read"] = _disk(node.disk_read, own * state * sharing, node.name)
             found["states_written"] = _disk(node.disk_write or node.disk_read, own * state * sharing, node.name)
         return found
+
+    def _sums(self, trained: float) -> float:
+        """Return the seconds in which a processor adds other ranks' parts of gradients, and converts what it sends."""
+        ranks, widths = self.shard.size, self.layout.widths
+        if ranks == 1:
+            return 0.0
+        moved = 3 * widths.wire * trained / ranks * (ranks - 1)
+        if widths.wire != widths.gradient and not self.reduces_each:
+            moved += (widths.wire + widths.gradient) * trained * (1 if self.split else 2)
+        return self.node.device.streaming_seconds(moved)
 
     def _saved_out(self, unit: UnitCost) -> float:
         # What a unit saves for its backward leaves behind the forward, and comes back before the backward.

@@ -50,6 +50,12 @@ class Device:
     cache: float = 0.0  # bytes that a kernel reads and writes at ``cache_bandwidth``; 0: all are the memory's
     cache_bandwidth: float = 0.0  # bytes per second
     product_fill: float = 0.0  # edge of the square of results with which a product is half as fast as large ones
+    # Fused attention takes its operations at these shares of the speed of large products, and its traffic besides.
+    attention_forward: float = 0.80
+    attention_backward: float = 0.60
+    attention_bandwidth: float = 0.0  # bytes per second of that traffic in the forward; 0: it takes no time of its own
+    attention_bandwidth_back: float = 0.0
+    loss_bandwidth: float = 0.0  # bytes per second of the kernels of a cross entropy; 0: the memory's
     processor: bool = False  # it is the host's: its memory is the host's, and gradients are summed from messages
 
     @property
@@ -82,6 +88,10 @@ class Device:
     def memory_seconds(self, size: float) -> float:
         """Return the time of a kernel that reads and writes ``size`` bytes together."""
         return self.launch + self._moving(size)
+
+    def streaming_seconds(self, size: float) -> float:
+        """Return the time of a kernel that reads and writes ``size`` bytes of which no cache has any."""
+        return self.launch + size / (self.bandwidth * self.memory_efficiency)
 
     def _moving(self, size: float) -> float:
         # The first bytes, as many as a cache holds, are there from the kernel before.
@@ -191,9 +201,11 @@ FLAG = "true or false"
 
 RULES: dict[str, str] = {
     **dict.fromkeys(("efficiency", "product_efficiency", "memory_efficiency"), SHARE),
+    **dict.fromkeys(("attention_forward", "attention_backward"), SHARE),
     **dict.fromkeys(("devices", "cores", "shared", "count"), COUNT),
     **dict.fromkeys(("latency", "launch", "reserved", "product_padding", "product_fill"), NOT_NEGATIVE),
-    **dict.fromkeys(("cache", "cache_bandwidth"), NOT_NEGATIVE),
+    **dict.fromkeys(("cache", "cache_bandwidth", "loss_bandwidth"), NOT_NEGATIVE),
+    **dict.fromkeys(("attention_bandwidth", "attention_bandwidth_back"), NOT_NEGATIVE),
     **dict.fromkeys(("disk_read", "disk_write", "disk", "price"), NOT_NEGATIVE),
     **dict.fromkeys(("name", "source"), "text"),
     "processor": FLAG,

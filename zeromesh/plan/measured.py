@@ -189,20 +189,24 @@ def _device(alike: Sequence[NodeFacts]) -> tuple[Device, list[str]]:
         f" two halves of the measurement differ by {spread:.0%} in products and"
         f" {abs(early.bandwidth / late.bandwidth - 1):.0%} in the memory's bandwidth"
     ]
+    # Ranks that are more than the cores take turns, which the best times do not show.
+    threads = len(alike[0].ranks) * (ranks[0]["threads"] or 0)
+    turn = min(1.0, alike[0].cores / threads) if threads else 1.0
     device = Device(
         name,
         memory=ranks[0]["memory"] or alike[0].memory / len(alike[0].ranks),
-        flops=products.flops,
-        bandwidth=kernels.bandwidth,
+        flops={dtype: speed * turn for dtype, speed in products.flops.items()},
+        bandwidth=kernels.bandwidth * turn,
         product_efficiency=1.0,
         memory_efficiency=1.0,
-        launch=_typical(ranks, "launch"),
+        launch=_typical(ranks, "launch") / turn,
         reserved=statistics.median(rank["reserved"] for rank in ranks),
         source="measured; the peaks are what large products reach",
         product_padding=products.padding,
         product_fill=products.fill,
         cache=kernels.cache,
-        cache_bandwidth=kernels.cache_bandwidth,
+        cache_bandwidth=kernels.cache_bandwidth * turn,
+        **_fused(ranks, products, turn),
         processor=not ranks[0]["memory"],
     )
     known = find_accelerator(name)
@@ -222,6 +226,29 @@ def _device(alike: Sequence[NodeFacts]) -> tuple[Device, list[str]]:
         memory_efficiency=share,
         source=source,
     ), notes
+
+
+def _fused(ranks: Sequence[Mapping[str, Any]], products: ProductFit, turn: float) -> dict[str, float]:
+    """Return the speed of fused attention and of the loss."""
+    speed = products.flops.get("bf16") or products.flops.get("fp16") or products.flops["fp32"]
+    rows = [
+        (*rows[0][:2], statistics.median(min(times) for *_, times in rows))
+        for rows in zip(*(rank["attention"] for rank in ranks), strict=True)
+    ]
+    found: dict[str, float] = {}
+    for way, after, more in (("forward", "", 1.0), ("backward", "_back", 5 / 4)):
+        short, long = rows[way == "backward" :: 2]
+        # seconds = operations x a + bytes x b, of which neither is negative.
+        a = (long[2] - short[2] * long[1] / short[1]) / (long[0] - short[0] * long[1] / short[1])
+        a = min(max(a, 1e-3 / speed), long[2] / long[0])
+        b = max(0.0, short[2] - a * short[0]) / short[1]
+        found |= {
+            f"attention_{way}": min(1.0, more / (a * speed)),
+            f"attention_bandwidth{after}": turn / b if b else 0.0,
+        }
+    moved = ranks[0]["loss"][1]
+    found["loss_bandwidth"] = turn * moved / statistics.median(min(rank["loss"][2]) for rank in ranks)
+    return found
 
 
 def _products(ranks: Sequence[Mapping[str, Any]], part: int | None) -> list[ProductTime]:

@@ -127,7 +127,7 @@ def _profiles(units: Sequence[UnitCost], layout: ParallelLayout, convention: Con
             profile = _profile(unit, layout)
             if convention.engine and layout.tensor > 1:
                 profile = _in_chunks(unit, profile, layout)
-            profile = made[key] = alike.setdefault(profile[1:], profile)
+            profile = made[key] = alike.setdefault(profile[1:] if unit.block else profile, profile)
         found.append(profile)
     return found
 
@@ -355,11 +355,11 @@ class _Rank:
         rest = "" if forward else f", {max(snapshot.held)} held"
         summed = all(snapshot.summed)
         alone = self.layout.pipeline * self.layout.accumulation == 1
-        final = next((unit for unit, _ in runs if _own(unit) > 0), None)
+        final = next((place for place, (unit, _) in enumerate(runs) if _own(unit) > 0), None)
         # The gradients of inputs alone free nothing.
         freed = -1.0 if snapshot.kind is Kind.INPUT else 1.0
         full = _FullGradients(self.states.buffers, self.layout, self.left if summed else 0.0, summed)
-        for unit, count in runs if forward else reversed(runs):
+        for place, (unit, count) in enumerate(runs) if forward else reversed([*enumerate(runs)]):
             if forward:
                 kept += self.kept(unit) * count
                 parts = self.resting(summed, done)
@@ -373,7 +373,7 @@ class _Rank:
                 which = "the first " if number == count - 1 > 0 else f"{number} before the last " if number else ""
                 name = f"backward of {which}{unit.name}{rest}"
                 # Nothing more is gathered before the update: free slots give their memory back.
-                last = alone and unit is final and number + 1 == count
+                last = alone and place == final and number + 1 == count
                 for temporary, held in self.backward(unit, full, snapshot.kind):
                     parts = self.resting(summed, done)
                     parts["slot"] -= self.states.spare if last else 0.0

@@ -9,11 +9,6 @@ from zeromesh.plan.cost import KernelWork, WorkKind
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Device
 
-# Fused attention reaches this share of what large products reach; its backward computes the scores again, five products
-# instead of four, with more of its work outside of products (Dao, "FlashAttention-2", 2023: Figures 4 to 6, A100).
-ATTENTION_FORWARD = 0.80
-ATTENTION_BACKWARD = 0.60
-
 CAST = {"fp8": 4.0, "fp4": 4.0}  # bytes moved for each element of a product's operands, to make them from 16 bits
 
 SMALL = 64  # length of a head at which products of scores reach half of the speed of large ones
@@ -84,9 +79,11 @@ class KernelSpeed:
             moved *= self.habits.fusion
         elif work.kind is WorkKind.LOSS:
             moved *= self.habits.loss
+            if device.loss_bandwidth:
+                return work.count * (device.launch + moved / device.loss_bandwidth)
         seconds = device.memory_seconds(moved)
         if work.kind is WorkKind.ATTENTION:
-            seconds = max(seconds, self._attention(work, work.flops.on(tensor, split), back))
+            seconds = self._attention(work, work.flops.on(tensor, split), moved, back)
         elif work.shape is not None:
             rows, columns, sums = (float(length) for length in work.shape)
             columns = columns / tensor if work.divided == "columns" else columns
@@ -100,13 +97,18 @@ class KernelSpeed:
             seconds = max(seconds, work.flops.on(tensor, split) / rate)
         return work.count * seconds
 
-    def _attention(self, work: KernelWork, flops: float, back: bool) -> float:
+    def _attention(self, work: KernelWork, flops: float, moved: float, back: bool) -> float:
+        device = self.device
         # Scores are products in 16 bits whatever the dtype of matrices' products.
-        dtype = dtype_on(self.device, "bf16" if self.dtype in CAST else self.dtype)
-        rate = self.device.flops[dtype] * self.device.product_efficiency
+        dtype = dtype_on(device, "bf16" if self.dtype in CAST or device.processor else self.dtype)
+        rate = device.flops[dtype] * device.product_efficiency
         if work.shape is None:
-            rate *= self.habits.attention * (ATTENTION_BACKWARD * 4 / 5 if back else ATTENTION_FORWARD)
+            # A backward computes the scores again: five products for four that are counted.
+            rate *= self.habits.attention * (device.attention_backward * 4 / 5 if back else device.attention_forward)
+            apart = device.attention_bandwidth_back if back else device.attention_bandwidth
+            if apart:
+                return device.launch + flops / rate + moved / apart
         else:
             # A batch of small products: short sums leave most of the time to reading and writing scores.
             rate *= work.shape[2] / (work.shape[2] + SMALL)
-        return flops / rate
+        return max(device.memory_seconds(moved), flops / rate)

@@ -25,6 +25,7 @@ class StepClock:
     """Times at which resources are free, and what computation has waited for."""
 
     keep: bool = False  # the intervals
+    serial: bool = False  # what is sent and copied takes the processor from the computation
     free: dict[str, float] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
     kept: list[tuple[str, str, float, float]] = field(default_factory=list)  # resource, label, start, end
@@ -33,8 +34,11 @@ class StepClock:
         """Occupy a resource for some seconds, from ``ready`` at the earliest; return the end."""
         if seconds <= 0.0:
             return ready
-        start = max(self.free.get(resource, 0.0), ready)
+        serial = self.serial and resource not in (READ, WRITE)
+        start = max(self.free.get(resource, 0.0), ready, self.now if serial else 0.0)
         end = self.free[resource] = start + seconds
+        if serial:
+            self.wait(end, resource)
         if self.keep:
             self.kept.append((resource, label, start, end))
         return end
@@ -77,11 +81,12 @@ class StreamRules:
     reduces_early: bool = True
     publishes_early: bool = True
     overhead: float = 0.0
+    serial: bool = False  # see ``StepClock``
 
 
 def run(units: Sequence[UnitTime], rules: StreamRules, keep: bool = False) -> tuple[float, StepClock]:
     """Return the seconds of a step and the clock with what they were spent on."""
-    stream = _Stream(units, rules, StepClock(keep))
+    stream = _Stream(units, rules, StepClock(keep, rules.serial))
     stream.update()
     stretch, waits = 0.0, {}
     # A picture shows all of them.

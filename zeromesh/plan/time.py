@@ -97,6 +97,7 @@ def _alone(units: Sequence[UnitTime], durations: Durations, keep: bool) -> _Foun
     rules = streams.StreamRules(
         durations.sharded, durations.split, durations.reduces_each, layout.parameter_slots, layout.gradient_slots,
         layout.accumulation, habits.reduces_early, habits.publishes_early, habits.overhead,
+        durations.node.device.processor,
     )  # fmt: skip
     seconds, clock = streams.run(_contended(units, durations), rules, keep)
     return seconds, dict(clock.waits), [Interval(0, *one) for one in clock.kept]
@@ -208,16 +209,17 @@ def _stage(units: Sequence[UnitTime], durations: Durations, blocks: int, release
         missing = max(0.0, 1.0 - durations.layout.parameter_slots / blocks) if blocks else 0.0
         gathers = missing * sum(unit.gather for unit in own)
         fetched = missing * sum(max(unit.fetch, unit.read) for unit in own)
-        forward = max(forward, gathers, fetched)
+        serial = durations.node.device.processor
+        forward = forward + gathers + fetched if serial else max(forward, gathers, fetched)
         reduces = sum(unit.reduce for unit in own) if durations.reduces_each else 0.0
-        back = max(back, gathers + reduces - weight, fetched)
+        back = back + gathers + reduces + fetched if serial else max(back, gathers + reduces - weight, fetched)
     elif durations.reduces_each:
         back = max(back, sum(unit.reduce for unit in own) - weight)
     if durations.reduces_each:
         back = max(back, sum(unit.gradient_out for unit in own) - weight)
     saved = sum(unit.saved_out for unit in own)
     forward, back = max(forward, saved), max(back, saved - weight)
-    if durations.habits.messages_block and message:
+    if (durations.habits.messages_block or durations.node.device.processor) and message:
         return StageCost(forward + message, back + message, weight, release, 0.0)
     return StageCost(forward, back, weight, release, message)
 
