@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
+from zeromesh.comm import mesh
 from zeromesh.model.placement import ROWS, Placement, PlacementRow
 from zeromesh.plan.cost import Recompute
 
-AXES = ("replicate", "data", "context", "pipeline", "tensor")
+# No layout has expert ranks yet.
+AXES = tuple(axis for axis in mesh.AXES if axis != "expert")
 
 
 @dataclass(frozen=True)

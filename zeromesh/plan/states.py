@@ -10,9 +10,9 @@ from typing import NamedTuple
 from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.plan.conventions import Convention
 from zeromesh.plan.layout import ParallelLayout, Widths
+from zeromesh.shard.layout import ALIGNMENT
+from zeromesh.tiers import swap_file
 
-ALIGNMENT = 64  # bytes at which parameters and shards of the engine begin
-FILE_ALIGNMENT = 4096  # bytes of a block of a file
 STATE_BUFFERS, PARAMETER_BUFFERS = 4, 5  # units in host memory at a time of those that rest in files
 
 
@@ -182,7 +182,7 @@ def _place(size: float, elements: float, row: PlacementRow, widths: Widths, rank
         state = "parameter" if rest == widths.parameter else "optimizer"
         bytes_at_rest = size / ranks * rest
         if row.parameter_tier is Tier.NVME:
-            bytes_at_rest = ceil(bytes_at_rest / FILE_ALIGNMENT) * FILE_ALIGNMENT
+            bytes_at_rest = ceil(bytes_at_rest / swap_file.ALIGNMENT) * swap_file.ALIGNMENT
         _add(found, state, row.parameter_tier, bytes_at_rest)
     else:
         _add(found, "parameter", Tier.DEVICE, size * rest)
@@ -190,7 +190,7 @@ def _place(size: float, elements: float, row: PlacementRow, widths: Widths, rank
     kept = widths.parameter if split else master
     if row.optimizer_tier is Tier.NVME:
         block = own * (kept + widths.states)
-        _add(found, "optimizer", Tier.NVME, ceil(block / FILE_ALIGNMENT) * FILE_ALIGNMENT)
+        _add(found, "optimizer", Tier.NVME, ceil(block / swap_file.ALIGNMENT) * swap_file.ALIGNMENT)
         return found
     if apart or rest != master:
         _add(found, "optimizer", row.optimizer_tier, own * kept)
