@@ -4,7 +4,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python -m
 
-.PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme validate-plan check clean
+.PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme bench-plan validate-plan check clean
 
 train: .venv/.plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
@@ -62,6 +62,12 @@ bench-offload: .venv/.plots.done .venv-deepspeed/.peers.done
 bench-nvme: .venv/.plots.done
 	.venv/bin/python benchmarks/nvme.py $(if $(FOLDER),--folder $(FOLDER)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 		$(if $(OUT),--out $(OUT))
+
+# The planner's predictions beside this machine: `make bench-plan ROUNDS=1 OUT=runs/plan`; it goes on where it was ended.
+bench-plan: .venv/.plots.done
+	.venv/bin/python benchmarks/plan_layouts.py $(if $(ROUNDS),--rounds $(ROUNDS)) \
+		--out $(or $(OUT),docs/benchmarks)/$(or $(DATE),$(shell date +%Y-%m-%d))-plan.json
+	.venv/bin/python benchmarks/plan_page.py $(or $(OUT),docs/benchmarks)/$(or $(DATE),$(shell date +%Y-%m-%d))-plan.json
 
 # The planner's predictions beside published figures: `make validate-plan ROWS=FILE OUT=PAGE` for other rows.
 validate-plan: .venv/.test.done

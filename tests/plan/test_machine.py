@@ -154,7 +154,8 @@ def test_the_page_describes_every_field_and_no_other() -> None:
     for kind, prefix in ((Node, "nodes"), (LinkSpeed, "link"), (Device, "device")):
         for item in fields(kind):
             named = {MISSING: "", "": "empty"}  # as the page has them
-            expected[prefix, item.name] = named.get(item.default, item.default)
+            default = "false" if item.default is False else item.default
+            expected[prefix, item.name] = named.get(default, default)
     assert set(found) == set(expected)
     for key, default in expected.items():
         assert found[key] == default or float(found[key]) == default, key

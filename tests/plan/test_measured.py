@@ -5,8 +5,11 @@ import pytest
 import torch
 
 from zeromesh.observe import speed
+from zeromesh.plan.cost import Divided, KernelWork, WorkKind
+from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Device, Machine
 from zeromesh.plan.measured import NodeFacts, ProductTime, fit_memory, fit_products, measured_machine
+from zeromesh.plan.rates import Habits, KernelSpeed
 
 SHAPES = [(128, 128, 128), (512, 512, 512), (32, 512, 512), (512, 32, 512), (512, 512, 32), (256, 1024, 256)]
 # Products of 100 and 50 10^9/s with 32 elements of padding and a fill of 64, and a cache of 16 MiB.
@@ -30,6 +33,16 @@ def speeds(device: Device, scale: int = 1) -> dict[str, Any]:
     """What a rank with this device would have measured; the last rounds were disturbed."""
     shapes = [(scale * rows, scale * columns, scale * sums) for rows, columns, sums in SHAPES]
     times = {(dtype, *shape): device.product_seconds(*shape, dtype) for dtype in device.flops for shape in shapes}
+    speed = device.flops[device.half]
+    # A forward at half of the speed of products, a backward at a quarter, whose operations count for four fifths; and
+    # traffic at 1 and at 2 GB/s.
+    fused = [
+        (ops, moved, ops / (share * speed) + moved / rate)
+        for length in (128, 512)
+        for ops, moved, share, rate in (
+            (1e3 * length**2, 1e3 * length, 0.5, 1e9), (2e3 * length**2, 2e3 * length, 0.25 * 4 / 5, 2e9),
+        )
+    ]  # fmt: skip
     return {
         "name": device.name,
         "memory": None,
@@ -37,6 +50,8 @@ def speeds(device: Device, scale: int = 1) -> dict[str, Any]:
         "threads": 1,
         "products": [[*product, [seconds, seconds, 0.1, 0.1]] for product, seconds in times.items()],
         "kernels": [[size, [device.memory_seconds(size), device.memory_seconds(size), 0.2]] for size in SIZES],
+        "attention": [[*sizes, [seconds, 0.1]] for *sizes, seconds in fused],
+        "loss": [0.0, 8e6, [8e6 / 2e9, 0.1]],
         "launch": [5e-6, 9e-6],
         "smallest": [2e-6, 3e-6],
         "host": None,
@@ -123,6 +138,30 @@ def test_a_busy_machine_is_noted() -> None:
         facts = NodeFacts("a", 16e9, 10e9, 4, (0.0, 0.0, 0.0), [speeds(TRUE)], load)
         notes = "\n".join(measured_machine([facts], None).notes)
         assert ("a was busy: 7.5 processes on 4 cores" in notes) == said
+
+
+def test_attention_is_computation_at_a_share_of_products_and_traffic() -> None:
+    [(node, _)] = measured_machine([NodeFacts("a", 16e9, 10e9, 4, (0.0, 0.0, 0.0), [speeds(TRUE)])], None).nodes
+    device = node.device
+    assert (device.attention_forward, device.attention_backward) == pytest.approx((0.5, 0.25))
+    assert (device.attention_bandwidth, device.attention_bandwidth_back) == pytest.approx((1e9, 2e9))
+    assert device.loss_bandwidth == pytest.approx(2e9)
+    attention = KernelWork(WorkKind.ATTENTION, Divided(1e9), Divided(1e6))
+    kernels = KernelSpeed(device, ParallelLayout(), Habits())
+    speed = device.flops["bf16"]
+    assert kernels.seconds(attention) == pytest.approx(device.launch + 1e9 / (0.5 * speed) + 1e6 / 1e9)
+    assert kernels.seconds(attention, back=True) == pytest.approx(device.launch + 1e9 / (0.2 * speed) + 1e6 / 2e9)
+    loss = KernelWork(WorkKind.LOSS, Divided(), Divided(1e6))
+    assert kernels.seconds(loss) == pytest.approx(device.launch + 1e6 / 2e9)
+
+
+def test_ranks_that_share_cores_take_turns() -> None:
+    def device(cores: int) -> Device:
+        ranks = [speeds(TRUE), speeds(TRUE)]
+        return measured_machine([NodeFacts("a", 16e9, 10e9, cores, (0.0, 0.0, 0.0), ranks)], None).nodes[0][0].device
+
+    assert device(1).flops["bf16"] == pytest.approx(device(2).flops["bf16"] / 2)
+    assert device(1).processor
 
 
 def test_what_was_not_measured_is_said() -> None:
