@@ -36,8 +36,8 @@ from zeromesh.plan.time import time_of
 from zeromesh.plan.trace import TracedCost
 
 RATES = {"100mbit": 1e8, "1gbit": 1e9, "10gbit": 1e10}
-SPEEDS = [0.40 + 0.02 * number for number in range(41)]
-LINKS = [0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.2, 1.5]
+SPEEDS = [0.60 + 0.02 * number for number in range(31)]
+LATENCIES = [0.0, *(2e-4 * 1.25**number for number in range(18))]  # seconds, to 9 ms
 BUDGETS = 4  # memory limits of a group of layouts
 NEAR = 1.03  # a pick is right if it takes at most so many times the best layout's time
 
@@ -64,8 +64,8 @@ def source_of(model: str, bf16: bool) -> TracedCost:
     return TracedCost(made, batch, TraceOptions(torch.bfloat16 if bf16 else None, kernels="cpu"), name=model)
 
 
-def scaled(machine: Machine, row: Row, speed: float = 1.0, links: float = 1.0) -> Machine:
-    """Return the machine with its speeds and links times two factors, and the row's hosts and the link between them."""
+def scaled(machine: Machine, row: Row, speed: float = 1.0, latency: float | None = None) -> Machine:
+    """Return the machine with its speeds times a factor and another latency, and the row's hosts and their link."""
 
     def device_of(device: Device) -> Device:
         names = ("bandwidth", "cache_bandwidth", "attention_bandwidth", "attention_bandwidth_back", "loss_bandwidth")
@@ -74,7 +74,7 @@ def scaled(machine: Machine, row: Row, speed: float = 1.0, links: float = 1.0) -
         return replace(device, **slower, flops=flops, launch=device.launch / speed)
 
     ((node, count),) = machine.nodes
-    inside = replace(node.inside, bandwidth=node.inside.bandwidth * links)
+    inside = node.inside if latency is None else replace(node.inside, latency=latency)
     node, between = replace(node, device=device_of(node.device), inside=inside), machine.between
     if row.rate:
         node, count = replace(node, devices=1), row.ranks
@@ -116,12 +116,12 @@ def compared(figures: dict[str, Any]) -> list[Compared]:
     for ranks, own in by_ranks.items():
         machine = Machine.from_dict(figures["machines"][str(ranks)][0])
         measured = {row.name: _seconds(figures, row) for row in own}
-        speed, links = _fit(own[::2], measured, machine)
-        print(f"{ranks} ranks: computation at {speed:.2f}, links at {links:.2f} of what was measured")
+        speed, latency = _fit(own[::2], measured, machine)
+        print(f"{ranks} ranks: computation at {speed:.2f} of what was measured, {latency * 1e3:.2f} ms a message")
         for number, row in enumerate(own):
             peak = max(one["peak"] for one in figures["rows"][row.name])
             plain = predicted_seconds(row, scaled(machine, row))
-            fitted = predicted_seconds(row, scaled(machine, row, speed, links))
+            fitted = predicted_seconds(row, scaled(machine, row, speed, latency))
             memory = predicted_bytes(row, scaled(machine, row))
             found.append(Compared(row, memory, peak, measured[row.name], plain, fitted, number % 2 == 1))
     return found
@@ -137,7 +137,7 @@ def _fit(own: Sequence[Row], measured: dict[str, float], machine: Machine) -> tu
         times = [predicted_seconds(row, scaled(machine, row, *factors)) for row in own]
         return statistics.fmean(abs(time / measured[row.name] - 1) for time, row in zip(times, own, strict=True))
 
-    return min(product(SPEEDS, LINKS if own[0].ranks > 1 else [1.0]), key=error)
+    return min(product(SPEEDS, LATENCIES if own[0].ranks > 1 else [0.0]), key=error)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ def speeds(device: Device, scale: int = 1) -> dict[str, Any]:
         "kernels": [[size, [device.memory_seconds(size), device.memory_seconds(size), 0.2]] for size in SIZES],
         "attention": [[*sizes, [seconds, 0.1]] for *sizes, seconds in fused],
         "loss": [0.0, 8e6, [8e6 / 2e9, 0.1]],
+        "busy_latency": None,
         "launch": [5e-6, 9e-6],
         "smallest": [2e-6, 3e-6],
         "host": None,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +20,9 @@ from zeromesh.tiers.nvme import MIB
 
 DISK_BYTES = 32 * MIB
 DISK_TRIES = 3
+MESSAGE = 1 << 14  # elements of fp32
+MESSAGES, MESSAGE_ROUNDS = 20, 3
+PRODUCTS = 5  # beside each message; a few milliseconds each
 
 
 def check_target(path: Path) -> None:
@@ -44,7 +48,30 @@ def speeds_of_rank(world: Group | None, folder: Path | None, local_rank: int = 0
         return float(world.exchange(torch.tensor([value], dtype=torch.float64)).max())
 
     meet(0.0)  # disks are measured while the other ranks wait
-    return measure_speeds(device, meet) | {"disk": disk, "load": load}
+    found = measure_speeds(device, meet) | {"disk": disk, "load": load}
+    busy = world is not None and device.type == "cpu"
+    return found | {"busy_latency": _busy_latency(world, meet) if world is not None and busy else None}
+
+
+def _busy_latency(world: Group, meet: Callable[[float], float]) -> float:
+    """Return the seconds by which a small message makes a processor's computation longer."""
+    # Where all cores compute, what sends and receives waits for its turn: many times what a message takes on idle ones.
+    own, full = torch.zeros(MESSAGE), torch.zeros(world.size * MESSAGE)
+    first, second = torch.randn(512, 384).bfloat16(), torch.randn(384, 4096).bfloat16()
+
+    def seconds(sends: bool) -> float:
+        meet(0.0)
+        start = time.perf_counter()
+        for _ in range(MESSAGES):
+            pending = world.all_gather(full, own, 1) if sends else None
+            for _ in range(PRODUCTS):
+                torch.mm(first, second)
+            if pending is not None:
+                pending.wait()
+        return (time.perf_counter() - start) / MESSAGES
+
+    seconds(True)
+    return max(0.0, median(seconds(True) - seconds(False) for _ in range(MESSAGE_ROUNDS)))
 
 
 def save_machine(

@@ -74,6 +74,11 @@ class Durations:
         self.sharded = row.parameter is Placement.SHARDED
         self.reduces_each = row.gradient is Placement.SHARDED and not habits.sums_once  # after each micro-batch
         self.split = row.optimizer is Placement.SHARDED
+        # Messages of a processor take it as long as they take between ranks of a host; the rest is the link's.
+        self.serial = 0.0
+        if self.node.device.processor:
+            inside, between = self.shard.inside.bandwidth, self.shard.between.bandwidth
+            self.serial = min(1.0, between / inside) if self.shard.crosses else 1.0
 
     def units(self, cost: ModelCost) -> list[UnitTime]:
         """Return the seconds of all units, in the order of the forward."""
@@ -96,7 +101,9 @@ class Durations:
         forward, back, weight = speed.total(unit.forward), speed.total(unit.input, True), speed.total(unit.weight)
         again, joins_again = self._again(unit, forward)
         join = self._join(unit)
-        attention = speed.total(work for work in unit.forward if work.kind is WorkKind.ATTENTION)
+        attention = 0.0
+        if not self.serial:  # exchanges go on beside it
+            attention = speed.total(work for work in unit.forward if work.kind is WorkKind.ATTENTION)
         exchange = self._exchange(unit)
         states = self._states(unit, away) | {"saved_out": self._saved_out(unit)}
         # A weight's gradient is read and added to the sum over micro-batches.

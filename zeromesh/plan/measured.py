@@ -166,6 +166,10 @@ def _node(alike: Sequence[NodeFacts], inside: LinkSpeed | None) -> tuple[Node, l
             f"a device is one of {count} rank(s) with {first.ranks[0]['threads']} thread(s): an equal part of the"
             " host's memory, which is the host tier's too; its bandwidth was measured with all ranks at once"
         )
+    waits = [rank["busy_latency"] for node in alike for rank in node.ranks if rank["busy_latency"] is not None]
+    if inside is not None and waits:
+        inside = replace(inside, latency=max(inside.latency, statistics.median(waits)))
+        notes.append(f"a message between ranks of a node takes {inside.latency * 1e3:.2g} ms while all cores compute")
     if inside is None:
         inside = host
         notes.append("inside a node: not measured, as there was one rank; taken as the link to the host")

@@ -25,7 +25,7 @@ class StepClock:
     """Times at which resources are free, and what computation has waited for."""
 
     keep: bool = False  # the intervals
-    serial: bool = False  # what is sent and copied takes the processor from the computation
+    serial: float = 0.0  # share of what is sent and copied that takes the processor from the computation
     free: dict[str, float] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
     kept: list[tuple[str, str, float, float]] = field(default_factory=list)  # resource, label, start, end
@@ -34,11 +34,11 @@ class StepClock:
         """Occupy a resource for some seconds, from ``ready`` at the earliest; return the end."""
         if seconds <= 0.0:
             return ready
-        serial = self.serial and resource not in (READ, WRITE)
+        serial = 0.0 if resource in (READ, WRITE) else self.serial if resource in (DATA, REPLICAS) else self.serial > 0
         start = max(self.free.get(resource, 0.0), ready, self.now if serial else 0.0)
         end = self.free[resource] = start + seconds
         if serial:
-            self.wait(end, resource)
+            self.compute(((resource, serial * seconds),), label)
         if self.keep:
             self.kept.append((resource, label, start, end))
         return end
@@ -81,7 +81,7 @@ class StreamRules:
     reduces_early: bool = True
     publishes_early: bool = True
     overhead: float = 0.0
-    serial: bool = False  # see ``StepClock``
+    serial: float = 0.0  # see ``StepClock``
 
 
 def run(units: Sequence[UnitTime], rules: StreamRules, keep: bool = False) -> tuple[float, StepClock]:

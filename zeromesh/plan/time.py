@@ -97,7 +97,7 @@ def _alone(units: Sequence[UnitTime], durations: Durations, keep: bool) -> _Foun
     rules = streams.StreamRules(
         durations.sharded, durations.split, durations.reduces_each, layout.parameter_slots, layout.gradient_slots,
         layout.accumulation, habits.reduces_early, habits.publishes_early, habits.overhead,
-        durations.node.device.processor,
+        durations.serial,
     )  # fmt: skip
     seconds, clock = streams.run(_contended(units, durations), rules, keep)
     return seconds, dict(clock.waits), [Interval(0, *one) for one in clock.kept]
@@ -209,7 +209,7 @@ def _stage(units: Sequence[UnitTime], durations: Durations, blocks: int, release
         missing = max(0.0, 1.0 - durations.layout.parameter_slots / blocks) if blocks else 0.0
         gathers = missing * sum(unit.gather for unit in own)
         fetched = missing * sum(max(unit.fetch, unit.read) for unit in own)
-        serial = durations.node.device.processor
+        serial = durations.serial > 0
         forward = forward + gathers + fetched if serial else max(forward, gathers, fetched)
         reduces = sum(unit.reduce for unit in own) if durations.reduces_each else 0.0
         back = back + gathers + reduces + fetched if serial else max(back, gathers + reduces - weight, fetched)
