@@ -168,8 +168,8 @@ def scenarios(found: Sequence[Compared]) -> Iterator[Scenario]:
         if len(members) < 3:
             continue
         peaks = sorted({member.peak for member in members})
-        for number in range(BUDGETS):
-            limit = 1.02 * peaks[round(number * (len(peaks) - 1) / (BUDGETS - 1))]
+        for number in sorted({round(step * (len(peaks) - 1) / (BUDGETS - 1)) for step in range(BUDGETS)}):
+            limit = 1.02 * peaks[number]
             fitting = [member for member in members if member.peak <= limit]
             chosen = min((m for m in members if m.memory <= limit), key=lambda m: m.fitted, default=None)
             if chosen is not None:
@@ -187,11 +187,12 @@ def page_of(found: Sequence[Compared], figures: dict[str, Any], picture: str) ->
     right = [one for one in picks if one.loss <= NEAR]
     yield "# The planner on this machine: predicted and measured"
     yield ""
+    rounds = max(map(len, figures["rows"].values()))
     yield (
         f"{figures['date']}, commit {figures['commit']}, {figures['machine']}. {len(found)} layouts of three models, "
-        f"each with processes of its own, in {max(map(len, figures['rows'].values()))} rounds. Memory is the most "
-        "bytes in blocks of 64 KiB and more during a step, counted at each allocation. Time is the median of a round's "
-        "steps, of the faster round. Hosts with a link between them are network namespaces."
+        f"each with processes of its own, in up to {rounds} rounds. Memory is the most bytes in blocks of 64 KiB and "
+        "more during a step, counted at each allocation. Time is the median of a round's steps, of the faster round. "
+        "Hosts with a link between them are network namespaces."
     )
     yield ""
     yield f"![predicted against measured]({picture})"
@@ -206,7 +207,8 @@ def page_of(found: Sequence[Compared], figures: dict[str, Any], picture: str) ->
     yield ""
     yield (
         f"The planner's pick among the layouts of one model, batch and number of ranks that fit a memory limit: within "
-        f"{NEAR - 1:.0%} of the measured best in {len(right)} of {len(picks)} scenarios."
+        f"{NEAR - 1:.0%} of the measured best in {len(right)} of {len(picks)} scenarios. Differences below the spread "
+        "of the rounds tell nothing of the planner."
     )
     yield ""
     yield "| scenario | memory limit, MB | pick | its time, s | best | its time, s | pick over best |"
@@ -228,7 +230,7 @@ def page_of(found: Sequence[Compared], figures: dict[str, Any], picture: str) ->
 
 
 def _spreads(figures: dict[str, Any]) -> list[float]:
-    medians = [[statistics.median(one["seconds"]) for one in rounds] for rounds in figures["rows"].values()]
+    medians = [[statistics.median(one["seconds"]) for one in r] for r in figures["rows"].values() if len(r) > 1]
     return [max(values) / min(values) - 1 for values in medians]
 
 
@@ -248,6 +250,9 @@ def draw(found: Sequence[Compared], path: Path) -> None:
             own = [point for point, name in pairs if name == model]
             panel.scatter(*zip(*own, strict=True), s=14, color=colour, label=model)
         panel.set(title=title, xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}", xscale="log", yscale="log")
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("{x:g}" if place == 0 else "")
         panel.legend(frameon=False)
     FigureCanvasAgg(figure).print_png(str(path))
 
