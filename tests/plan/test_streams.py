@@ -100,3 +100,17 @@ def test_uses_of_one_resource_do_not_overlap():
     for resource in {one[0] for one in clock.kept}:
         spans = sorted((start, end) for name, _, start, end in clock.kept if name == resource)
         assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(spans))
+
+
+def test_messages_of_a_processor_take_its_time():
+    # Two gathers and two reductions of half a second each lie beside 6 seconds of computation, and hide behind none.
+    seconds, clock = run(TWO, replace(GATHERED, serial=1.0))
+    assert seconds == pytest.approx(6.0 + 4 * 0.5)
+    assert clock.waits == pytest.approx({"compute": 6.0, "data links": 2.0})
+
+
+def test_a_slow_links_messages_take_the_processor_for_a_share():
+    # A fifth of each sum's 5 seconds is the processor's: forwards 0-2, backward b 2-4, its sum 4-9, of which the
+    # processor spends 4-5; backward a 5-7, its sum behind b's 9-14.
+    slow = [unit._replace(gather=0.0, reduce=5.0) for unit in TWO]
+    assert run(slow, replace(KEPT, serial=0.2))[0] == pytest.approx(14.0)
