@@ -12,8 +12,9 @@ from torch import nn
 import zeromesh
 from harness import run_command, run_ranks
 from zeromesh.comm.environment import shutdown
+from zeromesh.observe.units import bytes_text
 from zeromesh.plan.convert import layout_from
-from zeromesh.reports import STATES, planned_states
+from zeromesh.reports import STATES, explain, planned_states
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
@@ -125,6 +126,31 @@ def test_out_of_memory_tells_what_was_planned_what_is_used_and_three_remedies() 
     assert '1. "train_micro_batch_size_per_gpu": 1 with "gradient_accumulation_steps": 2 halves activations' in notes
     assert '2. "activation_checkpointing": {"enabled": true}' in notes
     assert '3. "zero_optimization": {"stage": 3} on 2 ranks instead of 1: ' in notes
+
+
+def on_device(zero: dict[str, Any]) -> tuple[int, str]:
+    """Bytes of states on the device after a step, and what an error would say there if it were a GPU's."""
+    settings = {**CONFIG, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "zero_optimization": zero}
+    engine = zeromesh.initialize(model=Hungry(), config=settings)[0]
+    engine.backward(engine(torch.ones(1, 1000)).sum())
+    engine.step()
+    report = engine.memory_report()
+    engine.mesh.device = torch.device("cuda")
+    note = explain(report, engine.sharded, engine.optimizer, engine.config)
+    engine.mesh.device = torch.device("cpu")
+    engine.destroy()
+    return sum(report[state].get("device", 0) for state in STATES), note
+
+
+def test_a_remedy_saves_what_it_says() -> None:
+    try:
+        before, note = on_device({"stage": 0})
+        after, _ = on_device({"stage": 2, "offload_optimizer": {"device": "cpu"}})
+    finally:
+        shutdown()
+    # Not at stage 0, which has no offload.
+    key = '"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}'
+    assert f"1. {key} moves the optimizer to the host: {bytes_text(before - after)} less" in note
 
 
 def remedies_on_two_ranks() -> str:

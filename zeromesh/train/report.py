@@ -194,8 +194,9 @@ def _prediction(found: dict[str, Any] | None) -> list[str]:
             f"None was made, as the steps took less than {WORTH:.0f} s: it takes a few seconds; {MACHINE}, with a file "
             "of zeromesh doctor --save, makes one in any case."
         ]
+    memory = "memory" if found["host"] is None else "memory of the device"
     rows = []
-    for name, what in (("device", "memory of the device"), ("host", "memory of the host"), ("step", "time of a step")):
+    for name, what in (("device", memory), ("host", "memory of the host"), ("step", "time of a step")):
         one, text = found[name], _milliseconds if name == "step" else bytes_text
         if one is None:
             continue
