@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from zeromesh import reports
 from zeromesh.engine_state import EngineState
@@ -121,7 +122,31 @@ class Answers(EngineState):
         At stage 3 slots and gradients have memory only while they are needed, and parameters of 16 bits rest in their
         masters: they count as ``optimizer``.
         """
-        return reports.memory(self.sharded, self.optimizer, self.activations)
+        return reports.memory(self.sharded, self.optimizer, self.activations, self._before)
+
+    def prediction_report(
+        self, model: nn.Module | Callable[[], nn.Module], inputs: Mapping[str, Any],
+        loss: Callable[[Any], torch.Tensor] | None = None, memory: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return what the planner foresees of this rank's memory and of a step beside what was measured.
+
+        It traces the model without memory, and measures the machine where neither ``ZEROMESH_MACHINE`` names its file
+        nor its GPU is known: a second or two, on this rank alone. It never raises.
+
+        Args:
+            model: as the one that ``initialize`` was given, before an engine changed it; on any device, meta included.
+                Or a function that makes it.
+            inputs: keyword arguments of its forward for a micro-batch; only shapes and dtypes of tensors matter.
+            loss: computes the loss from the model's output, unless that is the loss or has it.
+            memory: a ``memory_report()`` to compare with; None takes one now.
+
+        Returns:
+            ``machine``, ``layout``, and ``notes`` on what is missing; ``device`` and ``host`` (most bytes) and ``step``
+            (median seconds), each with ``predicted``, ``measured`` and ``difference``: predicted / measured - 1. What
+            is not known is None. On a processor ``device`` is all memory.
+        """
+        report, seconds = memory or self.memory_report(), self.observer.step_seconds
+        return reports.prediction((model, inputs, loss), report, seconds, self.mesh, self.config)
 
     def traffic_report(self, reset: bool = False) -> dict[str, dict[str, float]]:
         """Return the traffic of this rank since the last reset, by collective and axis (``"all_gather/data"``).

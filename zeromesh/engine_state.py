@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from zeromesh.computation import Computation
 from zeromesh.observe.observer import Observer
+from zeromesh.reports import Before
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.update import Update
 
@@ -35,6 +36,7 @@ class Parts:
     context_parallel: SpreadSequences | None
     activations: ActivationStore | None
     pipelined: Pipelined | None
+    before: Before
 
 
 class EngineState:
@@ -79,6 +81,7 @@ class EngineState:
         self.context_parallel = parts.context_parallel
         self.activations = parts.activations
         self.pipelined = parts.pipelined
+        self._before = parts.before
         # Made here, because it needs the placed states and the computation.
         self.stage_work = None if parts.pipelined is None else parts.pipelined.work(parts.sharded, parts.computation)
         self._computation = parts.computation

@@ -1,14 +1,16 @@
-"""Reports of an engine: memory, traffic, bounds, and remedies when memory is used up."""
+"""Reports of an engine: memory, traffic, bounds, predictions, and remedies when memory is used up."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.comm.agreement import catch
@@ -29,6 +31,7 @@ from zeromesh.tiers.memory import empty_on
 
 if TYPE_CHECKING:
     from zeromesh.activation.store import ActivationStore
+    from zeromesh.plan.layout import ParallelLayout
 
 STATES = ("parameter", "gradient", "optimizer", "slot", "buffer", "activation")
 
@@ -39,16 +42,32 @@ TIMES = 3  # measurements of each rate, of which the best counts
 REMEDIES = 3  # remedies that a note about a shortage lists
 
 
+class Before(NamedTuple):
+    """Bytes of the device, or of the process on a CPU, before a model is placed."""
+
+    live: int  # in use, without the model's own
+    peak: int  # in use at the most so far
+
+
+def memory_before(model: nn.Module, device: torch.device) -> Before:
+    """Return the bytes in use now."""
+    own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())
+           if t.device.type == device.type}  # fmt: skip
+    return Before(live_bytes(device) - sum(own.values()), peak_bytes(device))
+
+
 def memory(
-    sharded: ShardedModel, optimizer: Optimizer | None, activations: ActivationStore | None = None
-) -> dict[str, Any]:
+    sharded: ShardedModel, optimizer: Optimizer | None, activations: ActivationStore | None = None,
+    before: Before | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the most bytes of this rank by state and tier.
 
     Returns:
         For each of ``STATES`` a dict of tier (``device``, ``host`` or ``nvme``) to bytes; ``total``, their sum;
-        ``measured``, what the process uses now (``live``) and has used at most (``peak``), and ``remainder``: the peak
-        less what is counted on the measured device. ``activation`` is what activation checkpointing has had in host
-        memory at the most so far.
+        ``measured``, what the process uses now (``live``) and has used at most (``peak``), ``remainder``: the peak less
+        what is counted on the measured device, and ``own``: the peak less what was in use before the model was placed,
+        None if more was in use then. ``activation`` is what activation checkpointing has had in host memory at the most
+        so far.
     """
     tiers: dict[str, dict[str, int]] = {state: defaultdict(int) for state in STATES}
     for state, tier, size in [*allocations(sharded), *_optimizer_state(sharded, optimizer)]:
@@ -63,7 +82,8 @@ def memory(
     # On a CPU the host's tier lies in the same memory that the process is measured by.
     here = sum(sizes.get("device", 0) + (sizes.get("host", 0) if cpu else 0) for sizes in tiers.values())
     # The remainder is other activations, temporaries, fragmentation, and on a CPU Python and torch themselves.
-    measured = {"live": live, "peak": peak, "remainder": peak - here}
+    own = peak - before.live if before is not None and peak > before.peak else None
+    measured = {"live": live, "peak": peak, "remainder": peak - here, "own": own}
     return {**{state: dict(sizes) for state, sizes in tiers.items()}, "total": total, "measured": measured}
 
 
@@ -187,40 +207,161 @@ def explained(explain: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def explain(report: dict[str, Any], sharded: ShardedModel, settings: Resolved) -> str:
+def prediction(
+    example: tuple[Any, Mapping[str, Any], Any], report: Mapping[str, Any], seconds: float | None, mesh: Mesh,
+    settings: Resolved,
+) -> dict[str, Any]:  # fmt: skip
+    """Return what the planner foresees beside what was measured; see ``Engine.prediction_report``.
+
+    Args:
+        example: the model, arguments of its forward, and the loss of its output.
+        report: of ``memory``.
+        seconds: of a step; None: not known.
+        mesh: ranks.
+        settings: of the run.
+    """
+    # Imported here: only runs that ask for a prediction pay for the planner.
+    from zeromesh.plan.answer import layout_text
+    from zeromesh.plan.convert import layout_from
+    from zeromesh.plan.here import cost_here, machine_here
+    from zeromesh.plan.memory import memory_of
+    from zeromesh.plan.time import time_of
+
+    found: dict[str, Any] = {"machine": None, "layout": None}
+    notes: list[str] = []
+    peak = host = step = None
+    one_memory = mesh.device.type == "cpu"
+
+    def foresee() -> None:
+        nonlocal peak, host, step
+        layout, _ = layout_from(settings, mesh.world_size)
+        nodes = len({*mesh.node_of})
+        machine = machine_here(mesh.world_size // nodes, nodes)
+        source, sequence = cost_here(*example, settings)
+        rank = memory_of(source, sequence, layout, machine)[mesh.group("pipeline").rank]
+        found.update(machine=machine.name, layout=layout_text(layout))
+        cost = source.at(layout.micro_batch, sequence, layout.context)
+        notes.extend([] if cost.exact else [f"the model could not be traced, so that this is rough: {cost.note}"])
+        host = rank.on(Tier.HOST.value)
+        # The context and the libraries, which the device has beside, are not measured either.
+        peak = rank.peak.total + (host if one_memory else 0.0)
+        step = time_of(source, sequence, layout, machine).seconds
+
+    _, failure = catch(foresee)
+    if failure is not None:
+        missing = "nothing" if peak is None else "no time of a step"
+        text = (str(failure) or type(failure).__name__).splitlines()[0]
+        notes.append(f"{missing} could be predicted: {text}")
+    held = sum(sizes.get(Tier.HOST.value, 0) for state, sizes in report.items() if state in STATES)
+    own = report["measured"]["own"]
+    if own is None:
+        notes.append("the peak of memory is not measured: more was in use before the model was placed")
+    elif one_memory:
+        notes.append("the processor's memory is the host's; what is measured has the libraries' own in it")
+    if seconds is None:
+        notes.append("the time of a step is measured from the second update on")
+    return found | {
+        "device": _beside(peak, own),
+        "host": None if one_memory else _beside(host, held),
+        "step": _beside(step, seconds),
+        "notes": notes,
+    }
+
+
+def _beside(predicted: float | None, measured: float | None) -> dict[str, float | None]:
+    difference = predicted / measured - 1 if measured and predicted is not None else None
+    return {"predicted": predicted, "measured": measured, "difference": difference}
+
+
+def explain(report: dict[str, Any], sharded: ShardedModel, optimizer: Optimizer | None, settings: Resolved) -> str:
     """Return the planned and the used memory (see ``memory``), by state and tier, and remedies with numbers."""
-    states = [key for key, sizes in report.items() if key not in ("total", "measured") and sum(sizes.values())]
-    lines = [
-        f"  {state}: " + ", ".join(f"{bytes_text(size)} on {tier}" for tier, size in report[state].items() if size)
-        for state in states
-    ]
+    from zeromesh.plan.convert import layout_from
+
+    layout, _ = layout_from(settings, sharded.mesh.world_size)
+    layout = replace(
+        layout,
+        accumulation=sharded.accumulation.steps,
+        widths=replace(layout.widths, states=_state_width(optimizer)),
+    )
+    planned = planned_states(sharded, layout)
+    keys_of_states = dict.fromkeys(
+        [(state, tier) for state in STATES for tier, size in report[state].items() if size] + [*planned]
+    )
+    lines = []
+    for state, tier in keys_of_states:
+        plan = f"{bytes_text(planned[state, tier])} planned, " if (state, tier) in planned else ""
+        lines.append(f"  {state}: {plan}{bytes_text(report[state].get(tier, 0))} on {tier}")
     measured = report["measured"]
     rest = max(0, measured["remainder"])
-    remedies = [*_remedies(report, sharded, settings, rest)][:REMEDIES]
+    remedies = [*_remedies(sharded, settings, layout, rest)][:REMEDIES]
+    who = "the process uses" if sharded.mesh.device.type == "cpu" else "torch has allocated"
     return "\n".join(
         [
-            f"zeromesh had planned {bytes_text(report['total'])} of states on this rank:",
+            f"zeromesh had planned {bytes_text(sum(planned.values()))} of states on this rank, "
+            f"and has {bytes_text(report['total'])} at the most:",
             *lines,
-            f"and {bytes_text(measured['peak'])} were in use at the most, of which {bytes_text(rest)} are activations, "
-            "temporaries and the libraries themselves. What takes less:",
+            f"{who} {bytes_text(measured['live'])} now; {bytes_text(measured['peak'])} were in use at the most, of "
+            f"which {bytes_text(rest)} are activations, temporaries and the libraries themselves. What takes less:",
             *(f"  {number}. {remedy}" for number, remedy in enumerate(remedies, 1)),
         ]
     )
 
 
-def _remedies(report: dict[str, Any], sharded: ShardedModel, settings: Resolved, rest: int) -> Iterator[str]:
-    row, ranks = sharded.row, sharded.mesh.shard.size
+def _state_width(optimizer: Optimizer | None) -> int:
+    """Return the bytes of an element's states; those of Adam before the first update."""
+    if optimizer is None:
+        return 0
+    first: Mapping[str, Any] = next(iter(optimizer.state.values()), {})
+    states = [value for value in first.values() if isinstance(value, torch.Tensor) and value.ndim]
+    return sum(value.element_size() for value in states) if first else 8
 
-    def on_device(state: str) -> int:
-        return int(report[state].get(Tier.DEVICE.value, 0))
 
+def planned_states(sharded: ShardedModel, layout: ParallelLayout) -> dict[tuple[str, str], float]:
+    """Return the bytes of this rank's states by state and tier in a layout, by the planner's arithmetic."""
+    from zeromesh.plan.conventions import ZEROMESH
+    from zeromesh.plan.layout import Widths
+    from zeromesh.plan.states import RankStates, UnitElements, states_of
+
+    def states_with(trained: set[bool], widths: Widths) -> RankStates:
+        units = []
+        for unit in sharded.units:
+            own = [flat.layout for flat in unit.flats if flat.layout.trainable in trained]
+            single = len(own) == 1 and own[0].whole
+            units.append(UnitElements(sum(part.elements for part in own), 1, single))
+        messages = sharded.mesh.device.type == "cpu"
+        return states_of(units, replace(layout, widths=widths), ZEROMESH, messages)
+
+    trained = states_with({True}, layout.widths)
+    frozen = states_with({False}, Widths(layout.widths.parameter, 0, 0, 0, 0))
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    for key, size in (*trained.resting.items(), *frozen.resting.items()):
+        found[key] += size
+    # A unit has one slot for all that it gathers.
+    found["slot", Tier.DEVICE.value] += states_with({True, False}, layout.widths).gathered + trained.working
+    return {key: size for key, size in found.items() if size}
+
+
+def _remedies(sharded: ShardedModel, settings: Resolved, layout: ParallelLayout, rest: int) -> Iterator[str]:
+    row, ranks = layout.row, sharded.mesh.shard.size
+
+    def on_device(**changes: Any) -> float:
+        planned = planned_states(sharded, replace(layout, **changes))
+        return sum(size for (_, tier), size in planned.items() if tier == Tier.DEVICE.value)
+
+    now = on_device()
+    all_sharded = replace(row, parameter=Placement.SHARDED, gradient=Placement.SHARDED, optimizer=Placement.SHARDED)
     whole = [state for state in ("parameter", "gradient", "optimizer") if getattr(row, state) is not Placement.SHARDED]
-    freed = sum(on_device(state) for state in whole) * (ranks - 1) // ranks
-    if freed:
-        yield f"{keys.SHARD_ALL} shards {' and '.join(whole)} over {ranks} ranks: {_less(freed)}"
-    if row.optimizer_tier is Tier.DEVICE and on_device("optimizer"):
-        size = on_device("optimizer") // (ranks if "optimizer" in whole else 1)
-        yield f"{keys.OPTIMIZER_ON_HOST} moves {bytes_text(size)} to the host"
+    if whole and ranks > 1:
+        less = _less(now - on_device(row=all_sharded))
+        yield f"{keys.SHARD_ALL} shards {' and '.join(whole)} over {ranks} ranks: {less}"
+    # A processor has one memory.
+    elsewhere = sharded.mesh.device.type != "cpu"
+    if elsewhere and row.optimizer_tier is Tier.DEVICE:
+        away = replace(row, optimizer=Placement.SHARDED, gradient_tier=Tier.HOST, optimizer_tier=Tier.HOST)
+        key = keys.OPTIMIZER_ON_HOST
+        if row.optimizer is not Placement.SHARDED:
+            away, key = replace(away, gradient=Placement.SHARDED), keys.SHARDED_ON_HOST
+        yield f"{key} moves the optimizer to the host: {_less(now - on_device(row=away))}"
     micro = settings.train_micro_batch_size_per_gpu
     if micro % 2 == 0:
         steps = 2 * sharded.accumulation.steps
@@ -230,11 +371,13 @@ def _remedies(report: dict[str, Any], sharded: ShardedModel, settings: Resolved,
         )
     if not settings.activation_checkpointing.enabled:
         yield f"{keys.RECOMPUTE} computes activations again: up to {_less(rest)}"
-    if row.parameter is Placement.SHARDED and row.parameter_tier is Tier.DEVICE and on_device("parameter"):
-        moved = bytes_text(on_device("parameter"))
-        yield f"{keys.PARAMETERS_ON_HOST} moves {moved} to the host"
-    yield f"{2 * ranks} ranks instead of {ranks} halve all sharded states of a rank"
+    if elsewhere and row.parameter is Placement.SHARDED and row.parameter_tier is Tier.DEVICE:
+        moved = now - on_device(row=replace(row, parameter_tier=Tier.HOST))
+        if moved > 0:  # not where they rest in masters that stay
+            yield f"{keys.PARAMETERS_ON_HOST} moves parameters to the host: {_less(moved)}"
+    more = now - on_device(row=all_sharded, data=2 * layout.data)
+    yield f"{keys.SHARD_ALL} on {2 * ranks} ranks instead of {ranks}: {_less(more)}"
 
 
-def _less(size: int) -> str:
+def _less(size: float) -> str:
     return f"{bytes_text(size)} less"

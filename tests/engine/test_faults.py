@@ -1,7 +1,9 @@
 """Faults of a run that no other file is about: killed ranks, loaders that raise, short batches, no memory."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from torch import nn
 import zeromesh
 from harness import run_command, run_ranks
 from zeromesh.comm.environment import shutdown
+from zeromesh.observe.units import bytes_text
+from zeromesh.plan.convert import layout_from
+from zeromesh.reports import STATES, explain, planned_states
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
@@ -111,12 +116,41 @@ def test_out_of_memory_tells_what_was_planned_what_is_used_and_three_remedies() 
         engine.destroy()
     finally:
         shutdown()
-    assert "zeromesh had planned" in notes
-    assert "  parameter: 4.00 MB on device" in notes
+    # A million parameters: values, gradients, and two states of Adam with the number of the step.
+    assert "zeromesh had planned 16.0 MB of states on this rank, and has 16.0 MB at the most" in notes
+    assert "  parameter: 4.00 MB planned, 4.00 MB on device" in notes
+    assert "  optimizer: 8.01 MB planned, 8.01 MB on device" in notes
     assert "were in use at the most" in notes
-    assert '1. "zero_optimization": {"offload_optimizer": {"device": "cpu"}} moves ' in notes
-    assert '2. "train_micro_batch_size_per_gpu": 1 with "gradient_accumulation_steps": 2 halves activations' in notes
-    assert '3. "activation_checkpointing": {"enabled": true}' in notes
+    # States of a processor gain nothing on the host, whose memory is the same.
+    assert "offload" not in notes
+    assert '1. "train_micro_batch_size_per_gpu": 1 with "gradient_accumulation_steps": 2 halves activations' in notes
+    assert '2. "activation_checkpointing": {"enabled": true}' in notes
+    assert '3. "zero_optimization": {"stage": 3} on 2 ranks instead of 1: ' in notes
+
+
+def on_device(zero: dict[str, Any]) -> tuple[int, str]:
+    """Bytes of states on the device after a step, and what an error would say there if it were a GPU's."""
+    settings = {**CONFIG, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "zero_optimization": zero}
+    engine = zeromesh.initialize(model=Hungry(), config=settings)[0]
+    engine.backward(engine(torch.ones(1, 1000)).sum())
+    engine.step()
+    report = engine.memory_report()
+    engine.mesh.device = torch.device("cuda")
+    note = explain(report, engine.sharded, engine.optimizer, engine.config)
+    engine.mesh.device = torch.device("cpu")
+    engine.destroy()
+    return sum(report[state].get("device", 0) for state in STATES), note
+
+
+def test_a_remedy_saves_what_it_says() -> None:
+    try:
+        before, note = on_device({"stage": 0})
+        after, _ = on_device({"stage": 2, "offload_optimizer": {"device": "cpu"}})
+    finally:
+        shutdown()
+    # Not at stage 0, which has no offload.
+    key = '"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}'
+    assert f"1. {key} moves the optimizer to the host: {bytes_text(before - after)} less" in note
 
 
 def remedies_on_two_ranks() -> str:
@@ -132,3 +166,25 @@ def remedies_on_two_ranks() -> str:
 def test_out_of_memory_on_several_ranks_advises_to_shard() -> None:
     for notes in run_ranks(remedies_on_two_ranks, 2):
         assert '1. "zero_optimization": {"stage": 3} shards parameter and gradient and optimizer over 2 ranks' in notes
+
+
+def planned_and_kept() -> list[tuple[dict[Any, float], dict[Any, float]]]:
+    """Bytes of states by the planner's arithmetic and by the engine's count, of a model with frozen parameters."""
+    found = []
+    for stage in (0, 2, 3):
+        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64).requires_grad_(False), nn.Linear(64, 64))
+        settings = CONFIG | {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+        engine = zeromesh.initialize(model=model, config=settings)[0]
+        layout, _ = layout_from(engine.config, engine.mesh.world_size)
+        widths = replace(layout.widths, states=0)  # CONFIG has plain SGD
+        planned = planned_states(engine.sharded, replace(layout, widths=widths))
+        report = engine.memory_report()
+        kept = {(s, tier): size for s in STATES for tier, size in report[s].items() if size}
+        found.append((planned, kept))
+        engine.destroy()
+    return found
+
+
+def test_states_of_a_running_engine_are_those_that_the_planner_foresees() -> None:
+    for planned, kept in run_ranks(planned_and_kept, 2)[0]:
+        assert planned == kept

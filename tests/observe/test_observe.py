@@ -129,3 +129,9 @@ def test_numbers_are_shown_with_three_digits(value: float, text: str) -> None:
 
 def test_durations_are_shown_as_on_a_clock() -> None:
     assert [duration_text(seconds) for seconds in (0, 7.4, 754, 3723)] == ["0:00", "0:07", "12:34", "1:02:03"]
+
+
+def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = {"/proc/self/status": ["VmPeak:\t  900 kB", "VmHWM:\t  7 kB"]}  # as Linux writes it
+    monkeypatch.setattr(machine, "read_lines", lambda file: status[file])
+    assert machine.peak_bytes(torch.device("cpu")) == 7 * 1024

@@ -1,6 +1,7 @@
 """Layouts that the configuration leaves to the planner: filled in at the start, on all ranks alike."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch.utils.data import TensorDataset
 import zeromesh
 from harness import run_ranks
 from zeromesh.config.automatic import MESH, MICRO, OFFLOAD, STAGE, asked_of_planner
+from zeromesh.config.keys import MACHINE
 from zeromesh.config.train import ModelShape
-from zeromesh.initialization.automatic import MACHINE
+from zeromesh.plan.here import machine_here
 from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
 from zeromesh.train.architectures.decoder import Decoder
 
@@ -86,3 +88,18 @@ def test_a_machine_file_that_is_wrong_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv(MACHINE, str(tmp_path / "none.json"))
     with pytest.raises(ValueError, match="no such file"):
         trained(BASE | {"mesh": "auto"})
+
+
+def test_a_run_on_fewer_ranks_has_a_part_of_a_described_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "machine.json"
+    link = LinkSpeed(1e10, 1e-5)
+    node = Node(Device("gpu", 1e10, {"fp32": 1e11}, 1e11), 4, link, link, 1e11, 1e10, 2)
+    Machine(((node, 3),), link).save(path)
+    monkeypatch.setenv(MACHINE, str(path))
+    (found,) = machine_here(2, 2).nodes
+    assert found == (replace(node, devices=2), 2)
+    assert machine_here(4, 3).devices == 12
+    with pytest.raises(ValueError, match=r"has 12 devices, too few for 8 ranks on 1 node.*doctor --ranks 8 --save"):
+        machine_here(8, 1)

@@ -26,11 +26,13 @@ _ASKS = {
 }
 
 
-def asked_of_planner(source: str | Path | Mapping[str, Any] | Section) -> frozenset[str]:
+def asked_of_planner(
+    source: str | Path | Mapping[str, Any] | Section, overrides: Sequence[str] = ()
+) -> frozenset[str]:  # fmt: skip
     """Return what a configuration leaves to the planner: of ``MESH``, ``STAGE``, ``OFFLOAD`` and the micro-batch."""
     if isinstance(source, Section):
         return frozenset()  # settings have no "auto" any more
-    document = whole_document(source)
+    document = whole_document(source, overrides)
     found = set()
     for path, asks in _ASKS.items():
         if is_unset(_at(document, path)):
@@ -41,9 +43,9 @@ def asked_of_planner(source: str | Path | Mapping[str, Any] | Section) -> frozen
     return frozenset(found)
 
 
-def planned_keys(source: str | Path | Mapping[str, Any] | Section) -> frozenset[str]:
+def planned_keys(source: str | Path | Mapping[str, Any] | Section, overrides: Sequence[str] = ()) -> frozenset[str]:
     """Return the paths of keys that the planner fills in."""
-    asked = asked_of_planner(source)
+    asked = asked_of_planner(source, overrides)
     return frozenset(_ASKS) | ({MICRO, ACCUMULATION} if asked & {MESH, MICRO} else set())
 
 

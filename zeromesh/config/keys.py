@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+MACHINE = "ZEROMESH_MACHINE"  # variable with the path of a machine.json, in place of presets and of what is measured
+
 OPTIMIZER_PARAMS = "optimizer.params"
 SCHEDULER_PARAMS = "scheduler.params"
 UNTESTED_OPTIMIZER = "zero_allow_untested_optimizer"
@@ -13,6 +15,7 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 SHARD_ALL = '"zero_optimization": {"stage": 3}'
 OPTIMIZER_ON_HOST = '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}'
+SHARDED_ON_HOST = '"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}'
 PARAMETERS_ON_HOST = '"zero_optimization": {"offload_param": {"device": "cpu"}}'
 RECOMPUTE = '"activation_checkpointing": {"enabled": true}'
 QUANTIZED_WEIGHTS = "zero_optimization.zero_quantized_weights"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from zeromesh.config.automatic import planned_keys
 from zeromesh.config.document import is_unset, whole_document
 from zeromesh.config.errors import show
 from zeromesh.config.section import Section
@@ -62,20 +63,19 @@ def changes(before: Section, now: Section, free: Set[str]) -> list[str]:
 
 def tell_unset(
     source: str | Path | Mapping[str, Any] | Section, settings: Section, used: Mapping[str, Any],
-    overrides: Sequence[str] = (), filled: Set[str] = frozenset(),
+    overrides: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Warn of each key that is "auto" and has an effect, with the value that it has now.
+    """Warn of each key that is "auto", has an effect, and is not the planner's, with the value that it has now.
 
     Args:
         source: the configuration, as it was given.
         settings: made from it.
         used: values by dotted path that are not in the settings, such as ``optimizer.params.lr``.
         overrides: as given with the configuration.
-        filled: paths that the planner has filled in.
     """
     if isinstance(source, Section):
         return  # settings have no such keys any more
-    values = jsonable(settings.model_dump())
+    values, filled = jsonable(settings.model_dump()), planned_keys(source, overrides)
     lines = [
         f"\n  {path} = {_value(path, values, used)}"
         for path, value in leaves_of(whole_document(source, overrides))

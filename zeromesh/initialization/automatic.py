@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.utils.data import default_collate
 
@@ -21,51 +20,65 @@ from zeromesh.config.automatic import MESH, OFFLOAD, STAGE, asked_of_planner, li
 from zeromesh.config.batch import MICRO
 from zeromesh.initialization.plan import Arguments
 from zeromesh.model.placement import PlacementRow, Tier
-from zeromesh.observe.machine import devices, measured_flops, memory, memory_bandwidth, processor
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Settings
     from zeromesh.plan.layout import ParallelLayout
-    from zeromesh.plan.machine import Machine
-    from zeromesh.plan.trace import TracedCost
 
-MACHINE = "ZEROMESH_MACHINE"
-"""Variable with the path of a machine.json, in place of presets and of what is measured at the start."""
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Returns keyword arguments of a model's forward for a few samples, and the loss of its output, if it has none.
+Example = Callable[[], tuple[nn.Module, Mapping[str, Any], Callable[[Any], Any] | None]]
 
 _log = logging.getLogger("zeromesh")
 
 
 def choose_layout(chosen: Arguments, settings: Settings, world: Group, environment: Environment) -> Settings:
-    """Return the settings with what is "auto" filled in by the planner. Collective.
+    """Return the settings with what is "auto" filled in by the planner, from the first samples. Collective.
 
     Raises:
         ValueError: the machine's file is wrong, or the batch does not fit the ranks.
     """
-    asked = asked_of_planner(chosen.config)
+    return filled_in(settings, asked_of_planner(chosen.config), partial(_example, chosen), environment, world)
+
+
+def filled_in(
+    settings: Settings, asked: frozenset[str], example: Example, environment: Environment, world: Group | None
+) -> Settings:
+    """Return the settings with what is asked filled in by the planner.
+
+    Args:
+        settings: with defaults for what is asked.
+        asked: see ``asked_of_planner``.
+        example: called where the plan is made.
+        environment: ranks of the run.
+        world: all ranks, which call this together; None: this process will start them.
+
+    Raises:
+        ValueError: as ``choose_layout``.
+    """
     if not asked:
         return settings
 
     def plan() -> list[str]:
         # One rank plans for all: what it measures of the machine may differ from rank to rank.
-        return _plan(chosen, settings, asked, environment) if world.rank == 0 else []
+        return _plan(example, settings, asked, environment) if environment.rank == 0 else []
 
-    own = agree_run(world, "plan its layout", plan)
-    overrides = json.loads(texts(world, json.dumps(own))[0])
+    own = plan() if world is None else agree_run(world, "plan its layout", plan)
+    overrides = own if world is None else json.loads(texts(world, json.dumps(own))[0])
     return type(settings).load(settings, overrides)
 
 
-def _plan(chosen: Arguments, settings: Settings, asked: frozenset[str], environment: Environment) -> list[str]:
+def _plan(example: Example, settings: Settings, asked: frozenset[str], environment: Environment) -> list[str]:
     # Imported here: only runs that ask for a plan pay for the planner.
     from zeromesh.plan.answer import layout_text, reason_of
     from zeromesh.plan.convert import document_for, layout_from
+    from zeromesh.plan.here import cost_here, machine_here
     from zeromesh.plan.search import search
     from zeromesh.plan.space import ModelLimits, PlanRequest
 
     given, precision = layout_from(settings, environment.world_size)
-    source, sequence = _cost(chosen, precision)
-    machine = _machine(environment)
+    source, sequence = cost_here(*example(), settings)
+    ranks = environment.local_world_size
+    machine = machine_here(ranks, environment.world_size // ranks)
     batch = settings.train_batch_size or given.samples
     request = PlanRequest(
         source, machine, batch, sequence, ModelLimits(causal=False), widths=given.widths,
@@ -115,73 +128,22 @@ def _tiers(row: PlacementRow) -> tuple[Any, ...]:
     return row.parameter_tier, row.optimizer_tier, row.offloaded, row.split
 
 
-def _machine(environment: Environment) -> Machine:
-    """Return the machine that this run has: a file's, a known GPU's, or what this process can measure in a second."""
-    from zeromesh.plan.machine import Machine
-    from zeromesh.plan.presets import cluster
-
-    if path := os.environ.get(MACHINE):
-        return Machine.load(path)
-    ranks, nodes = environment.local_world_size, environment.world_size // environment.local_world_size
-    if torch.cuda.is_available():
-        try:
-            return cluster(gpu=torch.cuda.get_device_name(), gpus=ranks, nodes=nodes)
-        except ValueError as error:
-            _log.warning("the planner does not know this GPU: %s", error)
-    return _measured(ranks, nodes)
-
-
-def _measured(ranks: int, nodes: int) -> Machine:
-    """Return a machine of what one process measures quickly; its links are those of ranks that share a host."""
-    from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
-    from zeromesh.plan.presets import find_link
-
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    host, cores = memory(), processor()["cores"]
-    bandwidth = memory_bandwidth(cores)
-    whole = min(size for size in (host["available_bytes"], host["limit_bytes"]) if size is not None)
-    flops = {name: measured_flops(device, dtype, 0.1) for name, dtype in DTYPES.items()}
-    found = devices()
-    own = float(found[0]["memory_bytes"] or whole) if found else whole / ranks
-    copies = LinkSpeed(bandwidth / 4, 1e-4, shared=ranks)  # two copies of each message, through the host's memory
-    node = Node(
-        Device("this machine", own, flops, bandwidth / (1 if found else ranks), reserved=0.0, processor=not found),
-        ranks, copies,
-        LinkSpeed(bandwidth / 2, 1e-5, shared=ranks), whole, bandwidth, cores, name="this machine",
-    )  # fmt: skip
-    return Machine(((node, nodes),), find_link("ethernet-10", ranks), "this machine")
-
-
-def _cost(chosen: Arguments, precision: str) -> tuple[TracedCost, int]:
-    """Return the model's cost, and the length of its sequences; 1 where it has none."""
-    from zeromesh.plan.passes import TraceOptions
-    from zeromesh.plan.trace import TracedCost
-
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    options = TraceOptions(dtype, kernels="cuda" if torch.cuda.is_available() else "cpu")
-    inputs, loss = _inputs(chosen)
-    lengths = [x.shape[1] for x in inputs.values() if isinstance(x, torch.Tensor) and x.ndim > 1 and not x.is_complex()]
-    ids = [x.shape[1] for x in inputs.values() if isinstance(x, torch.Tensor) and x.ndim > 1 and x.dtype == torch.long]
-    sequence = (ids or lengths or [1])[0] if ids else 1
-    return TracedCost(chosen.model, inputs, options, loss), sequence
-
-
-def _inputs(chosen: Arguments) -> tuple[dict[str, Any], Any]:
-    """Return keyword arguments of the model's forward for two samples, and the loss of its output, if it has none."""
+def _example(chosen: Arguments) -> tuple[nn.Module, Mapping[str, Any], Callable[[Any], Any] | None]:
+    """Return the model, arguments of its forward for two samples, and the loss of its output, if it has none."""
     model, data = chosen.model, chosen.data
     if data is None:
         dummy = getattr(model, "dummy_inputs", None)  # of models of transformers
-        return (dict(dummy), None) if isinstance(dummy, Mapping) else ({}, None)
+        return model, dict(dummy) if isinstance(dummy, Mapping) else {}, None
     samples = [data[0], data[1 % len(data)]]
     batch = chosen.collate_fn(samples) if chosen.collate_fn is not None else default_collate(samples)
     if isinstance(batch, Mapping):
-        return dict(batch), None
+        return model, dict(batch), None
     parts = list(batch) if isinstance(batch, tuple | list) else [batch]
     names = _positional(model)
     if chosen.loss_fn is not None and len(parts) == 2:
         labels, loss_fn = parts[1], chosen.loss_fn
-        return {names[0]: parts[0]}, lambda output: loss_fn(output, labels)
-    return dict(zip(names, parts, strict=False)), None
+        return model, {names[0]: parts[0]}, lambda output: loss_fn(output, labels)
+    return model, dict(zip(names, parts, strict=False)), None
 
 
 def _positional(model: nn.Module) -> list[str]:

@@ -15,6 +15,7 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.initialization.layout import Split
 from zeromesh.initialization.offload import Offload
 from zeromesh.model.placement import Placement
+from zeromesh.reports import Before
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
@@ -50,6 +51,7 @@ class Plan:
     split: Split | None  # None where the tensor axis has one rank
     stages: Pipelined | None  # None where there is one stage
     loader: Loader | None  # of training_data; its first samples may have decided where the model is cut
+    before: Before
 
     @property
     def model(self) -> nn.Module:

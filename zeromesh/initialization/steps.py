@@ -23,7 +23,6 @@ from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
-from zeromesh.config.automatic import planned_keys
 from zeromesh.config.keys import OPTIMIZER_PARAMS
 from zeromesh.config.printing import jsonable, lines_of, tell_unset
 from zeromesh.engine import Engine
@@ -132,7 +131,9 @@ def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
 
     split, loader = agree_run(mesh.group("world"), "prepare its layout and data", lay_out)
     stages = layout.plan_stages(model, resolved, mesh, loader, chosen.loss_fn)
-    return Plan(chosen, resolved, settings.says_batch, mesh, split, stages, loader)
+    return Plan(
+        chosen, resolved, settings.says_batch, mesh, split, stages, loader, reports.memory_before(model, mesh.device)
+    )
 
 
 def _tell_batch(settings: Settings, resolved: Resolved, ranks: int) -> None:
@@ -260,12 +261,12 @@ def make_engine(
         used = {} if optimizer is None else {**optimizer.param_groups[0]}
         used["lr"] = used.get("initial_lr", used.get("lr"))  # a schedule has moved it already
         values = {f"{OPTIMIZER_PARAMS}.{k}": v for k, v in used.items() if k != "params"}
-        tell_unset(chosen.config, settings, values, filled=planned_keys(chosen.config))
+        tell_unset(chosen.config, settings, values)
     sizes = MicroBatchSizes(settings.train_micro_batch_size_per_gpu if plan.says_batch and first else None)
     observer = prepare.make_observer(plan, prepared.monitor)
 
     def explain() -> str:
-        return reports.explain(reports.memory(sharded, optimizer, store), sharded, settings)
+        return reports.explain(reports.memory(sharded, optimizer, store, plan.before), sharded, optimizer, settings)
 
     engine = Engine(
         Parts(
@@ -279,6 +280,7 @@ def make_engine(
             context_parallel=sequences,
             activations=store,
             pipelined=plan.stages,
+            before=plan.before,
         )
     )
     zero.register(engine)

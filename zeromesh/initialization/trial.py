@@ -1,13 +1,20 @@
-"""Trial of an initialization without memory and without ranks: refuse early what ``initialize`` would refuse."""
+"""Before an initialization, without memory: plan what is "auto", and refuse early what ``initialize`` would refuse."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from zeromesh.comm.collectives import Group
+from zeromesh.comm.environment import Environment
+from zeromesh.config.automatic import asked_of_planner, lines_of_overrides, overrides_of
+from zeromesh.initialization.automatic import Example, filled_in
 from zeromesh.initialization.plan import cuts_parameters
 from zeromesh.initialization.prepare import parameter_groups, try_optimizer
 from zeromesh.pipeline.runtime.cut import examine
@@ -17,7 +24,39 @@ from zeromesh.tensor.derive import derive
 from zeromesh.tensor.plan import parse, resolve
 
 if TYPE_CHECKING:
-    from zeromesh.config.settings import Resolved
+    from zeromesh.config.settings import Resolved, Settings
+
+_log = logging.getLogger("zeromesh")
+
+
+class Automatic:
+    """What a configuration leaves to the planner.
+
+    Args:
+        config: path of the configuration.
+        overrides: as for ``Settings.load``.
+    """
+
+    def __init__(self, config: Path, overrides: Sequence[str]) -> None:
+        self._asked = asked_of_planner(config, overrides)
+
+    def __bool__(self) -> bool:
+        """Return whether it leaves anything."""
+        return bool(self._asked)
+
+    def fill(self, settings: Settings, example: Example, environment: Environment, world: Group | None) -> Settings:
+        """Return the settings with what the planner chooses; see ``filled_in``."""
+        return filled_in(settings, self._asked, example, environment, world)
+
+    def repeat(self, settings: Settings, before: Resolved, ranks: int) -> Settings | None:
+        """Return the settings with what an earlier run had; None if it had another number of ranks."""
+        from zeromesh.plan.convert import document_for, layout_from
+
+        if prod(before.mesh.model_dump().values()) != ranks:
+            return None
+        overrides = overrides_of(document_for(*layout_from(before, ranks)), self._asked)
+        _log.info('what is "auto" is as it was in the run:%s', lines_of_overrides(overrides))
+        return type(settings).load(settings, overrides)
 
 
 def try_out(model: nn.Module, settings: Resolved, sizes: Mapping[str, int]) -> None:

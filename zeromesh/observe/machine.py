@@ -285,5 +285,9 @@ def peak_bytes(device: torch.device) -> int:
     """Return the most bytes that have been in use, in the same sense, since the process started."""
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
+    # That of this program: a process that was started begins with its parent's ``ru_maxrss``.
+    own = next((line for line in read_lines("/proc/self/status") if line.startswith("VmHWM:")), None)
+    if own is not None:
+        return int(own.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from statistics import median
 
 import torch
 from torch import nn
@@ -15,6 +17,8 @@ from zeromesh.observe.monitors import Monitor
 from zeromesh.observe.profile import FlopsPlan, Profile
 from zeromesh.observe.spans import Spans
 from zeromesh.observe.trace import Trace, Window
+
+MOST_STEPS = 1000  # whose times are kept
 
 _log = logging.getLogger("zeromesh")
 
@@ -33,6 +37,7 @@ class Observer:
         self._rank = rank
         self.updates = 0  # since the engine was made
         self._since: float | None = None
+        self._steps: deque[float] = deque(maxlen=MOST_STEPS)
         self._every = every
         self._timer = Timer(self.spans) if every or whole else None
         self._timed_from = 0
@@ -59,6 +64,8 @@ class Observer:
         """Write the values of an update of ``batch`` samples, after which ``samples`` have been consumed."""
         now, before = time.perf_counter(), self._since
         self._since = now
+        if before is not None:
+            self._steps.append(now - before)
         self.monitor.advance(samples)
         if not self.monitor.enabled:
             return
@@ -66,6 +73,11 @@ class Observer:
             speed = {"seconds_per_step": now - before, "samples_per_second": batch / (now - before)}
             values = values | {f"Train/Samples/{name}": value for name, value in speed.items()}
         self.monitor.write(values)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median of the seconds from one update to the next, of the last ones; None before the second."""
+        return median(self._steps) if self._steps else None
 
     def after_update(self, step: int) -> None:
         """Take in what was seen of update ``step``, which is over."""

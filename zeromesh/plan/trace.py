@@ -170,19 +170,24 @@ class TracedCost:
         return hashlib.sha256(repr((micro_batch, sequence, text)).encode()).hexdigest()[:16]
 
 
+def sequence_of(inputs: Inputs) -> int:
+    """Return the length of the sequences in the inputs of a call; 1 where there are no ids, as for images."""
+    dims = [x for x in inputs.values() if isinstance(x, torch.Tensor) and x.ndim > 1]
+    return next((x.shape[1] for x in dims if x.dtype in (torch.int64, torch.int32)), 1)
+
+
 def resized(inputs: Inputs) -> InputsOf:
     """Return a function that makes inputs like those of one call, of any micro-batch and sequence."""
     tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.ndim]
     batch = tensors[0].shape[0] if tensors else 1
-    # Ids say how long the sequence is; without any, as for images, it has none.
-    length = next((x.shape[1] for x in tensors if x.ndim > 1 and not x.is_floating_point()), 0)
+    length = sequence_of(inputs)
 
     def make(micro_batch: int, sequence: int) -> Inputs:
         def like(tensor: torch.Tensor) -> torch.Tensor:
             dims = list(tensor.shape)
             if dims and dims[0] == batch:
                 dims[0] = micro_batch
-            dims[1:] = [sequence if length and dim == length else dim for dim in dims[1:]]
+            dims[1:] = [sequence if dim == length > 1 else dim for dim in dims[1:]]
             return torch.empty(dims, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
         return {name: tree_map_only(torch.Tensor, like, value) for name, value in inputs.items()}

@@ -103,7 +103,7 @@ def check(settings: Settings) -> Job:
     if job.run.resume and job.folder.config.is_file():
         job.folder.require_base()  # before the model is built from that folder
     # The model has no memory here, and a rank is started only if everything fits together.
-    try_out(_build_model(job), resolved, sizes)
+    try_out(build_model(job), resolved, sizes)
     job.folder.check(bool(job.run.resume))
     if job.run.resume:
         require_unchanged(job.folder, resolved)
@@ -121,7 +121,7 @@ def _resolved(job: Job) -> Resolved:
     return job.settings.resolve(sizes["replicate"] * sizes["data"], sizes, elastic=may_restart())
 
 
-def _build_model(job: Job) -> nn.Module:
+def build_model(job: Job) -> nn.Module:
     """Return the model without memory; raise ValueError if its sizes do not fit together."""
     shape, wanted = job.settings.model, job.data.vocabulary_size
     entries = None if shape is None else shape.vocab_size

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import zeromesh
@@ -57,6 +58,10 @@ class BuiltIn:
     def cost(self, model: nn.Module) -> float:
         """Return the operations of forward and backward per token, for the model that was built."""
         return training_flops_per_token(self.shape)
+
+    def example(self, rows: int) -> tuple[dict[str, Any], Callable[[Any], torch.Tensor]]:
+        """Return arguments of a forward of so many samples, without values, and the loss of its output."""
+        return {"tokens": _tokens(rows, self.sequence_length)}, mean_loss
 
     def logits(self, model: Callable[..., Any], batch: Batch) -> torch.Tensor:
         """Call the model, or its engine, and return the logits, shape ``(rows, length, vocabulary)``."""
@@ -174,12 +179,17 @@ class Transformer:
     def cost(self, model: nn.Module) -> float:
         """Return the operations of forward and backward per token, for the model that was built."""
         length = self.sequence_length
-        tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
+        tokens = _tokens(1, length)
         # With a whole mask, the model does not read the tokens to find where documents begin.
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
         return training_cost(
             model, {"input_ids": tokens, "attention_mask": mask, "use_cache": False}, length
         ).operations
+
+    def example(self, rows: int) -> tuple[dict[str, Any], Callable[[Any], torch.Tensor]]:
+        """Return arguments of a forward of so many samples, without values, and the loss of its output."""
+        inputs = {"input_ids": _tokens(rows, self.sequence_length), "use_cache": False}
+        return inputs, lambda output: mean_loss(output.logits)
 
     def logits(self, model: Callable[..., Any], batch: Batch) -> torch.Tensor:
         """Call the model, or its engine, and return the logits, shape ``(rows, length, vocabulary)``."""
@@ -199,6 +209,16 @@ def language_model(settings: Settings) -> LanguageModel:
     if settings.model is not None:
         return BuiltIn(settings.model)
     raise ValueError("zeromesh train needs a section 'model', or 'huggingface' with the folder of a model")
+
+
+def _tokens(rows: int, length: int) -> torch.Tensor:
+    return torch.empty(rows, length, dtype=torch.int64, device="meta")
+
+
+def mean_loss(logits: torch.Tensor) -> torch.Tensor:
+    """Return the loss of logits for labels without values, as the run computes it."""
+    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, torch.empty(len(wide), dtype=torch.int64, device=wide.device))
 
 
 def quiet() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import time
 import tokenize
@@ -15,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.markdown import Markdown
 
+from zeromesh.config.keys import MACHINE
 from zeromesh.observe.machine import peak_bytes
 from zeromesh.observe.metrics import loss_picture, read_metrics
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
@@ -25,6 +27,7 @@ from zeromesh.train.model import Transformer
 from zeromesh.train.sample import load_writer
 
 SMALLEST_SHARE = 0.005  # of a step's time; resources below it get no row
+WORTH = 30.0  # seconds of all steps from which the few seconds of a prediction are spent
 BAR = 20  # characters of a bar for the whole step
 
 Report = dict[str, Any]
@@ -72,6 +75,11 @@ def close(
     curves = ([(record["step"], record["loss"]) for record in kind] for kind in (steps, validations))
     if not loss_picture(job.folder.picture, *curves):
         console.print(f"no {job.folder.picture.name}: drawing it needs matplotlib, pip install 'zeromesh[plots]'")
+    prediction = None
+    if reached.seconds >= WORTH or os.environ.get(MACHINE):
+        rows = engine.train_micro_batch_size_per_gpu()
+        # From a model that no engine has changed; the other ranks do not wait for it.
+        prediction = engine.prediction_report(job.language.build, *job.language.example(rows), memory=memory)
     samples = _samples(job)
     report: Report = {
         "architecture": job.language.name,
@@ -89,6 +97,7 @@ def close(
         "gzip_bits_per_byte": prepared.gzip_bits_per_byte if score else None,
         "peak_memory": peaks,  # by rank; all below is of the first rank
         "memory": memory,
+        "prediction": prediction,  # null after a short run
         "traffic": traffic,
         "traffic_steps": reached.step - start.step,  # the traffic has evaluations between them, too
         "bounds": bounds,  # null after too few steps
@@ -120,6 +129,8 @@ def markdown(report: Report) -> str:
         _table(("what", "value"), _summary(report)),
         "## Memory of the first rank",
         _table(("state", "tier", "bytes"), _memory(report["memory"])),
+        "## Prediction for the first rank",
+        *_prediction(report["prediction"]),
         "## Traffic of the first rank",
         _table(("collective", "axis", "calls", "sent", "sent per step", "to other nodes"), _traffic(report)),
     ]
@@ -175,6 +186,27 @@ def _memory(memory: dict[str, Any]) -> list[tuple[str, str, str]]:
         else:
             rows.append((state, "", bytes_text(tiers)))
     return rows
+
+
+def _prediction(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return [
+            f"None was made, as the steps took less than {WORTH:.0f} s: it takes a few seconds; {MACHINE}, with a file "
+            "of zeromesh doctor --save, makes one in any case."
+        ]
+    memory = "memory" if found["host"] is None else "memory of the device"
+    rows = []
+    for name, what in (("device", memory), ("host", "memory of the host"), ("step", "time of a step")):
+        one, text = found[name], _milliseconds if name == "step" else bytes_text
+        if one is None:
+            continue
+        values = ["" if one[key] is None else text(one[key]) for key in ("predicted", "measured")]
+        rows.append((what, *values, "" if one["difference"] is None else f"{one['difference']:+.0%}"))
+    return [_table(("what", "predicted", "measured", "difference"), rows), *found["notes"]]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
 
 
 def _bounds(found: dict[str, Any]) -> tuple[str, str]:

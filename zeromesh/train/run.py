@@ -30,6 +30,7 @@ from zeromesh.train.data.store import PreparedData
 from zeromesh.train.folder import RunFolder
 from zeromesh.train.loop import Loop, Progress
 from zeromesh.train.loss import HeldOut, require_causal, require_document_attention
+from zeromesh.train.planned import planned
 from zeromesh.train.report import close
 from zeromesh.train.screen import is_first, make_console, shown_log
 from zeromesh.train.signals import forward_signals, ignore_requests
@@ -40,7 +41,7 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
     began = time.time()
     ignore_requests()  # a batch system may send the signal before there is an engine
     overrides = [*overrides, *([f"{RESUME}={json.dumps(resume)}"] if resume else [])]
-    settings = _decided(Settings.load(config, overrides))
+    settings = planned(config, overrides, _decided(Settings.load(config, overrides)))
     if is_first():
         tell_unset(config, settings, {}, overrides)
     # Everything that can be refused is refused here, before the text is read and a rank is started.

@@ -1,0 +1,89 @@
+"""A run as the planner sees it: its machine, and the cost of its model.
+
+The machine is a file's, that of a known GPU, or what one process measures in a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from zeromesh.config.keys import MACHINE
+from zeromesh.config.settings import Settings
+from zeromesh.observe.machine import devices, measured_flops, memory, memory_bandwidth, processor
+from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
+from zeromesh.plan.passes import Inputs, Loss, TraceOptions
+from zeromesh.plan.presets import cluster, find_link
+from zeromesh.plan.trace import TracedCost, sequence_of
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+_log = logging.getLogger("zeromesh")
+
+
+def cost_here(
+    model: nn.Module | Callable[[], nn.Module], inputs: Inputs, loss: Loss | None, settings: Settings
+) -> tuple[TracedCost, int]:
+    """Return the cost of a run's model, and the length of its sequences; 1 where it has none.
+
+    Args:
+        model: as it is before an engine changes it, on any device, meta included; or a function that makes it.
+        inputs: keyword arguments of its forward for one micro-batch.
+        loss: computes the loss from its output; see ``trace``.
+        settings: of the run.
+    """
+    kernels = "cuda" if torch.cuda.is_available() else "cpu"
+    options = TraceOptions(settings.precision.compute, settings.precision.autocast, kernels)
+    return TracedCost(model, inputs, options, loss), sequence_of(inputs)
+
+
+def machine_here(ranks: int, nodes: int) -> Machine:
+    """Return the machine of a run with so many ranks on each node.
+
+    Raises:
+        ValueError: the file that ``MACHINE`` names is wrong, or its machine is too small.
+    """
+    if path := os.environ.get(MACHINE):
+        return _part(Machine.load(path), ranks, nodes, path)
+    if torch.cuda.is_available():
+        try:
+            return cluster(gpu=torch.cuda.get_device_name(), gpus=ranks, nodes=nodes)
+        except ValueError as error:
+            _log.warning("the planner does not know this GPU: %s", error)
+    return _measured(ranks, nodes)
+
+
+def _part(machine: Machine, ranks: int, nodes: int, path: str) -> Machine:
+    """Return the part of a machine that has one device for each rank."""
+    if machine.devices == ranks * nodes:
+        return machine
+    for node, count in machine.nodes:
+        if node.devices >= ranks and count >= nodes:
+            return replace(machine, nodes=((replace(node, devices=ranks), nodes),))
+    raise ValueError(
+        f"{MACHINE} = {path!r} has {machine.devices} devices, too few for {ranks} ranks on {nodes} node(s); measure "
+        f"with as many, zeromesh doctor --ranks {ranks} --save FILE, or leave the variable out"
+    )
+
+
+def _measured(ranks: int, nodes: int) -> Machine:
+    """Return a machine of what one process measures quickly; its links are those of ranks that share a host."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    host, cores = memory(), processor()["cores"]
+    bandwidth = memory_bandwidth(cores)
+    whole = min(size for size in (host["available_bytes"], host["limit_bytes"]) if size is not None)
+    flops = {name: measured_flops(device, dtype, 0.1) for name, dtype in DTYPES.items()}
+    found = devices()
+    own = float(found[0]["memory_bytes"] or whole) if found else whole / ranks
+    copies = LinkSpeed(bandwidth / 4, 1e-4, shared=ranks)  # two copies of each message, through the host's memory
+    node = Node(
+        Device("this machine", own, flops, bandwidth / (1 if found else ranks), reserved=0.0, processor=not found),
+        ranks, copies,
+        LinkSpeed(bandwidth / 2, 1e-5, shared=ranks), whole, bandwidth, cores, name="this machine",
+    )  # fmt: skip
+    return Machine(((node, nodes),), find_link("ethernet-10", ranks), "this machine")

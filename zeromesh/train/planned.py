@@ -1,0 +1,64 @@
+"""Layouts that the planner chooses at the start of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeromesh import Environment, Settings, init_distributed
+from zeromesh.comm.agreement import world_group
+from zeromesh.comm.detect import is_launched
+from zeromesh.comm.environment import device_of_group
+from zeromesh.initialization.trial import Automatic
+from zeromesh.train.check import Job, build_model
+
+ROWS = 2  # samples of the forward that the planner traces first
+
+
+def planned(config: Path, overrides: Sequence[str], settings: Settings) -> Settings:
+    """Return the settings with what is "auto" filled in by the planner. Collective under a launcher.
+
+    A run that is resumed on as many ranks keeps what it had.
+    """
+    automatic = Automatic(config, overrides)
+    if not automatic:
+        return settings
+    job = Job.of(settings)
+    launched = is_launched()
+    ranks = job.run.ranks
+    environment = Environment.detect() if launched else Environment(world_size=ranks, local_world_size=ranks)
+    if job.run.resume and job.folder.config.is_file():
+        kept = automatic.repeat(settings, job.folder.settings(), environment.world_size)
+        if kept is not None:
+            return kept
+
+    def example() -> tuple[nn.Module, Mapping[str, Any], Callable[[Any], torch.Tensor]]:
+        return build_model(job), *job.language.example(ROWS)
+
+    with _threads(job.run.threads or (None if launched else _threads_of_a_rank(ranks))):
+        if not launched:
+            return automatic.fill(settings, example, environment, None)
+        world = world_group(device_of_group(init_distributed()))
+        return automatic.fill(settings, example, environment, world)
+
+
+def _threads_of_a_rank(ranks: int) -> int:
+    """Return the threads that each rank will have, so that the machine is measured with as many."""
+    shared = 1 if "OMP_NUM_THREADS" in os.environ else ranks
+    return max(1, torch.get_num_threads() // shared)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
