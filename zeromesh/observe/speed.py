@@ -193,8 +193,7 @@ def _loss(device: torch.device) -> tuple[float, float, Callable[[], float]]:
     labels = torch.randint(vocabulary, (tokens,), device=device)
 
     def run() -> None:
-        functional.cross_entropy(logits, labels).backward()
-        logits.grad = None
+        torch.autograd.grad(functional.cross_entropy(logits, labels), logits)
 
     run()
     # Reads of the logits, of their logarithms and of gradients, and writes of these, in four kernels.

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 from math import ceil
 from typing import NamedTuple
 
 from zeromesh.model.placement import Placement
-from zeromesh.pipeline.schedule.actions import LAST, Kind
-from zeromesh.pipeline.schedule.generators import ROWS, Shape, generate
+from zeromesh.pipeline.schedule.actions import Kind
 from zeromesh.plan.conventions import ZEROMESH, Convention
 from zeromesh.plan.cost import CostSource, Recompute, UnitCost, WorkKind
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
+from zeromesh.plan.snapshots import Snapshot, snapshots_of
 from zeromesh.plan.stages import stage_units
 from zeromesh.plan.states import GradientBuffers, RankStates, UnitElements, is_padded, states_of
 from zeromesh.tensor.loss import CHUNK_BYTES
@@ -82,7 +81,7 @@ def memory_of(
     stages = [_runs(profiles, place) for place in places]
     messages = any(node.device.processor for node, _ in machine.nodes) if machine else False
     fixed = max((node.device.reserved for node, _ in machine.nodes), default=0.0) if machine else 0.0
-    snapshots = _snapshots(layout.schedule, layout.pipeline, layout.accumulation, layout.chunks)
+    snapshots = snapshots_of(layout.schedule, layout.pipeline, layout.accumulation, layout.chunks)
     states: dict[tuple[UnitElements, ...], RankStates] = {}  # most ranks of a pipeline have the same
     found = []
     for rank, (own, shots) in enumerate(snapshots):
@@ -198,83 +197,6 @@ def _elements(chunks: Sequence[_Runs]) -> tuple[UnitElements, ...]:
     return UnitElements(sum(unit.resident * count for unit, count in units) + copy, 1), *rest
 
 
-class _Snapshot(NamedTuple):
-    """One action of a rank, and the micro-batches that its stages hold before it."""
-
-    kind: Kind
-    chunk: int
-    held: tuple[int, ...]  # by chunk
-    summed: tuple[bool, ...]  # by chunk: a micro-batch's backward is behind it
-    late: tuple[int, ...] = (0,)  # by chunk, those of ``held`` whose gradients of weights are still to be computed
-
-
-_SIMPLE = ("1f1b", "gpipe")  # schedules whose ranks fill up, and then hold no more
-_STEADY = ("interleaved-1f1b", "zb-h1")  # schedules that hold as much in each turn of their middle
-_TURNS = 3  # micro-batches for each rank, after which a steady state repeats
-
-
-@lru_cache(maxsize=4096)
-def _snapshots(
-    schedule: str, ranks: int, microbatches: int, chunks: int
-) -> tuple[tuple[tuple[int, ...], tuple[_Snapshot, ...]], ...]:
-    """Return each rank's stages, and the actions at which its memory can be at its most."""
-    if ranks == 1 or (schedule in _SIMPLE and chunks == 1):
-        shape = Shape(ranks, microbatches)
-        # Without a pipeline one micro-batch follows the other.
-        held = [ROWS[schedule].held(shape, rank) if ranks > 1 else 1 for rank in range(ranks)]
-        return tuple(((rank,), _plain_order(count, microbatches)) for rank, count in enumerate(held))
-    if schedule in _STEADY and microbatches > _TURNS * ranks:
-        # What a rank holds repeats from turn to turn, so a long step holds no more than a short one.
-        microbatches = _TURNS * ranks + microbatches % ranks
-    made = generate(schedule, ranks, microbatches, chunks)
-    found = []
-    for rank, actions in enumerate(made.ranks):
-        own = tuple(stage for stage, here in enumerate(made.placement) if here == rank)
-        found.append((own, tuple(_distinct(actions, own))))
-    return tuple(found)
-
-
-def _plain_order(most: int, microbatches: int) -> tuple[_Snapshot, ...]:
-    """Return the actions of a rank that fills up, and then computes a backward and a forward in turn."""
-    shots = [
-        _Snapshot(Kind.FORWARD, 0, (most - 1,), (False,)), _Snapshot(Kind.BACKWARD, 0, (most,), (False,)),
-    ]  # fmt: skip
-    if microbatches > most:
-        shots.append(_Snapshot(Kind.FORWARD, 0, (most - 1,), (True,)))
-    if microbatches > 1:
-        shots.append(_Snapshot(Kind.BACKWARD, 0, (most if microbatches > most else most - 1,), (True,)))
-    return tuple(shots)
-
-
-def _distinct(actions: Sequence[tuple[Kind, int, int]], own: Sequence[int]) -> list[_Snapshot]:
-    """Return the actions before which no stage could hold more at another action of the same kind."""
-    chunks = {stage: chunk for chunk, stage in enumerate(own)}
-    held, late, summed = [0] * len(own), [0] * len(own), [False] * len(own)
-    most: dict[tuple[Kind, int, tuple[bool, ...]], dict[tuple[int, ...], int]] = {}
-    for turn, (kind, stage, _) in enumerate(actions):
-        chunk = chunks[stage]
-        if kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT):
-            # Few are left at a time, as the counts of a rank's stages rise and fall together.
-            here, counts = most.setdefault((kind, chunk, tuple(summed)), {}), (*held, *late)
-            if not any(_holds_all(other, counts) for other in here):
-                for other in [other for other in here if _holds_all(counts, other)]:
-                    del here[other]
-                here[counts] = turn
-        held[chunk] += (kind is Kind.FORWARD) - (kind in LAST)
-        late[chunk] += (kind is Kind.INPUT) - (kind is Kind.WEIGHT)
-        summed[chunk] |= kind in LAST
-    found = [
-        (turn, _Snapshot(kind, chunk, counts[: len(own)], had, counts[len(own) :]))
-        for (kind, chunk, had), here in most.items()
-        for counts, turn in here.items()
-    ]
-    return [snapshot for _, snapshot in sorted(found)]
-
-
-def _holds_all(first: Sequence[int], second: Sequence[int]) -> bool:
-    return all(a >= b for a, b in zip(first, second, strict=True))
-
-
 class _Rank:
     """Moments of one pipeline rank."""
 
@@ -299,15 +221,15 @@ class _Rank:
         """Bytes of activations on the device that a unit keeps for one micro-batch."""
         return 0.0 if self.layout.activations_on_host and unit.block else unit.saved
 
-    def holds(self, shot: _Snapshot) -> float:
+    def holds(self, shot: Snapshot) -> float:
         """Bytes that are kept on the device for backwards that are still to come."""
         return sum(count * size for count, size in zip(shot.held, self.held, strict=True)) + sum(
             count * size for count, size in zip(shot.late, self.late, strict=False)
         )
 
-    def memory(self, rank: int, snapshots: Sequence[_Snapshot], fixed: float) -> RankMemory:
+    def memory(self, rank: int, snapshots: Sequence[Snapshot], fixed: float) -> RankMemory:
         """Return the moments of a step, and the states by tier."""
-        most: dict[tuple[Kind, int, tuple[bool, ...]], tuple[float, _Snapshot]] = {}
+        most: dict[tuple[Kind, int, tuple[bool, ...]], tuple[float, Snapshot]] = {}
         for shot in snapshots:
             kept = self.holds(shot)
             key = shot.kind, shot.chunk, shot.summed
@@ -347,7 +269,7 @@ class _Rank:
             found["slot"] += self.largest_block * self.convention.widths.parameter
         return found
 
-    def moments(self, snapshot: _Snapshot) -> Iterator[Moment]:
+    def moments(self, snapshot: Snapshot) -> Iterator[Moment]:
         """Yield the moments of an action at which memory can be at its most."""
         runs, forward = self.chunks[snapshot.chunk], snapshot.kind is Kind.FORWARD
         kept = self.holds(snapshot)

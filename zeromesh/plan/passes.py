@@ -73,6 +73,10 @@ class TracedUnit:
         self.tensors += not root
         self.trained += amount.on() if trained else 0
 
+    def accumulate(self) -> None:
+        """Note that a gradient was accumulated after the moments of the backward so far."""
+        self.begun = len(self.backward) if self.begun is None else self.begun
+
     def add_joins(self, size: float) -> None:
         """Add bytes that tensor ranks sum."""
         self.joins += size
@@ -325,8 +329,7 @@ class _Trace:
         accumulated = deque(self.recorder.accumulations)
         for number, event in enumerate(self.recorder.events):
             while accumulated and accumulated[0][0] <= number:
-                one = units[self.places[accumulated.popleft()[1]]]
-                one.begun = len(one.backward) if one.begun is None else one.begun
+                units[self.places[accumulated.popleft()[1]]].accumulate()
             amount = event.stored.divided()
             amount = amount if event.sign > 0 else amount.times(-1.0)
             if event.stored.gradient:

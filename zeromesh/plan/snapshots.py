@@ -1,0 +1,87 @@
+"""What a pipeline rank holds at the actions of its schedule at which its memory can be at its most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeromesh.pipeline.schedule.actions import LAST, Kind
+from zeromesh.pipeline.schedule.generators import ROWS, Shape, generate
+
+
+class Snapshot(NamedTuple):
+    """One action of a rank, and the micro-batches that its stages hold before it."""
+
+    kind: Kind
+    chunk: int
+    held: tuple[int, ...]  # by chunk
+    summed: tuple[bool, ...]  # by chunk: a micro-batch's backward is behind it
+    late: tuple[int, ...] = (0,)  # by chunk, those of ``held`` whose gradients of weights are still to be computed
+
+
+_SIMPLE = ("1f1b", "gpipe")  # schedules whose ranks fill up, and then hold no more
+_STEADY = ("interleaved-1f1b", "zb-h1")  # schedules that hold as much in each turn of their middle
+_TURNS = 3  # micro-batches for each rank, after which a steady state repeats
+
+
+@lru_cache(maxsize=4096)
+def snapshots_of(
+    schedule: str, ranks: int, microbatches: int, chunks: int
+) -> tuple[tuple[tuple[int, ...], tuple[Snapshot, ...]], ...]:
+    """Return each rank's stages, and the actions at which its memory can be at its most."""
+    if ranks == 1 or (schedule in _SIMPLE and chunks == 1):
+        shape = Shape(ranks, microbatches)
+        # Without a pipeline one micro-batch follows the other.
+        held = [ROWS[schedule].held(shape, rank) if ranks > 1 else 1 for rank in range(ranks)]
+        return tuple(((rank,), _plain_order(count, microbatches)) for rank, count in enumerate(held))
+    if schedule in _STEADY and microbatches > _TURNS * ranks:
+        # What a rank holds repeats from turn to turn, so a long step holds no more than a short one.
+        microbatches = _TURNS * ranks + microbatches % ranks
+    made = generate(schedule, ranks, microbatches, chunks)
+    found = []
+    for rank, actions in enumerate(made.ranks):
+        own = tuple(stage for stage, here in enumerate(made.placement) if here == rank)
+        found.append((own, tuple(_distinct(actions, own))))
+    return tuple(found)
+
+
+def _plain_order(most: int, microbatches: int) -> tuple[Snapshot, ...]:
+    """Return the actions of a rank that fills up, and then computes a backward and a forward in turn."""
+    shots = [
+        Snapshot(Kind.FORWARD, 0, (most - 1,), (False,)), Snapshot(Kind.BACKWARD, 0, (most,), (False,)),
+    ]  # fmt: skip
+    if microbatches > most:
+        shots.append(Snapshot(Kind.FORWARD, 0, (most - 1,), (True,)))
+    if microbatches > 1:
+        shots.append(Snapshot(Kind.BACKWARD, 0, (most if microbatches > most else most - 1,), (True,)))
+    return tuple(shots)
+
+
+def _distinct(actions: Sequence[tuple[Kind, int, int]], own: Sequence[int]) -> list[Snapshot]:
+    """Return the actions before which no stage could hold more at another action of the same kind."""
+    chunks = {stage: chunk for chunk, stage in enumerate(own)}
+    held, late, summed = [0] * len(own), [0] * len(own), [False] * len(own)
+    most: dict[tuple[Kind, int, tuple[bool, ...]], dict[tuple[int, ...], int]] = {}
+    for turn, (kind, stage, _) in enumerate(actions):
+        chunk = chunks[stage]
+        if kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT):
+            # Few are left at a time, as the counts of a rank's stages rise and fall together.
+            here, counts = most.setdefault((kind, chunk, tuple(summed)), {}), (*held, *late)
+            if not any(_holds_all(other, counts) for other in here):
+                for other in [other for other in here if _holds_all(counts, other)]:
+                    del here[other]
+                here[counts] = turn
+        held[chunk] += (kind is Kind.FORWARD) - (kind in LAST)
+        late[chunk] += (kind is Kind.INPUT) - (kind is Kind.WEIGHT)
+        summed[chunk] |= kind in LAST
+    found = [
+        (turn, Snapshot(kind, chunk, counts[: len(own)], had, counts[len(own) :]))
+        for (kind, chunk, had), here in most.items()
+        for counts, turn in here.items()
+    ]
+    return [snapshot for _, snapshot in sorted(found)]
+
+
+def _holds_all(first: Sequence[int], second: Sequence[int]) -> bool:
+    return all(a >= b for a, b in zip(first, second, strict=True))
