@@ -1,6 +1,8 @@
 """Layouts that ``zeromesh train`` leaves to the planner, and the planner's prediction in its report."""
 
+import io
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,13 +65,19 @@ def chosen(run: Path) -> dict[str, Any]:
 
 
 def train_on(machine: str, path: Path, overrides: list[str], resume: bool = False) -> str:
-    # In the rank: its process serves several tests, with the variables of its start.
+    # In the rank: its process serves several tests, with the variables of its start, and where it writes its log to.
+    log = io.StringIO()
+    handler, logger = logging.StreamHandler(log), logging.getLogger("zeromesh")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)  # as the command does where nobody has set up logging
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(MACHINE, machine)
         arguments = [argument for override in overrides for argument in ("--set", override)]
         result = CliRunner().invoke(app, ["train", str(path), *arguments, *(["--resume"] if resume else [])])
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.output + log.getvalue()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
