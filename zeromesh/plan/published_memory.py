@@ -11,9 +11,9 @@ from zeromesh.model.placement import ROWS, PlacementRow, Tier
 from zeromesh.plan.conventions import CONVENTIONS, FUSED, Convention
 from zeromesh.plan.cost import Recompute
 from zeromesh.plan.layout import ParallelLayout, Widths
-from zeromesh.plan.memory import RankMemory, memory_of
+from zeromesh.plan.memory import Moment, RankMemory, memory_of
 from zeromesh.plan.published import Outcome, PublishedRow, UnjudgedError
-from zeromesh.plan.shape import TransformerCost
+from zeromesh.plan.shape import TransformerCost, TransformerShape
 from zeromesh.plan.states import UnitElements, states_of
 
 GB, GIB, MIB = 1e9, 2.0**30, 2.0**20
@@ -30,7 +30,7 @@ FRAMEWORKS = {
 # Known differences between a row and what was measured, by source and model.
 CAVEATS = {
     ("simumax_b200", "llama3-405b"): "the source trains it with 16 heads of keys; the row's model has 8",
-    ("torchtitan", ""): "it prints what the allocator has reserved; gaps in it are not foreseen",
+    ("torchtitan", ""): "it prints what the allocator has reserved; gaps among large tensors are not foreseen",
 }
 
 
@@ -154,7 +154,8 @@ def measured_layout(row: PublishedRow) -> tuple[TransformerCost, ParallelLayout,
         rule = FUSED
         convention = replace(convention, head_gradient=2.0)
     elif layout.tensor > 1:
-        rule = replace(rule, logits_backward=rule.logits_backward + rule.logits_apart)
+        logits = rule.logits_backward + rule.logits_apart
+        rule = replace(rule, logits_backward=logits, reordered_sums=rule.gathered_inputs)
     if convention.name == "FSDP2":
         # torchtitan divides the sequence with tensor ranks and recomputes by operators unless told otherwise; since
         # 2025 it compiles the loss, too, which then makes no logits in fp32.
@@ -172,23 +173,44 @@ def measured_layout(row: PublishedRow) -> tuple[TransformerCost, ParallelLayout,
     return TransformerCost(shape, rule), layout, convention
 
 
-def rank_memories(row: PublishedRow) -> list[RankMemory]:
-    """Return the memory of all pipeline ranks of a row's run."""
-    source, layout, convention = measured_layout(row)
-    return memory_of(source, row.sequence, layout, conventions=convention)
-
-
 def _peak(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
-    ranks = rank_memories(row)
+    source, layout, convention = measured_layout(row)
+    ranks = memory_of(source, row.sequence, layout, conventions=convention)
     unit = MIB if quantity.endswith("mib") else GB if "_gb" in quantity else GIB
-    peak = max(ranks, key=lambda rank: rank.peak.total)
-    size = max(rank.reserved for rank in ranks) if "reserved" in quantity else peak.peak.total
-    note = f"{peak.peak.label} of pipeline rank {peak.pipeline_rank}"
-    reason = CAVEATS.get((row.source, row.model["name"])) or CAVEATS.get((row.source, ""))
+    gaps = _gaps(row, source.shape, layout) if convention.prints_reserved else lambda *_: 0.0
+    found = [(moment.total + gaps(rank, moment), moment.label, rank) for rank in ranks for moment in rank.timeline]
+    size, label, rank = max(found, key=lambda one: one[0])
     if "reserved" in quantity:
-        reason = "gaps between what is allocated are not foreseen"
-    note = f"{note}; {reason}" if reason else note
+        size, reason = max(rank.reserved for rank in ranks), "gaps between what is allocated are not foreseen"
+    else:
+        reason = CAVEATS.get((row.source, row.model["name"])) or CAVEATS.get((row.source, ""), "")
+    note = f"{label} of pipeline rank {rank.pipeline_rank}; {reason}".removesuffix("; ")
     yield row.outcome(quantity, ceil(size / unit) if "rounded_up" in quantity else size / unit, note)
+
+
+def _gaps(
+    row: PublishedRow, shape: TransformerShape, layout: ParallelLayout
+) -> Callable[[RankMemory, Moment], float]:  # fmt: skip
+    """Return a function for the bytes beyond the tensors in use that torchtitan's allocator has at a moment."""
+    tokens = 2 * layout.micro_batch * row.sequence / layout.context  # bytes of one element of each, in 16 bits
+    stream, inner, logits = tokens * shape.hidden, tokens * shape.mlp_width / layout.tensor, tokens * shape.vocabulary
+    # A block's forward has both products of a gated MLP and theirs at a time. Selective recomputation keeps the first,
+    # and without compilation there is its activation, too.
+    again = layout.recompute is Recompute.BLOCKS or not row.layout.get("compile")
+    forward = inner * (3 if again else 2)
+    if layout.tensor > 1:  # a sum over ranks and its copy in their order; asynchronous ones begin with the product
+        forward = max(forward, stream + (inner if row.layout.get("async_tp") else stream))
+
+    def gaps(rank: RankMemory, moment: Moment) -> float:
+        # What the forward has used lies between activations that are kept, and is too small for logits.
+        found = forward if moment.label.split(",")[0].endswith("of head") else 0.0
+        if layout.pipeline > 1 and rank.pipeline_rank == layout.pipeline - 1:
+            found += (layout.accumulation - 1) * logits / layout.tensor
+        elif layout.pipeline > 1:
+            found += layout.accumulation * stream / layout.tensor
+        return found
+
+    return gaps
 
 
 # Largest models.

@@ -134,6 +134,8 @@ def _block(shape: TransformerShape, rule: ActivationRule, tokens: float, length:
     # The MLP's backward: the gradient that arrives, that of the last product's input, and that of the first product's
     # output, as the last product's input, which was kept, has been freed.
     backward = gradient.plus(Divided(split=2 * tokens * width * gates))
+    if rule.reordered_sums:  # the gradient of the gathered input and its copy, beside that of one product's output
+        backward = Divided(split=2 * tokens * width, whole=4 * tokens * hidden)
     if rule.context_gathers and context > 1:
         backward = backward.plus(Divided(split=2 * tokens * context * (kept_heads - query)))
     return UnitCost(
