@@ -2,8 +2,7 @@
 
 import pytest
 
-from zeromesh.plan.shape import TransformerCost, TransformerShape
-from zeromesh.plan.transformer_kernels import block_kernels, head_kernels
+from zeromesh.plan.shape import TransformerCost, TransformerShape, block_kernels, head_kernels
 
 SHAPE = TransformerShape(4, 256, 8, 1000, fused_attention=False)
 BATCH, LENGTH = 2, 128

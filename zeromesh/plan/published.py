@@ -109,6 +109,11 @@ class PublishedRow:
             raise UnjudgedError(f"the row does not say {group}.{name}")
         return value
 
+    def refuse_experts(self) -> None:
+        """Raise UnjudgedError for a mixture of experts."""
+        if (self.layout.get("ep") or 1) > 1 or self.model.get("params_active"):
+            raise UnjudgedError("a mixture of experts, whose sizes the row does not say")
+
     @property
     def sequence(self) -> int:
         """Tokens of a sample."""

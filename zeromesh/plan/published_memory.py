@@ -145,9 +145,9 @@ def _paper_activations(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
 
 def measured_layout(row: PublishedRow) -> tuple[TransformerCost, ParallelLayout, Convention]:
     """Return what a framework trains with for a row."""
-    convention, layout, shape = convention_of(row), row.parallel, row.shape
-    if (row.layout.get("ep") or 1) > 1 or row.model.get("params_active"):
-        raise UnjudgedError("a mixture of experts, for which there is no shape")
+    convention = convention_of(row)
+    row.refuse_experts()
+    layout, shape = row.parallel, row.shape
     multiple, rule = convention.vocabulary_multiple * layout.tensor, convention.activations
     shape = replace(shape, vocabulary=ceil(shape.vocabulary / multiple) * multiple, dropout=False)
     if row.layout.get("fused_cross_entropy"):

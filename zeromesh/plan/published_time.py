@@ -106,8 +106,7 @@ def setting_of(row: PublishedRow) -> Setting:
     row, practice = completed(row), practice_of(row)
     if "lora" in row.where.lower():
         raise UnjudgedError("the row does not say which matrices LoRA adapts")
-    if int(row.layout.get("ep") or 1) > 1:
-        raise UnjudgedError("models of experts have no formula here")
+    row.refuse_experts()
     shape, layout = row.shape, row.parallel
     shape = replace(shape, fused_attention=practice.fused_attention, **practice.shape)
     if practice.row is not None and row.layout.get("zero"):
