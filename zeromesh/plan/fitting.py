@@ -22,6 +22,7 @@ from zeromesh.plan.published_time import (
     in_fit,
     layer_seconds,
     layer_setting,
+    measured_name,
     measured_seconds,
     operations,
     predicted,
@@ -60,7 +61,7 @@ def samples_of(rows: Sequence[PublishedRow]) -> dict[tuple[str, str], list[Timed
             if row.kind == LAYER:
                 setting = layer_setting(row)
                 measured = (float(row.measured["forward_ms"]) + float(row.measured["backward_ms"])) / 1e3
-            elif "throughput" in row.kind.split("+"):
+            elif "throughput" in row.kind.split("+") and measured_name(row):
                 setting = setting_of(row)
                 measured = measured_seconds(setting)
             else:
@@ -103,7 +104,8 @@ def fit(samples: Sequence[TimedRow], names: tuple[str, str]) -> Constants:
 def _least_squares(slopes: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
     # A constant that nothing depends on stays where it is.
     ridge = 1e-4 * len(errors) * torch.eye(2, dtype=torch.float64)
-    return torch.linalg.solve(slopes.T @ slopes + ridge, -slopes.T @ errors)
+    change: torch.Tensor = torch.linalg.solve(slopes.T @ slopes + ridge, -slopes.T @ errors)
+    return change
 
 
 def naive_errors(samples: Sequence[TimedRow], by_practice: bool = False) -> list[float]:

@@ -232,8 +232,8 @@ def find_link(text: str, devices: int = 1) -> LinkSpeed:
     row = LINKS.get(re.sub(r"^(infiniband|ib)[- ]", "", name.lower())) or _speed(name)
     if row is None:
         raise ValueError(
-            f'{name!r} is no known link; {_meant(name, LINKS)}Give one of {", ".join(LINKS)}, or a speed such as "25 Gbit" or'
-            ' "12.5 GB/s"; "8 x ndr" is for eight of a node'
+            f"{name!r} is no known link; {_meant(name, LINKS)}Give one of {', '.join(LINKS)}, or a speed such as "
+            '"25 Gbit" or "12.5 GB/s"; "8 x ndr" is for eight of a node'
         )
     if number == 0 or row.bandwidth == 0:
         raise ValueError(f"{text!r} is no link at all; give a speed above 0")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import ceil
 
-from zeromesh.model.placement import ROWS, PlacementRow, Tier
+from zeromesh.model.placement import ROWS, Tier
 from zeromesh.plan.conventions import CONVENTIONS, FUSED, Convention
 from zeromesh.plan.cost import Recompute
 from zeromesh.plan.layout import ParallelLayout, Widths
@@ -38,24 +38,17 @@ def judge(rows: Iterable[PublishedRow]) -> list[Outcome]:
     """Return an outcome for each figure of memory; those that cannot be judged have the reason in their notes."""
     found: list[Outcome] = []
     for row in rows:
-        for quantity in row.measured:
-            if quantity not in QUANTITIES or row.measured[quantity] is None:
-                continue
+        said = [name for name, value in row.measured.items() if name in QUANTITIES and value is not None]
+        judges = {name: QUANTITIES[name] for name in said}
+        if row.kind.startswith("max_model") and not any(name in QUANTITIES for name in row.measured):
+            judges["fits"] = _largest_that_fits
+        for quantity, predict in judges.items():
             try:
-                found += QUANTITIES[quantity](row, quantity)
+                found += predict(row, quantity)
             except ValueError as error:
-                value = row.measured[quantity]
+                value = row.measured.get(quantity, 1.0)
                 found.append(row.outcome(quantity, None, str(error), 0.0 if isinstance(value, Mapping) else value))
-        if row.kind.startswith("max_model") and not any(key in QUANTITIES for key in row.measured):
-            found += _attempt(row, "fits", _largest_that_fits)
     return found
-
-
-def _attempt(row: PublishedRow, quantity: str, judged: Callable[[PublishedRow], Outcome]) -> Iterator[Outcome]:
-    try:
-        yield judged(row)
-    except ValueError as error:
-        yield row.outcome(quantity, None, str(error), 1.0)
 
 
 def convention_of(row: PublishedRow) -> Convention:
@@ -221,7 +214,10 @@ def _theory(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
     convention, memory = convention_of(row), row.device_memory / GIB * GB
     tensor = int(row.needs("layout", "tp"))
     for name, size in row.measured[quantity].items():
-        layout = ParallelLayout(data=int(row.needs("layout", "dp")), row=_named(name))
+        number = re.search(r"\d", name)
+        if number is None or int(number[0]) not in ROWS:
+            raise UnjudgedError(f"{name!r} names no row of the table")
+        layout = ParallelLayout(data=int(row.needs("layout", "dp")), row=ROWS[int(number[0])])
         largest = memory / _states(row, 1e9, convention, layout)
         if quantity == "theory_B":
             # The table multiplies what one rank of the tensor axis can have, after rounding it.
@@ -231,14 +227,7 @@ def _theory(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
             yield row.outcome("fits", float(size <= largest * tensor), f"{size} B parameters, {name}", 1.0)
 
 
-def _named(name: str) -> PlacementRow:
-    number = re.search(r"\d", name)
-    if number is None or int(number[0]) not in ROWS:
-        raise UnjudgedError(f"{name!r} names no row of the table")
-    return ROWS[int(number[0])]
-
-
-def _largest_that_fits(row: PublishedRow) -> Outcome:
+def _largest_that_fits(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
     """Return whether the states of a model that was trained fit the tiers of the machine."""
     convention, placement = convention_of(row), row.placement
     if placement.optimizer_tier is Tier.NVME:
@@ -253,12 +242,12 @@ def _largest_that_fits(row: PublishedRow) -> Outcome:
     host = float(row.hardware.get("host_gb") or 0) * GB or HOST_PER_DEVICE * max(gpus, 16)
     fits = on["device"] <= row.device_memory and on["host"] * gpus <= host
     note = f"states: {on['device'] / GB:.1f} GB of a device, {on['host'] * gpus / 1e12:.2f} TB of all hosts"
-    return row.outcome("fits", float(fits), note, 1.0)
+    yield row.outcome("fits", float(fits), note, 1.0)
 
 
 def _maximum(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
     size = float(row.measured[quantity]) * 1e9
-    yield _largest_that_fits(replace(row, model={**row.model, "params": size}))
+    yield from _largest_that_fits(replace(row, model={**row.model, "params": size}), quantity)
 
 
 def _sequence(row: PublishedRow, quantity: str) -> Iterator[Outcome]:

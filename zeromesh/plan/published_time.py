@@ -83,8 +83,10 @@ def machine_of(row: PublishedRow, ranks: int, constants: Constants) -> Machine:
         raise UnjudgedError(f"hardware.gpu is {gpu!r}, of which no preset says the speed")
     node = machine.nodes[0][0]
     devices = min(int(row.hardware.get("gpus_per_node") or node.devices), node.devices)
-    names = {"product_efficiency": constants.products, "memory_efficiency": constants.memory}
-    device = replace(node.device, **{name: value for name, value in names.items() if value is not None})
+    device = replace(
+        node.device, product_efficiency=constants.products or node.device.product_efficiency,
+        memory_efficiency=constants.memory or node.device.memory_efficiency,
+    )  # fmt: skip
     between = replace(machine.between, efficiency=constants.links or machine.between.efficiency)
     host = node.host_bandwidth * (constants.host or 1.0)
     node = replace(node, device=device, devices=devices, host_bandwidth=host)
@@ -193,11 +195,8 @@ def measured_seconds(setting: Setting) -> float:
 
 
 def measured_name(row: PublishedRow) -> str:
-    """Return the quantity of a row that is judged; raise UnjudgedError where it has none."""
-    for name in TIMES:
-        if isinstance(row.measured.get(name), int | float):
-            return name
-    raise UnjudgedError("the row has no time, rate or share of the peak")
+    """Return the quantity of a row that is judged; "" where it has none."""
+    return next((name for name in TIMES if isinstance(row.measured.get(name), int | float)), "")
 
 
 def constants_of(row: PublishedRow) -> Constants:
@@ -234,9 +233,8 @@ def judge(rows: Iterable[PublishedRow]) -> list[Outcome]:
 
 
 def _step_outcomes(row: PublishedRow) -> Iterator[Outcome]:
-    try:
-        name = measured_name(row)
-    except UnjudgedError:
+    name = measured_name(row)
+    if not name:
         return
     try:
         setting = setting_of(row)

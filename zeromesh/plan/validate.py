@@ -133,9 +133,9 @@ def report(published: PublishedRows, outcomes: Sequence[Outcome]) -> str:
 
 
 def _table(headings: str, rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [headings.split("|"), ["---"] * (headings.count("|") + 1)]
-    lines += [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
+    lines = [headings.split("|"), *([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows)]
+    found = [f"| {' | '.join(line)} |" for line in lines]
+    return [found[0], "|---" * len(lines[0]) + "|", *found[1:]]
 
 
 HEADER = """# Report card of the planner
