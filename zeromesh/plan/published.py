@@ -22,21 +22,30 @@ from zeromesh.plan.layout import ParallelLayout, Widths
 from zeromesh.plan.shape import TransformerShape
 
 # Fields of a row by the form of their values. What reads those of "any" checks them, as they take several forms.
-_FIELDS = {
-    "whole": "model.layers model.hidden model.heads model.kv_heads model.ffn model.vocab model.seq hardware.gpus "
-             "hardware.gpus_per_node layout.dp layout.fsdp layout.pp layout.cp layout.ep layout.vp layout.interleave "
-             "layout.micro_batch layout.micro_batches layout.global_batch layout.local_batch layout.batch_per_dp",
-    "number": "model.params model.params_total model.params_active model.largest_layer hardware.host_gb "
-              "hardware.peak_tflops layout.seq_tokens_per_step",
-    "a text": "model.name hardware.gpu layout.precision layout.recompute layout.schedule layout.scheme "
-              "layout.framework layout.gradients layout.optimizer",
-    "true or false": "model.tied model.gated layout.sequence_parallel layout.compile layout.async_tp "
-                     "layout.cross_entropy_fusion layout.fused_cross_entropy layout.deepspeed layout.alst "
-                     "layout.overlap",
-    "any": "layout.zero layout.tp layout.offload layout.offload_param layout.offload_optimizer layout.offload_fraction "
-           "layout.zero_init",
-}  # fmt: skip
-_FORMS = {field: form for form, fields in _FIELDS.items() for field in fields.split()}
+_FIELDS = (
+    ("whole", "model", "layers hidden heads kv_heads ffn vocab seq"),
+    ("whole", "hardware", "gpus gpus_per_node"),
+    (
+        "whole",
+        "layout",
+        "dp fsdp pp cp ep vp interleave micro_batch micro_batches global_batch local_batch batch_per_dp",
+    ),
+    ("number", "model", "params params_total params_active largest_layer"),
+    ("number", "hardware", "host_gb peak_tflops"),
+    ("number", "layout", "seq_tokens_per_step"),
+    ("a text", "model", "name"),
+    ("a text", "hardware", "gpu"),
+    ("a text", "layout", "precision recompute schedule scheme framework gradients optimizer"),
+    ("true or false", "model", "tied gated"),
+    (
+        "true or false",
+        "layout",
+        "sequence_parallel compile async_tp cross_entropy_fusion fused_cross_entropy deepspeed",
+    ),
+    ("true or false", "layout", "alst overlap"),
+    ("any", "layout", "zero tp offload offload_param offload_optimizer offload_fraction zero_init"),
+)
+_FORMS = {f"{group}.{name}": form for form, group, names in _FIELDS for name in names.split()}
 _ZERO_IS_NONE = ("layout.fsdp", "layout.ep", "layout.vp", "layout.interleave", "layout.cp")
 GROUPS = ("model", "hardware", "layout")
 
