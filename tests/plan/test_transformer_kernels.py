@@ -1,9 +1,12 @@
 """Operations of kernels beside the closed forms of papers."""
 
+from dataclasses import replace
+
 import pytest
 
-from zeromesh.plan.shape import TransformerCost, TransformerShape
-from zeromesh.plan.transformer_kernels import block_kernels, head_kernels
+from zeromesh.plan.conventions import PLAIN
+from zeromesh.plan.cost import Divided
+from zeromesh.plan.shape import TransformerCost, TransformerShape, block_kernels, head_kernels
 
 SHAPE = TransformerShape(4, 256, 8, 1000, fused_attention=False)
 BATCH, LENGTH = 2, 128
@@ -50,3 +53,10 @@ def test_weight_gradients_take_all_parameters_of_matrices():
     products = sum(work.flops.on() for unit in cost.units for work in unit.weight if work.shape)
     matrices = 4 * 12 * 256**2 + 1000 * 256
     assert products == pytest.approx(2 * BATCH * LENGTH * matrices)
+
+
+def test_sums_that_are_reordered_are_there_twice():
+    rule = replace(PLAIN, reordered_sums=True)
+    block = TransformerCost(SHAPE, rule).at(BATCH, LENGTH).units[1]
+    tokens = BATCH * LENGTH
+    assert block.backward_peak == Divided(split=2 * tokens * 4 * 256, whole=2 * (2 * tokens * 256))

@@ -18,6 +18,8 @@ class ActivationRule:
     context_gathers: bool = False  # attention of context ranks has the keys and values of all of them at a time
     # Inputs that are gathered from the tensor ranks' parts of a sequence are kept whole, not gathered again.
     gathered_inputs: bool = False
+    # Sums over tensor ranks that are divided along a sequence are copied into the order of the ranks first.
+    reordered_sums: bool = False
     # Under selective recomputation every second product is kept, and attention, instead of all but the scores.
     every_second_product: bool = False
     context_output: bool = False  # attention of context ranks keeps its output before it is sent back, too
@@ -58,6 +60,9 @@ class Convention:
     # In a pipeline parameters stay gathered, and gradients whole, until the last micro-batch; each micro-batch has
     # buffers of its own for the activations and gradients that it receives.
     whole_in_pipeline: bool = False
+    # Figures are what the caching allocator has reserved, and a pipeline's stages keep the outputs of all micro-batches
+    # until the end of the step.
+    prints_reserved: bool = False
     workspace: float = 0.0  # bytes of libraries of matrix products, from the framework's own allocator
     vocabulary_multiple: int = 1  # of rows of the embedding on each tensor rank
     activations: ActivationRule = PLAIN
@@ -99,13 +104,15 @@ CONVENTIONS: dict[str, Convention] = {
     # 16 bits and, for their sum over ranks, in fp32.
     "fsdp2": Convention(
         "FSDP2", Widths(parameter=2, gradient=4, wire=4), in_master=True, unit_gradient=6.0, whole_in_pipeline=True,
-        gathers_apart=True, workspace=32 * MIB,
+        gathers_apart=True, prints_reserved=True, workspace=32 * MIB,
         activations=ActivationRule(
             repeated_heads=True, activation_output=True, every_second_product=True, gathered_inputs=True,
             context_gathers=True, logits_apart=4.0,
-            source="torchtitan of 2024: a loss in fp32 that is not compiled, and divided logits with tensor ranks",
+            source="torchtitan of 2024: a loss in fp32 that is not compiled, and divided logits with tensor ranks; "
+            "sums by torch.distributed._functional_collectives.reduce_scatter_tensor",
         ),
-        source="torch.distributed.fsdp.fully_shard with mixed precision, as in torchtitan",
+        source="torch.distributed.fsdp.fully_shard with mixed precision, as in torchtitan; outputs of stages by "
+        "torch.distributed.pipelining before pytorch/pytorch pull request 153383 of 2025-05",
     ),
     # 16-bit parameters and gradients beside the fp32 master; defaults of stage3_max_live_parameters and, twice for
     # their overlap, of reduce_bucket_size.

@@ -30,22 +30,13 @@ def precision_for(device: Device) -> str:
 def document_for(layout: ParallelLayout, precision: str) -> dict[str, Any]:
     """Return the JSON document of a layout, as ``zeromesh.initialize`` takes it."""
     sharded = layout.row.parameter is Placement.SHARDED and layout.row.parameter_tier is Tier.DEVICE
+    # Two slots are the default, and rows with whole parameters have none for them.
+    slots = layout.parameter_slots if sharded and layout.parameter_slots != 2 else None
     run = WrittenRun(
-        layout.samples,
-        layout.micro_batch,
-        layout.accumulation,
-        {axis: getattr(layout, axis) for axis in AXES},
-        layout.row,
-        layout.schedule,
-        layout.chunks,
-        layout.recompute is not Recompute.NONE,
-        layout.activations_on_host,
-        layout.sequence,
-        # Two are the default, and rows with whole parameters have no slots.
-        layout.parameter_slots if sharded and layout.parameter_slots != 2 else None,
-        layout.gradient_slots if layout.gradient_slots != 2 else None,
-        precision,
-    )
+        layout.samples, layout.micro_batch, layout.accumulation, {axis: getattr(layout, axis) for axis in AXES},
+        layout.row, layout.schedule, layout.chunks, layout.recompute is not Recompute.NONE, layout.activations_on_host,
+        layout.sequence, slots, layout.gradient_slots if layout.gradient_slots != 2 else None, precision,
+    )  # fmt: skip
     return document_of(run)
 
 
@@ -60,25 +51,18 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
     resolved = settings.resolve(sizes["data"] * sizes["replicate"], sizes)
     precision = "bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32"
     recomputed = settings.activation_checkpointing
-    row = settings.row
-    chosen = settings.pipeline
-    name = chosen.schedule if sizes["pipeline"] > 1 else "1f1b"
+    name = settings.pipeline.schedule if sizes["pipeline"] > 1 else "1f1b"
     least = SCHEDULES[name].chunks[0] if name in SCHEDULES else 1
     layout = ParallelLayout(
-        **{axis: sizes[axis] for axis in AXES},
-        row=row,
-        micro_batch=resolved.train_micro_batch_size_per_gpu,
-        accumulation=resolved.gradient_accumulation_steps,
-        schedule=name,
-        chunks=chosen.chunks or least,
+        **{axis: sizes[axis] for axis in AXES}, row=settings.row,
+        micro_batch=resolved.train_micro_batch_size_per_gpu, accumulation=resolved.gradient_accumulation_steps,
+        schedule=name, chunks=settings.pipeline.chunks or least,
         recompute=Recompute.BLOCKS if recomputed.enabled else Recompute.NONE,
         activations_on_host=recomputed.enabled and recomputed.cpu_checkpointing,
-        sequence=settings.tensor_parallel.sequence,
-        parameter_slots=settings.slots.parameter or 2,
-        gradient_slots=settings.slots.gradient or 2,
-        early=settings.zero_optimization.early_share or 0.0,
+        sequence=settings.tensor_parallel.sequence, parameter_slots=settings.slots.parameter or 2,
+        gradient_slots=settings.slots.gradient or 2, early=settings.zero_optimization.early_share or 0.0,
         widths=PRECISIONS[precision],
-    )
+    )  # fmt: skip
     return layout, precision
 
 

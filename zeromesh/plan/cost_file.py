@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -93,19 +93,16 @@ class CostFolder:
 
     def write(self, name: str, data: Any) -> None:
         """Keep plain values under a name. A folder that cannot be written to keeps nothing, with a line in the log."""
+        # Renaming is atomic: readers see a whole file, and the last of several writers wins.
+        part = self._path / f"{name}.{os.getpid()}.part"
         try:
             self._path.mkdir(parents=True, exist_ok=True)
-            # Renaming is atomic: readers see a whole file, and the last of several writers wins.
-            handle, path = tempfile.mkstemp(dir=self._path, suffix=".tmp")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(data, file)
-                os.replace(path, self._path / f"{name}.json")
-            except BaseException:
-                Path(path).unlink(missing_ok=True)
-                raise
+            part.write_text(json.dumps(data), encoding="utf-8")
+            part.replace(self._path / f"{name}.json")
             self._shrink()
         except OSError as error:
+            with suppress(OSError):
+                part.unlink()
             _log.info("costs of models are not kept in %s: %s", self._path, error)
 
     def _shrink(self) -> None:

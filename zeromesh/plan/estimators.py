@@ -5,7 +5,7 @@ Activations, temporaries and libraries are left out; ``zeromesh plan`` has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,9 +24,8 @@ GIB = 2.0**30
 def _states(row: PlacementRow, total: float, largest: float, ranks: int) -> tuple[float, float]:
     """Return bytes of one rank on its device and on the host, for units as large as the largest."""
     count = max(1, round(total / largest)) if largest else 1
-    found = states_of(
-        [UnitElements(0.0, 1), UnitElements(total / count, count)], ParallelLayout(data=ranks, row=row), ZEROMESH
-    )
+    units = [UnitElements(0.0, 1), UnitElements(total / count, count)]
+    found = states_of(units, ParallelLayout(data=ranks, row=row), ZEROMESH)
     device = sum(size for (_, tier), size in found.resting.items() if tier == Tier.DEVICE.value)
     host = sum(size for (_, tier), size in found.resting.items() if tier == Tier.HOST.value)
     return device + found.gathered, host
@@ -111,15 +110,11 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Print the estimates of ZeRO-2 for all options; see ``estimate_zero2_model_states_mem_needs``."""
-
-    def rows() -> Iterator[tuple[int, int, str]]:
-        for offload in (True, False):
-            found = estimate_zero2_model_states_mem_needs(
-                total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
-            )
-            yield *found, f"{OPTIMIZER_DEVICE}={'cpu' if offload else 'none'}"
-
-    _show(rows, f"{total_params / 1e6:.0f} M parameters", num_gpus_per_node, num_nodes)
+    sizes = (num_gpus_per_node, num_nodes)
+    _show_heading(f"{total_params / 1e6:.0f} M parameters", *sizes)
+    for offload in (True, False):
+        found = estimate_zero2_model_states_mem_needs(total_params, *sizes, offload, additional_buffer_factor)
+        _show(*found, {OPTIMIZER_DEVICE: offload})
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -135,21 +130,15 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:  # fmt: skip
     """Print the estimates of ZeRO-3 for all options; see ``estimate_zero3_model_states_mem_needs``."""
-
-    def rows() -> Iterator[tuple[int, int, str]]:
-        for parameters, optimizer in ((True, True), (False, True), (False, False)):
-            for zero_init in (True, False):
-                cpu, gpu, _ = estimate_zero3_model_states_mem_needs(
-                    total_params, largest_layer_params, num_gpus_per_node, num_nodes, optimizer, parameters, zero_init,
-                    additional_buffer_factor,
-                )  # fmt: skip
-                tiers = [f"{name}={'cpu' if on else 'none'}" for name, on in (
-                    (PARAMETER_DEVICE, parameters), (OPTIMIZER_DEVICE, optimizer)
-                )]  # fmt: skip
-                yield cpu, gpu, f"{', '.join(tiers)}, zero_init={int(zero_init)}"
-
-    named = f"{total_params / 1e6:.0f} M parameters, {largest_layer_params / 1e6:.0f} M in the largest layer"
-    _show(rows, named, num_gpus_per_node, num_nodes)
+    sizes = (num_gpus_per_node, num_nodes)
+    largest = f"{largest_layer_params / 1e6:.0f} M in the largest layer"
+    _show_heading(f"{total_params / 1e6:.0f} M parameters, {largest}", *sizes)
+    for parameters, optimizer in ((True, True), (False, True), (False, False)):
+        for zero_init in (True, False):
+            cpu, gpu, _ = estimate_zero3_model_states_mem_needs(
+                total_params, largest_layer_params, *sizes, optimizer, parameters, zero_init, additional_buffer_factor
+            )
+            _show(cpu, gpu, {PARAMETER_DEVICE: parameters, OPTIMIZER_DEVICE: optimizer}, f", zero_init={zero_init:d}")
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -162,8 +151,11 @@ def estimate_zero3_model_states_mem_needs_all_live(
     )
 
 
-def _show(rows: Callable[[], Iterator[tuple[int, int, str]]], model: str, gpus: int, nodes: int) -> None:
+def _show_heading(model: str, gpus: int, nodes: int) -> None:
     print(f"Memory of parameters, gradients and optimizer states: {model}, {nodes} nodes with {gpus} devices each")
     print("  host of a node |   each device | options")
-    for cpu, gpu, options in rows():
-        print(f"{cpu / GIB:12.2f} GiB | {gpu / GIB:9.2f} GiB | {options}")
+
+
+def _show(cpu: int, gpu: int, on_host: Mapping[str, bool], more: str = "") -> None:
+    options = ", ".join(f"{name}={'cpu' if on else 'none'}" for name, on in on_host.items()) + more
+    print(f"{cpu / GIB:12.2f} GiB | {gpu / GIB:9.2f} GiB | {options}")

@@ -1,39 +1,42 @@
 """Fit of a GPU's constants to half of a source's published rows, and the bar that a prediction must clear.
 
-``python -m zeromesh.plan.fitting ROWS.json`` prints the constants of all sources, for ``CONSTANTS`` of
-``practices.py``.
+``python -m zeromesh.plan.fitting ROWS.json [SOURCE ...]`` prints the constants for ``CONSTANTS`` of ``practices.py``.
 """
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from math import exp, log
 from typing import NamedTuple
+
+import torch
 
 from zeromesh.plan.practices import Constants
 from zeromesh.plan.published import PublishedRow, read_rows
 from zeromesh.plan.published_time import (
+    LAYER,
     Setting,
     constants_of,
     gpu_name,
     in_fit,
-    judged_time,
     layer_seconds,
     layer_setting,
+    measured_name,
     measured_seconds,
     operations,
     predicted,
     setting_of,
 )
 
-LAYER = "layer_time"  # kind of rows
-
 STEP = 0.05  # of a constant's logarithm, for its derivative
+FARTHEST = 0.7  # change of a logarithm in a round
 ROUNDS = 8
-FIRST = Constants(products=0.7, links=0.7, memory=0.8, host=0.5, step=0.03, padding=100.0)
-LEAST = Constants(products=0.05, links=0.02, memory=0.1, host=0.05, step=0.001, padding=8.0)
-MOST = Constants(products=1.0, links=1.0, memory=1.0, host=1.0, step=0.5, padding=400.0)
+# First value, least and most.
+RANGES = {
+    "products": (0.7, 0.05, 1.0), "links": (0.7, 0.02, 1.0), "memory": (0.8, 0.1, 1.0), "host": (0.5, 0.05, 1.0),
+    "step": (0.03, 0.001, 0.5),
+}  # fmt: skip
 
 
 class TimedRow(NamedTuple):
@@ -58,7 +61,7 @@ def samples_of(rows: Sequence[PublishedRow]) -> dict[tuple[str, str], list[Timed
             if row.kind == LAYER:
                 setting = layer_setting(row)
                 measured = (float(row.measured["forward_ms"]) + float(row.measured["backward_ms"])) / 1e3
-            elif judged_time(row):
+            elif "throughput" in row.kind.split("+") and measured_name(row):
                 setting = setting_of(row)
                 measured = measured_seconds(setting)
             else:
@@ -73,66 +76,36 @@ def samples_of(rows: Sequence[PublishedRow]) -> dict[tuple[str, str], list[Timed
 def fit(samples: Sequence[TimedRow], names: tuple[str, str]) -> Constants:
     """Return two constants with the least mean square of log(predicted / measured), by Gauss-Newton steps."""
 
-    def constants(logs: Sequence[float]) -> Constants:
-        return Constants(**{name: math.exp(value) for name, value in zip(names, logs, strict=True)})
+    def constants(logs: torch.Tensor) -> Constants:
+        return Constants(**dict(zip(names, logs.exp().tolist(), strict=True)))
 
-    def errors(logs: Sequence[float]) -> list[float]:
-        return [math.log(seconds_of(one.setting, constants(logs)) / one.measured) for one in samples]
+    def errors(logs: torch.Tensor) -> torch.Tensor:
+        times = [log(seconds_of(one.setting, constants(logs)) / one.measured) for one in samples]
+        return torch.tensor(times, dtype=torch.float64)
 
-    logs = [math.log(getattr(FIRST, name)) for name in names]
-    low = [math.log(getattr(LEAST, name)) for name in names]
-    high = [math.log(getattr(MOST, name)) for name in names]
+    logs, low, high = torch.tensor([RANGES[name] for name in names], dtype=torch.float64).log().T
     now = errors(logs)
     for _ in range(ROUNDS):
-        slopes = []
-        for index in range(2):
-            # Towards the inside, where a constant is at its bound.
-            step = STEP if logs[index] + STEP <= high[index] else -STEP
-            moved = errors([value + step * (place == index) for place, value in enumerate(logs)])
-            slopes.append([(after - before) / step for after, before in zip(moved, now, strict=True)])
-        change = _solve(slopes, now, logs, low, high)
-        better = _search(errors, logs, change, now, low, high)
+        # Derivatives are taken towards the inside, where a constant is at its bound.
+        steps = torch.diag(torch.where(logs + STEP <= high, STEP, -STEP))
+        slopes = torch.stack([(errors(logs + step) - now) / step.sum() for step in steps], 1)
+        change = _least_squares(slopes, now)
+        out = ((logs >= high) & (change > 0)) | ((logs <= low) & (change < 0))
+        if out.any():  # a constant at its bound stays there, and the other one is solved for alone
+            change = _least_squares(slopes * ~out, now)
+        tries = [torch.clamp(logs + part * change.clamp(-FARTHEST, FARTHEST), low, high) for part in (1.0, 0.4, 0.1)]
+        better = next((one for one in tries if errors(one).square().sum() < now.square().sum() * (1 - 1e-5)), None)
         if better is None:
             break
-        logs, now = better
+        logs, now = better, errors(better)
     return constants(logs)
 
 
-def _solve(
-    slopes: list[list[float]], now: list[float], logs: list[float], low: list[float], high: list[float]
-) -> list[float]:
-    """Return the step of least squares; a constant at its bound that would leave it stays."""
-    first, second = slopes
-    ridge = 1e-4 * len(now)  # a constant that nothing depends on stays where it is
-    a, b, d = _dot(first, first) + ridge, _dot(first, second), _dot(second, second) + ridge
-    e, f = -_dot(first, now), -_dot(second, now)
-    change = [(e * d - b * f) / (a * d - b * b), (a * f - b * e) / (a * d - b * b)]
-    for index, other, alone in ((0, 1, f / d), (1, 0, e / a)):
-        value = logs[index] + change[index]
-        at_bound = (logs[index] >= high[index] and value > high[index]) or (
-            logs[index] <= low[index] and value < low[index]
-        )
-        if at_bound:
-            change[index], change[other] = 0.0, alone
-    return [max(-0.7, min(0.7, value)) for value in change]
-
-
-def _search(
-    errors: Callable[[Sequence[float]], list[float]], logs: list[float], change: list[float], now: list[float],
-    low: list[float], high: list[float],
-) -> tuple[list[float], list[float]] | None:  # fmt: skip
-    """Return a point along the step that is better, and its errors; None if there is none."""
-    before = _dot(now, now)
-    for factor in (1.0, 0.4, 0.1):
-        point = [min(h, max(b, v + factor * c)) for v, c, b, h in zip(logs, change, low, high, strict=True)]
-        found = errors(point)
-        if _dot(found, found) < before * (1 - 1e-5):
-            return point, found
-    return None
-
-
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(left, right, strict=True))
+def _least_squares(slopes: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
+    # A constant that nothing depends on stays where it is.
+    ridge = 1e-4 * len(errors) * torch.eye(2, dtype=torch.float64)
+    change: torch.Tensor = torch.linalg.solve(slopes.T @ slopes + ridge, -slopes.T @ errors)
+    return change
 
 
 def naive_errors(samples: Sequence[TimedRow], by_practice: bool = False) -> list[float]:
@@ -146,14 +119,21 @@ def naive_errors(samples: Sequence[TimedRow], by_practice: bool = False) -> list
         parts.setdefault(id(one.setting.practice) if by_practice else 0, []).append(one)
     found: list[float] = []
     for part in parts.values():
-        half = [one for one in part if in_fit(one.setting.row)] or part
-        share = math.exp(sum(math.log(_rate(one)) for one in half) / len(half))
-        found += [_rate(one) / share - 1 for one in part if not in_fit(one.setting.row)]
+        half = halves(part)[0] or part
+        share = exp(sum(log(_rate(one)) for one in half) / len(half))
+        found += [_rate(one) / share - 1 for one in halves(part)[1]]
     return found
 
 
 def _rate(one: TimedRow) -> float:
     return operations(one.setting, executed=True) / one.measured / one.setting.layout.ranks
+
+
+def halves(samples: Sequence[TimedRow]) -> tuple[list[TimedRow], list[TimedRow]]:
+    """Return the rows that decide constants, and those that are held out."""
+    chosen = [in_fit(one.setting.row) for one in samples]
+    first, second = ([one for one, has in zip(samples, chosen, strict=True) if has is half] for half in (True, False))
+    return first, second
 
 
 def errors_of(samples: Sequence[TimedRow], constants: Constants) -> list[float]:
@@ -182,13 +162,9 @@ def time_card(rows: Sequence[PublishedRow]) -> str:
     ]
     for (source, gpu), samples in samples_of(rows).items():
         constants = constants_of(samples[0].setting.row)
-        half = [one for one in samples if in_fit(one.setting.row)]
-        held = [one for one in samples if not in_fit(one.setting.row)]
-        cells = [
-            source, gpu, said(constants), summary(errors_of(half, constants)), summary(errors_of(held, constants)),
-            summary(naive_errors(samples)), summary(naive_errors(samples, by_practice=True)),
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
+        errors = [errors_of(half, constants) for half in halves(samples)]
+        errors += [naive_errors(samples), naive_errors(samples, by_practice=True)]
+        lines.append(f"| {' | '.join([source, gpu, said(constants), *map(summary, errors)])} |")
     return "\n".join(lines)
 
 
@@ -197,47 +173,15 @@ def said(constants: Constants) -> str:
     return ", ".join(f"{name}={value:.3g}" for name, value in constants._asdict().items() if value is not None)
 
 
-class Fitted(NamedTuple):
-    """Constants of a GPU in a source, and relative errors."""
-
-    source: str
-    gpu: str
-    constants: Constants
-    fit: list[float]  # errors of the half that decides
-    held: list[float]  # errors of the other half
-    naive: list[float]  # errors of the other half by one efficiency
-
-    @property
-    def line(self) -> str:
-        """The constants and errors for the reader."""
-        return (
-            f'    ("{self.source}", "{self.gpu}"): Constants({said(self.constants)}),\n'
-            f"        # fit {summary(self.fit)}; held out {summary(self.held)}; one efficiency {summary(self.naive)}"
-        )
-
-
-def fitted(samples: Sequence[TimedRow], names: tuple[str, str] | None = None) -> Fitted:
-    """Fit the constants of rows of one source and GPU; ``names``: other constants than the practice's."""
-    row = samples[0].setting.row
-    half = [one for one in samples if in_fit(one.setting.row)]
-    held = [one for one in samples if not in_fit(one.setting.row)]
-    constants = fit(half, names or samples[0].setting.practice.fitted) if half else Constants()
-    errors = (errors_of(half, constants), errors_of(held, constants), naive_errors(samples))
-    return Fitted(row.source, gpu_name(row), constants, *errors)
-
-
 def main(arguments: Sequence[str]) -> None:
     """Print the constants and errors of all sources of a file, or of those that are named behind it."""
     path, *sources = arguments
-    names = tuple(one for one in sources if one in Constants._fields)
-    sources = [one for one in sources if one not in names]
     rows = [row for row in read_rows(path).rows if not sources or row.source in sources]
-    for samples in samples_of(rows).values():
-        found = fitted(samples, (names[0], names[1]) if len(names) == 2 else None)
-        print(found.line, flush=True)
-        if sources:
-            for one, error in zip(samples, errors_of(samples, found.constants), strict=True):
-                print(f"{one.setting.row.id} {error:+.1%} {'fit' if in_fit(one.setting.row) else ''}")
+    for (source, gpu), samples in samples_of(rows).items():
+        half, held = halves(samples)
+        constants = fit(half, samples[0].setting.practice.fitted) if half else Constants()
+        print(f'    ("{source}", "{gpu}"): Constants({said(constants)}),')
+        print(f"        # fit {summary(errors_of(half, constants))}; held out {summary(errors_of(held, constants))}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ class Constants(NamedTuple):
     memory: float | None = None  # share of the memory's bandwidth that kernels reach
     host: float | None = None  # share of the preset's bandwidth of the host's memory that updates reach
     step: float | None = None  # seconds of a step beside kernels: data, launches of the update, reports
-    padding: float | None = None  # elements by which each dim of a product counts longer than it is
 
 
 DEFAULT = Habits()
@@ -33,7 +32,6 @@ class Practice:
     row: int | None = None  # ZeRO number that its states behave as; None: as the row says
     sequence: bool = False  # sequence parallelism where the row does not say it
     keeps: bool = False  # gathered parameters and whole gradients stay on a pipeline's ranks until the update
-    micro_batch: int = 0  # samples where the row does not say them; 0: all of a rank's at once, or one in a pipeline
     chunks: int = 1  # the most stages of a pipeline rank where the source interleaves without saying how many
     counts_recompute: bool = False  # operations that it reports are those that were executed
     causal: float = 1.0  # share of attention's products that it counts
@@ -57,71 +55,38 @@ DEEPSPEED = Habits(dtype="fp16", rails=1, reduces_early=False)
 # FlashAttention-2 reaches 0.35 of an H100's peak, and 0.6 of an A100's (Shah et al., FlashAttention-3, 2024).
 HOPPER_FLASH_2 = 0.62
 
+# fmt: off
 PRACTICES: dict[str, Practice] = {
-    "megatron2021": Practice(
-        MEGATRON,
-        fused_attention=False,
-        counts_recompute=True,
-        why="scores are written to memory, and gradients are summed behind the backward",
-    ),
-    "megatron2021/sharded": Practice(
-        DEEPSPEED,
-        fused_attention=False,
-        counts_recompute=True,
-        why="DeepSpeed of 2021, whose gathers and reductions ran over one link of a node",
-    ),
+    "megatron2021": Practice(MEGATRON, fused_attention=False, counts_recompute=True,
+                             why="scores are written to memory, and gradients are summed behind the backward"),
+    "megatron2021/sharded": Practice(DEEPSPEED, fused_attention=False, counts_recompute=True,
+                                     why="DeepSpeed of 2021, whose gathers and reductions ran over one link of a node"),
     "megatron_a100_2020": Practice(MEGATRON, fused_attention=False),
-    "korthikanti2022": Practice(
-        MEGATRON_2022, fused_attention=False, fitted=("products", "memory"), why="scores are written to memory"
-    ),
-    "megatron_h100": Practice(
-        CORE,
-        wire=4,
-        chunks=24,
-        sequence=True,
-        fitted=("products", "step"),
-        why="stages and micro-batches are not said: a block for a stage is taken",
-    ),
-    "megascale2024": Practice(
-        replace(MEGATRON_2022, dtype="bf16"), wire=4, row=1, sequence=True, why="sums behind the backward"
-    ),
-    "megascale2024/MegaScale": Practice(
-        replace(CORE, joins_hidden=0.9, fusion=0.35),
-        wire=4,
-        row=1,
-        sequence=True,
-        why="all sums beside computation, blocks with one norm, fused kernels",
-    ),
+    "korthikanti2022": Practice(MEGATRON_2022, fused_attention=False, fitted=("products", "memory"),
+                                why="scores are written to memory"),
+    "megatron_h100": Practice(CORE, wire=4, chunks=24, sequence=True, fitted=("products", "step"),
+                              why="stages and micro-batches are not said: a block for a stage is taken"),
+    "megascale2024": Practice(replace(MEGATRON_2022, dtype="bf16"), wire=4, row=1, sequence=True,
+                              why="sums behind the backward"),
+    "megascale2024/MegaScale": Practice(replace(CORE, joins_hidden=0.9, fusion=0.35), wire=4, row=1, sequence=True,
+                                        why="all sums beside computation, blocks with one norm, fused kernels"),
     "llama3": Practice(CORE, row=1, chunks=8, causal=0.5, sequence=True, why="the number of stages is not said"),
-    "torchtitan": Practice(
-        Habits(selective=0.45, attention=HOPPER_FLASH_2),
-        wire=4,
-        sequence=True,
-        keeps=True,
-        why="FSDP2; every second product is computed again",
-    ),
-    "mosaic": Practice(
-        Habits(attention=HOPPER_FLASH_2),
-        fitted=("products", "step"),
-        shape={"dropout": False},
-        why="FSDP1 with FlashAttention in Triton",
-    ),
+    "torchtitan": Practice(Habits(selective=0.45, attention=HOPPER_FLASH_2), wire=4, sequence=True, keeps=True,
+                           why="FSDP2; every second product is computed again"),
+    "mosaic": Practice(Habits(attention=HOPPER_FLASH_2), fitted=("products", "step"), shape={"dropout": False},
+                       why="FSDP1 with FlashAttention in Triton"),
     "simumax_b200": Practice(replace(CORE, joins_hidden=0.0), wire=4, fitted=("products", "memory")),
     "nemo": Practice(replace(CORE, joins_hidden=0.8), sequence=True, fitted=("products", "memory")),
-    "azure2022": Practice(
-        DEEPSPEED, fused_attention=False, counts_recompute=True, why="DeepSpeed over one link of a node"
-    ),
-    "bigscience": Practice(
-        MEGATRON,
-        fused_attention=False,
-        counts_recompute=True,
-        cluster={"gpus": 4, "between": "4 x edr"},
-        why="nodes of four V100 with four links of 100 Gbit/s; sizes are guessed from the parameters",
-    ),
+    "azure2022": Practice(DEEPSPEED, fused_attention=False, counts_recompute=True,
+                          why="DeepSpeed over one link of a node"),
+    "bigscience": Practice(MEGATRON, fused_attention=False, counts_recompute=True,
+                           cluster={"gpus": 4, "between": "4 x edr"},
+                           why="nodes of four V100 with four links of 100 Gbit/s; sizes are guessed from the "
+                               "parameters"),
     "stas00": Practice(causal=0.5, fitted=("products", "host"), why="the host updates the optimizer's states"),
     "nanotron_bench": Practice(wire=4),
 }
-
+# fmt: on
 
 # Sizes of models that sources name without them: layers, hidden, heads. MosaicML's configurations of MPT (2023).
 NAMED: dict[str, tuple[int, int, int]] = {

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zeromesh.config.errors import nearest
 from zeromesh.observe.devices import ACCELERATORS, find_accelerator
@@ -93,88 +94,81 @@ AZURE = "Microsoft, Azure ND series, 2025"
 GCP = "Google Cloud, GPU machine types, 2025"
 
 # fmt: off
-NODES: dict[str, NodeRow] = {
-    "dgx-1": NodeRow("v100-32gb", 8, "nvlink2", "4 x pcie3", "4 x edr", 512, 153.6, 40, "4 x 1.92 sata",
-                     "Nvidia, DGX-1 data sheet, 2019"),
-    "dgx-2": NodeRow("v100-32gb", 16, "nvlink2", "8 x pcie3", "8 x edr", 1536, 256, 48, "8 x 3.84 nvme3",
-                     "Nvidia, DGX-2 data sheet, 2019"),
-    "dgx-a100-40gb": NodeRow("a100-40gb", 8, "nvlink3", "4 x pcie4", "8 x hdr", 1024, 409.6, 128, "4 x 3.84 nvme4",
-                             "Nvidia, DGX A100 data sheet, 2020"),
-    "dgx-a100": NodeRow("a100-80gb", 8, "nvlink3", "4 x pcie4", "8 x hdr", 2048, 409.6, 128, "8 x 3.84 nvme4",
-                        "Nvidia, DGX A100 data sheet, 2021"),
-    "dgx-h100": NodeRow("h100", 8, "nvlink4", "8 x pcie5", "8 x ndr", 2048, 614.4, 112, "8 x 3.84 nvme4",
-                        "Nvidia, DGX H100 data sheet, 2023"),
-    "hgx-h800": NodeRow("h800", 8, "nvlink4-h800", "8 x pcie5", "8 x ndr", 2048, 614.4, 112, "8 x 3.84 nvme4",
-                        "DeepSeek-AI, DeepSeek-V3, 2024; the host as in DGX H100"),
-    "dgx-h200": NodeRow("h200", 8, "nvlink4", "8 x pcie5", "8 x ndr", 2048, 614.4, 112, "8 x 3.84 nvme4",
-                        "Nvidia, DGX H200 data sheet, 2024"),
-    "dgx-b200": NodeRow("b200", 8, "nvlink5", "8 x pcie5", "8 x ndr", 2048, 716.8, 112, "8 x 3.84 nvme4",
-                        "Nvidia, DGX B200 data sheet, 2024"),
-    "dgx-b300": NodeRow("b300", 8, "nvlink5", "8 x pcie5", "8 x xdr", 2048, 819.2, 128, "8 x 3.84 nvme4",
-                        "Nvidia, DGX B300 data sheet, 2025"),
+_NODES: dict[str, tuple[Any, ...]] = {
+    "dgx-1": ("v100-32gb", 8, "nvlink2", "4 x pcie3", "4 x edr", 512, 153.6, 40, "4 x 1.92 sata",
+              "Nvidia, DGX-1 data sheet, 2019"),
+    "dgx-2": ("v100-32gb", 16, "nvlink2", "8 x pcie3", "8 x edr", 1536, 256, 48, "8 x 3.84 nvme3",
+              "Nvidia, DGX-2 data sheet, 2019"),
+    "dgx-a100-40gb": ("a100-40gb", 8, "nvlink3", "4 x pcie4", "8 x hdr", 1024, 409.6, 128, "4 x 3.84 nvme4",
+                      "Nvidia, DGX A100 data sheet, 2020"),
+    "dgx-a100": ("a100-80gb", 8, "nvlink3", "4 x pcie4", "8 x hdr", 2048, 409.6, 128, "8 x 3.84 nvme4",
+                 "Nvidia, DGX A100 data sheet, 2021"),
+    "dgx-h100": ("h100", 8, "nvlink4", "8 x pcie5", "8 x ndr", 2048, 614.4, 112, "8 x 3.84 nvme4",
+                 "Nvidia, DGX H100 data sheet, 2023"),
+    "hgx-h800": ("h800", 8, "nvlink4-h800", "8 x pcie5", "8 x ndr", 2048, 614.4, 112, "8 x 3.84 nvme4",
+                 "DeepSeek-AI, DeepSeek-V3, 2024; the host as in DGX H100"),
+    "dgx-h200": ("h200", 8, "nvlink4", "8 x pcie5", "8 x ndr", 2048, 614.4, 112, "8 x 3.84 nvme4",
+                 "Nvidia, DGX H200 data sheet, 2024"),
+    "dgx-b200": ("b200", 8, "nvlink5", "8 x pcie5", "8 x ndr", 2048, 716.8, 112, "8 x 3.84 nvme4",
+                 "Nvidia, DGX B200 data sheet, 2024"),
+    "dgx-b300": ("b300", 8, "nvlink5", "8 x pcie5", "8 x xdr", 2048, 819.2, 128, "8 x 3.84 nvme4",
+                 "Nvidia, DGX B300 data sheet, 2025"),
     # All devices of a rack are one node: NVLink joins them.
-    "gb200-nvl72": NodeRow("gb200", 72, "nvlink5", "36 x nvlink-c2c", "72 x ndr", 16093, 18432, 2592, "72 x 3.84 nvme4",
-                           "Nvidia, GB200 NVL72 data sheet, 2024"),
-    "gb300-nvl72": NodeRow("gb300", 72, "nvlink5", "36 x nvlink-c2c", "72 x xdr", 16093, 14300, 2592, "72 x 3.84 nvme4",
-                           "Nvidia, GB300 NVL72 data sheet, 2025"),
-    "gh200": NodeRow("gh200", 1, "nvlink-c2c", "1 x nvlink-c2c", "1 x ndr", 447, 512, 72, "1 x 3.84 nvme4",
-                     "Nvidia, GH200 data sheet, 2023"),
-    "mi300x-8": NodeRow("mi300x", 8, "infinity-fabric", "8 x pcie5", "8 x ndr", 2048, 614.4, 112, "8 x 3.84 nvme4",
-                        "AMD, MI300X platform data sheet, 2023; the host as in DGX H100"),
+    "gb200-nvl72": ("gb200", 72, "nvlink5", "36 x nvlink-c2c", "72 x ndr", 16093, 18432, 2592, "72 x 3.84 nvme4",
+                    "Nvidia, GB200 NVL72 data sheet, 2024"),
+    "gb300-nvl72": ("gb300", 72, "nvlink5", "36 x nvlink-c2c", "72 x xdr", 16093, 14300, 2592, "72 x 3.84 nvme4",
+                    "Nvidia, GB300 NVL72 data sheet, 2025"),
+    "gh200": ("gh200", 1, "nvlink-c2c", "1 x nvlink-c2c", "1 x ndr", 447, 512, 72, "1 x 3.84 nvme4",
+              "Nvidia, GH200 data sheet, 2023"),
+    "mi300x-8": ("mi300x", 8, "infinity-fabric", "8 x pcie5", "8 x ndr", 2048, 614.4, 112, "8 x 3.84 nvme4",
+                 "AMD, MI300X platform data sheet, 2023; the host as in DGX H100"),
     # Cards that anyone may put together: an estimate of a usual host.
-    "workstation-1": NodeRow("", 1, "{}", "1 x {}", "1 x ethernet-10", 64, 89.6, 16, "1 x 2 nvme4", "a desktop"),
-    "workstation-2": NodeRow("", 2, "1 x {}", "1 x {}", "1 x ethernet-10", 128, 89.6, 16, "1 x 2 nvme4",
-                             "a desktop whose two slots have 8 lanes each"),
-    "workstation-4": NodeRow("", 4, "4 x {}", "4 x {}", "1 x ethernet-10", 256, 307.2, 32, "2 x 2 nvme4",
-                             "a workstation with 8 channels of DDR5-4800"),
-    "pcie-server-8": NodeRow("", 8, "8 x {}", "4 x {}", "1 x ethernet-100", 1024, 409.6, 64, "4 x 3.84 nvme4",
-                             "a server with two sockets of 8 channels of DDR4-3200 and four PCIe switches"),
-    "p3.2xlarge": NodeRow("v100-16gb", 1, "pcie3", "1 x pcie3", "1 x ethernet-10", 61, 19.2, 4, "", AWS),
-    "p3.8xlarge": NodeRow("v100-16gb", 4, "nvlink2", "2 x pcie3", "1 x ethernet-10", 244, 76.8, 16, "", AWS),
-    "p3.16xlarge": NodeRow("v100-16gb", 8, "nvlink2", "4 x pcie3", "1 x ethernet-25", 488, 153.6, 32, "", AWS),
-    "p3dn.24xlarge": NodeRow("v100-32gb", 8, "nvlink2", "4 x pcie3", "1 x efa-100", 768, 256, 48, "2 x 0.9 nvme3", AWS),
-    "p4d.24xlarge": NodeRow("a100-40gb", 8, "nvlink3", "4 x pcie4", "4 x efa-100", 1152, 281.6, 48, "8 x 1 nvme3", AWS),
-    "p4de.24xlarge": NodeRow("a100-80gb", 8, "nvlink3", "4 x pcie4", "4 x efa-100", 1152, 281.6, 48, "8 x 1 nvme3",
-                             AWS),
-    "p5.48xlarge": NodeRow("h100", 8, "nvlink4", "8 x pcie5", "32 x efa-100", 2048, 409.6, 96, "8 x 3.84 nvme4", AWS),
-    "p5en.48xlarge": NodeRow("h200", 8, "nvlink4", "8 x pcie5", "32 x efa-100", 2048, 614.4, 96, "8 x 3.84 nvme4", AWS),
-    "p6-b200.48xlarge": NodeRow("b200", 8, "nvlink5", "8 x pcie5", "8 x efa-400", 2048, 716.8, 96, "8 x 3.84 nvme4",
-                                AWS),
-    "g4dn.12xlarge": NodeRow("t4", 4, "4 x pcie3-staged", "4 x pcie3", "1 x ethernet-50", 192, 140.8, 24,
-                             "1 x 0.9 nvme3", AWS),
-    "g5.xlarge": NodeRow("a10g", 1, "pcie4", "1 x pcie4", "1 x ethernet-10", 16, 8.5, 2, "1 x 0.25 nvme3", AWS),
-    "g5.12xlarge": NodeRow("a10g", 4, "4 x pcie4-staged", "4 x pcie4", "1 x ethernet-40", 192, 102.4, 24,
-                           "1 x 3.8 nvme3", AWS),
-    "g5.48xlarge": NodeRow("a10g", 8, "8 x pcie4-staged", "8 x pcie4", "1 x ethernet-100", 768, 409.6, 96,
-                           "2 x 3.8 nvme3", AWS),
-    "g6.xlarge": NodeRow("l4", 1, "pcie4", "1 x pcie4", "1 x ethernet-10", 16, 8.5, 2, "1 x 0.25 nvme3", AWS),
-    "g6.12xlarge": NodeRow("l4", 4, "4 x pcie4-staged", "4 x pcie4", "1 x ethernet-40", 192, 102.4, 24,
-                           "4 x 0.94 nvme3", AWS),
-    "g6.48xlarge": NodeRow("l4", 8, "8 x pcie4-staged", "8 x pcie4", "1 x ethernet-100", 768, 409.6, 96,
-                           "8 x 0.94 nvme3", AWS),
-    "g6e.48xlarge": NodeRow("l40s", 8, "8 x pcie4-staged", "8 x pcie4", "4 x efa-100", 1536, 409.6, 96,
-                            "4 x 1.9 nvme3", AWS),
-    "nd40rs-v2": NodeRow("v100-32gb", 8, "nvlink2", "4 x pcie3", "1 x edr", 672, 213.3, 40, "1 x 2.9 nvme3", AZURE),
-    "nd96asr-v4": NodeRow("a100-40gb", 8, "nvlink3", "4 x pcie4", "8 x hdr", 900, 409.6, 96, "8 x 0.9 nvme3", AZURE),
-    "nd96amsr-a100-v4": NodeRow("a100-80gb", 8, "nvlink3", "4 x pcie4", "8 x hdr", 1900, 409.6, 96, "8 x 0.9 nvme3",
-                                AZURE),
-    "nd96isr-h100-v5": NodeRow("h100", 8, "nvlink4", "8 x pcie5", "8 x ndr", 1900, 614.4, 96, "8 x 3.5 nvme4", AZURE),
-    "nd96isr-h200-v5": NodeRow("h200", 8, "nvlink4", "8 x pcie5", "8 x ndr", 1850, 614.4, 96, "8 x 3.5 nvme4", AZURE),
-    "nd96isr-mi300x-v5": NodeRow("mi300x", 8, "infinity-fabric", "8 x pcie5", "8 x ndr", 1850, 614.4, 96,
-                                 "8 x 3.5 nvme4", AZURE),
-    "a2-highgpu-8g": NodeRow("a100-40gb", 8, "nvlink3", "4 x pcie4", "1 x ethernet-100", 633, 281.6, 48, "", GCP),
-    "a2-ultragpu-8g": NodeRow("a100-80gb", 8, "nvlink3", "4 x pcie4", "1 x ethernet-100", 1267, 281.6, 48,
-                              "8 x 0.375 nvme3", GCP),
-    "a3-highgpu-8g": NodeRow("h100", 8, "nvlink4", "8 x pcie5", "4 x ethernet-200", 1743, 614.4, 104,
-                             "16 x 0.375 nvme3", GCP),
-    "a3-megagpu-8g": NodeRow("h100", 8, "nvlink4", "8 x pcie5", "8 x ethernet-200", 1743, 614.4, 104,
-                             "16 x 0.375 nvme3", GCP),
-    "a3-ultragpu-8g": NodeRow("h200", 8, "nvlink4", "8 x pcie5", "8 x roce-400", 2750, 716.8, 112, "32 x 0.375 nvme3",
-                              GCP),
-    "g2-standard-96": NodeRow("l4", 8, "8 x pcie4-staged", "8 x pcie4", "1 x ethernet-100", 358, 281.6, 48,
-                              "8 x 0.375 nvme3", GCP),
+    "workstation-1": ("", 1, "{}", "1 x {}", "1 x ethernet-10", 64, 89.6, 16, "1 x 2 nvme4", "a desktop"),
+    "workstation-2": ("", 2, "1 x {}", "1 x {}", "1 x ethernet-10", 128, 89.6, 16, "1 x 2 nvme4",
+                      "a desktop whose two slots have 8 lanes each"),
+    "workstation-4": ("", 4, "4 x {}", "4 x {}", "1 x ethernet-10", 256, 307.2, 32, "2 x 2 nvme4",
+                      "a workstation with 8 channels of DDR5-4800"),
+    "pcie-server-8": ("", 8, "8 x {}", "4 x {}", "1 x ethernet-100", 1024, 409.6, 64, "4 x 3.84 nvme4",
+                      "a server with two sockets of 8 channels of DDR4-3200 and four PCIe switches"),
+    "p3.2xlarge": ("v100-16gb", 1, "pcie3", "1 x pcie3", "1 x ethernet-10", 61, 19.2, 4, "", AWS),
+    "p3.8xlarge": ("v100-16gb", 4, "nvlink2", "2 x pcie3", "1 x ethernet-10", 244, 76.8, 16, "", AWS),
+    "p3.16xlarge": ("v100-16gb", 8, "nvlink2", "4 x pcie3", "1 x ethernet-25", 488, 153.6, 32, "", AWS),
+    "p3dn.24xlarge": ("v100-32gb", 8, "nvlink2", "4 x pcie3", "1 x efa-100", 768, 256, 48, "2 x 0.9 nvme3", AWS),
+    "p4d.24xlarge": ("a100-40gb", 8, "nvlink3", "4 x pcie4", "4 x efa-100", 1152, 281.6, 48, "8 x 1 nvme3", AWS),
+    "p4de.24xlarge": ("a100-80gb", 8, "nvlink3", "4 x pcie4", "4 x efa-100", 1152, 281.6, 48, "8 x 1 nvme3", AWS),
+    "p5.48xlarge": ("h100", 8, "nvlink4", "8 x pcie5", "32 x efa-100", 2048, 409.6, 96, "8 x 3.84 nvme4", AWS),
+    "p5en.48xlarge": ("h200", 8, "nvlink4", "8 x pcie5", "32 x efa-100", 2048, 614.4, 96, "8 x 3.84 nvme4", AWS),
+    "p6-b200.48xlarge": ("b200", 8, "nvlink5", "8 x pcie5", "8 x efa-400", 2048, 716.8, 96, "8 x 3.84 nvme4", AWS),
+    "g4dn.12xlarge": ("t4", 4, "4 x pcie3-staged", "4 x pcie3", "1 x ethernet-50", 192, 140.8, 24, "1 x 0.9 nvme3",
+                      AWS),
+    "g5.xlarge": ("a10g", 1, "pcie4", "1 x pcie4", "1 x ethernet-10", 16, 8.5, 2, "1 x 0.25 nvme3", AWS),
+    "g5.12xlarge": ("a10g", 4, "4 x pcie4-staged", "4 x pcie4", "1 x ethernet-40", 192, 102.4, 24, "1 x 3.8 nvme3",
+                    AWS),
+    "g5.48xlarge": ("a10g", 8, "8 x pcie4-staged", "8 x pcie4", "1 x ethernet-100", 768, 409.6, 96, "2 x 3.8 nvme3",
+                    AWS),
+    "g6.xlarge": ("l4", 1, "pcie4", "1 x pcie4", "1 x ethernet-10", 16, 8.5, 2, "1 x 0.25 nvme3", AWS),
+    "g6.12xlarge": ("l4", 4, "4 x pcie4-staged", "4 x pcie4", "1 x ethernet-40", 192, 102.4, 24, "4 x 0.94 nvme3", AWS),
+    "g6.48xlarge": ("l4", 8, "8 x pcie4-staged", "8 x pcie4", "1 x ethernet-100", 768, 409.6, 96, "8 x 0.94 nvme3",
+                    AWS),
+    "g6e.48xlarge": ("l40s", 8, "8 x pcie4-staged", "8 x pcie4", "4 x efa-100", 1536, 409.6, 96, "4 x 1.9 nvme3", AWS),
+    "nd40rs-v2": ("v100-32gb", 8, "nvlink2", "4 x pcie3", "1 x edr", 672, 213.3, 40, "1 x 2.9 nvme3", AZURE),
+    "nd96asr-v4": ("a100-40gb", 8, "nvlink3", "4 x pcie4", "8 x hdr", 900, 409.6, 96, "8 x 0.9 nvme3", AZURE),
+    "nd96amsr-a100-v4": ("a100-80gb", 8, "nvlink3", "4 x pcie4", "8 x hdr", 1900, 409.6, 96, "8 x 0.9 nvme3", AZURE),
+    "nd96isr-h100-v5": ("h100", 8, "nvlink4", "8 x pcie5", "8 x ndr", 1900, 614.4, 96, "8 x 3.5 nvme4", AZURE),
+    "nd96isr-h200-v5": ("h200", 8, "nvlink4", "8 x pcie5", "8 x ndr", 1850, 614.4, 96, "8 x 3.5 nvme4", AZURE),
+    "nd96isr-mi300x-v5": ("mi300x", 8, "infinity-fabric", "8 x pcie5", "8 x ndr", 1850, 614.4, 96, "8 x 3.5 nvme4",
+                          AZURE),
+    "a2-highgpu-8g": ("a100-40gb", 8, "nvlink3", "4 x pcie4", "1 x ethernet-100", 633, 281.6, 48, "", GCP),
+    "a2-ultragpu-8g": ("a100-80gb", 8, "nvlink3", "4 x pcie4", "1 x ethernet-100", 1267, 281.6, 48, "8 x 0.375 nvme3",
+                       GCP),
+    "a3-highgpu-8g": ("h100", 8, "nvlink4", "8 x pcie5", "4 x ethernet-200", 1743, 614.4, 104, "16 x 0.375 nvme3", GCP),
+    "a3-megagpu-8g": ("h100", 8, "nvlink4", "8 x pcie5", "8 x ethernet-200", 1743, 614.4, 104, "16 x 0.375 nvme3", GCP),
+    "a3-ultragpu-8g": ("h200", 8, "nvlink4", "8 x pcie5", "8 x roce-400", 2750, 716.8, 112, "32 x 0.375 nvme3", GCP),
+    "g2-standard-96": ("l4", 8, "8 x pcie4-staged", "8 x pcie4", "1 x ethernet-100", 358, 281.6, 48, "8 x 0.375 nvme3",
+                       GCP),
 }
 # fmt: on
+NODES = {name: NodeRow(*row) for name, row in _NODES.items()}
 
 # Cards in PCIe slots: the link between two of one node, and the nodes that take them, smallest first.
 SERVER = ("pcie-server-8",)
@@ -202,6 +196,11 @@ USUAL = {"v100-32gb": ("dgx-1", "dgx-2"), "v100-16gb": ("p3.16xlarge",), "a100-4
 USUAL |= {"h100-96gb": ("dgx-h100",), "gh200-144gb": ("gh200",)}
 
 
+def _meant(name: str, known: Iterable[str]) -> str:
+    close = nearest(name, known)
+    return f"did you mean {close}? " if close else ""
+
+
 def find_device(name: str) -> Device:
     """Return the device of a name: as torch.cuda.get_device_name gives it, or short, such as "h100" or "A100-80GB".
 
@@ -211,8 +210,7 @@ def find_device(name: str) -> Device:
     row = find_accelerator(name)
     if row is None:
         shorts = [item.short for item in ACCELERATORS]
-        close = nearest(name, [*shorts, *(item.name for item in ACCELERATORS)])
-        meant = f"did you mean {close}? " if close else ""
+        meant = _meant(name, [*shorts, *(item.name for item in ACCELERATORS)])
         raise ValueError(f"{name!r} is no known GPU; {meant}Known are {', '.join(shorts)}. For another one {WRITE_ONE}")
     device = Device(
         row.name, row.gib * GIB, row.flops, row.bandwidth * 1e9, source=row.source, product_fill=PRODUCT_FILL
@@ -233,11 +231,9 @@ def find_link(text: str, devices: int = 1) -> LinkSpeed:
     name = match[2] if match else text
     row = LINKS.get(re.sub(r"^(infiniband|ib)[- ]", "", name.lower())) or _speed(name)
     if row is None:
-        close = nearest(name, LINKS)
-        meant = f"did you mean {close}? " if close else ""
         raise ValueError(
-            f'{name!r} is no known link; {meant}Give one of {", ".join(LINKS)}, or a speed such as "25 Gbit" or'
-            ' "12.5 GB/s"; "8 x ndr" is for eight of a node'
+            f"{name!r} is no known link; {_meant(name, LINKS)}Give one of {', '.join(LINKS)}, or a speed such as "
+            '"25 Gbit" or "12.5 GB/s"; "8 x ndr" is for eight of a node'
         )
     if number == 0 or row.bandwidth == 0:
         raise ValueError(f"{text!r} is no link at all; give a speed above 0")
@@ -264,15 +260,9 @@ def _speed(text: str) -> LinkRow | None:
 
 
 def cluster(
-    gpu: str = "",
-    gpus: int | None = None,
-    nodes: int = 1,
-    node: str = "",
-    inside: str = "",
-    between: str = "",
-    host_memory: float | None = None,
-    price: float = 0.0,
-) -> Machine:
+    gpu: str = "", gpus: int | None = None, nodes: int = 1, node: str = "", inside: str = "", between: str = "",
+    host_memory: float | None = None, price: float = 0.0,
+) -> Machine:  # fmt: skip
     """Return the machine of a command line: ``nodes`` equal nodes with ``gpus`` devices of a kind each.
 
     Args:
@@ -321,19 +311,10 @@ def cluster(
     # With fewer devices than the node has, fewer share its links.
     own, host, outer = (replace(link, shared=min(link.shared, count)) for link in (own, host, outer))
     built = Node(
-        device,
-        count,
-        own,
-        host,
-        host_memory=row.memory * GIB * share if host_memory is None else host_memory,
-        host_bandwidth=row.channels * 1e9 * HOST_REACHED * share,
-        cores=max(1, round(row.cores * share)),
-        disk_read=read * share,
-        disk_write=write * share,
-        disk=size * share,
-        name=name,
-        price=price,
-    )
+        device, count, own, host, host_memory=row.memory * GIB * share if host_memory is None else host_memory,
+        host_bandwidth=row.channels * 1e9 * HOST_REACHED * share, cores=max(1, round(row.cores * share)),
+        disk_read=read * share, disk_write=write * share, disk=size * share, name=name, price=price,
+    )  # fmt: skip
     return Machine(((built, nodes),), outer, f"{nodes} x {name}, {count} x {short} each", tuple(notes))
 
 
@@ -350,8 +331,7 @@ def _node_row(gpu: str, gpus: int | None, node: str) -> tuple[str, NodeRow]:
     if node:
         row = NODES.get(node.lower())
         if row is None:
-            close = nearest(node, NODES)
-            meant = f"did you mean {close}? " if close else ""
+            meant = _meant(node, NODES)
             raise ValueError(f"{node!r} is no known node; {meant}Known are {', '.join(NODES)}. For another {WRITE_ONE}")
         if not gpu and not row.device:
             raise ValueError(f"{node} takes any card; name the GPU too, such as rtx-4090")

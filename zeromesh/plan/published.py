@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,39 +21,32 @@ from zeromesh.plan.cost import Recompute
 from zeromesh.plan.layout import ParallelLayout, Widths
 from zeromesh.plan.shape import TransformerShape
 
-_INTEGERS = {
-    "model": ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"),
-    "hardware": ("gpus", "gpus_per_node"),
-    "layout": (
-        "dp", "fsdp", "pp", "cp", "ep", "vp", "interleave", "micro_batch", "micro_batches", "global_batch",
-        "local_batch", "batch_per_dp",
+# Fields of a row by the form of their values. What reads those of "any" checks them, as they take several forms.
+_FIELDS = (
+    ("whole", "model", "layers hidden heads kv_heads ffn vocab seq"),
+    ("whole", "hardware", "gpus gpus_per_node"),
+    (
+        "whole",
+        "layout",
+        "dp fsdp pp cp ep vp interleave micro_batch micro_batches global_batch local_batch batch_per_dp",
     ),
-}  # fmt: skip
-_NUMBERS = {
-    "model": ("params", "params_total", "params_active", "largest_layer"),
-    "hardware": ("host_gb", "peak_tflops"),
-    "layout": ("seq_tokens_per_step",),
-}
-_TEXTS = {
-    "model": ("name",),
-    "hardware": ("gpu",),
-    "layout": ("precision", "recompute", "schedule", "scheme", "framework", "gradients", "optimizer"),
-}
-_FLAGS = {
-    "model": ("tied", "gated"),
-    "hardware": (),
-    "layout": (
-        "sequence_parallel", "compile", "async_tp", "cross_entropy_fusion", "fused_cross_entropy", "deepspeed", "alst",
-        "overlap",
+    ("number", "model", "params params_total params_active largest_layer"),
+    ("number", "hardware", "host_gb peak_tflops"),
+    ("number", "layout", "seq_tokens_per_step"),
+    ("a text", "model", "name"),
+    ("a text", "hardware", "gpu"),
+    ("a text", "layout", "precision recompute schedule scheme framework gradients optimizer"),
+    ("true or false", "model", "tied gated"),
+    (
+        "true or false",
+        "layout",
+        "sequence_parallel compile async_tp cross_entropy_fusion fused_cross_entropy deepspeed",
     ),
-}  # fmt: skip
-# Fields whose values take several forms; what reads them checks them.
-_OTHERS = {
-    "model": (),
-    "hardware": (),
-    "layout": ("zero", "tp", "offload", "offload_param", "offload_optimizer", "offload_fraction", "zero_init"),
-}
-_ZERO_IS_NONE = ("fsdp", "ep", "vp", "interleave", "cp")
+    ("true or false", "layout", "alst overlap"),
+    ("any", "layout", "zero tp offload offload_param offload_optimizer offload_fraction zero_init"),
+)
+_FORMS = {f"{group}.{name}": form for form, group, names in _FIELDS for name in names.split()}
+_ZERO_IS_NONE = ("layout.fsdp", "layout.ep", "layout.vp", "layout.interleave", "layout.cp")
 GROUPS = ("model", "hardware", "layout")
 
 
@@ -123,6 +117,11 @@ class PublishedRow:
         if value is None:
             raise UnjudgedError(f"the row does not say {group}.{name}")
         return value
+
+    def refuse_experts(self) -> None:
+        """Raise UnjudgedError for a mixture of experts."""
+        if (self.layout.get("ep") or 1) > 1 or self.model.get("params_active"):
+            raise UnjudgedError("a mixture of experts, whose sizes the row does not say")
 
     @property
     def sequence(self) -> int:
@@ -229,9 +228,9 @@ def read_rows(path: str | Path) -> PublishedRows:
         if not isinstance(part, dict) or not all(isinstance(entry, dict) for entry in part.values()):
             raise ValueError(f'{path}: "{name}" must be an object of objects')
     rows = tuple(_row(entry, f"{path}: row {index}", models) for index, entry in enumerate(found["rows"]))
-    twice = {row.id for row in rows if sum(other.id == row.id for other in rows) > 1} if len(rows) < 5000 else set()
-    if twice:
-        raise ValueError(f"{path}: the id {min(twice)!r} is of several rows; each needs one of its own")
+    name, times = max(Counter(row.id for row in rows).items(), key=lambda one: one[1], default=("", 1))
+    if times > 1:
+        raise ValueError(f"{path}: the id {name!r} is of several rows; each needs one of its own")
     return PublishedRows(rows, sources)
 
 
@@ -244,12 +243,10 @@ def _row(entry: Any, place: str, models: Mapping[str, Any]) -> PublishedRow:
     for name, text in texts.items():
         if not isinstance(text, str) or (not text and name in ("id", "source", "kind")):
             raise ValueError(f"{place}: {name} is {text!r}; it must be a text")
-    unknown: list[str] = []
     for group in (*GROUPS, "measured"):
         if not isinstance(entry.get(group), dict):
             raise ValueError(f"{place}: {group} is {entry.get(group)!r}; it must be an object")
-        if group != "measured":
-            unknown += _check_group(group, entry[group], place)
+    unknown = [name for group in GROUPS for name in _check_group(group, entry[group], place)]
     _check_measured(entry["measured"], place)
     if not entry["model"].get("name"):
         raise ValueError(f"{place}: model.name is missing; every row names its model")
@@ -265,31 +262,24 @@ def _row(entry: Any, place: str, models: Mapping[str, Any]) -> PublishedRow:
 
 
 def _check_group(group: str, values: Mapping[str, Any], place: str) -> list[str]:
-    """Raise ValueError for a value of the wrong type; return the names of fields that are not known."""
+    """Raise ValueError for a value of the wrong form; return the names of fields that are not known."""
     unknown = []
     for name, value in values.items():
-        where = f"{place}: {group}.{name}"
-        if value is None or name in _OTHERS[group] or (name == "name" and isinstance(value, str)):
+        field = f"{group}.{name}"
+        form = _FORMS.get(field)
+        if form is None and value is not None:
+            unknown.append(field)
+        if value is None or form in (None, "any") or (value == 0 and field in _ZERO_IS_NONE):
             continue
-        if name in _INTEGERS[group]:
-            if value == 0 and name in _ZERO_IS_NONE:
-                continue
-            _check_number(value, where, whole=True)
-        elif name in _NUMBERS[group]:
-            _check_number(value, where)
-        elif name in _TEXTS[group] or name in _FLAGS[group]:
-            wanted = str if name in _TEXTS[group] else bool
-            if not isinstance(value, wanted):
-                raise ValueError(f"{where} is {value!r}; it must be {'a text' if wanted is str else 'true or false'}")
-        else:
-            unknown.append(f"{group}.{name}")
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+        fits = {
+            "whole": number and value == int(value), "number": number, "a text": isinstance(value, str),
+            "true or false": isinstance(value, bool),
+        }  # fmt: skip
+        if not fits[form]:
+            wanted = {"whole": "a whole number above 0", "number": "a number above 0"}.get(form, form)
+            raise ValueError(f"{place}: {field} is {value!r}; it must be {wanted}")
     return unknown
-
-
-def _check_number(value: Any, where: str, whole: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value <= 0 or (whole and value != int(value)):
-        raise ValueError(f"{where} is {value!r}; it must be a {'whole ' if whole else ''}number above 0")
 
 
 def _check_measured(values: Mapping[str, Any], place: str) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import ceil
 
-from zeromesh.model.placement import ROWS, PlacementRow, Tier
+from zeromesh.model.placement import ROWS, Tier
 from zeromesh.plan.conventions import CONVENTIONS, FUSED, Convention
 from zeromesh.plan.cost import Recompute
 from zeromesh.plan.layout import ParallelLayout, Widths
-from zeromesh.plan.memory import RankMemory, memory_of
+from zeromesh.plan.memory import Moment, RankMemory, memory_of
 from zeromesh.plan.published import Outcome, PublishedRow, UnjudgedError
-from zeromesh.plan.shape import TransformerCost
+from zeromesh.plan.shape import TransformerCost, TransformerShape
 from zeromesh.plan.states import UnitElements, states_of
 
 GB, GIB, MIB = 1e9, 2.0**30, 2.0**20
@@ -30,7 +30,7 @@ FRAMEWORKS = {
 # Known differences between a row and what was measured, by source and model.
 CAVEATS = {
     ("simumax_b200", "llama3-405b"): "the source trains it with 16 heads of keys; the row's model has 8",
-    ("torchtitan", ""): "it prints what the allocator has reserved; gaps in it are not foreseen",
+    ("torchtitan", ""): "it prints what the allocator has reserved; gaps among large tensors are not foreseen",
 }
 
 
@@ -38,24 +38,17 @@ def judge(rows: Iterable[PublishedRow]) -> list[Outcome]:
     """Return an outcome for each figure of memory; those that cannot be judged have the reason in their notes."""
     found: list[Outcome] = []
     for row in rows:
-        for quantity in row.measured:
-            if quantity not in QUANTITIES or row.measured[quantity] is None:
-                continue
+        said = [name for name, value in row.measured.items() if name in QUANTITIES and value is not None]
+        judges = {name: QUANTITIES[name] for name in said}
+        if row.kind.startswith("max_model") and not any(name in QUANTITIES for name in row.measured):
+            judges["fits"] = _largest_that_fits
+        for quantity, predict in judges.items():
             try:
-                found += QUANTITIES[quantity](row, quantity)
+                found += predict(row, quantity)
             except ValueError as error:
-                value = row.measured[quantity]
+                value = row.measured.get(quantity, 1.0)
                 found.append(row.outcome(quantity, None, str(error), 0.0 if isinstance(value, Mapping) else value))
-        if row.kind.startswith("max_model") and not any(key in QUANTITIES for key in row.measured):
-            found += _attempt(row, "fits", _largest_that_fits)
     return found
-
-
-def _attempt(row: PublishedRow, quantity: str, judged: Callable[[PublishedRow], Outcome]) -> Iterator[Outcome]:
-    try:
-        yield judged(row)
-    except ValueError as error:
-        yield row.outcome(quantity, None, str(error), 1.0)
 
 
 def convention_of(row: PublishedRow) -> Convention:
@@ -145,16 +138,17 @@ def _paper_activations(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
 
 def measured_layout(row: PublishedRow) -> tuple[TransformerCost, ParallelLayout, Convention]:
     """Return what a framework trains with for a row."""
-    convention, layout, shape = convention_of(row), row.parallel, row.shape
-    if (row.layout.get("ep") or 1) > 1 or row.model.get("params_active"):
-        raise UnjudgedError("a mixture of experts, for which there is no shape")
+    convention = convention_of(row)
+    row.refuse_experts()
+    layout, shape = row.parallel, row.shape
     multiple, rule = convention.vocabulary_multiple * layout.tensor, convention.activations
     shape = replace(shape, vocabulary=ceil(shape.vocabulary / multiple) * multiple, dropout=False)
     if row.layout.get("fused_cross_entropy"):
         rule = FUSED
         convention = replace(convention, head_gradient=2.0)
     elif layout.tensor > 1:
-        rule = replace(rule, logits_backward=rule.logits_backward + rule.logits_apart)
+        logits = rule.logits_backward + rule.logits_apart
+        rule = replace(rule, logits_backward=logits, reordered_sums=rule.gathered_inputs)
     if convention.name == "FSDP2":
         # torchtitan divides the sequence with tensor ranks and recomputes by operators unless told otherwise; since
         # 2025 it compiles the loss, too, which then makes no logits in fp32.
@@ -172,23 +166,44 @@ def measured_layout(row: PublishedRow) -> tuple[TransformerCost, ParallelLayout,
     return TransformerCost(shape, rule), layout, convention
 
 
-def rank_memories(row: PublishedRow) -> list[RankMemory]:
-    """Return the memory of all pipeline ranks of a row's run."""
-    source, layout, convention = measured_layout(row)
-    return memory_of(source, row.sequence, layout, conventions=convention)
-
-
 def _peak(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
-    ranks = rank_memories(row)
+    source, layout, convention = measured_layout(row)
+    ranks = memory_of(source, row.sequence, layout, conventions=convention)
     unit = MIB if quantity.endswith("mib") else GB if "_gb" in quantity else GIB
-    peak = max(ranks, key=lambda rank: rank.peak.total)
-    size = max(rank.reserved for rank in ranks) if "reserved" in quantity else peak.peak.total
-    note = f"{peak.peak.label} of pipeline rank {peak.pipeline_rank}"
-    reason = CAVEATS.get((row.source, row.model["name"])) or CAVEATS.get((row.source, ""))
+    gaps = _gaps(row, source.shape, layout) if convention.prints_reserved else lambda *_: 0.0
+    found = [(moment.total + gaps(rank, moment), moment.label, rank) for rank in ranks for moment in rank.timeline]
+    size, label, rank = max(found, key=lambda one: one[0])
     if "reserved" in quantity:
-        reason = "gaps between what is allocated are not foreseen"
-    note = f"{note}; {reason}" if reason else note
+        size, reason = max(rank.reserved for rank in ranks), "gaps between what is allocated are not foreseen"
+    else:
+        reason = CAVEATS.get((row.source, row.model["name"])) or CAVEATS.get((row.source, ""), "")
+    note = f"{label} of pipeline rank {rank.pipeline_rank}; {reason}".removesuffix("; ")
     yield row.outcome(quantity, ceil(size / unit) if "rounded_up" in quantity else size / unit, note)
+
+
+def _gaps(
+    row: PublishedRow, shape: TransformerShape, layout: ParallelLayout
+) -> Callable[[RankMemory, Moment], float]:  # fmt: skip
+    """Return a function for the bytes beyond the tensors in use that torchtitan's allocator has at a moment."""
+    tokens = 2 * layout.micro_batch * row.sequence / layout.context  # bytes of one element of each, in 16 bits
+    stream, inner, logits = tokens * shape.hidden, tokens * shape.mlp_width / layout.tensor, tokens * shape.vocabulary
+    # A block's forward has both products of a gated MLP and theirs at a time. Selective recomputation keeps the first,
+    # and without compilation there is its activation, too.
+    again = layout.recompute is Recompute.BLOCKS or not row.layout.get("compile")
+    forward = inner * (3 if again else 2)
+    if layout.tensor > 1:  # a sum over ranks and its copy in their order; asynchronous ones begin with the product
+        forward = max(forward, stream + (inner if row.layout.get("async_tp") else stream))
+
+    def gaps(rank: RankMemory, moment: Moment) -> float:
+        # What the forward has used lies between activations that are kept, and is too small for logits.
+        found = forward if moment.label.split(",")[0].endswith("of head") else 0.0
+        if layout.pipeline > 1 and rank.pipeline_rank == layout.pipeline - 1:
+            found += (layout.accumulation - 1) * logits / layout.tensor
+        elif layout.pipeline > 1:
+            found += layout.accumulation * stream / layout.tensor
+        return found
+
+    return gaps
 
 
 # Largest models.
@@ -199,7 +214,10 @@ def _theory(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
     convention, memory = convention_of(row), row.device_memory / GIB * GB
     tensor = int(row.needs("layout", "tp"))
     for name, size in row.measured[quantity].items():
-        layout = ParallelLayout(data=int(row.needs("layout", "dp")), row=_named(name))
+        number = re.search(r"\d", name)
+        if number is None or int(number[0]) not in ROWS:
+            raise UnjudgedError(f"{name!r} names no row of the table")
+        layout = ParallelLayout(data=int(row.needs("layout", "dp")), row=ROWS[int(number[0])])
         largest = memory / _states(row, 1e9, convention, layout)
         if quantity == "theory_B":
             # The table multiplies what one rank of the tensor axis can have, after rounding it.
@@ -209,14 +227,7 @@ def _theory(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
             yield row.outcome("fits", float(size <= largest * tensor), f"{size} B parameters, {name}", 1.0)
 
 
-def _named(name: str) -> PlacementRow:
-    number = re.search(r"\d", name)
-    if number is None or int(number[0]) not in ROWS:
-        raise UnjudgedError(f"{name!r} names no row of the table")
-    return ROWS[int(number[0])]
-
-
-def _largest_that_fits(row: PublishedRow) -> Outcome:
+def _largest_that_fits(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
     """Return whether the states of a model that was trained fit the tiers of the machine."""
     convention, placement = convention_of(row), row.placement
     if placement.optimizer_tier is Tier.NVME:
@@ -231,12 +242,12 @@ def _largest_that_fits(row: PublishedRow) -> Outcome:
     host = float(row.hardware.get("host_gb") or 0) * GB or HOST_PER_DEVICE * max(gpus, 16)
     fits = on["device"] <= row.device_memory and on["host"] * gpus <= host
     note = f"states: {on['device'] / GB:.1f} GB of a device, {on['host'] * gpus / 1e12:.2f} TB of all hosts"
-    return row.outcome("fits", float(fits), note, 1.0)
+    yield row.outcome("fits", float(fits), note, 1.0)
 
 
 def _maximum(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
     size = float(row.measured[quantity]) * 1e9
-    yield _largest_that_fits(replace(row, model={**row.model, "params": size}))
+    yield from _largest_that_fits(replace(row, model={**row.model, "params": size}), quantity)
 
 
 def _sequence(row: PublishedRow, quantity: str) -> Iterator[Outcome]:

@@ -1,10 +1,9 @@
 """Predictions of step times for published rows, with two constants of a GPU that are fitted on half of a source.
 
-The constants are the share of a device's operations that large products reach, and one of three others: the share of
-the links between nodes that collectives reach, that of the memory's bandwidth, or how much products lose at their
-edges. ``practices.CONSTANTS`` has them by source and GPU. Rule of the fit, by ``fitting.py``: rows whose
-identifier has an even SHA-256 decide; the constants are those with the least mean square of the logarithm of predicted
-over measured time. The other half is predicted.
+The constants are the share of a device's operations that large products reach, and one of the others of
+``practices.Constants``; ``practices.CONSTANTS`` has them by source and GPU. Rule of the fit, by ``fitting.py``: rows
+whose identifier has an even SHA-256 decide; the constants are those with the least mean square of the logarithm of
+predicted over measured time. The other half is predicted.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ from zeromesh.plan.published import Outcome, PublishedRow, UnjudgedError
 from zeromesh.plan.rates import Habits
 from zeromesh.plan.shape import TransformerCost, TransformerShape
 from zeromesh.plan.time import StepTime, time_of
+
+LAYER = "layer_time"  # kind of rows that time one layer
 
 
 def practice_of(row: PublishedRow) -> Practice:
@@ -69,16 +70,10 @@ def gpu_name(row: PublishedRow) -> str:
     return re.sub(r" *\(.*\)", "", str(row.hardware.get("gpu")))
 
 
-def judged_time(row: PublishedRow) -> bool:
-    """Return true for rows that may say the time of a step."""
-    return "throughput" in row.kind.split("+")
-
-
 def machine_of(row: PublishedRow, ranks: int, constants: Constants) -> Machine:
     """Return the machine of a row; raise UnjudgedError for hardware that no preset describes."""
     gpu = str(row.needs("hardware", "gpu"))
     short = re.sub("^DGX-", "", gpu_name(row))
-    per_node = row.hardware.get("gpus_per_node")
     machine = None
     for name in (gpu, short, re.sub(r"-\d+GB$", "", short)):
         with suppress(ValueError):
@@ -87,22 +82,15 @@ def machine_of(row: PublishedRow, ranks: int, constants: Constants) -> Machine:
     if machine is None:
         raise UnjudgedError(f"hardware.gpu is {gpu!r}, of which no preset says the speed")
     node = machine.nodes[0][0]
-    devices = min(int(per_node), node.devices) if per_node else node.devices
-    nodes = -(-ranks // devices)
-    between = machine.between
-    device = node.device
-    if constants.products is not None:
-        device = replace(device, product_efficiency=constants.products)
-    if constants.memory is not None:
-        device = replace(device, memory_efficiency=constants.memory)
-    if constants.padding is not None:
-        device = replace(device, product_padding=constants.padding)
-    if constants.links is not None:
-        between = replace(between, efficiency=constants.links)
-    if constants.host is not None:
-        node = replace(node, host_bandwidth=node.host_bandwidth * constants.host)
-    node = replace(node, device=device)
-    return Machine(((replace(node, devices=devices), nodes),), between, machine.name)
+    devices = min(int(row.hardware.get("gpus_per_node") or node.devices), node.devices)
+    device = replace(
+        node.device, product_efficiency=constants.products or node.device.product_efficiency,
+        memory_efficiency=constants.memory or node.device.memory_efficiency,
+    )  # fmt: skip
+    between = replace(machine.between, efficiency=constants.links or machine.between.efficiency)
+    host = node.host_bandwidth * (constants.host or 1.0)
+    node = replace(node, device=device, devices=devices, host_bandwidth=host)
+    return Machine(((node, -(-ranks // devices)),), between, machine.name)
 
 
 class Setting(NamedTuple):
@@ -120,31 +108,25 @@ def setting_of(row: PublishedRow) -> Setting:
     row, practice = completed(row), practice_of(row)
     if "lora" in row.where.lower():
         raise UnjudgedError("the row does not say which matrices LoRA adapts")
-    if int(row.layout.get("ep") or 1) > 1:
-        raise UnjudgedError("models of experts have no formula here")
+    row.refuse_experts()
     shape, layout = row.shape, row.parallel
     shape = replace(shape, fused_attention=practice.fused_attention, **practice.shape)
     if practice.row is not None and row.layout.get("zero"):
         states = replace(ROWS[practice.row], optimizer_tier=layout.row.optimizer_tier)
         layout = replace(layout, row=states)
-    if practice.micro_batch and not (row.layout.get("micro_batch") or row.layout.get("micro_batches")):
-        own = layout.micro_batch * layout.accumulation
-        size = practice.micro_batch if own % practice.micro_batch == 0 else 1
-        layout = replace(layout, micro_batch=size, accumulation=own // size)
     if "sequence_parallel" not in row.layout and practice.sequence and layout.tensor > 1:
         layout = replace(layout, sequence=True)
     keeps = practice.keeps and layout.pipeline > 1
     if keeps:
         layout = replace(layout, parameter_slots=shape.layers)
-    widths = replace(layout.widths, wire=practice.wire)
-    chunks = layout.chunks
-    if layout.pipeline > 1 and chunks == 1 and (practice.chunks > 1) and "interleave" not in row.layout:
-        chunks = _chunks(shape.layers // layout.pipeline, practice.chunks)
-    interleaves = chunks > 1 and layout.accumulation % layout.pipeline == 0
-    layout = replace(
-        layout, widths=widths, chunks=chunks if interleaves else 1,
-        schedule="interleaved-1f1b" if interleaves else "1f1b",
-    )  # fmt: skip
+    chunks, blocks = layout.chunks, shape.layers // layout.pipeline
+    if layout.pipeline > 1 and chunks == 1 and blocks and "interleave" not in row.layout:
+        chunks = max(count for count in range(1, practice.chunks + 1) if blocks % count == 0)
+    if chunks == 1 or layout.accumulation % layout.pipeline:
+        chunks, schedule = 1, "1f1b"
+    else:
+        schedule = "interleaved-1f1b"
+    layout = replace(layout, widths=replace(layout.widths, wire=practice.wire), chunks=chunks, schedule=schedule)
     return Setting(row, shape, layout, practice, _habits(row, practice.habits, keeps))
 
 
@@ -161,10 +143,6 @@ def _habits(row: PublishedRow, habits: Habits, keeps: bool) -> Habits:
         # Chains of elementwise kernels become one, which reads and writes about half of the bytes.
         habits = replace(habits, fusion=0.5)
     return replace(habits, even_stages=True, sums_once=keeps or habits.sums_once)
-
-
-def _chunks(blocks: int, most: int) -> int:
-    return max(count for count in range(1, most + 1) if blocks % count == 0) if blocks else 1
 
 
 def predicted(setting: Setting, constants: Constants) -> StepTime:
@@ -217,11 +195,8 @@ def measured_seconds(setting: Setting) -> float:
 
 
 def measured_name(row: PublishedRow) -> str:
-    """Return the quantity of a row that is judged; raise UnjudgedError where it has none."""
-    for name in TIMES:
-        if isinstance(row.measured.get(name), int | float):
-            return name
-    raise UnjudgedError("the row has no time, rate or share of the peak")
+    """Return the quantity of a row that is judged; "" where it has none."""
+    return next((name for name in TIMES if isinstance(row.measured.get(name), int | float)), "")
 
 
 def constants_of(row: PublishedRow) -> Constants:
@@ -234,8 +209,8 @@ def constants_of(row: PublishedRow) -> Constants:
     known = CONSTANTS.get((row.source, gpu))
     if known is not None:
         return known
-    for place, name in enumerate((row.source, gpu)):
-        found = [one.products for key, one in CONSTANTS.items() if key[place] == name and one.products]
+    for name in (row.source, gpu):
+        found = [one.products for key, one in CONSTANTS.items() if name in key and one.products]
         if found:
             return Constants(products=sum(found) / len(found))
     return Constants()
@@ -248,9 +223,9 @@ def judge(rows: Iterable[PublishedRow]) -> list[Outcome]:
     """Return an outcome for each row that says a time, and for what follows from it by arithmetic."""
     found: list[Outcome] = []
     for row in rows:
-        if judged_time(row):
+        if "throughput" in row.kind.split("+"):
             found += _step_outcomes(row)
-        elif row.kind == "layer_time":
+        elif row.kind == LAYER:
             found += _layer_outcomes(row)
         if row.source == "megatron2021":
             found += _parameter_outcomes(row)
@@ -258,27 +233,22 @@ def judge(rows: Iterable[PublishedRow]) -> list[Outcome]:
 
 
 def _step_outcomes(row: PublishedRow) -> Iterator[Outcome]:
-    try:
-        name = measured_name(row)
-    except UnjudgedError:
+    name = measured_name(row)
+    if not name:
         return
     try:
         setting = setting_of(row)
         seconds = predicted(setting, constants_of(row)).seconds
         outcome = row.outcome(name, value_of(setting, name, seconds), _note(row, setting))
-        yield outcome._replace(fitted=_is_fitted(row) and in_fit(row))
+        yield outcome._replace(fitted=(row.source, gpu_name(row)) in CONSTANTS and in_fit(row))
         yield from _arithmetic(setting, name)
     except ValueError as error:
         yield row.outcome(name, None, str(error))
 
 
-def _is_fitted(row: PublishedRow) -> bool:
-    return (row.source, gpu_name(row)) in CONSTANTS
-
-
 def _note(row: PublishedRow, setting: Setting) -> str:
     half = "of the half that decides its constants" if in_fit(row) else "held out of the fit"
-    half = half if _is_fitted(row) else "no fit"
+    half = half if (row.source, gpu_name(row)) in CONSTANTS else "no fit"
     return f"{half}; {setting.practice.why}".removesuffix("; ")
 
 
@@ -287,9 +257,8 @@ def _arithmetic(setting: Setting, judged: str) -> Iterator[Outcome]:
     row = setting.row
     seconds = measured_seconds(setting)
     if judged == "step_s" and isinstance(row.measured.get("mfu_percent"), int | float):
-        yield row.outcome(
-            "mfu_percent", value_of(setting, "mfu_percent", seconds), "by arithmetic from the step's time"
-        )
+        share = value_of(setting, "mfu_percent", seconds)
+        yield row.outcome("mfu_percent", share, "by arithmetic from the step's time")
     if "days_for_300B_tokens" in row.measured:
         steps = 300e9 / (setting.layout.samples * row.sequence)
         yield row.outcome("days_for_300B_tokens", steps * seconds / 86400, "by arithmetic from the rate")

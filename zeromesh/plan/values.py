@@ -6,14 +6,14 @@ Where a model chooses experts by them, the choice is made up: each expert gets a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 MOST = 1 << 20  # elements of an integer tensor that has values
 MOST_FLOATS = 1 << 14  # of one of floating-point numbers, such as angles of positions
@@ -27,14 +27,8 @@ _aten = torch.ops.aten
 _CHOICES = {_aten.topk: 1, _aten.argmax: 0, _aten.sort: 1, _aten.argsort: 0, _aten.max: 1, _aten.multinomial: 0}
 _RANDOM = ("rand", "bernoulli", "multinomial", "normal", "dropout", "uniform", "exponential", "empty")
 # Their results have shapes that depend on values.
-_SHAPED = (
-    _aten.nonzero,
-    _aten.masked_select,
-    _aten._unique2,
-    _aten.unique_dim,
-    _aten.unique_consecutive,
-    _aten.bincount,
-)
+_SHAPED = (_aten.nonzero, _aten.masked_select, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive,
+           _aten.bincount)  # fmt: skip
 _INDEXED = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index)
 
 
@@ -102,7 +96,7 @@ class KnownValues:
             return True, func(value, **kwargs), args
         if packet in _SHAPED and (known := _all(args)) is not None:
             real = func(*known, **_on_cpu(kwargs))
-            return True, tree_map(lambda x: _as_meta(x) if isinstance(x, Tensor) else x, real), args
+            return True, tree_map_only(Tensor, _as_meta, real), args
         if packet in _INDEXED:
             return False, None, (args[0], _positions(args[1]), *args[2:])
         return False, None, args
@@ -112,7 +106,11 @@ class KnownValues:
         packet = func._overloadpacket
         results = result if isinstance(result, tuple | list) else (result,)
         if packet in _CHOICES and value_of(args[0]) is None:
-            self._choose(args[0], results, _CHOICES[packet])
+            indices = next(iter(results[_CHOICES[packet] :]), None)
+            if isinstance(indices, Tensor) and indices.numel() <= MOST and args[0].ndim:
+                self.balanced = True
+                order = torch.arange(indices.numel(), device="cpu") % max(args[0].shape[-1], 1)
+                give(indices, order.reshape(indices.shape).to(indices.dtype))
             return
         small = all(not isinstance(x, Tensor) or not x.is_meta or _is_small(x) for x in results)
         values = _all(args) if small and not any(word in packet.__name__ for word in _RANDOM) else None
@@ -129,31 +127,20 @@ class KnownValues:
             if isinstance(tensor, Tensor) and isinstance(value, Tensor):
                 give(tensor, value)
 
-    def _choose(self, scores: Tensor, results: Iterable[Any], position: int) -> None:
-        indices = list(results)[position : position + 1]
-        if not indices or not isinstance(indices[0], Tensor) or indices[0].numel() > MOST or scores.ndim < 1:
-            return
-        chosen, self.balanced = indices[0], True
-        order = torch.arange(chosen.numel(), device="cpu") % max(scores.shape[-1], 1)
-        give(chosen, order.reshape(chosen.shape).to(chosen.dtype))
-
 
 def _all(values: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Return arguments with values in place of tensors; None if one has none."""
     found: list[Any] = []
     for value in values:
-        if isinstance(value, Tensor):
-            known = value_of(value)
-            if known is None:
-                return None
-            found.append(known)
+        if isinstance(value, torch.device):
+            known: Any = torch.device("cpu")
         elif isinstance(value, tuple | list) and any(isinstance(one, Tensor) for one in value):
-            inner = _all(tuple(value))
-            if inner is None:
-                return None
-            found.append(list(inner))
+            known = None if (inner := _all(tuple(value))) is None else list(inner)
         else:
-            found.append(torch.device("cpu") if isinstance(value, torch.device) else value)
+            known = value_of(value) if isinstance(value, Tensor) else value
+        if known is None and value is not None:
+            return None
+        found.append(known)
     return tuple(found)
 
 
