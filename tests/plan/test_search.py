@@ -73,7 +73,7 @@ def test_nothing_fits_where_nothing_does() -> None:
 def test_the_same_question_has_the_same_answer() -> None:
     request = asked(Plain(8), machine(2, 4, memory=10 * GB))
     first, second = found(request), found(request)
-    assert [one.layout for one in first.ranked] == [one.layout for one in second.ranked]
+    assert [one.layout for one in first.shown] == [one.layout for one in second.shown]
 
 
 def test_every_layout_uses_all_devices_and_the_whole_batch() -> None:

@@ -65,6 +65,10 @@ def memory(
         ("optimizer", "device"): optimizer * (1 - on_host),
         ("gradient", "device"): share[row.gradient] * widths.gradient * (1 - on_host),
     }
+    if row.parameter is Placement.SHARDED:
+        blocks = [unit.parameters.on(layout.tensor) for unit in cost.units]
+        gathered = min(layout.parameter_slots, max(1, len(blocks) // layout.pipeline))
+        states["slot", "device"] = gathered * max(blocks) * widths.parameter
     if on_host:
         states["optimizer", row.optimizer_tier.value] = optimizer * on_host
         states["gradient", "host"] = share[row.optimizer] * widths.gradient * on_host

@@ -103,9 +103,9 @@ def answer(result: PlanResult, memory: Memory = memory_of, time: Timing = time_o
         return PlanAnswer(result, remedies=tuple(_remedies(request, memory, time)), lacks=lacks)
     best = result.best
     gains = tuple(_gains(request, best, memory, time))
-    rival = next((one for one in result.shown if one.kind != best.kind), None)
+    rival = next(iter(result.shown[1:]), None)
     turns = _turn(request, best, rival, time) if rival is not None and request.goal == "time" else ""
-    lean = search(replace(request, goal="memory"), memory, time, SearchEffort(1, 1, 60, 0)).best
+    lean = search(replace(request, goal="memory"), memory, time, SearchEffort(1, 1, 60, 1)).best
     leanest = None
     if lean is not None and lean.layout != best.layout:
         leanest = lean.layout, largest_of(request, lean.layout, lean.machine, memory)
@@ -171,7 +171,7 @@ def _best(told: PlanAnswer) -> Iterator[str]:
         f"The most memory is used by {rank} at the {peak.label}: {bytes_text(best.fullest.device)} of "
         f"{bytes_text(least_memory(best.machine))}, with {parts}."
     )
-    rival = next((one for one in result.shown if one.kind != best.kind), None)
+    rival = next(iter(result.shown[1:]), None)
     if rival is not None:
         beside = _beside(result.request.goal, best, rival)
         behind = rival.score(result.request.goal) > best.score(result.request.goal)
@@ -361,17 +361,14 @@ def _fits(request: PlanRequest, memory: Memory, time: Timing) -> bool:
     """Return whether any layout fits; the batch grows if the devices cannot share it."""
     if not LayoutSpace(request, request.machine).meshes():
         request = replace(request, batch=ceil(request.batch / request.machine.devices) * request.machine.devices)
-    return search(replace(request, goal="memory"), memory, time, SearchEffort(1, 1, 300, 0)).best is not None
+    return search(replace(request, goal="memory"), memory, time, SearchEffort(1, 1, 300, 1)).best is not None
 
 
 def _least(fits: Callable[[float], bool], most: int) -> float | None:
     """Return the least power of two up to ``most`` with which something fits."""
-    factor = 2
-    while factor <= most:
-        if fits(factor):
-            return factor
-        factor *= 2
-    return None
+    factors = [2.0**power for power in range(1, most.bit_length())]
+    # If the largest does not do, none that is smaller is looked for.
+    return next(filter(fits, factors)) if factors and fits(factors[-1]) else None
 
 
 def _remedies(request: PlanRequest, memory: Memory, time: Timing) -> Iterator[Remedy]:

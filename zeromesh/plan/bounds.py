@@ -6,13 +6,15 @@ A bound assumes that everything that may overlap does.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from math import ceil
+from operator import attrgetter, mul
 from typing import NamedTuple
 
 from zeromesh.model.placement import Placement, Tier
 from zeromesh.pipeline.schedule.generators import ROWS as SCHEDULES
 from zeromesh.pipeline.schedule.generators import Shape
-from zeromesh.plan.cost import CostSource, ModelCost, Recompute
+from zeromesh.plan.cost import CostSource, ModelCost, Recompute, UnitCost
 from zeromesh.plan.durations import Durations
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Device, Machine
@@ -60,8 +62,27 @@ class _Moves(NamedTuple):
     fetch: float  # of parameters, from the host
     read: float  # of parameters, from the disk
     update: float  # on the device
-    host: float
-    states: float  # of the optimizer, from the disk and back
+    host_update: float
+    states_read: float  # of the optimizer, from the disk
+    states_written: float
+
+
+class _Kinds(NamedTuple):
+    """Units of a model, of which those that are alike are there once."""
+
+    cost: ModelCost
+    counts: tuple[int, ...]
+
+
+def _kinds(cost: ModelCost) -> _Kinds:
+    found: dict[tuple[object, ...], list[UnitCost]] = {}
+    for unit in cost.units:
+        # Blocks of a stack share their tuples of kernels.
+        kernels = id(unit.forward), id(unit.input), id(unit.weight)
+        key = *kernels, unit.block, unit.parameters, unit.trained, unit.joins, unit.output, *unit.saved.items()
+        found.setdefault(key, []).append(unit)
+    units = tuple(alike[0] for alike in found.values())
+    return _Kinds(replace(cost, units=units), tuple(len(alike) for alike in found.values()))
 
 
 class TimeBound:
@@ -73,21 +94,23 @@ class TimeBound:
         self.machine = machine
         self._passes: dict[tuple[object, ...], _Passes] = {}
         self._moves: dict[tuple[object, ...], _Moves] = {}
-        self._costs: dict[tuple[int, int], ModelCost] = {}
-        self._parameters: dict[int, float] = {}
+        self._known: dict[tuple[int, int], _Kinds] = {}
+        self._saved: dict[tuple[object, ...], float] = {}
+        self._parameters: dict[int, tuple[float, float]] = {}
         self._device = slowest(machine)
 
-    def cost(self, micro_batch: int, context: int) -> ModelCost:
-        """Return the model's cost; it is asked for once."""
+    def _at(self, micro_batch: int, context: int) -> _Kinds:
+        """Return the model's units; its cost is asked for once."""
         key = micro_batch, context
-        if key not in self._costs:
-            self._costs[key] = self.source.at(micro_batch, self.sequence, context)
-        return self._costs[key]
+        if key not in self._known:
+            self._known[key] = _kinds(self.source.at(micro_batch, self.sequence, context))
+        return self._known[key]
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Blocks between which a pipeline can be cut."""
-        return sum(unit.block for unit in self.cost(1, 1).units)
+        cost, counts = self._at(1, 1)
+        return sum(count for unit, count in zip(cost.units, counts, strict=True) if unit.block)
 
     def seconds(self, layout: ParallelLayout) -> float:
         """Return a time that no run of the layout is expected to be shorter than."""
@@ -131,18 +154,23 @@ class TimeBound:
         """Return seconds of the host's update, or of copies to and from the host and disks."""
         moves = self._moves_of(layout)
         passes = 1 if layout.parameter_slots >= self.blocks / layout.pipeline else layout.accumulation
-        busy = moves.update, moves.host, moves.states, passes * moves.fetch, passes * moves.read
+        files = moves.states_read + moves.states_written
+        busy = moves.update, moves.host_update, files, passes * moves.fetch, passes * moves.read
         return max(busy) / layout.pipeline
 
     def states(self, layout: ParallelLayout) -> float:
         """Return bytes on the device that states alone take on the average rank, with the context of the device."""
-        row, widths = layout.row, layout.widths
-        own, group = self._own(layout), layout.data * layout.context
+        row, widths, group = layout.row, layout.widths, layout.data * layout.context
+        whole, block = self._elements(layout.tensor)
+        own = whole / layout.pipeline
         left = 1.0 if row.optimizer_tier is Tier.DEVICE else 1.0 - row.offloaded
         total = own * (widths.master + widths.states) * left / _shards(row.optimizer, group)
         if row.parameter_tier is Tier.DEVICE:
             total += own * widths.parameter / _shards(row.parameter, group)
-        if row.gradient is Placement.REPLICATED:
+        if row.parameter is Placement.SHARDED:
+            # Gradients grow as activations shrink, so they are left out; gathered blocks are there all the time.
+            total += min(layout.parameter_slots, self.blocks // layout.pipeline) * block * widths.parameter
+        elif row.gradient is Placement.REPLICATED:
             total += own * min(widths.gradient, widths.wire)
         elif row.gradient_tier is Tier.DEVICE:
             total += own * widths.gradient / group * left
@@ -150,50 +178,57 @@ class TimeBound:
 
     def activations(self, layout: ParallelLayout) -> float:
         """Return bytes that one micro-batch of the average stage keeps for its backward, at the least."""
-        cost = self.cost(layout.micro_batch, layout.context)
         if layout.activations_on_host:
             return 0.0
-        kept = [unit.saved.get(layout.recompute) or unit.saved.get(Recompute.NONE) for unit in cost.units if unit.block]
-        saved = sum(amount.on(layout.tensor, layout.sequence) for amount in kept if amount is not None)
+        key = layout.micro_batch, layout.context, layout.tensor, layout.sequence, layout.recompute
+        if key not in self._saved:
+            cost, counts = self._at(layout.micro_batch, layout.context)
+            self._saved[key] = 0.0
+            for unit, count in zip(cost.units, counts, strict=True):
+                kept = unit.saved.get(layout.recompute) or unit.saved.get(Recompute.NONE)
+                if unit.block and kept is not None:
+                    self._saved[key] += kept.on(layout.tensor, layout.sequence) * count
         # Stages hold unlike numbers of blocks, so the rank that holds most micro-batches may have fewer than the mean.
         in_flight = held(layout) / layout.chunks
-        return saved / layout.pipeline * max(1.0, 0.8 * in_flight)
+        return self._saved[key] / layout.pipeline * max(1.0, 0.8 * in_flight)
 
-    def _own(self, layout: ParallelLayout) -> float:
-        """Return elements of parameters of the average rank before sharding."""
-        tensor = layout.tensor
+    def _elements(self, tensor: int) -> tuple[float, float]:
+        """Return elements of the parameters of the model and of its smallest block on one tensor rank."""
         if tensor not in self._parameters:
-            self._parameters[tensor] = sum(unit.parameters.on(tensor) for unit in self.cost(1, 1).units)
-        return self._parameters[tensor] / layout.pipeline
+            cost, counts = self._at(1, 1)
+            sizes = [unit.parameters.on(tensor) for unit in cost.units]
+            block = min((size for size, unit in zip(sizes, cost.units, strict=True) if unit.block), default=0.0)
+            self._parameters[tensor] = sum(map(mul, sizes, counts)), block
+        return self._parameters[tensor]
 
     def _passes_of(self, layout: ParallelLayout) -> _Passes:
         mesh = layout.tensor, layout.context, layout.pipeline, layout.sequence
         key = *mesh, layout.micro_batch, layout.recompute, layout.widths
         if key not in self._passes:
-            cost = self.cost(layout.micro_batch, layout.context)
+            cost, counts = self._at(layout.micro_batch, layout.context)
             units = Durations(layout, self.machine, Habits()).units(cost)
-            times = [(u.block, sum(s for _, s in (*u.compute_forward, *u.compute_backward))) for u in units]
-            block = max((seconds for block, seconds in times if block), default=0.0)
-            self._passes[key] = _Passes(sum(seconds for _, seconds in times), block)
+            times = [sum(s for _, s in (*u.compute_forward, *u.compute_backward)) for u in units]
+            block = max((seconds for unit, seconds in zip(units, times, strict=True) if unit.block), default=0.0)
+            self._passes[key] = _Passes(sum(map(mul, times, counts)), block)
         return self._passes[key]
 
     def _moves_of(self, layout: ParallelLayout) -> _Moves:
+        # All units are taken to be off the device; where a part of them is, the device's update of the rest is short.
+        row, share = layout.row, 1.0
+        if row.optimizer_tier is not Tier.DEVICE:
+            row, share = replace(row, offloaded=1.0), row.offloaded
         mesh = layout.tensor, layout.context, layout.pipeline, layout.data, layout.replicate
-        key = *mesh, layout.row, layout.widths
+        key = *mesh, row, layout.widths
         if key not in self._moves:
             # States do not depend on the size of a micro-batch.
-            units = Durations(replace(layout, micro_batch=1), self.machine, Habits()).units(self.cost(1, 1))
-            self._moves[key] = _Moves(
-                sum(u.gather for u in units),
-                sum(u.reduce for u in units),
-                sum(u.replicas for u in units),
-                sum(u.fetch for u in units),
-                sum(u.read for u in units),
-                sum(u.update for u in units),
-                sum(u.host_update for u in units),
-                sum(u.states_read + u.states_written for u in units),
-            )
-        return self._moves[key]
+            cost, counts = self._at(1, 1)
+            units = Durations(replace(layout, micro_batch=1, row=row), self.machine, Habits()).units(cost)
+            self._moves[key] = _Moves(*(sum(map(mul, map(attrgetter(n), units), counts)) for n in _Moves._fields))
+        moves = self._moves[key]
+        return moves if share == 1 else moves._replace(
+            host_update=share * moves.host_update, states_read=share * moves.states_read,
+            states_written=share * moves.states_written,
+        )  # fmt: skip
 
 
 def _shards(placement: Placement, group: int) -> int:

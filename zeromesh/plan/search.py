@@ -1,16 +1,20 @@
 """Search for the best layout of a model on a machine: enumerate, leave out by bounds, compute the rest, rank.
 
-Layouts wait in groups that share a mesh and a placement row, each group in the order of expected times. Groups are
-served by the expected time of their next layout times the ratio of computed to expected time that the group has shown.
-The search ends when no layout's bound is below the best time: then no other layout can be better. It also ends after a
-number of layouts, which is said.
+Meshes wait in the order of their least seconds of computation. One whose turn comes is replaced by groups of layouts
+that share it and a placement row, each group in the order of expected times. Groups are served by the expected time of
+their next layout times the ratio of computed to expected time that the group has shown. The search ends when no
+layout's bound is below the best time: then no other layout can be better. It also ends after a number of layouts, which
+is said.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from math import inf
 from typing import NamedTuple
 
 from zeromesh.model.placement import PlacementRow, Tier
@@ -26,6 +30,7 @@ from zeromesh.plan.time import StepTime, time_of
 TIGHT = 0.9  # share of the device's memory from which a layout is nearly full
 SHOWN = 8
 ALIKE = 0.02  # layouts whose scores differ by less are alike, and the simplest of them is the best
+FURTHER = 48  # groups of layouts that are tried for a table that is not full
 
 
 class SearchEffort(NamedTuple):
@@ -34,7 +39,7 @@ class SearchEffort(NamedTuple):
     computed: int = 200  # layouts whose time is computed
     tried: int = 140  # of them, before others are left out whose bounds promise too little
     weighed: int = 1200  # layouts whose memory is computed
-    shown: int = SHOWN  # kinds for the table
+    shown: int = SHOWN  # rows of the table
 
 
 Memory = Callable[[CostSource, int, ParallelLayout, Machine | None], list[RankMemory]]
@@ -70,16 +75,21 @@ class PlanCandidate:
     @property
     def price(self) -> float:
         """Price per million tokens; in device-hours where a node has no price."""
-        hours = self.time.seconds / 3600 / (self.layout.samples * self.sequence / 1e6)
-        priced = sum(node.price * count for node, count in self.machine.nodes)
-        return hours * (priced or self.machine.devices)
+        return price_of(self.machine, self.time.seconds, self.layout.samples * self.sequence)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Mesh and placement, by which layouts are told apart in a table."""
+        """Mesh, placement and recomputation: layouts that differ in other things alone are one for a user."""
         layout, row = self.layout, self.layout.row
-        tiers = row.parameter_tier, row.optimizer_tier
-        return layout.tensor, layout.context, layout.pipeline, layout.stage, tiers, self.machine.devices
+        mesh = layout.replicate, layout.tensor, layout.context, layout.pipeline, self.machine.devices
+        tiers = row.parameter_tier, row.optimizer_tier, row.offloaded, row.split
+        return *mesh, layout.stage, *tiers, layout.recompute, layout.activations_on_host
+
+    def like(self, other: PlanCandidate) -> bool:
+        """Return whether the layouts are alike in all that matters: time, memory and devices."""
+        pairs = (self.time.seconds, other.time.seconds), (self.fullest.device, other.fullest.device)
+        near = all(abs(one - two) <= ALIKE * min(one, two) for one, two in pairs)
+        return near and self.machine.devices == other.machine.devices
 
     @property
     def parts(self) -> int:
@@ -104,26 +114,18 @@ class PlanCandidate:
 class LayoutCell:
     """All layouts of one placement and one mesh, for a map."""
 
-    bound: float = float("inf")  # seconds, the lowest of all
-    seconds: float = float("inf")  # of the best computed layout
-    over: float = float("inf")  # bytes that the smallest layout lacks; 0 where one fits
-    over_bound: float = float("inf")  # the same by the bound of memory, where nothing was computed
-
-    def weigh(self, over: float) -> None:
-        """Note what a layout lacks."""
-        self.over = min(self.over, max(0.0, over))
-
-    def time(self, seconds: float) -> None:
-        """Note the time of a layout that fits."""
-        self.seconds = min(self.seconds, seconds)
+    bound: float = inf  # seconds, no more than those of any layout whose states fit
+    seconds: float = inf  # of the best computed layout
+    over: float = inf  # bytes that the smallest layout lacks; 0 where one fits
+    over_bound: float = inf  # the same by the bound of memory, where nothing was computed
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Layouts that were found, best first, and what was left out."""
+    """Layouts that were found, and what was left out."""
 
     request: PlanRequest
-    ranked: tuple[PlanCandidate, ...]
+    shown: tuple[PlanCandidate, ...]  # the best first; each is of another kind, and differs from the others in numbers
     considered: int  # layouts enumerated
     too_large: int  # left out since their states alone do not fit
     weighed: int  # whose memory was computed
@@ -135,15 +137,13 @@ class PlanResult:
     @property
     def best(self) -> PlanCandidate | None:
         """The best layout; None if nothing fits."""
-        return self.ranked[0] if self.ranked else None
+        return self.shown[0] if self.shown else None
 
-    @property
-    def shown(self) -> tuple[PlanCandidate, ...]:
-        """The best layout of each kind, at most ``SHOWN``."""
-        kinds: dict[tuple[object, ...], PlanCandidate] = {}
-        for candidate in self.ranked:
-            kinds.setdefault(candidate.kind, candidate)
-        return tuple(kinds.values())[:SHOWN]
+
+def price_of(machine: Machine, seconds: float, tokens: float) -> float:
+    """Return the price per million tokens of a step; in device-hours where a node has no price."""
+    priced = sum(node.price * count for node, count in machine.nodes)
+    return seconds / 3600 / (tokens / 1e6) * (priced or machine.devices)
 
 
 def machines_for(request: PlanRequest) -> list[Machine]:
@@ -170,128 +170,139 @@ def search(
 
 
 class _Ranking:
-    """The search's state: groups that wait, and what was found."""
+    """The search's state: meshes and groups that wait, and what was found."""
 
     def __init__(self, request: PlanRequest, memory: Memory, time: Timing, effort: SearchEffort) -> None:
         self.request, self.memory, self.time, self.effort = request, memory, time, effort
         self.cells: dict[tuple[PlacementRow, tuple[int, int, int]], LayoutCell] = {}
         self.found: list[PlanCandidate] = []
-        self.nearest: list[tuple[float, int, ParallelLayout, ParallelLayout]] = []
-        self._near_limit = float("inf")
-        self._weighed_near: tuple[float, ParallelLayout, tuple[RankMemory, ...]] | None = None
-        self.considered = self.too_large = self.weighed = self.computed = 0
+        self._nearest: tuple[float, ParallelLayout, tuple[RankMemory, ...]] | None = None  # of those that do not fit
+        self.weighed = self.computed = 0
         self._failed: dict[ParallelLayout, int] = {}  # least micro-batch that did not fit, by the rest of the layout
         self._extra: dict[tuple[object, ...], float] = {}  # least bytes beside states, by what is not states
 
     def run(self) -> PlanResult:
         """Search, and return what was found."""
-        searches = [LayoutSpace(self.request, machine) for machine in machines_for(self.request)]
-        searches = [one for one in searches if one.meshes()] or _no_batch(self.request, searches[0])
-        groups = [group for one in searches for group in self._collect(one)]
-        waiting = [(group.waiting[0][0], number) for number, group in enumerate(groups)]
+        spaces = [LayoutSpace(self.request, machine) for machine in machines_for(self.request)]
+        spaces = [one for one in spaces if one.meshes()] or _no_batch(self.request, spaces[0])
+        meshes = [_Mesh(one, *mesh) for one in spaces for mesh in one.meshes()]
+        for mesh in meshes:
+            self._map(mesh)
+        # Groups have the number of their mesh, and their own in it; a mesh comes before them.
+        waiting: list[_Entry] = [(mesh.least, n, -1, mesh) for n, mesh in enumerate(meshes) if mesh.least < inf]
         heapq.heapify(waiting)
-        best, least, proven = float("inf"), 0.0, True
+        left: list[_Entry] = []
+        best, least, proven = inf, 0.0, True
         while waiting:
-            _, number = heapq.heappop(waiting)
-            group = groups[number]
-            expected, _, bound, _, _ = group.waiting[group.next]
+            entry = heapq.heappop(waiting)
+            _, number, place, part = entry
+            expected, bound = (part.least, part.least) if isinstance(part, _Mesh) else part.waiting[part.next][:2]
+            over = self.computed >= self.effort.computed or self.weighed >= self.effort.weighed
             # No layout of many did better than expected by more than the least ratio, so this one is not going to.
-            if self.computed >= self.effort.tried and expected * least >= best:
+            if over or (self.computed >= self.effort.tried and expected * least >= best):
                 proven = False
+                left.append(entry)
+                if over:
+                    break
                 continue
-            if self.computed >= self.effort.computed or self.weighed >= self.effort.weighed:
-                proven = False
-                break
-            candidate = None
+            if isinstance(part, _Mesh):
+                if bound < best:
+                    self._open(part, number, waiting)
+                else:
+                    left.append(entry)
+                continue
             if bound < best:
-                candidate = self._compute(group.layout(group.next), group.search)
-            group.advance()
-            if candidate is not None:
-                score = candidate.score(self.request.goal)
-                group.learn(score / max(expected, 1e-12))
-                least = min(least or group.ratio, group.ratio)
-                best = min(best, score)
-            if group.next < len(group.waiting):
-                heapq.heappush(waiting, (group.waiting[group.next][0] * group.ratio, number))
-        self._fill(groups)
-        ranked = self._ranked()
-        nearest = () if ranked else self._near(searches[0].machine)
+                candidate = self._compute(part.layout(part.next), part.space)
+                part.next += 1
+                if candidate is not None:
+                    score = candidate.score(self.request.goal)
+                    part.ratio = score / max(expected, 1e-12)
+                    least = min(least or part.ratio, part.ratio)
+                    best = min(best, score)
+            # Those that cannot be better do not wait again.
+            while part.next < len(part.waiting) and part.waiting[part.next][1] >= best:
+                part.next += 1
+            if part.next < len(part.waiting):
+                heapq.heappush(waiting, (part.waiting[part.next][0] * part.ratio, number, place, part))
+        if self.found:
+            self._fill(left + waiting)
+        asked = not self.found and self.effort.shown > 1
+        nearest = self._near([mesh for mesh in meshes if mesh.space is spaces[0]]) if asked else ()
         return PlanResult(
-            self.request, tuple(ranked), self.considered, self.too_large, self.weighed, self.computed, proven,
-            nearest, self.cells,
+            self.request, tuple(self._listed()), sum(len(mesh.bases) * len(mesh.runs) for mesh in meshes),
+            sum(mesh.too_large for mesh in meshes), self.weighed, self.computed, proven, nearest, self.cells,
         )  # fmt: skip
 
-    def _ranked(self) -> list[PlanCandidate]:
-        """Return what was found, the best first; the best of each kind with its exact time."""
-        goal = self.request.goal
+    def _listed(self) -> list[PlanCandidate]:
+        """Return the best of what was found, and then what differs from it and from each other in what matters."""
+        goal, kinds = self.request.goal, set()
+        listed: list[PlanCandidate] = []
 
         def order(one: PlanCandidate) -> tuple[float, ...]:
             return one.score(goal), one.time.seconds, one.machine.devices
 
-        ranked = sorted(self.found, key=order)
-        kinds: dict[tuple[object, ...], PlanCandidate] = {}
-        for one in ranked:
-            kinds.setdefault(one.kind, one)
-        first = [self._exactly(one) for one in list(kinds.values())[: self.effort.shown]]
-        if not first:
-            return ranked
-        first.sort(key=order)
+        for one in sorted(self.found, key=order):
+            if one.kind in kinds:
+                continue
+            kinds.add(one.kind)
+            twin = next((place for place, other in enumerate(listed) if one.like(other)), None)
+            if twin is not None:
+                listed[twin] = min(listed[twin], one, key=lambda like: like.parts)
+            elif len(listed) < max(1, self.effort.shown):
+                listed.append(one)
         # The prediction cannot tell layouts that are so near to each other, and users can tell a simple one.
-        alike = [one for one in first if one.score(goal) <= first[0].score(goal) * (1 + ALIKE)]
-        simplest = min(alike, key=lambda one: one.parts)
-        return [simplest, *(one for one in first if one is not simplest)]
+        listed.sort(key=order)
+        alike = [one for one in listed if one.score(goal) <= listed[0].score(goal) * (1 + ALIKE)]
+        simplest = min(alike, key=lambda one: one.parts, default=None)
+        return sorted(listed, key=lambda one: one is not simplest)
 
-    def _fill(self, groups: list[_Group]) -> None:
-        """Compute layouts of further kinds for the table, by their bounds."""
-        kinds = {(one.kind, one.layout.row) for one in self.found}
-        left = sorted((group.waiting[0][0], number) for number, group in enumerate(groups) if not group.next)
-        for _, number in left:
-            if len(kinds) >= self.effort.shown or self.weighed >= self.effort.weighed * 1.2:
-                return
-            group = groups[number]
-            for place in range(min(6, len(group.waiting))):
-                candidate = self._compute(group.layout(place), group.search)
-                if candidate is not None:
-                    kinds.add((candidate.kind, candidate.layout.row))
-                    break
+    def _fill(self, left: list[_Entry]) -> None:
+        """Compute layouts of further groups for the table, by their bounds."""
+        heapq.heapify(left)
+        tried, most = 0, self.weighed + self.effort.weighed / 5
+        while left and tried < FURTHER and self.weighed < most and len(self._listed()) < self.effort.shown:
+            _, number, _, part = heapq.heappop(left)
+            if isinstance(part, _Mesh):
+                self._open(part, number, left)
+            elif not part.next:
+                tried += 1
+                places = range(min(6, len(part.waiting)))
+                any(self._compute(part.layout(place), part.space) is not None for place in places)
 
-    def _collect(self, one: LayoutSpace) -> list[_Group]:
-        """Return the groups of a machine's layouts, without those whose states alone are too large."""
-        limit, bound, goal = least_memory(one.machine) * (1 - MEMORY_MARGIN), one.bound, self.request.goal
+    def _map(self, mesh: _Mesh) -> None:
+        """Note the bounds of a mesh's placements."""
+        limit = _limit(mesh.space.machine)
+        for states, base in mesh.bases:
+            cell = self.cells.setdefault((replace(base.row, offloaded=1.0), mesh.sizes), LayoutCell())
+            cell.over_bound = min(cell.over_bound, max(0.0, states - limit))
+            if states + mesh.sizes_kept[0] <= limit:
+                cell.bound = min(cell.bound, mesh.seconds)
+
+    def _open(self, mesh: _Mesh, number: int, waiting: list[_Entry]) -> None:
+        """Put a mesh's groups among what waits."""
+        space, goal, accepts = mesh.space, self.request.goal, self.request.accepts
+        limit, bound = _limit(space.machine), space.bound
         groups: dict[tuple[object, ...], _Group] = {}
-        for mesh in one.meshes():
-            # What depends on the run alone is computed once for all rows of a mesh.
-            plain = one.plain(*mesh)
-            runs = [(run, bound.compute(run), bound.activations(run)) for run in one.runs(plain)]
-            for base in one.bases(plain):
-                cell = self.cells.setdefault((replace(base.row, offloaded=1.0), mesh), LayoutCell())
-                states = bound.states(base)
-                cell.over_bound = min(cell.over_bound, max(0.0, states - limit))
-                group = groups.setdefault((mesh, base.data, base.row), _Group(one, []))
-                others: dict[int, tuple[float, float]] = {}  # of links and the host, by the number of micro-batches
-                for run, compute, activations in runs:
-                    if self.request.accepts and not self.request.accepts(_joined(base, run)):
-                        continue
-                    self.considered += 1
-                    least = states + activations
-                    if least > limit:
-                        self.too_large += 1
-                        self._keep_near(least - limit, base, run)
-                        continue
-                    count = run.accumulation
-                    if count not in others:
-                        counted = replace(base, accumulation=count)
-                        others[count] = bound.traffic(counted), bound.offload(counted)
-                    seconds = max(compute, *others[count])
-                    cell.bound = min(cell.bound, seconds)
-                    expected = bound.expected(run, compute, *others[count])
-                    low, near = (least, least) if goal == "memory" else (seconds, expected)
-                    if goal == "cost":
-                        low, near = _price(seconds, run, one), _price(expected, run, one)
-                    group.waiting.append((near, self.considered, low, base, run))
-        for group in groups.values():
-            group.waiting.sort(key=lambda entry: entry[:2])
-        return [group for group in groups.values() if group.waiting]
+        for states, base in mesh.bases:
+            group = groups.setdefault((base.data, base.row), _Group(space, []))
+            others: dict[int, tuple[float, float]] = {}  # of links and the host, by the number of micro-batches
+            for compute, kept, run in mesh.runs:
+                least = states + kept
+                if least > limit or (accepts and not accepts(_joined(base, run))):
+                    continue
+                if goal == "memory":
+                    group.waiting.append((least, least, base, run))
+                    continue
+                count = run.accumulation
+                if count not in others:
+                    counted = replace(base, accumulation=count)
+                    others[count] = bound.traffic(counted), bound.offload(counted)
+                expected, low = bound.expected(run, compute, *others[count]), max(compute, *others[count])
+                group.waiting.append((expected * mesh.price, low * mesh.price, base, run))
+        for place, group in enumerate(groups.values()):
+            group.waiting.sort(key=lambda entry: entry[0])
+            if group.waiting:
+                heapq.heappush(waiting, (group.waiting[0][0], number, place, group))
 
     def _compute(self, layout: ParallelLayout, one: LayoutSpace) -> PlanCandidate | None:
         """Return the layout with its memory and time; None if it does not fit."""
@@ -302,93 +313,95 @@ class _Ranking:
         # Runs that differ in the row alone hold the same activations, so one of them tells of all.
         states = one.bound.states(layout)
         alike_run = (self.request.machine is one.machine, *_run_of(layout))
-        limit = least_memory(one.machine) * (1 - MEMORY_MARGIN)
-        if states + self._extra.get(alike_run, 0.0) > limit:
+        if states + self._extra.get(alike_run, 0.0) > _limit(one.machine):
             return None
         self.weighed += 1
-        memory = tuple(self.memory(self.request.source, self.request.sequence, _steady(layout), one.machine))
+        request = self.request
+        memory = tuple(self.memory(request.source, request.sequence, _steady(layout), one.machine))
         extra = max(rank.device for rank in memory) - states
         self._extra[alike_run] = min(extra, self._extra.get(alike_run, extra))
         over = lacking(memory, layout, one.machine)
         worst = max(over.values())
         cell = self.cells[replace(layout.row, offloaded=1.0), (layout.tensor, layout.context, layout.pipeline)]
-        cell.weigh(worst)
+        cell.over = min(cell.over, max(0.0, worst))
         if worst > 0:
             if over["device"] > 0:  # the host may hold more with one micro-batch than with several
                 self._failed[alike] = layout.micro_batch
-            if self._weighed_near is None or worst < self._weighed_near[0]:
-                self._weighed_near = worst, layout, memory
+            if self._nearest is None or worst < self._nearest[0]:
+                self._nearest = worst, layout, memory
             return None
         self.computed += 1
-        found = self._time(layout, one.machine)
-        cell.time(found.seconds)
-        candidate = PlanCandidate(layout, one.machine, self.request.sequence, memory, found)
-        self.found.append(candidate)
-        return candidate
+        found = self.time(request.source, request.sequence, layout, one.machine)
+        cell.seconds = min(cell.seconds, found.seconds)
+        self.found.append(PlanCandidate(layout, one.machine, request.sequence, memory, found))
+        return self.found[-1]
 
-    def _time(self, layout: ParallelLayout, machine: Machine) -> StepTime:
-        """Return the time of a step; that of a long pipeline is continued from two shorter ones."""
-        source, sequence, ranks = self.request.source, self.request.sequence, layout.pipeline
-        if ranks == 1 or layout.accumulation <= 4 * ranks:
-            return self.time(source, sequence, layout, machine)
-        # A filled pipeline repeats itself, and schedules of few lengths are made instead of those of all.
-        short, long = (
-            self.time(source, sequence, replace(layout, accumulation=count), machine)
-            for count in (2 * ranks, 3 * ranks)
-        )
-        times = (layout.accumulation - 3 * ranks) / ranks
-        waits = {
-            name: long.waits.get(name, 0.0) + times * (long.waits.get(name, 0.0) - short.waits.get(name, 0.0))
-            for name in {**short.waits, **long.waits}
-        }
-        flops = long.flops + times * (long.flops - short.flops)
-        return StepTime(long.seconds + times * (long.seconds - short.seconds), waits, (), flops)
-
-    def _exactly(self, candidate: PlanCandidate) -> PlanCandidate:
-        """Return a candidate with the time of all its micro-batches."""
-        source, sequence = self.request.source, self.request.sequence
-        return replace(candidate, time=self.time(source, sequence, candidate.layout, candidate.machine))
-
-    def _keep_near(self, over: float, base: ParallelLayout, run: ParallelLayout) -> None:
-        """Keep the layouts that lack least."""
-        if over >= self._near_limit:
-            return
-        self.nearest.append((over, self.considered, base, run))
-        if len(self.nearest) > 64 * SHOWN:
-            self.nearest = sorted(self.nearest, key=lambda one: one[:2])[:SHOWN]
-            self._near_limit = self.nearest[-1][0]
-
-    def _near(self, machine: Machine) -> tuple[tuple[ParallelLayout, tuple[RankMemory, ...]], ...]:
+    def _near(self, meshes: list[_Mesh]) -> tuple[tuple[ParallelLayout, tuple[RankMemory, ...]], ...]:
         """Return the layouts that lack least, by their memory instead of its bound."""
-        few = [_joined(*pair) for _, _, *pair in sorted(self.nearest, key=lambda one: one[:2])[:SHOWN]]
-        request = self.request
+        request, machine = self.request, meshes[0].space.machine
+        least: dict[int, tuple[float, ParallelLayout]] = {}  # by the number of stages
+        for mesh in meshes:
+            for over, layout in mesh.lacking(request):
+                if over < least.get(layout.pipeline, (inf,))[0]:
+                    least[layout.pipeline] = over, layout
+        # Bounds promise too much of many stages, whose memory takes long to compute, too.
+        few = [least[stages][1] for stages in sorted(least)[:SHOWN]]
         weighed = [(one, tuple(self.memory(request.source, request.sequence, _steady(one), machine))) for one in few]
-        if self._weighed_near is not None:
-            weighed.append(self._weighed_near[1:])
+        if self._nearest is not None:
+            weighed.append(self._nearest[1:])
         return tuple(sorted(weighed, key=lambda pair: max(lacking(pair[1], pair[0], machine).values())))
+
+
+class _Mesh:
+    """All layouts of one mesh on one machine: each of its rows, groups and slots with each of its runs."""
+
+    def __init__(self, space: LayoutSpace, tensor: int, context: int, pipeline: int) -> None:
+        self.space, self.sizes = space, (tensor, context, pipeline)
+        bound, request, plain = space.bound, space.request, space.plain(tensor, context, pipeline)
+        # What depends on the run alone is computed once for all rows.
+        self.runs = [(bound.compute(run), bound.activations(run), run) for run in space.runs(plain)]
+        self.bases = [(bound.states(base), base) for base in space.bases(plain)]
+        self.sizes_kept = sorted(kept for _, kept, _ in self.runs)
+        room = [_limit(space.machine) - states for states, _ in self.bases]
+        self.too_large = sum(len(self.runs) - bisect_right(self.sizes_kept, left) for left in room)
+        # Of a step of any of the layouts that may fit.
+        self.seconds = min((compute for compute, kept, _ in self.runs if kept <= max(room)), default=inf)
+        self.price = 1.0
+        if request.goal == "cost":
+            self.price = price_of(space.machine, 1.0, request.batch * request.sequence)
+        self.least = self.seconds * self.price  # score of any of them
+        if request.goal == "memory" and self.seconds < inf:
+            self.least = min(states for states, _ in self.bases) + self.sizes_kept[0]
+
+    def lacking(self, request: PlanRequest) -> Iterator[tuple[float, ParallelLayout]]:
+        """Yield, of each row, the layout that lacks least by the bound, with the bytes."""
+        runs, limit = sorted(self.runs, key=lambda run: run[1]), _limit(self.space.machine)
+        for states, base in self.bases:
+            lacks = ((states + kept - limit, _joined(base, run)) for _, kept, run in runs if states + kept > limit)
+            yield from islice((one for one in lacks if not request.accepts or request.accepts(one[1])), 1)
 
 
 @dataclass
 class _Group:
     """Layouts of one mesh and row, by their bounds."""
 
-    search: LayoutSpace
-    # Expected score, number, bound of the score, and the layout in two parts: mesh and row, and all else.
-    waiting: list[tuple[float, int, float, ParallelLayout, ParallelLayout]]
+    space: LayoutSpace
+    # Expected score, bound of the score, and the layout in two parts: mesh and row, and all else.
+    waiting: list[tuple[float, float, ParallelLayout, ParallelLayout]]
     next: int = 0
     ratio: float = 1.0  # of a computed score to what was expected
 
-    def advance(self) -> None:
-        """Go on to the next layout."""
-        self.next += 1
-
-    def learn(self, ratio: float) -> None:
-        """Note how a computed score was to what was expected."""
-        self.ratio = ratio
-
     def layout(self, place: int) -> ParallelLayout:
         """Return the layout at a place; it is put together now, since most are never asked for."""
-        return _joined(*self.waiting[place][3:])
+        return _joined(*self.waiting[place][2:])
+
+
+_Entry = tuple[float, int, int, _Mesh | _Group]  # expected score, numbers of mesh and group, and one of them
+
+
+def _limit(machine: Machine) -> float:
+    """Return the bytes of a device that a layout may take."""
+    return least_memory(machine) * (1 - MEMORY_MARGIN)
 
 
 def _joined(base: ParallelLayout, run: ParallelLayout) -> ParallelLayout:
@@ -412,12 +425,6 @@ def _steady(layout: ParallelLayout) -> ParallelLayout:
         return layout
     most = 3 * layout.pipeline if layout.pipeline > 1 else 4
     return layout if layout.accumulation <= most else replace(layout, accumulation=most)
-
-
-def _price(seconds: float, layout: ParallelLayout, one: LayoutSpace) -> float:
-    """Return the price by a bound, as ``PlanCandidate.price`` has it."""
-    unit = StepTime(seconds, {})
-    return PlanCandidate(layout, one.machine, one.request.sequence, (), unit).price
 
 
 def _no_batch(request: PlanRequest, one: LayoutSpace) -> list[LayoutSpace]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import inf
 
 from zeromesh.config.keys import PARTITION, PIPELINE_RANKS, STAGE_BLOCKS
 
@@ -52,22 +54,27 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
     blocks = len(costs)
     assert blocks >= stages
     sums = [0.0, *accumulate(costs)]
-    # best[n]: the least cost of the dearest stage, and where the last one starts, for the first n blocks.
-    best: list[tuple[float, int]] = [(sums[n], 0) for n in range(blocks + 1)]
-    tables = [best]
+    # best[n]: the least cost of the dearest stage for the first n blocks; first[n]: where the last stage then starts.
+    best, tables = sums, [[0] * (blocks + 1)]
     for stage in range(1, stages):
-        row = [(float("inf"), 0)] * (blocks + 1)
+        row, first, cross = [inf] * (blocks + 1), [0] * (blocks + 1), stage
         for n in range(stage + 1, blocks + 1):
+            # With the start the earlier stages' cost rises and the last one's falls; the best start is where they meet,
+            # or the one before, and moves up with n.
+            while cross < n - 1 and best[cross] < sums[n] - sums[cross]:
+                cross += 1
+            cost, low = max(best[cross], sums[n] - sums[cross]), cross
+            if cross > stage and sums[n] - sums[cross - 1] < cost:
+                cost, low = sums[n] - sums[cross - 1], cross - 1
             # Of equal cuts, the one with the most blocks in earlier stages is taken, since the last stage has the loss,
             # too.
-            cost, start = min((max(best[start][0], sums[n] - sums[start]), -start) for start in range(stage, n))
-            row[n] = cost, -start
-        tables.append(row)
+            row[n], first[n] = cost, bisect_right(best, cost, low, n) - 1
+        tables.append(first)
         best = row
     starts, end = [], blocks
     for table in reversed(tables):
-        starts.append(table[end][1])
-        end = table[end][1]
+        end = table[end]
+        starts.append(end)
     return starts[::-1]
 
 
