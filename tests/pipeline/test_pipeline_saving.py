@@ -381,7 +381,8 @@ def test_transformers_opens_what_all_stages_wrote(kind: str, settings: dict[str,
     like = BUILD[kind]()
     like.load_state_dict(expected)
     ids = torch.arange(6)[None]
-    assert torch.equal(model.eval()(ids).logits, like.eval()(ids).logits)
+    # Not to the bit: weights in a file that is mapped lie at other addresses, and products may take another way.
+    torch.testing.assert_close(model.eval()(ids).logits, like.eval()(ids).logits)
 
 
 def save_unwritable(folder: str) -> None:

@@ -24,7 +24,7 @@ from zeromesh.plan.fit import MEMORY_MARGIN, lacking
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
 from zeromesh.plan.memory import RankMemory, memory_of
-from zeromesh.plan.space import LARGEST_MICRO_BATCH, LayoutSpace, PlanRequest
+from zeromesh.plan.space import LARGEST_MICRO_BATCH, LayoutSpace, PlanRequest, refuse_batch
 from zeromesh.plan.time import StepTime, time_of
 
 TIGHT = 0.9  # share of the device's memory from which a layout is nearly full
@@ -119,6 +119,10 @@ class LayoutCell:
     over: float = inf  # bytes that the smallest layout lacks; 0 where one fits
     over_bound: float = inf  # the same by the bound of memory, where nothing was computed
 
+    def note(self, over: float = inf, seconds: float = inf) -> None:
+        """Take in what was computed of one layout."""
+        self.over, self.seconds = min(self.over, over), min(self.seconds, seconds)
+
 
 @dataclass(frozen=True)
 class PlanResult:
@@ -184,7 +188,7 @@ class _Ranking:
     def run(self) -> PlanResult:
         """Search, and return what was found."""
         spaces = [LayoutSpace(self.request, machine) for machine in machines_for(self.request)]
-        spaces = [one for one in spaces if one.meshes()] or _no_batch(self.request, spaces[0])
+        spaces = [one for one in spaces if one.meshes()] or refuse_batch(self.request, spaces[0])
         meshes = [_Mesh(one, *mesh) for one in spaces for mesh in one.meshes()]
         for mesh in meshes:
             self._map(mesh)
@@ -212,17 +216,13 @@ class _Ranking:
                     left.append(entry)
                 continue
             if bound < best:
-                candidate = self._compute(part.layout(part.next), part.space)
-                part.next += 1
+                candidate = self._compute(part.take(), part.space)
                 if candidate is not None:
                     score = candidate.score(self.request.goal)
-                    part.ratio = score / max(expected, 1e-12)
-                    least = min(least or part.ratio, part.ratio)
+                    ratio = part.compare(score, expected)
+                    least = min(least or ratio, ratio)
                     best = min(best, score)
-            # Those that cannot be better do not wait again.
-            while part.next < len(part.waiting) and part.waiting[part.next][1] >= best:
-                part.next += 1
-            if part.next < len(part.waiting):
+            if part.has_better(best):
                 heapq.heappush(waiting, (part.waiting[part.next][0] * part.ratio, number, place, part))
         if self.found:
             self._fill(left + waiting)
@@ -323,7 +323,7 @@ class _Ranking:
         over = lacking(memory, layout, one.machine)
         worst = max(over.values())
         cell = self.cells[replace(layout.row, offloaded=1.0), (layout.tensor, layout.context, layout.pipeline)]
-        cell.over = min(cell.over, max(0.0, worst))
+        cell.note(over=max(0.0, worst))
         if worst > 0:
             if over["device"] > 0:  # the host may hold more with one micro-batch than with several
                 self._failed[alike] = layout.micro_batch
@@ -332,7 +332,7 @@ class _Ranking:
             return None
         self.computed += 1
         found = self.time(request.source, request.sequence, layout, one.machine)
-        cell.seconds = min(cell.seconds, found.seconds)
+        cell.note(seconds=found.seconds)
         self.found.append(PlanCandidate(layout, one.machine, request.sequence, memory, found))
         return self.found[-1]
 
@@ -395,6 +395,22 @@ class _Group:
         """Return the layout at a place; it is put together now, since most are never asked for."""
         return _joined(*self.waiting[place][2:])
 
+    def take(self) -> ParallelLayout:
+        """Return the next layout, which waits no more."""
+        self.next += 1
+        return self.layout(self.next - 1)
+
+    def compare(self, score: float, expected: float) -> float:
+        """Return the ratio of a computed score to what was expected, which counts for those that wait."""
+        self.ratio = score / max(expected, 1e-12)
+        return self.ratio
+
+    def has_better(self, best: float) -> bool:
+        """Pass over those that cannot be better; return whether others wait."""
+        while self.next < len(self.waiting) and self.waiting[self.next][1] >= best:
+            self.next += 1
+        return self.next < len(self.waiting)
+
 
 _Entry = tuple[float, int, int, _Mesh | _Group]  # expected score, numbers of mesh and group, and one of them
 
@@ -425,27 +441,3 @@ def _steady(layout: ParallelLayout) -> ParallelLayout:
         return layout
     most = 3 * layout.pipeline if layout.pipeline > 1 else 4
     return layout if layout.accumulation <= most else replace(layout, accumulation=most)
-
-
-def _no_batch(request: PlanRequest, one: LayoutSpace) -> list[LayoutSpace]:
-    """Raise ValueError with the nearest batches that can be shared out."""
-    total = one.machine.devices
-    ways = min(total // (t * c * p) for t, c, p in one.shapes())
-    below, above = request.batch // ways * ways, (request.batch // ways + 1) * ways
-    nearest = f"{below} or {above}" if below else str(above)
-    fewer = _fewer(request)
-    raise ValueError(
-        f"a batch of {request.batch} samples cannot be shared out evenly to {total} devices: the model divides over "
-        f"{total // ways} of them at most, which leaves a multiple of {ways} data-parallel ranks; the nearest batches "
-        f"that work: {nearest}" + (f"; or use {fewer} devices" if fewer else "")
-    )
-
-
-def _fewer(request: PlanRequest) -> int:
-    """Return the most devices, in whole nodes, to which the batch can be shared out; 0 if there are none."""
-    machine = request.machine
-    if len(machine.nodes) > 1:
-        return 0  # it would have to be said which kind of node is left out
-    node, count = machine.nodes[0]
-    parts = (replace(machine, nodes=((node, fewer),)) for fewer in range(count - 1, 0, -1))
-    return next((part.devices for part in parts if LayoutSpace(request, part).meshes()), 0)
