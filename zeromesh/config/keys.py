@@ -37,6 +37,8 @@ RECOMPUTED = "activation_checkpointing.targets"
 PARTITION_ACTIVATIONS = "activation_checkpointing.partition_activations"
 SIZES_OF_AXES = '"mesh": {"data": 4, "tensor": 2}'
 RANKS_PER_NODE = "communication.ranks_per_node"
+GATHERED_BITS = "communication.across_nodes_gather"
+REDUCED_BITS = "communication.across_nodes_reduce"
 CONTEXT_RANKS = "mesh.context"
 ONE_CONTEXT_RANK = f"set {CONTEXT_RANKS} to 1"
 

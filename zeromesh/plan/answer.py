@@ -7,16 +7,20 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
+from zeromesh.comm.formats import BLOCK, FORMATS
+from zeromesh.config import keys
 from zeromesh.config.written import ADVICE, row_name
 from zeromesh.model.placement import Tier
 from zeromesh.observe.units import bytes_text, scaled_text
-from zeromesh.plan.bounds import devices_of_a_node, least_memory
+from zeromesh.plan.bounds import devices_of_a_node, least_memory, slowest
+from zeromesh.plan.collectives import fabric, wire
 from zeromesh.plan.cost import CostSource, ModelCost, Recompute
-from zeromesh.plan.fit import lacking
+from zeromesh.plan.fit import TIME_ERROR, lacking
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine, Node
 from zeromesh.plan.memory import RankMemory, memory_of
 from zeromesh.plan.search import (
+    ALIKE,
     Memory,
     PlanCandidate,
     PlanResult,
@@ -27,19 +31,18 @@ from zeromesh.plan.search import (
 from zeromesh.plan.space import LayoutSpace, PlanRequest
 from zeromesh.plan.time import time_of
 
-TIME_ERROR = 0.15  # share by which a time may be wrong, where the machine is described by its data sheet
 FACTORS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)  # by which a link is changed to see whether another layout wins
 LEAST_GAIN = 0.02  # share of a step that is worth saying
 SHORTEST = 128  # tokens of a sequence that is still proposed
+ROUNDED = 64  # bytes that a device reads and writes to round and restore an element, in sixteen passes over fp32
 ADDED_DISK = (30e12, 12e9, 6e9)  # bytes, and bytes per second read and written, of four usual NVMe disks
 
 
 class Gain(NamedTuple):
-    """Score of the best layout on a changed machine."""
+    """What a change saves."""
 
     change: str
     share: float  # of the step's time that is saved
-    layout: ParallelLayout
 
 
 class Remedy(NamedTuple):
@@ -196,9 +199,12 @@ def _best(told: PlanAnswer) -> Iterator[str]:
 def _beside(goal: str, best: PlanCandidate, rival: PlanCandidate) -> str:
     """Return how much worse the runner-up is."""
     worse = rival.score(goal) / best.score(goal) - 1
-    if worse <= 0:  # among layouts that are alike, the simplest is the best
-        return f"alike within {abs(worse):.1%}, but not as simple, or with less memory to spare"
-    return f"{worse:.1%} " + {"time": "slower", "memory": "more memory", "cost": "dearer"}[goal]
+    words = {"time": ("slower", "faster"), "memory": ("more memory", "less memory"), "cost": ("dearer", "cheaper")}
+    said = f"{abs(worse):.1%} {words[goal][worse < 0]}"
+    if worse > ALIKE:
+        return said
+    # The best is then the simplest of several.
+    return f"{said}, which such predictions cannot tell, with {bytes_text(rival.fullest.device)} of each device in use"
 
 
 def _unknown(told: PlanAnswer) -> Iterator[str]:
@@ -289,12 +295,31 @@ def _gains(request: PlanRequest, best: PlanCandidate, memory: Memory, time: Timi
     for what, name in wanted:
         machine = changed(best.machine, what, 2.0)
         found = search(replace(request, machine=machine, goal="time"), memory, time, SearchEffort(40, 16, 400, 1)).best
-        same = time(request.source, request.sequence, best.layout, machine).seconds
-        seconds, layout = same, best.layout
-        if found is not None and found.time.seconds < same:
-            seconds, layout = found.time.seconds, found.layout
+        seconds = time(request.source, request.sequence, best.layout, machine).seconds
+        if found is not None:
+            seconds = min(seconds, found.time.seconds)
         verb = "twice the" if what == "memory" else "twice as fast"
-        yield Gain(f"{verb} {name}", max(0.0, 1 - seconds / best.time.seconds), layout)
+        yield Gain(f"{verb} {name}", max(0.0, 1 - seconds / best.time.seconds))
+    factor = rounding_factor(best.layout, best.machine)
+    if factor > 1:
+        seconds = time(request.source, request.sequence, best.layout, changed(best.machine, "between", factor)).seconds
+        if (share := 1 - seconds / best.time.seconds) >= LEAST_GAIN:
+            names = keys.REDUCED_BITS if best.layout.stage == 0 else f"{keys.GATHERED_BITS}, {keys.REDUCED_BITS}"
+            yield Gain(f"8 bits between nodes ({names}), which change results slightly,", share)
+
+
+def rounding_factor(layout: ParallelLayout, machine: Machine) -> float:
+    """Return how much faster links between nodes seem if parameters and gradients cross them in 8 bits; 1: no faster.
+
+    It is 1, too, where other messages cross nodes, since they would not be faster.
+    """
+    if any(fabric(layout, machine, axis).crosses for axis in ("tensor", "context", "pipeline")):
+        return 1.0
+    if not fabric(layout, machine, "replicate", "data").crosses:
+        return 1.0
+    # Rounding takes as long as some more bytes on the way: on fast links it takes longer than it saves.
+    passes = slowest(machine).memory_seconds(ROUNDED * 1e9) / 1e9 * wire(machine.between).bandwidth
+    return max(1.0, layout.widths.wire / (FORMATS["8bit"].bytes_for(BLOCK) / BLOCK + passes))
 
 
 def _turn(request: PlanRequest, best: PlanCandidate, rival: PlanCandidate, time: Timing) -> str:
@@ -361,6 +386,9 @@ def _fits(request: PlanRequest, memory: Memory, time: Timing) -> bool:
     """Return whether any layout fits; the batch grows if the devices cannot share it."""
     if not LayoutSpace(request, request.machine).meshes():
         request = replace(request, batch=ceil(request.batch / request.machine.devices) * request.machine.devices)
+    # No schedule holds less than 1F1B, and the orders of others take long to make on many ranks.
+    accepts = request.accepts or (lambda _: True)
+    request = replace(request, accepts=lambda layout: layout.schedule == "1f1b" and accepts(layout))
     return search(replace(request, goal="memory"), memory, time, SearchEffort(1, 1, 300, 1)).best is not None
 
 

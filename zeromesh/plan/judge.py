@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeromesh.observe.units import bytes_text
-from zeromesh.plan.answer import LEAST_GAIN, TIME_ERROR, layout_text, seconds_text, shares_of
+from zeromesh.plan.answer import LEAST_GAIN, layout_text, seconds_text, shares_of
 from zeromesh.plan.bounds import least_memory
-from zeromesh.plan.fit import lacking
+from zeromesh.plan.fit import TIME_ERROR, lacking
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.memory import memory_of
 from zeromesh.plan.search import Memory, PlanCandidate, PlanResult, Timing, search
