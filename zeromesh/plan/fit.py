@@ -10,9 +10,9 @@ from zeromesh.plan.machine import Machine, Node
 from zeromesh.plan.memory import RankMemory
 
 # Errors of predictions, from docs/plan-report-card.md; a test compares them with its figures.
-# Times of held-out rows are wrong by 6.2 % on average; 2.5 mean errors hold 95 % of errors that are normal.
+# Times of held-out rows are wrong by 6.4 % on average; 2.5 mean errors hold 95 % of errors that are normal.
 TIME_ERROR = 0.15
-# Peaks of memory (memory_gib) are wrong by 2.6 % on average; a half of it is what allocators lose to gaps.
+# Peaks of memory (memory_gib) are wrong by 1.8 % on average, most of it what allocators lose to gaps.
 MEMORY_MARGIN = 0.03
 
 
