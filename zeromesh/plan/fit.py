@@ -9,10 +9,10 @@ from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine, Node
 from zeromesh.plan.memory import RankMemory
 
-# Errors of predictions, from docs/plan-report-card.md; a test compares them with its figures.
-# Times of held-out rows are wrong by 6.2 % on average; 2.5 mean errors hold 95 % of errors that are normal.
+# Errors of predictions, from docs/plan-report-card.md; a test computes both from that page.
+# Times of held-out rows are wrong by 6.2 % on average. 2.5 times that is an interval of 95 % for normal errors.
 TIME_ERROR = 0.15
-# Peaks of memory (memory_gib) are wrong by 2.6 % on average; a half of it is what allocators lose to gaps.
+# Peaks of memory (memory_gib) are wrong by 2.6 % on average; this is the next whole percent.
 MEMORY_MARGIN = 0.03
 
 

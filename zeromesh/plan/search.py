@@ -24,7 +24,7 @@ from zeromesh.plan.fit import MEMORY_MARGIN, lacking
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
 from zeromesh.plan.memory import RankMemory, memory_of
-from zeromesh.plan.space import LARGEST_MICRO_BATCH, LayoutSpace, PlanRequest
+from zeromesh.plan.space import LARGEST_MICRO_BATCH, LayoutSpace, PlanRequest, refuse_batch
 from zeromesh.plan.time import StepTime, time_of
 
 TIGHT = 0.9  # share of the device's memory from which a layout is nearly full
@@ -184,7 +184,7 @@ class _Ranking:
     def run(self) -> PlanResult:
         """Search, and return what was found."""
         spaces = [LayoutSpace(self.request, machine) for machine in machines_for(self.request)]
-        spaces = [one for one in spaces if one.meshes()] or _no_batch(self.request, spaces[0])
+        spaces = [one for one in spaces if one.meshes()] or refuse_batch(self.request, spaces[0])
         meshes = [_Mesh(one, *mesh) for one in spaces for mesh in one.meshes()]
         for mesh in meshes:
             self._map(mesh)
@@ -193,17 +193,14 @@ class _Ranking:
         heapq.heapify(waiting)
         left: list[_Entry] = []
         best, least, proven = inf, 0.0, True
-        while waiting:
+        while waiting and self.computed < self.effort.computed and self.weighed < self.effort.weighed:
             entry = heapq.heappop(waiting)
             _, number, place, part = entry
             expected, bound = (part.least, part.least) if isinstance(part, _Mesh) else part.waiting[part.next][:2]
-            over = self.computed >= self.effort.computed or self.weighed >= self.effort.weighed
             # No layout of many did better than expected by more than the least ratio, so this one is not going to.
-            if over or (self.computed >= self.effort.tried and expected * least >= best):
+            if self.computed >= self.effort.tried and expected * least >= best:
                 proven = False
                 left.append(entry)
-                if over:
-                    break
                 continue
             if isinstance(part, _Mesh):
                 if bound < best:
@@ -230,7 +227,8 @@ class _Ranking:
         nearest = self._near([mesh for mesh in meshes if mesh.space is spaces[0]]) if asked else ()
         return PlanResult(
             self.request, tuple(self._listed()), sum(len(mesh.bases) * len(mesh.runs) for mesh in meshes),
-            sum(mesh.too_large for mesh in meshes), self.weighed, self.computed, proven, nearest, self.cells,
+            sum(mesh.too_large for mesh in meshes), self.weighed, self.computed, proven and not waiting, nearest,
+            self.cells,
         )  # fmt: skip
 
     def _listed(self) -> list[PlanCandidate]:
@@ -425,27 +423,3 @@ def _steady(layout: ParallelLayout) -> ParallelLayout:
         return layout
     most = 3 * layout.pipeline if layout.pipeline > 1 else 4
     return layout if layout.accumulation <= most else replace(layout, accumulation=most)
-
-
-def _no_batch(request: PlanRequest, one: LayoutSpace) -> list[LayoutSpace]:
-    """Raise ValueError with the nearest batches that can be shared out."""
-    total = one.machine.devices
-    ways = min(total // (t * c * p) for t, c, p in one.shapes())
-    below, above = request.batch // ways * ways, (request.batch // ways + 1) * ways
-    nearest = f"{below} or {above}" if below else str(above)
-    fewer = _fewer(request)
-    raise ValueError(
-        f"a batch of {request.batch} samples cannot be shared out evenly to {total} devices: the model divides over "
-        f"{total // ways} of them at most, which leaves a multiple of {ways} data-parallel ranks; the nearest batches "
-        f"that work: {nearest}" + (f"; or use {fewer} devices" if fewer else "")
-    )
-
-
-def _fewer(request: PlanRequest) -> int:
-    """Return the most devices, in whole nodes, to which the batch can be shared out; 0 if there are none."""
-    machine = request.machine
-    if len(machine.nodes) > 1:
-        return 0  # it would have to be said which kind of node is left out
-    node, count = machine.nodes[0]
-    parts = (replace(machine, nodes=((node, fewer),)) for fewer in range(count - 1, 0, -1))
-    return next((part.devices for part in parts if LayoutSpace(request, part).meshes()), 0)

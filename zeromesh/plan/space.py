@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil
+from typing import NoReturn
 
 from zeromesh.config.batch import divisors_of
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
@@ -186,3 +187,27 @@ class LayoutSpace:
             except ValueError:
                 continue
             yield name, chunks
+
+
+def refuse_batch(request: PlanRequest, one: LayoutSpace) -> NoReturn:
+    """Raise ValueError with the nearest batches that can be shared out."""
+    total = one.machine.devices
+    ways = min(total // (t * c * p) for t, c, p in one.shapes())
+    below, above = request.batch // ways * ways, (request.batch // ways + 1) * ways
+    nearest = f"{below} or {above}" if below else str(above)
+    fewer = _fewer(request)
+    raise ValueError(
+        f"a batch of {request.batch} samples cannot be shared out evenly to {total} devices: the model divides over "
+        f"{total // ways} of them at most, which leaves a multiple of {ways} data-parallel ranks; the nearest batches "
+        f"that work: {nearest}" + (f"; or use {fewer} devices" if fewer else "")
+    )
+
+
+def _fewer(request: PlanRequest) -> int:
+    """Return the most devices, in whole nodes, to which the batch can be shared out; 0 if there are none."""
+    machine = request.machine
+    if len(machine.nodes) > 1:
+        return 0  # it would have to be said which kind of node is left out
+    node, count = machine.nodes[0]
+    parts = (replace(machine, nodes=((node, fewer),)) for fewer in range(count - 1, 0, -1))
+    return next((part.devices for part in parts if LayoutSpace(request, part).meshes()), 0)
