@@ -8,6 +8,8 @@ from typer.testing import CliRunner, Result
 
 from zeromesh.cli.main import app
 from zeromesh.config.settings import Settings
+from zeromesh.plan.presets import cluster
+from zeromesh.plan.search import ALIKE
 
 SMALL = ("gpt2", "--gpu", "a100-80gb", "--gpus", "2", "--batch", "16", "--sequence", "1024")
 
@@ -40,6 +42,39 @@ def test_json_has_the_same_layouts() -> None:
     assert found["layouts"][0]["seconds"] > 0
     assert found["configuration"]["train_batch_size"] == 16
     assert len(found["layouts"]) <= 8
+
+
+def test_the_goal_decides_which_layout_comes_first() -> None:
+    cheap = ("--nodes", "4", "--between", "1 Gbit", "--price", "10")
+    found = {
+        goal: json.loads(call(*SMALL, *cheap, "--goal", goal, "--json").stdout)["layouts"]
+        for goal in ("time", "memory", "cost")
+    }
+    peaks = {goal: [max(one["device_bytes"]) for one in layouts] for goal, layouts in found.items()}
+    # Of layouts that are alike, the simplest is taken.
+    assert peaks["memory"][0] <= (1 + ALIKE) * min(peak for some in peaks.values() for peak in some)
+    assert peaks["memory"][0] < peaks["time"][0]
+    assert found["time"][0]["seconds"] < found["memory"][0]["seconds"]
+    # One node of two devices costs 10 an hour; the other three would wait for the links.
+    first = found["cost"][0]
+    assert first["price_per_million_tokens"] == pytest.approx(first["seconds"] / 3600 * 10 / (16 * 1024) * 1e6)
+    assert first["price_per_million_tokens"] < min(one["price_per_million_tokens"] for one in found["time"])
+
+
+def test_a_machine_of_a_file_is_planned_for(tmp_path: Path) -> None:
+    cluster("a100-80gb", 2, nodes=2).save(tmp_path / "machine.json")
+    model, *rest = SMALL
+    lengths = rest[rest.index("--batch") :]
+    named = json.loads(call(*SMALL, "--nodes", "2", "--json").stdout)
+    filed = json.loads(call(model, "--machine", "machine.json", *lengths, "--json").stdout)
+    assert filed == named
+    # As many nodes of its kind as are asked for.
+    more = json.loads(call(model, "--machine", "machine.json", "--nodes", "4", *lengths, "--json").stdout)
+    assert more["machine"]["nodes"][0]["count"] == 4
+    assert more["layouts"][0]["seconds"] < filed["layouts"][0]["seconds"]
+    refused = call(model, "--machine", "machine.json", "--gpu", "h100", *lengths)
+    assert refused.exit_code == 2
+    assert "leave out the options that name them" in refused.output
 
 
 def test_a_layout_that_the_user_has_is_judged(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ parameters only: losses and gradients are those of the whole model.
 """
 
 import copy
+import itertools
 import logging
 import random
 import re
@@ -26,7 +27,7 @@ from zeromesh.batches import loss_of
 from zeromesh.pipeline.runtime.cut import examine, take_away
 from zeromesh.pipeline.runtime.samples import ModelInput
 from zeromesh.pipeline.runtime.stage import Handed, Header, Stages
-from zeromesh.pipeline.schedule.partition import Blocks, Cut, starts_of
+from zeromesh.pipeline.schedule.partition import Blocks, Cut, partition, starts_of
 
 Call = Callable[[Any], Tensor]
 """From a model to its loss."""
@@ -573,6 +574,27 @@ def described(**changes: Any) -> Blocks:
 )
 def test_blocks_are_dealt_to_stages_as_the_configuration_says(how: str | Sequence[int], starts: list[int]) -> None:
     assert starts_of(how, described(), 2) == starts
+
+
+@pytest.mark.parametrize("values", [(1.0,), (0.0, 1.0, 3.0), (0.1, 0.3, 0.7)])
+def test_the_dearest_stage_is_as_cheap_as_in_the_best_of_all_cuts(values: tuple[float, ...]) -> None:
+    chance = random.Random(0)
+    for _ in range(60):
+        costs = [chance.choice(values) for _ in range(chance.randint(1, 9))]
+        stages = chance.randint(1, len(costs))
+        sums = [0.0, *itertools.accumulate(costs)]
+        cuts = [(0, *rest) for rest in itertools.combinations(range(1, len(costs)), stages - 1)]
+
+        def dearest(cut: Sequence[int], sums: Sequence[float] = sums) -> list[float]:
+            """The dearest stage of the whole, and of what is before the last stage, and so on."""
+            sizes = [sums[b] - sums[a] for a, b in itertools.pairwise((*cut, len(sums) - 1))]
+            return [max(sizes[:end]) for end in range(len(sizes), 0, -1)]
+
+        # Of equal cuts, the one whose last stages are the shortest.
+        best = min(cuts, key=lambda cut: (dearest(cut)[0], *(-start for start in reversed(cut))))
+        found = partition(costs, stages)
+        assert dearest(found)[0] == dearest(best)[0]
+        assert found[-1] == best[-1]
 
 
 def test_without_operations_parameters_count() -> None:

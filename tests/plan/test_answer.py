@@ -1,18 +1,25 @@
 """Reasons: what limits a plan, what would change it, and what helps where nothing fits."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from planning import GB, Plain, machine, memory, time
-from zeromesh.plan.answer import PlanAnswer, answer, changed, largest_of, sentences
+from zeromesh.plan.answer import DeeperModel, PlanAnswer, answer, changed, largest_of, rounding_factor, sentences
 from zeromesh.plan.cost import CostSource
+from zeromesh.plan.fit import MEMORY_MARGIN, TIME_ERROR, lacking
 from zeromesh.plan.judge import judge
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
+from zeromesh.plan.memory import memory_of
+from zeromesh.plan.models import shape_named
 from zeromesh.plan.page import page
+from zeromesh.plan.presets import cluster
 from zeromesh.plan.search import search
+from zeromesh.plan.shape import TransformerCost
 from zeromesh.plan.space import PlanRequest
 
 
@@ -30,6 +37,60 @@ def test_the_largest_sizes_are_those_worked_out_by_hand() -> None:
     assert found.parameters == found.blocks * 1e8
     # Large numbers are found within a thirty-second part.
     assert found.micro_batch <= (room - 4 * states) / (4 * kept) <= found.micro_batch * 33 / 32 + 1
+
+
+def test_the_largest_model_and_batch_leave_room_for_activations() -> None:
+    shape = shape_named("gpt2")
+    assert shape is not None
+    on, layout = cluster("l4", 1), ParallelLayout(micro_batch=4)
+    request = PlanRequest(TransformerCost(shape), on, 4, 1024)
+    found = largest_of(request, layout, on, memory_of)
+
+    def lacks(blocks: int, micro_batch: int = 4) -> float:
+        one = replace(layout, micro_batch=micro_batch)
+        return max(lacking(memory_of(DeeperModel(request.source, blocks), 1024, one, on), one, on).values())
+
+    # Found within a thirty-second part.
+    assert lacks(found.blocks) <= 0 < lacks(found.blocks * 33 // 32 + 1)
+    assert lacks(shape.layers, found.micro_batch) <= 0 < lacks(shape.layers, found.micro_batch * 33 // 32 + 1)
+    # An eighth of the tokens leaves room for more blocks.
+    assert largest_of(replace(request, sequence=128), layout, on, memory_of).blocks > 1.5 * found.blocks
+
+
+@pytest.mark.parametrize(("between", "factor"), [(1 * GB, 2 / (260 / 256 + 64 * 0.8 / 3000)), (100 * GB, 1.0)])
+def test_eight_bits_pay_on_slow_links_alone(between: float, factor: float) -> None:
+    # A block of 256 elements has four more bytes for its scale. Rounding moves 64 bytes at 3,000 GB/s, while a link of
+    # 1 GB/s sends 0.8.
+    on = machine(2, 1, between=between)
+    assert rounding_factor(ParallelLayout(2), on) == pytest.approx(factor, rel=1e-4)  # but for a kernel's launch
+    assert rounding_factor(ParallelLayout(pipeline=2), on) == 1
+    assert rounding_factor(ParallelLayout(2), machine(1, 2, between=between)) == 1
+
+
+def test_the_answer_says_what_eight_bits_save() -> None:
+    plain = PlanRequest(Plain(4), machine(2, 1, between=1 * GB), 4, 2048, accepts=lambda one: one.data == 2)
+    result = search(plain, memory, time)
+    texts = " ".join(sentences(answer(result, memory, time)))
+    assert result.best is not None
+    saved = result.best.time.waits["data links"] * (1 - 1 / rounding_factor(result.best.layout, plain.machine))
+    said = re.search(r"8 bits between nodes \(communication.across_nodes_.*?would save (\d+)% of the time", texts)
+    assert said is not None
+    # The latency of a message is not divided.
+    assert int(said[1]) == round(100 * saved / result.best.time.seconds)
+
+
+def test_margins_are_those_of_the_report_card() -> None:
+    card = (Path(__file__).parents[2] / "docs" / "plan-report-card.md").read_text()
+    times = [line.split(" | ") for line in card.partition("## Step times by half")[2].splitlines()]
+    held = [re.match(r"n (\d+), mean ([\d.]+) %", cells[4]) for cells in times if len(cells) > 4]
+    peaks = re.findall(r"\| memory_gib \| (\d+) \| 0 \| \d+ \| ([\d.]+)%", card)
+
+    def mean(pairs: list[tuple[str, ...]]) -> float:
+        return sum(int(number) * float(error) for number, error in pairs) / sum(int(number) for number, _ in pairs)
+
+    # To the nearest five percent; and to the nearest whole one, of the source that is foreseen worst.
+    interval = 5 * round(2.5 * mean([one.groups() for one in held if one]) / 5)
+    assert (interval / 100, round(max(float(error) for _, error in peaks)) / 100) == (TIME_ERROR, MEMORY_MARGIN)
 
 
 def test_memory_is_the_limit_where_more_of_it_saves_time() -> None:

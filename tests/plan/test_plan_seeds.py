@@ -1,6 +1,4 @@
-"""The largest question of the guide, and the same node with two kinds of links."""
-
-import pytest
+"""One model on the same node with two kinds of links."""
 
 from zeromesh.plan.presets import cluster
 from zeromesh.plan.search import PlanCandidate, search
@@ -24,13 +22,3 @@ def test_without_nvlink_a_node_sends_activations_instead_of_parameters() -> None
     assert fast.time.waits["compute"] > 0.9 * fast.time.seconds
     assert (slow.layout.stage, slow.layout.data, slow.layout.pipeline) == (0, 1, 8)
     assert fast.time.seconds < slow.time.seconds
-
-
-@pytest.mark.full
-def test_a_trillion_parameters_on_1024_devices() -> None:
-    # The model of Narayanan et al., 2021, table 1, which they trained with 8 tensor and 64 pipeline ranks on 3,072.
-    found = best(TransformerShape(128, 25600, 160, 51200), cluster("a100-80gb", 8, 128), 3072, 2048)
-    # Tensor ranks fill a node; a quarter of the models' 18 TB of states are in each of four replicas' stages.
-    assert found.layout.tensor == 8
-    assert found.layout.pipeline == 32
-    assert found.fullest.device < 80 * 2**30

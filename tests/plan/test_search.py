@@ -1,6 +1,7 @@
 """The search finds what trying everything finds; its bounds are bounds; wrong questions are refused."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
@@ -74,6 +75,17 @@ def test_the_same_question_has_the_same_answer() -> None:
     request = asked(Plain(8), machine(2, 4, memory=10 * GB))
     first, second = found(request), found(request)
     assert [one.layout for one in first.shown] == [one.layout for one in second.shown]
+
+
+@pytest.mark.parametrize("goal", ["time", "memory"])
+def test_what_is_shown_differs_in_kind_and_in_time_or_memory(goal: str) -> None:
+    shown = found(asked(Plain(8), machine(2, 4, memory=10 * GB), goal=goal)).shown
+    assert 2 < len(shown) <= 8
+    assert len({one.kind for one in shown}) == len(shown)
+    assert not [one for one, other in combinations(shown, 2) if one.like(other)]
+    # Context ranks whose messages are hidden compute what data ranks with smaller micro-batches do.
+    assert any(one.context > 1 for one in all_layouts(asked(Plain(8), machine(2, 4))))
+    assert {one.layout.context for one in shown[:2]} == {1}
 
 
 def test_every_layout_uses_all_devices_and_the_whole_batch() -> None:

@@ -227,10 +227,13 @@ def _nothing_fits(told: PlanAnswer) -> Iterator[str]:
     peak = max(ranks, key=lambda rank: rank.device)
     names = {"device": "of each device's memory", "host": "of host memory a node", "nvme": "of NVMe a node"}
     missing = [f"{bytes_text(size)} {names[tier]}" for tier, size in over.items() if size > 0]
+    result = told.result
+    none = f"of {result.considered} layouts none does"
+    if not result.proven:
+        none = f"none of {result.weighed} layouts does whose memory was computed, of {result.considered}"
     yield (
-        f"Nothing fits: of {told.result.considered} layouts none does. The nearest, {layout_text(layout)}, lacks "
-        f"{' and '.join(missing)}: it needs {bytes_text(needs)} of {bytes_text(least_memory(machine))} on the device, "
-        f"most at the {peak.peak.label}."
+        f"Nothing fits: {none}. The nearest, {layout_text(layout)}, lacks {' and '.join(missing)}: it needs "
+        f"{bytes_text(needs)} of {bytes_text(least_memory(machine))} on the device, most at the {peak.peak.label}."
     )
     for number, remedy in enumerate(told.remedies[:3], 1):
         yield f"{number}. {ADVICE[remedy.kind].capitalize()}: {remedy.text}."
