@@ -143,6 +143,9 @@ def train(place: str, folder: str, share: float, disturbances: int, more: dict[s
                 losses.append(loss.item())
                 which, at = divmod(number, UNDISTURBED + 1)
                 if at == UNDISTURBED and which < disturbances:
+                    # Behind the updates that have begun: one that had not could count, with what was changed.
+                    for task in list(engine.sharded.early._tasks.values()):
+                        task.done.wait()
                     DISTURBANCES[which](engine)
                 engine.step()
         found = losses, masters(engine), engine.state_dict(), engine.skipped_steps
