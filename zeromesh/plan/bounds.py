@@ -164,9 +164,9 @@ class TimeBound:
         whole, block = self._elements(layout.tensor)
         own = whole / layout.pipeline
         left = 1.0 if row.optimizer_tier is Tier.DEVICE else 1.0 - row.offloaded
-        total = own * (widths.master + widths.states) * left / _shards(row.optimizer, group)
+        total = own * (widths.master + widths.states) * left / (group if row.optimizer is Placement.SHARDED else 1)
         if row.parameter_tier is Tier.DEVICE:
-            total += own * widths.parameter / _shards(row.parameter, group)
+            total += own * widths.parameter / (group if row.parameter is Placement.SHARDED else 1)
         if row.parameter is Placement.SHARDED:
             # Gradients grow as activations shrink, so they are left out; gathered blocks are there all the time.
             total += min(layout.parameter_slots, self.blocks // layout.pipeline) * block * widths.parameter
@@ -229,10 +229,6 @@ class TimeBound:
             host_update=share * moves.host_update, states_read=share * moves.states_read,
             states_written=share * moves.states_written,
         )  # fmt: skip
-
-
-def _shards(placement: Placement, group: int) -> int:
-    return group if placement is Placement.SHARDED else 1
 
 
 def held(layout: ParallelLayout) -> int:
