@@ -75,14 +75,18 @@ class _Kinds(NamedTuple):
 
 
 def _kinds(cost: ModelCost) -> _Kinds:
-    found: dict[tuple[object, ...], list[UnitCost]] = {}
+    # By formula the blocks of a stack share their parts, which are then compared once; in a trace parts are only equal.
+    same: dict[tuple[object, ...], list[UnitCost]] = {}
     for unit in cost.units:
-        # Blocks of a stack share their tuples of kernels.
-        kernels = id(unit.forward), id(unit.input), id(unit.weight)
+        parts = unit.block, unit.forward, unit.input, unit.weight, unit.saved, unit.parameters, unit.output
+        same.setdefault((*map(id, parts), unit.joins, unit.trained), []).append(unit)
+    found: dict[tuple[object, ...], list[UnitCost]] = {}
+    for unit, *others in same.values():
+        kernels = unit.forward, unit.input, unit.weight
         key = *kernels, unit.block, unit.parameters, unit.trained, unit.joins, unit.output, *unit.saved.items()
-        found.setdefault(key, []).append(unit)
+        found.setdefault(key, []).extend([unit, *others])
     units = tuple(alike[0] for alike in found.values())
-    return _Kinds(replace(cost, units=units), tuple(len(alike) for alike in found.values()))
+    return _Kinds(replace(cost, units=units), tuple(map(len, found.values())))
 
 
 class TimeBound:
