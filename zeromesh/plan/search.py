@@ -119,6 +119,10 @@ class LayoutCell:
     over: float = inf  # bytes that the smallest layout lacks; 0 where one fits
     over_bound: float = inf  # the same by the bound of memory, where nothing was computed
 
+    def note(self, over: float, seconds: float = inf) -> None:
+        """Note what a computed layout lacks, and its time if it fits."""
+        self.over, self.seconds = min(self.over, max(0.0, over)), min(self.seconds, seconds)
+
 
 @dataclass(frozen=True)
 class PlanResult:
@@ -210,15 +214,12 @@ class _Ranking:
                 continue
             if bound < best:
                 candidate = self._compute(part.layout(part.next), part.space)
-                part.next += 1
                 if candidate is not None:
                     score = candidate.score(self.request.goal)
-                    part.ratio = score / max(expected, 1e-12)
+                    part.learn(score / max(expected, 1e-12))
                     least = min(least or part.ratio, part.ratio)
                     best = min(best, score)
-            # Those that cannot be better do not wait again.
-            while part.next < len(part.waiting) and part.waiting[part.next][1] >= best:
-                part.next += 1
+            part.advance(best)
             if part.next < len(part.waiting):
                 heapq.heappush(waiting, (part.waiting[part.next][0] * part.ratio, number, place, part))
         if self.found:
@@ -321,8 +322,8 @@ class _Ranking:
         over = lacking(memory, layout, one.machine)
         worst = max(over.values())
         cell = self.cells[replace(layout.row, offloaded=1.0), (layout.tensor, layout.context, layout.pipeline)]
-        cell.over = min(cell.over, max(0.0, worst))
         if worst > 0:
+            cell.note(worst)
             if over["device"] > 0:  # the host may hold more with one micro-batch than with several
                 self._failed[alike] = layout.micro_batch
             if self._nearest is None or worst < self._nearest[0]:
@@ -330,7 +331,7 @@ class _Ranking:
             return None
         self.computed += 1
         found = self.time(request.source, request.sequence, layout, one.machine)
-        cell.seconds = min(cell.seconds, found.seconds)
+        cell.note(worst, found.seconds)
         self.found.append(PlanCandidate(layout, one.machine, request.sequence, memory, found))
         return self.found[-1]
 
@@ -388,6 +389,16 @@ class _Group:
     waiting: list[tuple[float, float, ParallelLayout, ParallelLayout]]
     next: int = 0
     ratio: float = 1.0  # of a computed score to what was expected
+
+    def learn(self, ratio: float) -> None:
+        """Note how a computed score was to what was expected."""
+        self.ratio = ratio
+
+    def advance(self, best: float) -> None:
+        """Go on to the next layout that can be better than the best."""
+        self.next += 1
+        while self.next < len(self.waiting) and self.waiting[self.next][1] >= best:
+            self.next += 1
 
     def layout(self, place: int) -> ParallelLayout:
         """Return the layout at a place; it is put together now, since most are never asked for."""
