@@ -286,8 +286,8 @@ def _links(machine: Machine, *layouts: ParallelLayout) -> list[tuple[str, str]]:
         found.append(("inside", "links inside a node"))
     if sum(count for _, count in machine.nodes) > 1:
         found.append(("between", "links between nodes"))
-    off = any(Tier.DEVICE not in (one.row.optimizer_tier, one.row.parameter_tier) for one in layouts)
-    if off or any(one.row.optimizer_tier is not Tier.DEVICE or one.activations_on_host for one in layouts):
+    tiers = {tier for one in layouts for tier in (one.row.optimizer_tier, one.row.parameter_tier)}
+    if tiers != {Tier.DEVICE} or any(one.activations_on_host for one in layouts):
         found.append(("host", "links to host memory"))
     return found
 
@@ -321,7 +321,8 @@ def rounding_factor(layout: ParallelLayout, machine: Machine) -> float:
     if not fabric(layout, machine, "replicate", "data").crosses:
         return 1.0
     # Rounding takes as long as some more bytes on the way: on fast links it takes longer than it saves.
-    passes = slowest(machine).memory_seconds(ROUNDED * 1e9) / 1e9 * wire(machine.between).bandwidth
+    device = slowest(machine)
+    passes = (device.memory_seconds(ROUNDED) - device.memory_seconds(0.0)) * wire(machine.between).bandwidth
     return max(1.0, layout.widths.wire / (FORMATS["8bit"].bytes_for(BLOCK) / BLOCK + passes))
 
 

@@ -75,14 +75,18 @@ class _Kinds(NamedTuple):
 
 
 def _kinds(cost: ModelCost) -> _Kinds:
-    found: dict[tuple[object, ...], list[UnitCost]] = {}
+    # By formula the blocks of a stack share their parts, which are then compared once; in a trace parts are only equal.
+    same: dict[tuple[object, ...], list[UnitCost]] = {}
     for unit in cost.units:
-        # Blocks of a stack share their tuples of kernels.
-        kernels = id(unit.forward), id(unit.input), id(unit.weight)
+        parts = unit.block, unit.forward, unit.input, unit.weight, unit.saved, unit.parameters, unit.output
+        same.setdefault((*map(id, parts), unit.joins, unit.trained), []).append(unit)
+    found: dict[tuple[object, ...], list[UnitCost]] = {}
+    for unit, *others in same.values():
+        kernels = unit.forward, unit.input, unit.weight
         key = *kernels, unit.block, unit.parameters, unit.trained, unit.joins, unit.output, *unit.saved.items()
-        found.setdefault(key, []).append(unit)
+        found.setdefault(key, []).extend([unit, *others])
     units = tuple(alike[0] for alike in found.values())
-    return _Kinds(replace(cost, units=units), tuple(len(alike) for alike in found.values()))
+    return _Kinds(replace(cost, units=units), tuple(map(len, found.values())))
 
 
 class TimeBound:
@@ -164,9 +168,9 @@ class TimeBound:
         whole, block = self._elements(layout.tensor)
         own = whole / layout.pipeline
         left = 1.0 if row.optimizer_tier is Tier.DEVICE else 1.0 - row.offloaded
-        total = own * (widths.master + widths.states) * left / _shards(row.optimizer, group)
+        total = own * (widths.master + widths.states) * left / (group if row.optimizer is Placement.SHARDED else 1)
         if row.parameter_tier is Tier.DEVICE:
-            total += own * widths.parameter / _shards(row.parameter, group)
+            total += own * widths.parameter / (group if row.parameter is Placement.SHARDED else 1)
         if row.parameter is Placement.SHARDED:
             # Gradients grow as activations shrink, so they are left out; gathered blocks are there all the time.
             total += min(layout.parameter_slots, self.blocks // layout.pipeline) * block * widths.parameter
@@ -229,10 +233,6 @@ class TimeBound:
             host_update=share * moves.host_update, states_read=share * moves.states_read,
             states_written=share * moves.states_written,
         )  # fmt: skip
-
-
-def _shards(placement: Placement, group: int) -> int:
-    return group if placement is Placement.SHARDED else 1
 
 
 def held(layout: ParallelLayout) -> int:

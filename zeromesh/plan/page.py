@@ -42,24 +42,20 @@ def page(told: PlanAnswer) -> str:
     if best is not None:
         parts += ["<h2>Layouts</h2>", _table(result)]
         parts += ["<h2>Memory over a step</h2>", _caption(best), memory_chart(best)]
-        parts += ["<h2>A step</h2>", step_chart(_drawn(best, request.sequence, told))]
-    parts += ["<h2>All layouts</h2>", _MAP_TEXT, layout_map(result)]
+        drawn = best.time
+        if not drawn.intervals:
+            drawn = time_of(request.source, request.sequence, best.layout, best.machine, intervals=True)
+        parts += ["<h2>A step</h2>", step_chart(drawn)]
+    parts += ["<h2>All layouts</h2>", MAP_TEXT, layout_map(result)]
     head = f'<meta charset="utf-8"><title>Plan of {name}</title><style>{STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"
 
 
-_MAP_TEXT = (
+MAP_TEXT = (
     "<p>Each cell is the fastest layout of a placement and a mesh (tensor x context x pipeline ranks), dark being "
     "fast. A time after &ge; is a bound of layouts that were not computed; red cells do not fit, by the bytes that "
     "they lack.</p>"
 )
-
-
-def _drawn(best: PlanCandidate, sequence: int, told: PlanAnswer) -> StepTime:
-    """Return the step's time with its intervals."""
-    if best.time.intervals:
-        return best.time
-    return time_of(told.result.request.source, sequence, best.layout, best.machine, intervals=True)
 
 
 def _table(result: PlanResult) -> str:
@@ -96,8 +92,7 @@ def _label(x: float, y: float, text: str, anchor: str = "start") -> str:
 def _legend(names: Sequence[str], top: float) -> list[str]:
     found = []
     for place, name in enumerate(names):
-        y = top + 18 * place
-        colour = COLOURS[place % len(COLOURS)]
+        y, colour = top + 18 * place, COLOURS[place % len(COLOURS)]
         found.append(f'<rect x="{WIDTH - RIGHT + 12}" y="{y:g}" width="12" height="12" fill="{colour}"/>')
         found.append(_label(WIDTH - RIGHT + 30, y + 11, name))
     return found
@@ -129,11 +124,8 @@ def memory_chart(candidate: PlanCandidate) -> str:
     body, base = [], [0.0] * len(moments)
     for number, (state, sizes) in enumerate(layers):
         upper = [low + size for low, size in zip(base, sizes, strict=True)]
-        # A step between two moments, since memory is taken at once; one moment alone fills the width.
-        places = list(range(len(moments))) if len(moments) > 1 else [0, 1]
-        line = [(x(p) if len(moments) > 1 else LEFT + width * p, y(upper[min(p, len(upper) - 1)])) for p in places]
-        back = [(x(p) if len(moments) > 1 else LEFT + width * p, y(base[min(p, len(base) - 1)])) for p in places]
-        points = " ".join(f"{px:.1f},{py:.1f}" for px, py in [*line, *reversed(back)])
+        outline = [*enumerate(upper), *reversed([*enumerate(base)])]
+        points = " ".join(f"{x(place):.1f},{y(size):.1f}" for place, size in outline)
         title = f"<title>{escape(state)}</title>"
         body.append(f'<polygon points="{points}" fill="{COLOURS[number % len(COLOURS)]}">{title}</polygon>')
         base = upper
