@@ -10,6 +10,7 @@ from typing import NamedTuple
 from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.plan.conventions import Convention
 from zeromesh.plan.layout import ParallelLayout, Widths
+from zeromesh.shard.gradient_pools import FullGradient, PoolRules, bytes_of, gradient_pools, largest
 from zeromesh.shard.layout import ALIGNMENT
 from zeromesh.tiers import swap_file
 
@@ -81,27 +82,15 @@ def states_of(
     _add(resting, "gradient", row.gradient_tier, total * widths.gradient * share[row.gradient])
     _add(resting, "optimizer", row.optimizer_tier, total * (widths.master + widths.states) * share[row.optimizer])
     gathered, working = 0.0, convention.bucket * widths.wire
+    apart = bytes_of(largest(((size, count) for size, count, _ in units[1:]), convention.gathered))
     if sharded and convention.whole_in_pipeline and layout.pipeline > 1:
         gathered = total
         _add(resting, "gradient", Tier.DEVICE, total * widths.gradient)
     elif sharded and convention.gathered:
-        gathered = max(_largest(_sizes(units[1:]), convention.gathered) + units[0].size, min(total, convention.live))
+        gathered = max(apart + units[0].size, min(total, convention.live))
     if sharded and convention.gathers_apart:
-        working += max(units[0].size, _largest(_sizes(units[1:]), convention.gathered)) * widths.parameter
+        working += max(units[0].size, apart) * widths.parameter
     return RankStates(resting, gathered * widths.parameter, working=working)
-
-
-def _sizes(units: Sequence[UnitElements]) -> list[tuple[float, int]]:
-    return [(size, count) for size, count, _ in units]
-
-
-def _largest(sizes: Sequence[tuple[float, int]], count: int) -> float:
-    """Return the sum of the ``count`` largest."""
-    total = 0.0
-    for size, number in sorted(sizes, reverse=True):
-        total += size * min(number, count)
-        count -= min(number, count)
-    return total
 
 
 def _rows(units: Sequence[UnitElements], row: PlacementRow) -> list[tuple[UnitElements, PlacementRow]]:
@@ -155,14 +144,14 @@ def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, messag
         # One split master at a time is joined in memory of its own, during the update.
         _add(resting, "temporary", Tier.HOST, max(unit.size for unit, _ in sizes) / ranks * widths.master)
     for blocks, buffers in ((files, STATE_BUFFERS), (stored, PARAMETER_BUFFERS)):
-        _add(resting, "slot", Tier.HOST, _largest(blocks, buffers))
+        _add(resting, "slot", Tier.HOST, bytes_of(largest(blocks, buffers)))
     gathered = spare = 0.0
     sharded = row.parameter is Placement.SHARDED
     if sharded:
         outside = _pad(units[0].size, widths.parameter, ranks) if units[0].size else 0.0
         blocks = [(_pad(size, widths.parameter, ranks), count) for size, count, _ in units[1:]]
-        gathered = (_largest(blocks, layout.parameter_slots) + outside) * widths.parameter
-        spare = gathered - (_largest(blocks, 1) + outside) * widths.parameter
+        gathered = (bytes_of(largest(blocks, layout.parameter_slots)) + outside) * widths.parameter
+        spare = gathered - (bytes_of(largest(blocks, 1)) + outside) * widths.parameter
     working, lent = _place_gradients(resting, sizes, layout, ranks, messages)
     return RankStates(resting, gathered, spare, working, lent)
 
@@ -213,31 +202,33 @@ def _place_gradients(
     """Count gradients that rest; return the bytes for whole ones, their sums and what is sent, and what they are."""
     row, widths, accumulates = layout.row, layout.widths, layout.accumulation > 1
     sharded, owned = row.gradient is Placement.SHARDED, row.optimizer is Placement.SHARDED
-    # What is reduced at once is as narrow as what is sent; sums of micro-batches are as wide as those in the shards.
-    width = widths.wire if owned and (sharded or not accumulates) else widths.gradient
+    rules = PoolRules(sharded, owned, accumulates, layout.gradient_slots if sharded else None)
+    width = widths.wire if rules.narrow else widths.gradient
     alone = ranks * layout.replicate == 1 and not accumulates
     for (size, count, _), own_row in units:
         tier, own = own_row.gradient_tier, size / ranks if owned else size
         in_full = tier is Tier.DEVICE and width == widths.gradient and not sharded
         kept = width if tier is not Tier.DEVICE and alone and width <= widths.gradient else widths.gradient
         _add(found, "gradient", tier, 0.0 if in_full else own * kept * count)
-    plain = _sizes([unit for unit, _ in units])
     adopts = width == widths.parameter
-    left = [(size, count) for (size, count, single), _ in units if adopts and single]
-    copied = sorted([(size, count) for (size, count, single), _ in units if not (adopts and single)], reverse=True)
-    slots = layout.gradient_slots if sharded else sum(count for _, count in plain)
-    limit = max(1, min(2, slots - 1))  # reductions under way at a time
-    full = (_largest(copied, slots) + _largest(left, limit if sharded else slots)) * width
-    sums = 0.0
+    received = (ranks - 1 if messages else 1) if ranks > 1 else 0
+    gradients = [
+        FullGradient(
+            full=size * width,
+            adopted=adopts and single,
+            wire=size * widths.wire if ranks > 1 and width != widths.wire else 0.0,
+            receive=size / ranks * received * widths.wire,
+            landing=size / ranks * widths.gradient if ranks > 1 and one.gradient_tier is not Tier.DEVICE else 0.0,
+            number=number,
+        )
+        for (size, number, single), one in units
+    ]
+    pools = gradient_pools(gradients, rules)
+    full = bytes_of(pools.slots) + bytes_of(pools.adopted)
+    sums = bytes_of(pools.wires) + bytes_of(pools.receives) + bytes_of(pools.landings)
     if not sharded:
         _add(found, "gradient", Tier.DEVICE, full)
-    if ranks > 1:
-        sends = limit if owned else limit + 1
-        sums += _largest(plain, sends) * widths.wire if width != widths.wire else 0.0
-        sums += _largest(plain, limit) / ranks * (ranks - 1 if messages else 1) * widths.wire  # of other ranks' parts
-        landing = [(size, count) for (size, count, _), one in units if one.gradient_tier is not Tier.DEVICE]
-        sums += _largest(landing, limit) / ranks * widths.gradient
-    lent = tuple(size * width for size, count in copied for _ in range(min(count, slots)))[:slots] if sharded else ()
+    lent = tuple(size for size, number in pools.slots for _ in range(number)) if sharded else ()
     # Where parameters are sharded, gradients give their memory back after each update.
     returned = row.parameter is Placement.SHARDED
     return (full if sharded else 0.0) + sums, GradientBuffers(adopts, lent, sums, sharded, returned)

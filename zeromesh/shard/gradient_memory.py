@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,8 @@ import torch
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import Tier
 from zeromesh.shard.gradient import Gradient, GradientPolicy
-from zeromesh.shard.slots import Pool, Slot, largest
+from zeromesh.shard.gradient_pools import FullGradient, GradientPools, PoolRules, bytes_of, gradient_pools
+from zeromesh.shard.slots import Pool, Slot
 from zeromesh.tiers.link import Copy
 
 
@@ -29,48 +31,49 @@ class GradientMemory:
     ) -> None:  # fmt: skip
         self._gradients, self._policy, self._mesh = gradients, policy, mesh
         self._group = mesh.shard
-        self._accumulates = accumulates  # whether micro-batches are expected to be summed
+        self._rules = PoolRules(policy.sharded, policy.owned, accumulates, policy.slots)
         # Finishes the oldest reduction under way, which frees its buffers; returns False if there is none.
         self._settle = settle
         self._leaving: list[_Leaving] = []
         for gradient in gradients:
             self._choose_dtype(gradient)
-        count = policy.slots or (2 if policy.sharded else len(gradients))
-        self.limit = max(1, min(2, count - 1))  # number of reductions under way at a time
-        sizes = [g.layout.size * g.slot_dtype.itemsize for g in gradients if not g.in_place]
-        self.slots = Pool(largest(sizes, count), mesh.device)
-        # Full gradients in the dtype that is sent, where it is another one than that of the slots. A sum that is sent
-        # to all ranks stays in its buffer while the next ones are made.
-        wires = [g.layout.size * policy.wire_dtype(g.layout).itemsize for g in gradients if self.converts(g)]
-        self.wires = Pool(largest(wires, self.limit if policy.owned else self.limit + 1), mesh.device)
-        # The parts of other ranks, and sums that go on to the host.
-        self.receives = Pool(largest(map(self._receive_bytes, gradients), self.limit), mesh.device)
-        self.landings = Pool(largest(map(self._landing_bytes, gradients), self.limit), mesh.device)
+        self.limit = self._rules.limit(len(gradients))  # number of reductions under way at a time
+        sizes = self._sizes()
+        # Full gradients, those in the dtype that is sent where it is another one, the parts of other ranks, and sums
+        # that go on to the host.
+        self.slots, self.wires, self.receives, self.landings = (
+            Pool((int(size) for size, number in pool for _ in range(number)), mesh.device)
+            for pool in (sizes.slots, sizes.wires, sizes.receives, sizes.landings)
+        )
 
     def _choose_dtype(self, gradient: Gradient) -> None:
         """Sum micro-batches in the dtype of the shard; keep what is reduced at once as narrow as the wire."""
-        at_once = self._policy.owned and (self._policy.sharded or not self._accumulates)
         kept = self._policy.shard_dtype(gradient.layout)
-        slot_dtype = self._policy.wire_dtype(gradient.layout) if at_once else kept
+        slot_dtype = self._policy.wire_dtype(gradient.layout) if self._rules.narrow else kept
         stays = gradient.tier is Tier.DEVICE and slot_dtype == kept
         gradient.choose(slot_dtype, shard_in_full=stays and not self._policy.sharded)
+
+    def _sizes(self) -> GradientPools:
+        return gradient_pools(map(self._bytes, self._gradients), self._rules)
+
+    def _bytes(self, gradient: Gradient) -> FullGradient:
+        layout, wire = gradient.layout, self._policy.wire_dtype(gradient.layout).itemsize
+        lands = gradient.tier is not Tier.DEVICE and self._group.size > 1
+        return FullGradient(
+            full=layout.size * gradient.slot_dtype.itemsize,
+            adopted=gradient.in_place,
+            wire=layout.size * wire if self.converts(gradient) else 0,
+            receive=self._group.receive_elements(layout.shard_size) * wire,
+            landing=layout.shard_size * self._policy.shard_dtype(layout).itemsize if lands else 0,
+        )
 
     def converts(self, gradient: Gradient) -> bool:
         """Return whether a gradient is sent in another dtype than that of its slot."""
         return self._group.size > 1 and gradient.slot_dtype != self._policy.wire_dtype(gradient.layout)
 
-    def _receive_bytes(self, gradient: Gradient) -> int:
-        elements = self._group.receive_elements(gradient.layout.shard_size)
-        return elements * self._policy.wire_dtype(gradient.layout).itemsize
-
-    def _landing_bytes(self, gradient: Gradient) -> int:
-        if gradient.tier is Tier.DEVICE or self._group.size == 1:
-            return 0
-        return gradient.layout.shard_size * self._policy.shard_dtype(gradient.layout).itemsize
-
     def _buffer_dtype(self, gradient: Gradient) -> torch.dtype:
         """Return the dtype of the shard's own memory; as narrow as the sum on the host, if nothing is added to it."""
-        alone = self._mesh.gradients == 1 and not (self._accumulates or gradient.shared or gradient.tied_stages)
+        alone = self._mesh.gradients == 1 and not (self._rules.accumulates or gradient.shared or gradient.tied_stages)
         kept = self._policy.shard_dtype(gradient.layout)
         exact = torch.promote_types(gradient.slot_dtype, kept) is kept  # a shard that is no wider rounds
         return gradient.slot_dtype if gradient.tier is not Tier.DEVICE and alone and exact else kept
@@ -90,8 +93,7 @@ class GradientMemory:
     @property
     def full_bytes(self) -> int:
         """Bytes of full gradients, in slots and where autograd left them (as many as may be under way)."""
-        left = [g.layout.nbytes for g in self._gradients if g.in_place]
-        return self.slots.nbytes + sum(largest(left, self.limit if self._policy.sharded else len(left)))
+        return self.slots.nbytes + int(bytes_of(self._sizes().adopted))
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -140,16 +142,16 @@ class GradientMemory:
         shard, dtype = gradient.shard, self._policy.shard_dtype(gradient.layout)
         if shard is None or shard.itemsize >= dtype.itemsize:
             return shard
-        self._accumulates = True  # more is added than was expected
+        self._rules = replace(self._rules, accumulates=True)  # more is added than was expected
         gradient.land()
         gradient.renew_memory()
         return self.shard(gradient).copy_(shard)
 
     def widen(self, finish: Callable[[], None]) -> None:
         """Sum micro-batches, which were not expected, in the dtype that sums are kept in from here on."""
-        if self._accumulates or self._policy.sharded:
+        if self._rules.accumulates or self._policy.sharded:
             return
-        self._accumulates = True
+        self._rules = replace(self._rules, accumulates=True)
         if all(gradient.slot_dtype == self._policy.shard_dtype(gradient.layout) for gradient in self._gradients):
             return
         finish()

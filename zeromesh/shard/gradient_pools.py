@@ -1,0 +1,85 @@
+"""Widths and pools of full gradients: one arithmetic, by which the engine allocates and the planner counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Sizes = list[tuple[float, int]]
+"""Bytes of a buffer, and the number of such buffers."""
+
+
+class FullGradient(NamedTuple):
+    """Bytes of what the reduction of a unit's gradient needs; ``number`` units are alike."""
+
+    full: float  # the gradient of the whole unit, as it is summed
+    adopted: bool  # it stays where autograd left it
+    wire: float  # a copy in the dtype that is sent; 0 where that is the same
+    receive: float  # other ranks' parts
+    landing: float  # a sum on its way to the host; 0 where it stays on the device
+    number: int = 1
+
+
+@dataclass(frozen=True)
+class PoolRules:
+    """Placement of gradients, as far as pools depend on it."""
+
+    sharded: bool  # reduced after every micro-batch into a shard; else at the accumulation boundary
+    owned: bool  # each rank ends up with its shard of the sum only
+    accumulates: bool  # micro-batches are summed
+    slots: int | None = None  # full gradients at a time; None: two if they are sharded, else all
+
+    @property
+    def narrow(self) -> bool:
+        """True if full gradients are as narrow as what is sent, since nothing is added to them."""
+        return self.owned and (self.sharded or not self.accumulates)
+
+    def count(self, gradients: int) -> int:
+        """Return the number of full gradients that exist at a time, of so many in all."""
+        return self.slots or (2 if self.sharded else gradients)
+
+    def limit(self, gradients: int) -> int:
+        """Return the number of reductions under way at a time."""
+        return max(1, min(2, self.count(gradients) - 1))
+
+
+class GradientPools(NamedTuple):
+    """Buffers of each pool, and of gradients that stay where autograd left them."""
+
+    slots: Sizes
+    adopted: Sizes
+    wires: Sizes
+    receives: Sizes
+    landings: Sizes
+
+
+def gradient_pools(gradients: Iterable[FullGradient], rules: PoolRules) -> GradientPools:
+    """Return the buffers that are had at a time; in each pool the largest gradients fit at once."""
+    known = [*gradients]
+    number = sum(gradient.number for gradient in known)
+    count, limit = rules.count(number), rules.limit(number)
+    return GradientPools(
+        slots=largest(((one.full, one.number) for one in known if not one.adopted), count),
+        adopted=largest(((one.full, one.number) for one in known if one.adopted), limit if rules.sharded else number),
+        # A sum that is sent to all ranks stays in its buffer while the next ones are made.
+        wires=largest(((one.wire, one.number) for one in known), limit if rules.owned else limit + 1),
+        receives=largest(((one.receive, one.number) for one in known), limit),
+        landings=largest(((one.landing, one.number) for one in known), limit),
+    )
+
+
+def largest(sizes: Iterable[tuple[float, int]], count: int) -> Sizes:
+    """Return the ``count`` largest of the buffers, those without bytes left out."""
+    found = []
+    for size, number in sorted(sizes, reverse=True):
+        if count <= 0 or size <= 0:
+            break
+        found.append((size, min(number, count)))
+        count -= number
+    return found
+
+
+def bytes_of(sizes: Sizes) -> float:
+    """Return the bytes of all buffers."""
+    return sum(size * number for size, number in sizes)
