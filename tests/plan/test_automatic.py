@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeromesh
 from harness import run_ranks
@@ -82,6 +83,43 @@ def test_a_model_that_does_not_fit_two_devices_goes_to_their_host(tmp_path: Path
     assert found["small"][3] == "cpu"
     # One sample a rank is one update of the same batch, wherever states rest.
     assert found["small"][0] == pytest.approx(found["large"][0], rel=1e-3)
+
+
+def llama_on_machine(own_batches: bool, machine: str) -> tuple[float, dict[str, int]]:
+    shape = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, ids = LlamaForCausalLM(shape), torch.randint(256, (64, 32), generator=torch.Generator().manual_seed(1))
+    data: Any = [{"input_ids": row, "labels": row} for row in ids] if own_batches else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MACHINE, machine)
+        engine, *_ = zeromesh.initialize(
+            model=model, training_data=data,
+            config=BASE | {MICRO: 8, "bf16": {"enabled": False}, "mesh": "auto", "dataloader_drop_last": True},
+        )  # fmt: skip
+    loss = float(engine.train_batch()) if own_batches else 0.0
+    engine.destroy()
+    return loss, engine.mesh.sizes
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_layers_are_split_where_only_that_fits_and_batches_are_ours(tmp_path: Path) -> None:
+    link = LinkSpeed(1e10, 1e-5)
+    paths = {}
+    # States take 2.9 MB; samples of 32 tokens need more memory than those of 5, of which the model itself has some.
+    for name, memory in (("large", 1e10), ("small", 4.5e6), ("smaller", 3.5e6)):
+        node = Node(Device(name, memory, {"fp32": 1e11}, 1e11, reserved=0.0), 2, link, link, 1e11, 1e10, 2)
+        Machine(((node, 1),), link, name).save(path := tmp_path / name)
+        paths[name] = str(path)
+    whole, _ = llama_on_machine(True, paths["large"])
+    (loss, sizes), _ = run_ranks(llama_on_machine, 2, True, paths["small"])
+    assert (sizes["tensor"], sizes["data"]) == (2, 1)
+    assert loss == pytest.approx(whole, rel=1e-5)
+    # The user's own loader may give each rank other samples.
+    (_, sizes), _ = run_ranks(llama_on_machine, 2, False, paths["smaller"])
+    assert sizes["tensor"] == 1
 
 
 def test_a_machine_file_that_is_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

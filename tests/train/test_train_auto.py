@@ -89,7 +89,7 @@ def test_a_run_whose_layout_is_planned_is_that_with_the_layout_written_out(
     assert 'the planner has filled in what is "auto"' in said
     assert "nothing fills in here" not in said
     found = chosen(tmp_path / "auto" / "run")
-    assert found["mesh"]["data"] == ranks
+    assert found["mesh"]["data"] * found["mesh"]["tensor"] == ranks
     # The states do not fit one device, and two hold them only in parts.
     zero = found["zero_optimization"]
     assert (zero["stage"], zero["offload_optimizer"]["device"]) != (0, "none")
@@ -110,7 +110,8 @@ def test_ranks_that_train_starts_itself_take_the_plan_of_the_command(
     command = [sys.executable, "-m", "zeromesh.cli.main", "train", str(path), "--set", "run.ranks=2"]
     finished = run_command(command, timeout=120)
     assert finished.returncode == 0, finished.stdout
-    assert chosen(tmp_path / "run")["mesh"]["data"] == 2
+    mesh = chosen(tmp_path / "run")["mesh"]
+    assert mesh["data"] * mesh["tensor"] == 2
 
 
 def test_a_resumed_run_keeps_its_layout_whatever_the_machine_is_now(corpus: Path, tmp_path: Path, machine: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from zeromesh.config.settings import Settings
 from zeromesh.config.written import completed_document, trains_itself, with_folder
 from zeromesh.plan.cost import CostSource
-from zeromesh.plan.models import MODELS, limits_of, nearest_model, shape_named
+from zeromesh.plan.models import MODELS, limits_of, limits_of_decoder, nearest_model, shape_named
 from zeromesh.plan.shape import TransformerCost
 from zeromesh.plan.space import ModelLimits
 
@@ -62,11 +62,11 @@ def asked_model(text: str, precision: str) -> AskedModel:
         )
     if path.is_file() and not _of_transformers(path):
         return _configured(path, precision)
-    from zeromesh.plan.source import configuration_of
+    from zeromesh.plan.source import configuration_of, limits_of_configuration
 
-    config = configuration_of(path)
+    limits = limits_of_configuration(configuration_of(path))
     folder = path if path.is_dir() else path.parent
-    return AskedModel(_traced(path, precision), _limits(config), sequence=None, folder=str(folder))
+    return AskedModel(_traced(path, precision), limits, sequence=None, folder=str(folder))
 
 
 def _of_transformers(path: Path) -> bool:
@@ -93,30 +93,16 @@ def _options(precision: str) -> Any:
     return TraceOptions(dtypes[precision])
 
 
-def _limits(config: Any) -> ModelLimits:
-    """Return the numbers that a mesh must divide, from a configuration of transformers."""
-    from zeromesh.model.lengths import option, positions
-
-    heads = int(option(config, "num_attention_heads", "n_head", "num_heads"))
-    hidden = int(option(config, "hidden_size", "n_embd", "d_model"))
-    width = int(option(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff")) or 4 * hidden
-    kinds = [str(name) for name in getattr(config, "architectures", None) or ()]
-    # Only what names itself a causal decoder is one; the engine refuses the others.
-    causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in kinds)
-    kv_heads = int(option(config, "num_key_value_heads")) or heads
-    return ModelLimits(heads, kv_heads, width, causal, positions(config) or 0)
-
-
 def _configured(path: Path, precision: str) -> AskedModel:
     """Return the model of a configuration, with its batch and its sequence."""
     settings = Settings.load(path)
     own = json.loads(path.read_text(encoding="utf-8-sig"))
     if settings.huggingface is not None:
-        from zeromesh.plan.source import configuration_of
+        from zeromesh.plan.source import configuration_of, limits_of_configuration
 
         folder, chosen = Path(settings.huggingface.path), settings.huggingface
         source = _traced(folder, precision, chosen.attention or "")
-        limits = _limits(configuration_of(folder))
+        limits = limits_of_configuration(configuration_of(folder))
         return AskedModel(source, limits, settings.train_batch_size, chosen.sequence_length, own)
     if settings.model is None:
         raise ValueError(
@@ -134,6 +120,4 @@ def _configured(path: Path, precision: str) -> AskedModel:
     language = language_model(settings.model_copy(update={"model": shape}))
     built = language.build()
     source = TracedCost(lambda: built, token_inputs("tokens"), _options(precision), name=shape.architecture)
-    width = shape.mlp_size or 4 * shape.hidden_size
-    limits = ModelLimits(shape.heads, shape.kv_heads or shape.heads, width, True, 0)
-    return AskedModel(source, limits, settings.train_batch_size, shape.sequence_length, own)
+    return AskedModel(source, limits_of_decoder(shape), settings.train_batch_size, shape.sequence_length, own)

@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from zeromesh.model.placement import PlacementRow, Tier
 if TYPE_CHECKING:
     from zeromesh.config.settings import Settings
     from zeromesh.plan.layout import ParallelLayout
+    from zeromesh.plan.space import ModelLimits
 
 # Returns keyword arguments of a model's forward for a few samples, and the loss of its output, if it has none.
 Example = Callable[[], tuple[nn.Module, Mapping[str, Any], Callable[[Any], Any] | None]]
@@ -37,12 +38,16 @@ def choose_layout(chosen: Arguments, settings: Settings, world: Group, environme
     Raises:
         ValueError: the machine's file is wrong, or the batch does not fit the ranks.
     """
-    return filled_in(settings, asked_of_planner(chosen.config), partial(_example, chosen), environment, world)
+    example = partial(_example, chosen)
+    # A user's own loader may give each rank other samples, which ranks that share layers must not have.
+    own_batches = chosen.data is not None
+    return filled_in(settings, asked_of_planner(chosen.config), example, environment, world, own_batches)
 
 
 def filled_in(
-    settings: Settings, asked: frozenset[str], example: Example, environment: Environment, world: Group | None
-) -> Settings:
+    settings: Settings, asked: frozenset[str], example: Example, environment: Environment, world: Group | None,
+    own_batches: bool = True,
+) -> Settings:  # fmt: skip
     """Return the settings with what is asked filled in by the planner.
 
     Args:
@@ -51,6 +56,7 @@ def filled_in(
         example: called where the plan is made.
         environment: ranks of the run.
         world: all ranks, which call this together; None: this process will start them.
+        own_batches: the run's batches are made by ZeroMesh, so that layers may be split over ranks.
 
     Raises:
         ValueError: as ``choose_layout``.
@@ -60,14 +66,16 @@ def filled_in(
 
     def plan() -> list[str]:
         # One rank plans for all: what it measures of the machine may differ from rank to rank.
-        return _plan(example, settings, asked, environment) if environment.rank == 0 else []
+        return _plan(example, settings, asked, environment, own_batches) if environment.rank == 0 else []
 
     own = plan() if world is None else agree_run(world, "plan its layout", plan)
     overrides = own if world is None else json.loads(texts(world, json.dumps(own))[0])
     return type(settings).load(settings, overrides)
 
 
-def _plan(example: Example, settings: Settings, asked: frozenset[str], environment: Environment) -> list[str]:
+def _plan(
+    example: Example, settings: Settings, asked: frozenset[str], environment: Environment, own_batches: bool
+) -> list[str]:
     # Imported here: only runs that ask for a plan pay for the planner.
     from zeromesh.plan.answer import layout_text, reason_of
     from zeromesh.plan.convert import document_for, layout_from
@@ -76,12 +84,14 @@ def _plan(example: Example, settings: Settings, asked: frozenset[str], environme
     from zeromesh.plan.space import ModelLimits, PlanRequest
 
     given, precision = layout_from(settings, environment.world_size)
-    source, sequence = cost_here(*example(), settings)
+    model, inputs, loss = example()
+    limits = _limits(model, settings) if own_batches else ModelLimits()
+    source, sequence = cost_here(model, inputs, loss, settings)
     ranks = environment.local_world_size
     machine = machine_here(ranks, environment.world_size // ranks)
     batch = settings.train_batch_size or given.samples
     request = PlanRequest(
-        source, machine, batch, sequence, ModelLimits(causal=False), widths=given.widths,
+        source, machine, batch, sequence, replace(limits, causal=False, positions=0), widths=given.widths,
         accepts=_accepts(asked, given),
     )  # fmt: skip
     result = search(request)
@@ -101,6 +111,16 @@ def _plan(example: Example, settings: Settings, asked: frozenset[str], environme
             reason_of(best), lines_of_overrides(overrides), doubt,
         )  # fmt: skip
     return overrides
+
+
+def _limits(model: nn.Module, settings: Settings) -> ModelLimits:
+    """Return the numbers that tensor ranks must divide; zeros, which allow one, of a model that does not state them."""
+    from zeromesh.plan.models import limits_of_decoder
+    from zeromesh.plan.source import limits_of_configuration
+
+    if settings.model is not None:
+        return limits_of_decoder(settings.model)
+    return limits_of_configuration(getattr(model, "config", None))
 
 
 def _accepts(asked: frozenset[str], given: ParallelLayout) -> Callable[[ParallelLayout], bool]:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from zeromesh.config.errors import nearest
+from zeromesh.config.train import ModelShape
 from zeromesh.plan.shape import TransformerShape
 from zeromesh.plan.space import ModelLimits
 
@@ -79,6 +80,12 @@ def limits_of(shape: TransformerShape, causal: bool | None = None) -> ModelLimit
     decodes = not shape.name.startswith("bert") if causal is None else causal
     width = shape.width or 4 * shape.hidden
     return ModelLimits(shape.heads, shape.kv_heads or shape.heads, width, decodes, shape.positions)
+
+
+def limits_of_decoder(shape: ModelShape) -> ModelLimits:
+    """Return the numbers that a mesh must divide, from the configuration's own model."""
+    width = shape.mlp_size or 4 * shape.hidden_size
+    return ModelLimits(shape.heads, shape.kv_heads or shape.heads, width)
 
 
 def _of_size(parameters: float, name: str) -> TransformerShape:

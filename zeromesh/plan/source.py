@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeromesh.model.lengths import option, positions
 from zeromesh.plan.passes import Inputs, TraceOptions
+from zeromesh.plan.space import ModelLimits
 from zeromesh.plan.trace import InputsOf, TracedCost
 
 CONFIG = "config.json"
@@ -61,6 +63,18 @@ def configuration_of(source: Any) -> Any:
             f"no configuration of a model was found for {str(source)!r}: {text}; give a folder with a {CONFIG}, that "
             "file, or the name of a model on the Hugging Face hub"
         ) from error
+
+
+def limits_of_configuration(config: Any) -> ModelLimits:
+    """Return the numbers that a mesh must divide, from a configuration of transformers."""
+    heads = int(option(config, "num_attention_heads", "n_head", "num_heads"))
+    hidden = int(option(config, "hidden_size", "n_embd", "d_model"))
+    width = int(option(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff")) or 4 * hidden
+    kinds = [str(name) for name in getattr(config, "architectures", None) or ()]
+    # Only what names itself a causal decoder is one; the engine refuses the others.
+    causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in kinds)
+    kv_heads = int(option(config, "num_key_value_heads")) or heads
+    return ModelLimits(heads, kv_heads, width, causal, positions(config) or 0)
 
 
 def token_inputs(ids: str = "input_ids", labels: str | None = "labels") -> InputsOf:
