@@ -112,6 +112,7 @@ def zero(stage: int, **further: Any) -> dict[str, Any]:
 
 HOST, FILE = {"device": "cpu"}, {"device": "nvme"}
 RECOMPUTE = {"activation_checkpointing": {"enabled": True}}
+SELECTIVE = {"activation_checkpointing": {"enabled": True, "granularity": "selective"}}
 
 
 def rows() -> list[Row]:
@@ -131,6 +132,7 @@ def rows() -> list[Row]:
     found += [Row("decoder", 2, zero(stage) | RECOMPUTE) for stage in range(4)]
     on_host = {"activation_checkpointing": {"enabled": True, "cpu_checkpointing": True}}
     found += [Row("decoder", 1, zero(0) | RECOMPUTE), Row("decoder", 2, zero(3) | on_host)]
+    found += [Row("decoder", 1, zero(0) | SELECTIVE), Row("decoder", 2, zero(3) | SELECTIVE)]
     found += [Row("decoder", 2, zero(stage), accumulation=4) for stage in range(4)]
     found += [Row("decoder", 2, zero(3), micro_batch=size) for size in (1, 4)]
     tensor = {"mesh": {"tensor": 2}}
@@ -147,6 +149,7 @@ def rows() -> list[Row]:
     for model in ("gpt2", "vit"):
         found += [Row(model, 2, zero(stage)) for stage in range(4)]
         found += [Row(model, 1, zero(0)), Row(model, 2, zero(3) | RECOMPUTE), Row(model, 2, zero(2) | RECOMPUTE)]
+        found += [Row(model, 2, zero(2) | SELECTIVE)]
         found += [Row(model, 2, zero(2, offload_optimizer=HOST)), Row(model, 2, zero(3), micro_batch=8)]
     return found
 

@@ -10,6 +10,7 @@ from torch import nn
 import zeromesh
 from heap import Heap
 from zeromesh.model.placement import ROWS
+from zeromesh.plan.convert import GRANULARITY
 from zeromesh.plan.cost import NONE, Divided, ModelCost, Recompute, UnitCost
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.memory import RankMemory, memory_of
@@ -42,7 +43,10 @@ class Net(nn.Module):
 
 
 class Cost:
-    """By hand: a block keeps its input and the output of tanh, twice as wide; the loss keeps the output in fp32."""
+    """By hand: a block keeps its input and the output of tanh, twice as wide; the loss keeps the output in fp32.
+
+    Products alone are the results of both layers, beside the input.
+    """
 
     name = "net"
 
@@ -50,7 +54,10 @@ class Cost:
         table = Divided(WORDS * WIDTH)
         block = UnitCost(
             "block", True, Divided(4 * WIDTH * WIDTH),
-            saved={Recompute.NONE: Divided(3 * STREAM), Recompute.BLOCKS: Divided(STREAM)},
+            saved={
+                Recompute.NONE: Divided(3 * STREAM), Recompute.BLOCKS: Divided(STREAM),
+                Recompute.PRODUCTS: Divided(4 * STREAM),
+            },
         )  # fmt: skip
         units = (
             UnitCost("embed", False, table, resident=table),
@@ -67,7 +74,7 @@ def foreseen(number: int, recompute: Recompute) -> RankMemory:
 
 @pytest.mark.full
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 and Linux count")
-@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.BLOCKS])
+@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.BLOCKS, Recompute.PRODUCTS])
 @pytest.mark.parametrize("number", [1, 3])
 def test_the_heap_at_the_end_of_forwards(number: int, recompute: Recompute) -> None:
     heap = Heap()
@@ -78,7 +85,10 @@ def test_the_heap_at_the_end_of_forwards(number: int, recompute: Recompute) -> N
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "bf16": {"enabled": True},
         "units": ["Block"],
-        "activation_checkpointing": {"enabled": recompute is Recompute.BLOCKS},
+        "activation_checkpointing": {
+            "enabled": recompute is not Recompute.NONE,
+            "granularity": GRANULARITY.get(recompute, "full"),
+        },
     }
     for _ in range(2):  # what libraries allocate once is there from the second on
         gc.collect()

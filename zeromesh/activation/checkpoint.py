@@ -6,7 +6,7 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,13 @@ from torch import nn
 
 if TYPE_CHECKING:
     from zeromesh.activation.store import ActivationStore
+
+PRODUCTS = {"mm", "addmm", "convolution", "_grouped_mm", "_scaled_mm"}
+ATTENTION = ("_scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward")
+"""Operators of torch's whose results selective checkpointing keeps; the latter are beginnings of names.
+
+Batched products are not among them: most are scores of attention, whose size is the square of the sequence's length.
+"""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -26,20 +33,46 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         *args: its arguments.
         **kwargs: its keyword arguments.
     """
+    return _checkpoint(function, False, *args, **kwargs)
+
+
+def _checkpoint(function: Callable[..., Any], selective: bool, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     # Imported here: it loads parts of torch that a run without checkpointing does not need.
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+    if selective:
+        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _is_kept)
     # Without reentrant autograd, which keeps hooks, keyword arguments and random states right.
     return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
-def checkpoint_modules(modules: Iterable[nn.Module], store: ActivationStore | None = None) -> None:
-    """Have the forward of each module checkpointed, in place; ``store`` is where inputs wait for the backward."""
+def _is_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
+    return keeps_result(operator)
+
+
+@cache
+def keeps_result(operator: Any) -> bool:
+    """Return whether selective checkpointing keeps the results of an operator of torch's."""
+    name = str(operator.name()).rpartition("::")[2].partition(".")[0]
+    return name in PRODUCTS or name.startswith(ATTENTION)
+
+
+def checkpoint_modules(
+    modules: Iterable[nn.Module], store: ActivationStore | None = None, selective: bool = False
+) -> None:
+    """Have the forward of each module checkpointed, in place.
+
+    Args:
+        modules: changed so that a call keeps its inputs only.
+        store: where inputs wait for the backward.
+        selective: keep results of matrix products and attention, too, so that only cheap operators run again.
+    """
     # Their forward and not they themselves: their hooks run around it, once.
     for module in modules:
-        module.forward = partial(_without_cache, module.forward, store)
+        module.forward = partial(_without_cache, module.forward, store, selective)
 
 
 def compile_forward(module: nn.Module, **options: Any) -> None:
@@ -47,13 +80,15 @@ def compile_forward(module: nn.Module, **options: Any) -> None:
     forward: Any = module.forward
     # Inside the checkpoint if the inputs wait elsewhere: moving them cannot be traced.
     if isinstance(forward, partial) and forward.func is _without_cache and forward.args[1] is not None:
-        compiled: Any = partial(_without_cache, torch.compile(forward.args[0], **options), forward.args[1])
+        compiled: Any = partial(_without_cache, torch.compile(forward.args[0], **options), *forward.args[1:])
     else:
         compiled = torch.compile(forward, **options)
     module.forward = compiled
 
 
-def _without_cache(forward: Callable[..., Any], store: ActivationStore | None, /, *args: Any, **kwargs: Any) -> Any:
+def _without_cache(
+    forward: Callable[..., Any], store: ActivationStore | None, selective: bool, /, *args: Any, **kwargs: Any
+) -> Any:
     """Checkpoint a call, without the cache of keys and values that transformers may pass."""
     # What is computed twice must not be added to a cache twice.
     if torch.is_grad_enabled():
@@ -61,10 +96,10 @@ def _without_cache(forward: Callable[..., Any], store: ActivationStore | None, /
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
     if store is None or not store.active():
-        return checkpoint(forward, *args, **kwargs)
+        return _checkpoint(forward, selective, *args, **kwargs)
     function, tensors = store.keep(forward, args, kwargs)
     del args, kwargs  # which would hold the inputs while the block computes
-    return checkpoint(function, *tensors)
+    return _checkpoint(function, selective, *tensors)
 
 
 def _is_cache(value: Any) -> bool:

@@ -93,6 +93,11 @@ class ActivationCheckpointing(Section):
 
     enabled: bool = key(False, "Recompute the activations of the targets.")
     targets: Names = key((), "Class names, or glob patterns of module names, to recompute. Empty: the units.")
+    granularity: Literal["full", "selective"] = key(
+        "full",
+        "full: compute all of the targets again. selective: keep results of matrix products and attention, too, and "
+        "compute the rest again.",
+    )
     partition_activations: bool = key(
         False,
         "Each tensor-parallel rank keeps a part of the inputs of the targets, and gathers them for the backward. No "

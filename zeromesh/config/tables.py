@@ -22,6 +22,7 @@ OURS: tuple[str, ...] = (
     "seed",
     "activation_checkpointing.enabled",
     "activation_checkpointing.targets",
+    "activation_checkpointing.granularity",
     "bf16.auto_cast",
     "context_parallel",
     "pipeline.schedule",

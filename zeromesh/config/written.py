@@ -31,7 +31,7 @@ class WrittenRun(NamedTuple):
     row: PlacementRow
     schedule: str = "1f1b"
     chunks: int = 1
-    recompute: bool = False
+    recompute: str = ""  # granularity; "": nothing is computed again
     activations_on_host: bool = False
     sequence: bool = False
     parameter_slots: int | None = None
@@ -92,6 +92,7 @@ def document_of(run: WrittenRun) -> dict[str, Any]:
         found["tensor_parallel"] = {"sequence": True}
     if run.recompute:
         found["activation_checkpointing"] = {"enabled": True}
+        found["activation_checkpointing"] |= {"granularity": run.recompute} if run.recompute != "full" else {}
         found["activation_checkpointing"] |= {"cpu_checkpointing": True} if run.activations_on_host else {}
     return {key: value for key, value in found.items() if value != {}}
 

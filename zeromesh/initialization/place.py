@@ -116,7 +116,7 @@ def checkpoint_activations(model: nn.Module, settings: Resolved, store: Activati
         found = find_units(model, chosen.targets or settings.units)
         # A leaf has nothing inside that would be kept; recomputing it only costs time.
         inner = (module for _, module in found if chosen.targets or next(module.children(), None) is not None)
-        checkpoint_modules(inner, store)
+        checkpoint_modules(inner, store, chosen.granularity == "selective")
 
 
 def while_alive(using: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:

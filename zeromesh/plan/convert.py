@@ -21,6 +21,10 @@ PRECISIONS = {
 }
 """Widths of states by the precision of parameters."""
 
+POLICIES = {"full": Recompute.BLOCKS, "selective": Recompute.PRODUCTS}
+GRANULARITY = {policy: name for name, policy in POLICIES.items()}
+"""What the engine computes again, and the configuration's word for it."""
+
 
 def precision_for(device: Device) -> str:
     """Return the precision that a device trains in: the first that its products have."""
@@ -34,7 +38,7 @@ def document_for(layout: ParallelLayout, precision: str) -> dict[str, Any]:
     slots = layout.parameter_slots if sharded and layout.parameter_slots != 2 else None
     run = WrittenRun(
         layout.samples, layout.micro_batch, layout.accumulation, {axis: getattr(layout, axis) for axis in AXES},
-        layout.row, layout.schedule, layout.chunks, layout.recompute is not Recompute.NONE, layout.activations_on_host,
+        layout.row, layout.schedule, layout.chunks, GRANULARITY.get(layout.recompute, ""), layout.activations_on_host,
         layout.sequence, slots, layout.gradient_slots if layout.gradient_slots != 2 else None, precision,
     )  # fmt: skip
     return document_of(run)
@@ -57,7 +61,7 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
         **{axis: sizes[axis] for axis in AXES}, row=settings.row,
         micro_batch=resolved.train_micro_batch_size_per_gpu, accumulation=resolved.gradient_accumulation_steps,
         schedule=name, chunks=settings.pipeline.chunks or least,
-        recompute=Recompute.BLOCKS if recomputed.enabled else Recompute.NONE,
+        recompute=POLICIES[recomputed.granularity] if recomputed.enabled else Recompute.NONE,
         activations_on_host=recomputed.enabled and recomputed.cpu_checkpointing,
         sequence=settings.tensor_parallel.sequence, parameter_slots=settings.slots.parameter or 2,
         gradient_slots=settings.slots.gradient or 2, early=settings.zero_optimization.early_share or 0.0,

@@ -16,6 +16,7 @@ class Recompute(StrEnum):
 
     NONE = "none"
     SELECTIVE = "selective"  # those of attention's scores alone (Korthikanti et al., 2022)
+    PRODUCTS = "all but products"  # of a block; results of matrix products and fused attention are kept
     BLOCKS = "blocks"  # all of a block, from its input
 
 

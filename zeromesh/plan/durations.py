@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from zeromesh.model.placement import Placement, Tier
 from zeromesh.plan.collectives import Fabric, Wire, fabric, wire
-from zeromesh.plan.cost import ModelCost, Recompute, UnitCost, WorkKind
+from zeromesh.plan.cost import KernelWork, ModelCost, Recompute, UnitCost, WorkKind
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine, Node
 from zeromesh.plan.rates import Habits, KernelSpeed, dtype_on
@@ -126,6 +126,8 @@ class Durations:
             return 0.0, 0.0
         if layout.recompute is Recompute.BLOCKS:
             return forward, 1.0
+        if layout.recompute is Recompute.PRODUCTS:
+            return self.speed.total(work for work in unit.forward if not _is_kept(work)), 1.0
         # A fused kernel computes scores again in any case: that is in the time of its backward.
         scores = [work for work in unit.forward if work.kind is WorkKind.ATTENTION]
         if not any(work.shape for work in scores):
@@ -221,3 +223,10 @@ def _disk(speed: float, size: float, node: str) -> float:
     if speed <= 0:
         raise ValueError(f"a state rests on NVMe, but node {node or 'of the machine'!r} has no disk; set its disk_read")
     return size / speed
+
+
+def _is_kept(work: KernelWork) -> bool:
+    """Return whether selective checkpointing keeps a kernel's result; that of unfused attention it does not."""
+    return work.kind in (WorkKind.PRODUCT, WorkKind.CONVOLUTION) or (
+        work.kind is WorkKind.ATTENTION and work.shape is None and work.flops.on() > 0
+    )

@@ -109,7 +109,7 @@ class _Layers:
         loss = self.largest.times(LOSS_BYTES / self.width) if not block else NONE
         return UnitCost(
             name, block, elements, trained / total if total else 1.0,
-            saved={Recompute.NONE: self.saved, Recompute.SELECTIVE: self.saved, Recompute.BLOCKS: inputs},
+            saved=dict.fromkeys(Recompute, self.saved) | {Recompute.BLOCKS: inputs},
             output=self.hidden, forward_peak=self.largest.plus(loss),
             backward_peak=self.largest.times(2.0).plus(loss), forward=works, input=works, weight=works,
             gradient_peak=self.largest.times(2.0).plus(loss), resident=elements if root else NONE,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeromesh.activation.checkpoint import keeps_result
 from zeromesh.observe.operations import FORMULAS
 from zeromesh.plan.cost import NONE, Divided, KernelWork, WorkKind
 from zeromesh.plan.values import KnownValues
@@ -85,6 +86,17 @@ def divide(amount: float, share: TensorShare) -> Divided:
     if share is TensorShare.WHOLE:
         return Divided(whole=amount)
     return Divided(split=amount) if share is TensorShare.SPLIT else Divided(tokens=amount)
+
+
+class TracedProduct(NamedTuple):
+    """Result of a product or of fused attention, which selective checkpointing keeps."""
+
+    stored: TracedStorage
+    summed: bool  # over tensor ranks, behind the operator, so that it is whole on each
+
+    def divided(self) -> Divided:
+        """Return its bytes."""
+        return divide(self.stored.size, TensorShare.WHOLE if self.summed else self.stored.share)
 
 
 class Event(NamedTuple):
@@ -161,6 +173,7 @@ class TraceRecorder(TorchDispatchMode):
         self._table: dict[Any, _Facts] = {}
         # By operator and arguments, the shapes, strides and dtypes of the results; None where those do not suffice.
         self._made: dict[Any, tuple[Any, ...] | None] = {}
+        self.products: list[TracedProduct] = []  # of the forward
         for tensor in (*parameters, *buffers):
             storage = tensor.untyped_storage()
             self._live[storage._cdata] = (TracedStorage(storage.nbytes(), -1, known=True), None)
@@ -277,6 +290,9 @@ class TraceRecorder(TorchDispatchMode):
                 continue
             weight = bool(weights) and not active
             stored.result(made_share, cut, weight, scores and tensor.ndim > 2, new=id(stored) not in known)
+        if not backward and active and keeps_result(func):
+            summed = cut is not None and not cut.outputs
+            self.products += [TracedProduct(stored, summed) for stored in made if not stored.known]
         crosses = facts.product or _looks_up(facts)
         if cut and active and not backward and made_share is not TensorShare.SPLIT and crosses:
             # A gather moves half of what a sum does.

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeromesh.plan.casts import autocast_of
 from zeromesh.plan.cost import NONE, Divided, KernelWork, Recompute
-from zeromesh.plan.live import ParameterCut, TensorShare, TracedStorage, TraceRecorder, divide
+from zeromesh.plan.live import ParameterCut, TensorShare, TracedProduct, TracedStorage, TraceRecorder, divide
 from zeromesh.plan.meta_kernels import kernels_of
 from zeromesh.plan.values import give, invented, literals
 from zeromesh.shard.find import CONTAINERS, assign, find_units
@@ -306,6 +306,9 @@ class _Trace:
         for unit, index in zip(self.slots, self.places, strict=True):
             if unit >= 0:
                 entered[index] = self.entered[unit]
+        products: dict[int, list[TracedProduct]] = {}
+        for product in self.recorder.products:
+            products.setdefault(self.places[product.stored.slot], []).append(product)
         held: set[int] = set()
         for index, one in enumerate(units):
             found = everything.get(index, [])
@@ -319,6 +322,8 @@ class _Trace:
             own = list({id(stored): stored for stored in own}.values())
             held |= {id(stored) for stored in own}
             one.saved[Recompute.BLOCKS] = _sum(own)
+            kept_products = [made for made in products.get(index, []) if one.block and id(made.stored) not in held]
+            one.saved[Recompute.PRODUCTS] = _sum([*own, *kept_products])
 
     def _add_peaks(self, units: Sequence[TracedUnit], kept: Sequence[TracedStorage], forwards: int) -> None:
         base, total = [], NONE
@@ -356,7 +361,7 @@ class _Around(nn.Module):
         return run()
 
 
-def _sum(stored: Sequence[TracedStorage]) -> Divided:
+def _sum(stored: Sequence[TracedStorage | TracedProduct]) -> Divided:
     total = NONE
     for one in stored:
         total = total.plus(one.divided())

@@ -133,6 +133,9 @@ def _block(shape: TransformerShape, rule: ActivationRule, tokens: float, length:
         # and the block's input.
         products = Divided(split=2 * tokens * (query + key + width), tokens=2 * tokens * hidden)
         selective = products.plus(Divided(split=2 * tokens * query + lengths)).plus(stream)
+    # Queries, keys, values and what the MLP makes of its input; both sublayers' results, before tensor ranks sum them.
+    results = Divided(split=2 * tokens * (query + 2 * key + width * gates), whole=4 * tokens * hidden)
+    results = results.plus(Divided(split=2 * tokens * query + lengths if shape.fused_attention else 0.0))
     # The MLP's backward: the gradient that arrives, that of the last product's input, and that of the first product's
     # output, as the last product's input, which was kept, has been freed.
     backward = gradient.plus(Divided(split=2 * tokens * width * gates))
@@ -143,7 +146,10 @@ def _block(shape: TransformerShape, rule: ActivationRule, tokens: float, length:
     return UnitCost(
         "block", True, Divided(split=float(matrices)).plus(biases).plus(norms),
         largest=Divided(split=float(hidden * width * gates)),
-        saved={Recompute.NONE: rest.plus(scores), Recompute.SELECTIVE: selective, Recompute.BLOCKS: stream},
+        saved={
+            Recompute.NONE: rest.plus(scores), Recompute.SELECTIVE: selective, Recompute.BLOCKS: stream,
+            Recompute.PRODUCTS: stream.plus(results),
+        },
         output=stream,
         forward_peak=stream.plus(Divided(split=2 * tokens * width)),
         backward_peak=backward,

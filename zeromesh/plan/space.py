@@ -129,6 +129,7 @@ class LayoutSpace:
             for schedule, chunks in self._schedules(base.pipeline, count):
                 for recompute, on_host in (
                     (Recompute.NONE, False),
+                    (Recompute.PRODUCTS, False),
                     (Recompute.BLOCKS, False),
                     (Recompute.BLOCKS, True),
                 ):
