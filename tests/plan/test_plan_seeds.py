@@ -1,5 +1,6 @@
 """One model on the same node with two kinds of links."""
 
+from zeromesh.plan.cost import Recompute
 from zeromesh.plan.presets import cluster
 from zeromesh.plan.search import PlanCandidate, search
 from zeromesh.plan.shape import TransformerCost, TransformerShape
@@ -16,9 +17,10 @@ def best(shape: TransformerShape, machine: object, batch: int, sequence: int) ->
 def test_without_nvlink_a_node_sends_activations_instead_of_parameters() -> None:
     shape = TransformerShape(60, 6656, 52, 32000, width=17920, gated=True, biases=False, tied=False)  # 33 B
     fast, slow = (best(shape, cluster("a100-80gb", 8, inside=link), 8, 2048) for link in ("nvlink3", "pcie4-staged"))
-    # Its states fill most of each card, whether they are sharded or cut into stages. Over NVLink two ranks share each
-    # layer, and parameters are gathered beside so little computation; over PCIe neither would keep up.
-    assert (fast.layout.stage, fast.layout.data, fast.layout.tensor) == (3, 4, 2)
+    # Its states fill most of each card, whether they are sharded or cut into stages. Over NVLink parameters are
+    # gathered beside the computation, for which recomputation makes room; over PCIe they would not keep up.
+    assert (fast.layout.stage, fast.layout.data, fast.layout.tensor) == (3, 8, 1)
+    assert fast.layout.recompute is Recompute.PRODUCTS
     assert fast.time.waits["compute"] > 0.9 * fast.time.seconds
     assert (slow.layout.stage, slow.layout.data, slow.layout.pipeline) == (0, 1, 8)
     assert fast.time.seconds < slow.time.seconds

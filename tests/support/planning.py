@@ -29,7 +29,9 @@ class Plain:
         block = UnitCost(
             "block", True, Divided(self.elements),
             saved={
+                # Nothing but products is computed, so that there is nothing else to recompute.
                 Recompute.NONE: Divided(self.saved * tokens),
+                Recompute.PRODUCTS: Divided(self.saved * tokens),
                 Recompute.BLOCKS: Divided(tokens=self.saved / 10 * tokens),
             },
             output=Divided(tokens=self.saved / 10 * tokens), forward=product, input=product, weight=product,

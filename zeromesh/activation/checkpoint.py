@@ -6,7 +6,7 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +14,6 @@ from torch import nn
 
 if TYPE_CHECKING:
     from zeromesh.activation.store import ActivationStore
-
-PRODUCTS = {"mm", "addmm", "convolution", "_grouped_mm", "_scaled_mm"}
-ATTENTION = ("_scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward")
-"""Operators of torch's whose results selective checkpointing keeps; the latter are beginnings of names.
-
-Batched products are not among them: most are scores of attention, whose size is the square of the sequence's length.
-"""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -41,23 +34,13 @@ def _checkpoint(function: Callable[..., Any], selective: bool, /, *args: Any, **
         return function(*args, **kwargs)
     # Imported here: it loads parts of torch that a run without checkpointing does not need.
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     if selective:
-        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _is_kept)
+        from zeromesh.activation.selective import contexts
+
+        kwargs["context_fn"] = contexts
     # Without reentrant autograd, which keeps hooks, keyword arguments and random states right.
     return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
-
-
-def _is_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
-    return keeps_result(operator)
-
-
-@cache
-def keeps_result(operator: Any) -> bool:
-    """Return whether selective checkpointing keeps the results of an operator of torch's."""
-    name = str(operator.name()).rpartition("::")[2].partition(".")[0]
-    return name in PRODUCTS or name.startswith(ATTENTION)
 
 
 def checkpoint_modules(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeromesh.activation.checkpoint import keeps_result
+from zeromesh.activation.selective import keeps_result
 from zeromesh.observe.operations import FORMULAS
 from zeromesh.plan.cost import NONE, Divided, KernelWork, WorkKind
 from zeromesh.plan.values import KnownValues
