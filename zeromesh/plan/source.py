@@ -21,16 +21,13 @@ _LABEL_OF_SAMPLE = ("ForSequenceClassification", "ForImageClassification", "ForA
 _POSITIONS = ("start_positions", "end_positions")
 
 
-def hugging_face_cost(
-    source: Any, options: TraceOptions | None = None, *, attention: str = "", folder: Path | None = None
-) -> TracedCost:
+def hugging_face_cost(source: Any, options: TraceOptions | None = None, *, attention: str = "") -> TracedCost:
     """Return the cost of a model of transformers, which is made on the meta device when a trace is needed.
 
     Args:
         source: a configuration, a folder with a ``config.json``, such a file, or a name on the Hugging Face hub.
         options: dtypes and kernels.
         attention: "sdpa" or "eager"; by default the first where the model has it.
-        folder: where costs are kept between runs; see ``TracedCost``.
 
     Raises:
         ValueError: transformers is missing, or does not know the model.
@@ -39,10 +36,9 @@ def hugging_face_cost(
     # Keys and values for generation would be kept through the backward.
     config.use_cache = False
     kind = _class_of(config)
-    key = f"{kind.__module__}.{kind.__name__} {attention} {_transformers().__version__} {config.to_json_string()}"
     make = partial(_made, kind, config, attention)
     name = str(getattr(config, "name_or_path", "") or kind.__name__)
-    return TracedCost(make, _of_class(kind, config), options, name=name, folder=folder, key=key)
+    return TracedCost(make, _of_class(kind, config), options, name=name)
 
 
 def configuration_of(source: Any) -> Any:
