@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zeromesh.config.errors import nearest
 from zeromesh.config.settings import Settings
 from zeromesh.config.written import completed_document, trains_itself, with_folder
 from zeromesh.plan.cost import CostSource
-from zeromesh.plan.models import MODELS, limits_of, nearest_model, shape_named
+from zeromesh.plan.models import MODELS, limits_of, shape_named
 from zeromesh.plan.shape import TransformerCost
 from zeromesh.plan.space import ModelLimits
 
@@ -53,7 +54,7 @@ def asked_model(text: str, precision: str) -> AskedModel:
         return AskedModel(TransformerCost(shape), limits_of(shape))
     path = Path(text)
     if not path.exists():
-        close = nearest_model(text)
+        close = nearest(text, MODELS)
         meant = f"did you mean {close}? " if close else ""
         raise ValueError(
             f"{text!r} is no file, folder or known model; {meant}Give one of {', '.join(MODELS)}, a size such as 7b, "
@@ -66,7 +67,7 @@ def asked_model(text: str, precision: str) -> AskedModel:
 
     config = configuration_of(path)
     folder = path if path.is_dir() else path.parent
-    return AskedModel(_traced(path, precision), _limits(config), sequence=None, folder=str(folder))
+    return AskedModel(_traced(path, precision), _limits(config), folder=str(folder))
 
 
 def _of_transformers(path: Path) -> bool:

@@ -77,9 +77,9 @@ def _caption(best: PlanCandidate) -> str:
     return f"<p>{escape(text)} Most is used at the {escape(rank.peak.label)}.</p>"
 
 
-def _svg(height: float, body: Iterable[str], width: float = WIDTH) -> str:
+def _svg(height: float, body: Iterable[str]) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" role="img">'
         + "".join(body)
         + "</svg>"
     )

@@ -43,7 +43,6 @@ class TraceOptions:
     dtype: torch.dtype | None = None  # of parameters and floating-point inputs; None leaves them as they are
     autocast: torch.dtype | None = None  # of ``torch.autocast`` around the forward
     kernels: str = "cuda"  # device whose kernels are used: "cuda" or "cpu"
-    training: bool = True  # false: dropout is off
 
 
 @dataclass
@@ -65,21 +64,6 @@ class TracedUnit:
     gradients: list[Divided] = field(default_factory=list)  # of parameters, at the moments of ``backward``
     begun: int | None = None  # number of those moments before the first gradient was accumulated
     tensors: int = 0  # parameters that are not the root's
-
-    def add_parameters(self, amount: Divided, root: bool, trained: bool) -> None:
-        """Add elements; those of the root stay in memory."""
-        self.parameters = self.parameters.plus(amount)
-        self.resident = self.resident.plus(amount) if root else self.resident
-        self.tensors += not root
-        self.trained += amount.on() if trained else 0
-
-    def accumulate(self) -> None:
-        """Note that a gradient was accumulated after the moments of the backward so far."""
-        self.begun = len(self.backward) if self.begun is None else self.begun
-
-    def add_joins(self, size: float) -> None:
-        """Add bytes that tensor ranks sum."""
-        self.joins += size
 
 
 class TracedModel(NamedTuple):
@@ -146,7 +130,7 @@ class _Trace:
                 module.register_forward_hook(self._leave(unit), always_call=True),
             )
         ]
-        self.model.train(self.options.training)
+        self.model.train()
         values = {name: _meta_input(name, value, self.options.dtype) for name, value in inputs.items()}
         given = [recorder.find(tensor) for tensor in tree_leaves(values) if isinstance(tensor, Tensor)]
         for tensor in {id(t): t for t in self.state.values()}.values():
@@ -238,7 +222,7 @@ class _Trace:
     def _units(self, kept: Sequence[TracedStorage], forwards: int) -> list[TracedUnit]:
         units = self._ordered()
         for slot, size in self.recorder.sums.items():
-            units[self.places[slot]].add_joins(size)
+            units[self.places[slot]].joins += size
         for work in self.recorder.works:
             units[self.places[work.slot]].works[work.phase].append(work.kernel)
         self._add_parameters(units)
@@ -296,7 +280,10 @@ class _Trace:
                 # The root's belong to the unit that reads them first.
                 unit = by_name[name] if name else units[self.places[slot] if slot is not None else 0]
                 amount = divide(tensor.numel(), TensorShare.SPLIT if id(tensor) in self.cuts else TensorShare.WHOLE)
-                unit.add_parameters(amount, not name, tensor.requires_grad)
+                unit.parameters = unit.parameters.plus(amount)
+                unit.resident = unit.resident if name else unit.resident.plus(amount)
+                unit.tensors += bool(name)
+                unit.trained += amount.on() if tensor.requires_grad else 0
 
     def _add_saved(self, units: Sequence[TracedUnit], kept: Sequence[TracedStorage]) -> None:
         everything: dict[int, list[TracedStorage]] = {}
@@ -329,7 +316,8 @@ class _Trace:
         accumulated = deque(self.recorder.accumulations)
         for number, event in enumerate(self.recorder.events):
             while accumulated and accumulated[0][0] <= number:
-                units[self.places[accumulated.popleft()[1]]].accumulate()
+                unit = units[self.places[accumulated.popleft()[1]]]
+                unit.begun = len(unit.backward) if unit.begun is None else unit.begun
             amount = event.stored.divided()
             amount = amount if event.sign > 0 else amount.times(-1.0)
             if event.stored.gradient:
