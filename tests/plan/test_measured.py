@@ -30,7 +30,7 @@ SIZES = (192, 3 << 19, 3 << 21, 3 << 23, 3 << 24, 3 << 25)
 
 
 def speeds(device: Device, scale: int = 1) -> dict[str, Any]:
-    """What a rank with this device would have measured; the last rounds were disturbed."""
+    """Return the times that a rank with this device would measure; the last rounds were disturbed."""
     shapes = [(scale * rows, scale * columns, scale * sums) for rows, columns, sums in SHAPES]
     times = {(dtype, *shape): device.product_seconds(*shape, dtype) for dtype in device.flops for shape in shapes}
     speed = device.flops[device.half]

@@ -22,7 +22,7 @@ from zeromesh.plan.time import time_of
 
 
 def asked(source: CostSource, on: Machine, batch: int = 64, goal: str = "time") -> PlanRequest:
-    return PlanRequest(source, on, batch, 2048, ModelLimits(16, 8, 4096), goal)
+    return PlanRequest(source, on, batch, 2048, ModelLimits(16, 8, 4096), goal, memory=memory, time=time)
 
 
 def all_layouts(request: PlanRequest) -> list[ParallelLayout]:
@@ -32,20 +32,13 @@ def all_layouts(request: PlanRequest) -> list[ParallelLayout]:
         plain = space.plain(*mesh)
         for base in space.bases(plain):
             for run in space.runs(plain):
-                found.append(
-                    replace(
-                        run,
-                        data=base.data,
-                        replicate=base.replicate,
-                        row=base.row,
-                        parameter_slots=base.parameter_slots,
-                    )
-                )
+                groups = {"data": base.data, "replicate": base.replicate}
+                found.append(replace(run, **groups, row=base.row, parameter_slots=base.parameter_slots))
     return found
 
 
 def found(request: PlanRequest) -> PlanResult:
-    return search(request, memory, time)
+    return search(request)
 
 
 @pytest.mark.parametrize("goal", ["time", "memory"])

@@ -51,7 +51,7 @@ class MemoryFit(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What was measured on one node: its host, and the times of each of its ranks, as ``measure_speeds`` has them."""
+    """Measurements of one node: its host, and the times of each of its ranks, as ``measure_speeds`` returns them."""
 
     host: str
     memory: float  # bytes
@@ -68,7 +68,7 @@ class NodeFacts:
 
     @property
     def kind(self) -> tuple[str, int, int, int]:
-        """What nodes of one kind have alike."""
+        """Figures in which nodes of one kind agree: device, ranks, cores, and memory to the nearest 4 GB."""
         return str(self.ranks[0]["name"]), len(self.ranks), self.cores, round(self.memory / 4e9)
 
 

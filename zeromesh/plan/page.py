@@ -8,7 +8,7 @@ from html import escape
 from zeromesh.config.written import row_name
 from zeromesh.model.placement import PlacementRow
 from zeromesh.observe.units import bytes_text, scaled_text
-from zeromesh.plan.answer import PlanAnswer, layout_text, reason_of, seconds_text, sentences
+from zeromesh.plan.answer import PlanAnswer, fullest_text, layout_text, reason_of, seconds_text, sentences
 from zeromesh.plan.bounds import least_memory
 from zeromesh.plan.memory import Moment
 from zeromesh.plan.search import LayoutCell, PlanCandidate, PlanResult
@@ -71,10 +71,8 @@ def _table(result: PlanResult) -> str:
 
 
 def _caption(best: PlanCandidate) -> str:
-    rank = best.fullest
-    which = f"pipeline rank {rank.pipeline_rank}" if best.layout.pipeline > 1 else "each rank"
-    text = f"Device memory of {which}, by what it is for; the line is the device's limit."
-    return f"<p>{escape(text)} Most is used at the {escape(rank.peak.label)}.</p>"
+    text = f"Device memory of {fullest_text(best)}, by what it is for; the line is the device's limit."
+    return f"<p>{escape(text)} Most is used at the {escape(best.fullest.peak.label)}.</p>"
 
 
 def _svg(height: float, body: Iterable[str]) -> str:

@@ -94,7 +94,7 @@ def machine_of(row: PublishedRow, ranks: int, constants: Constants) -> Machine:
 
 
 class Setting(NamedTuple):
-    """What a row is predicted with."""
+    """Shape, layout and habits with which a row is predicted."""
 
     row: PublishedRow
     shape: TransformerShape

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,13 @@ def hugging_face_cost(source: Any, options: TraceOptions | None = None, *, atten
     # Keys and values for generation would be kept through the backward.
     config.use_cache = False
     kind = _class_of(config)
-    make = partial(_made, kind, config, attention)
+    if attention:
+        config.update({"_attn_implementation": attention})
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return kind(config)
+
     name = str(getattr(config, "name_or_path", "") or kind.__name__)
     return TracedCost(make, _of_class(kind, config), options, name=name)
 
@@ -100,13 +104,6 @@ def _class_of(config: Any) -> type[nn.Module]:
         f"transformers {transformers.__version__} has no model for a configuration of type {config.model_type!r}; pass "
         "the module itself"
     )
-
-
-def _made(kind: Callable[[Any], nn.Module], config: Any, attention: str) -> nn.Module:
-    if attention:
-        config.update({"_attn_implementation": attention})
-    with torch.device("meta"):
-        return kind(config)
 
 
 def _of_class(kind: type[nn.Module], config: Any) -> InputsOf:

@@ -17,7 +17,6 @@ from zeromesh.plan.estimate import estimate
 from zeromesh.plan.passes import MOST_TENSOR, PHASES, Inputs, Loss, TracedUnit, TraceError, TraceOptions, trace
 
 InputsOf = Callable[[int, int], Inputs]  # of micro-batch and sequence
-Pair = tuple[Divided, Divided]
 
 PEAKS = ("forward_peak", "backward_peak", "early_peak", "gradient_peak")
 # Micro-batches that are traced. What a batch costs beyond them follows on a line; one sample is another case, as dims
@@ -169,16 +168,9 @@ def _aligned(first: Sequence[TracedUnit], second: Sequence[TracedUnit]) -> bool:
     """Return whether two traces are of the same operators."""
 
     def form(units: Sequence[TracedUnit]) -> list[Any]:
-        return [
-            (
-                u.name,
-                len(u.forward),
-                len(u.backward),
-                u.begun,
-                [[(w.kind, w.divided) for w in u.works[p]] for p in PHASES],
-            )
-            for u in units
-        ]
+        works = [[[(work.kind, work.divided) for work in unit.works[phase]] for phase in PHASES] for unit in units]
+        counts = [(unit.name, len(unit.forward), len(unit.backward), unit.begun) for unit in units]
+        return [*works, *counts]
 
     return form(first) == form(second)
 
