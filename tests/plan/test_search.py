@@ -125,8 +125,7 @@ def test_the_cost_goal_takes_fewer_nodes_where_they_do_not_help() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
-    [(7, "the nearest batches that work: 4 or 8$"), (1, "the nearest batches that work: 4$")],
+    ("batch", "said"), [(7, "the nearest batches that work: 4 or 8$"), (1, "the nearest batches that work: 4$")]
 )
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest(batch: int, said: str) -> None:
     # One block has one stage, and two context ranks have the least tokens: four of eight devices need own samples.
