@@ -68,6 +68,10 @@ class TracedStorage:
         """Note that the backward needs it; the first slot that says so counts."""
         self.saver = slot if self.saver < 0 else self.saver
 
+    def accumulate(self) -> None:
+        """Note that it is the gradient of a parameter."""
+        self.gradient = True
+
     def result(self, share: TensorShare, cut: ParameterCut | None, weight: bool, scores: bool, new: bool) -> None:
         """Note that an operator made it, or wrote to it if it is not new."""
         self.scores = self.scores or scores
@@ -197,7 +201,7 @@ class TraceRecorder(TorchDispatchMode):
     def accumulated(self, parameter: Tensor) -> None:
         """Note that a parameter's gradient is complete, and drop it."""
         if parameter.grad is not None:
-            self.find(parameter.grad).gradient = True
+            self.find(parameter.grad).accumulate()
             self.accumulations.append((len(self.events), self.slot))
             del parameter.grad
 

@@ -65,6 +65,21 @@ class TracedUnit:
     begun: int | None = None  # number of those moments before the first gradient was accumulated
     tensors: int = 0  # parameters that are not the root's
 
+    def add_parameters(self, amount: Divided, root: bool, trained: bool) -> None:
+        """Add elements; those of the root stay in memory."""
+        self.parameters = self.parameters.plus(amount)
+        self.resident = self.resident.plus(amount) if root else self.resident
+        self.tensors += not root
+        self.trained += amount.on() if trained else 0
+
+    def accumulate(self) -> None:
+        """Note that a gradient was accumulated after the moments of the backward so far."""
+        self.begun = len(self.backward) if self.begun is None else self.begun
+
+    def add_joins(self, size: float) -> None:
+        """Add bytes that tensor ranks sum."""
+        self.joins += size
+
 
 class TracedModel(NamedTuple):
     """A model's units in the order of its forward."""
@@ -222,7 +237,7 @@ class _Trace:
     def _units(self, kept: Sequence[TracedStorage], forwards: int) -> list[TracedUnit]:
         units = self._ordered()
         for slot, size in self.recorder.sums.items():
-            units[self.places[slot]].joins += size
+            units[self.places[slot]].add_joins(size)
         for work in self.recorder.works:
             units[self.places[work.slot]].works[work.phase].append(work.kernel)
         self._add_parameters(units)
@@ -280,10 +295,7 @@ class _Trace:
                 # The root's belong to the unit that reads them first.
                 unit = by_name[name] if name else units[self.places[slot] if slot is not None else 0]
                 amount = divide(tensor.numel(), TensorShare.SPLIT if id(tensor) in self.cuts else TensorShare.WHOLE)
-                unit.parameters = unit.parameters.plus(amount)
-                unit.resident = unit.resident if name else unit.resident.plus(amount)
-                unit.tensors += bool(name)
-                unit.trained += amount.on() if tensor.requires_grad else 0
+                unit.add_parameters(amount, not name, tensor.requires_grad)
 
     def _add_saved(self, units: Sequence[TracedUnit], kept: Sequence[TracedStorage]) -> None:
         everything: dict[int, list[TracedStorage]] = {}
@@ -316,8 +328,7 @@ class _Trace:
         accumulated = deque(self.recorder.accumulations)
         for number, event in enumerate(self.recorder.events):
             while accumulated and accumulated[0][0] <= number:
-                unit = units[self.places[accumulated.popleft()[1]]]
-                unit.begun = len(unit.backward) if unit.begun is None else unit.begun
+                units[self.places[accumulated.popleft()[1]]].accumulate()
             amount = event.stored.divided()
             amount = amount if event.sign > 0 else amount.times(-1.0)
             if event.stored.gradient:
