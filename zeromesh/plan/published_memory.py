@@ -66,9 +66,8 @@ def convention_of(row: PublishedRow) -> Convention:
 def _resting(elements: float, layout: ParallelLayout, convention: Convention) -> Mapping[str, float]:
     """Return bytes of model states by tier."""
     found: dict[str, float] = defaultdict(float)
-    for (_, tier), size in states_of(
-        [UnitElements(0.0, 1), UnitElements(elements, 1)], layout, convention
-    ).resting.items():
+    units = [UnitElements(0.0, 1), UnitElements(elements, 1)]
+    for (_, tier), size in states_of(units, layout, convention).resting.items():
         found[tier] += size
     return found
 
