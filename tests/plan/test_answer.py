@@ -24,13 +24,13 @@ from zeromesh.plan.space import PlanRequest
 
 
 def told(source: CostSource, on: Machine, batch: int = 4) -> PlanAnswer:
-    return answer(search(PlanRequest(source, on, batch, 2048), memory, time), memory, time)
+    return answer(search(PlanRequest(source, on, batch, 2048, memory=memory, time=time)))
 
 
 def test_the_largest_sizes_are_those_worked_out_by_hand() -> None:
     # States of a block are 18 bytes times 10^8 elements, and it keeps 10^4 bytes of each of 2,048 tokens.
-    request = PlanRequest(Plain(4), machine(1, 1, memory=20 * GB), 4, 2048)
-    found = largest_of(request, ParallelLayout(), request.machine, memory)
+    request = PlanRequest(Plain(4), machine(1, 1, memory=20 * GB), 4, 2048, memory=memory)
+    found = largest_of(request, ParallelLayout(), request.machine)
     room = 20 * GB * 0.97
     states, kept = 18 * 1e8, 1e4 * 2048
     assert found.blocks == int(room / (states + kept))
@@ -44,7 +44,7 @@ def test_the_largest_model_and_batch_leave_room_for_activations() -> None:
     assert shape is not None
     on, layout = cluster("l4", 1), ParallelLayout(micro_batch=4)
     request = PlanRequest(TransformerCost(shape), on, 4, 1024)
-    found = largest_of(request, layout, on, memory_of)
+    found = largest_of(request, layout, on)
 
     def lacks(blocks: int, micro_batch: int = 4) -> float:
         one = replace(layout, micro_batch=micro_batch)
@@ -54,7 +54,7 @@ def test_the_largest_model_and_batch_leave_room_for_activations() -> None:
     assert lacks(found.blocks) <= 0 < lacks(found.blocks * 33 // 32 + 1)
     assert lacks(shape.layers, found.micro_batch) <= 0 < lacks(shape.layers, found.micro_batch * 33 // 32 + 1)
     # An eighth of the tokens leaves room for more blocks.
-    assert largest_of(replace(request, sequence=128), layout, on, memory_of).blocks > 1.5 * found.blocks
+    assert largest_of(replace(request, sequence=128), layout, on).blocks > 1.5 * found.blocks
 
 
 @pytest.mark.parametrize(("between", "factor"), [(1 * GB, 2 / (260 / 256 + 64 * 0.8 / 3000)), (100 * GB, 1.0)])
@@ -68,11 +68,12 @@ def test_eight_bits_pay_on_slow_links_alone(between: float, factor: float) -> No
 
 
 def test_the_answer_says_what_eight_bits_save() -> None:
-    plain = PlanRequest(Plain(4), machine(2, 1, between=1 * GB), 4, 2048, accepts=lambda one: one.data == 2)
-    result = search(plain, memory, time)
-    texts = " ".join(sentences(answer(result, memory, time)))
+    on = machine(2, 1, between=1 * GB)
+    request = PlanRequest(Plain(4), on, 4, 2048, accepts=lambda one: one.data == 2, memory=memory, time=time)
+    result = search(request)
+    texts = " ".join(sentences(answer(result)))
     assert result.best is not None
-    saved = result.best.time.waits["data links"] * (1 - 1 / rounding_factor(result.best.layout, plain.machine))
+    saved = result.best.time.waits["data links"] * (1 - 1 / rounding_factor(result.best.layout, on))
     said = re.search(r"8 bits between nodes \(communication.across_nodes_.*?would save (\d+)% of the time", texts)
     assert said is not None
     # The latency of a message is not divided.
@@ -128,8 +129,8 @@ def test_a_machine_changes_in_one_thing() -> None:
 
 
 def test_a_layout_of_the_user_is_judged() -> None:
-    request = PlanRequest(Plain(4), machine(1, 4, memory=6 * GB), 4, 2048)
-    found = judge(request, ParallelLayout(4), memory, time)
+    request = PlanRequest(Plain(4), machine(1, 4, memory=6 * GB), 4, 2048, memory=memory, time=time)
+    found = judge(request, ParallelLayout(4))
     assert not found.fits
     # 18 bytes for 4 x 10^8 elements, and what a block keeps, beyond 97 % of 6 GB.
     assert found.over["device"] == pytest.approx(18 * 4e8 + 4 * 1e4 * 2048 - 0.97 * 6 * GB)

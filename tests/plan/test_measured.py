@@ -14,23 +14,14 @@ from zeromesh.plan.rates import Habits, KernelSpeed
 SHAPES = [(128, 128, 128), (512, 512, 512), (32, 512, 512), (512, 32, 512), (512, 512, 32), (256, 1024, 256)]
 # Products of 100 and 50 10^9/s with 32 elements of padding and a fill of 64, and a cache of 16 MiB.
 TRUE = Device(
-    "chip",
-    memory=8e9,
-    flops={"fp32": 50e9, "bf16": 100e9},
-    bandwidth=5e9,
-    product_efficiency=1.0,
-    memory_efficiency=1.0,
-    launch=2e-6,
-    product_padding=32.0,
-    product_fill=64.0,
-    cache=float(1 << 24),
-    cache_bandwidth=80e9,
-)
+    "chip", 8e9, {"fp32": 50e9, "bf16": 100e9}, 5e9, 1.0, 1.0, 2e-6, product_padding=32.0, product_fill=64.0,
+    cache=float(1 << 24), cache_bandwidth=80e9,
+)  # fmt: skip
 SIZES = (192, 3 << 19, 3 << 21, 3 << 23, 3 << 24, 3 << 25)
 
 
 def speeds(device: Device, scale: int = 1) -> dict[str, Any]:
-    """What a rank with this device would have measured; the last rounds were disturbed."""
+    """Return the times that a rank with this device would measure; the last rounds were disturbed."""
     shapes = [(scale * rows, scale * columns, scale * sums) for rows, columns, sums in SHAPES]
     times = {(dtype, *shape): device.product_seconds(*shape, dtype) for dtype in device.flops for shape in shapes}
     speed = device.flops[device.half]
@@ -44,19 +35,13 @@ def speeds(device: Device, scale: int = 1) -> dict[str, Any]:
         )
     ]  # fmt: skip
     return {
-        "name": device.name,
-        "memory": None,
-        "reserved": 3e8,
-        "threads": 1,
+        "name": device.name, "memory": None, "reserved": 3e8, "threads": 1,
         "products": [[*product, [seconds, seconds, 0.1, 0.1]] for product, seconds in times.items()],
         "kernels": [[size, [device.memory_seconds(size), device.memory_seconds(size), 0.2]] for size in SIZES],
         "attention": [[*sizes, [seconds, 0.1]] for *sizes, seconds in fused],
         "loss": [0.0, 8e6, [8e6 / 2e9, 0.1]],
-        "busy_latency": None,
-        "launch": [5e-6, 9e-6],
-        "smallest": [2e-6, 3e-6],
-        "host": None,
-    }
+        "busy_latency": None, "launch": [5e-6, 9e-6], "smallest": [2e-6, 3e-6], "host": None,
+    }  # fmt: skip
 
 
 def test_the_formula_is_found_again_from_its_times() -> None:
@@ -86,15 +71,11 @@ def test_without_times_there_is_no_fit() -> None:
 def links(**rows: Any) -> dict[str, Any]:
     axes = [
         {
-            "axis": "data",
-            "ranks": 4,
-            "where": where,
-            "latency_seconds": 3e-4,
-            "bandwidth_bytes_per_second": together,
+            "axis": "data", "ranks": 4, "where": where, "latency_seconds": 3e-4, "bandwidth_bytes_per_second": together,
             "all_gather": [{"bytes": 1 << 20, "seconds": 3 * (1 << 20) / together}],
         }
         for where, (together, _) in rows.items()
-    ]
+    ]  # fmt: skip
     pairs = [
         {"where": where, "latency_seconds": 1e-4, "bandwidth_bytes_per_second": alone}
         for where, (_, alone) in rows.items()

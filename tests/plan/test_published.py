@@ -38,15 +38,8 @@ def read_one(folder: Path, row: dict[str, Any], **more: Any) -> PublishedRow:
 
 
 def test_a_row_states_a_shape_and_a_layout(tmp_path: Path) -> None:
-    said = {
-        "fsdp": 4,
-        "tp": 2,
-        "pp": 2,
-        "vp": 2,
-        "global_batch": 32,
-        "micro_batch": 2,
-        "recompute": "selective+sequence",
-    }
+    said = {"fsdp": 4, "tp": 2, "pp": 2, "vp": 2, "global_batch": 32, "micro_batch": 2}
+    said |= {"recompute": "selective+sequence"}
     row = read_one(tmp_path, entry(layout=said, hardware={"gpu": "H100-96GB (500 W)", "gpus": 16}))
     layout = row.parallel
     assert (layout.data, layout.tensor, layout.pipeline, layout.chunks) == (4, 2, 2, 2)

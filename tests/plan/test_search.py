@@ -22,7 +22,7 @@ from zeromesh.plan.time import time_of
 
 
 def asked(source: CostSource, on: Machine, batch: int = 64, goal: str = "time") -> PlanRequest:
-    return PlanRequest(source, on, batch, 2048, ModelLimits(16, 8, 4096), goal)
+    return PlanRequest(source, on, batch, 2048, ModelLimits(16, 8, 4096), goal, memory=memory, time=time)
 
 
 def all_layouts(request: PlanRequest) -> list[ParallelLayout]:
@@ -32,20 +32,13 @@ def all_layouts(request: PlanRequest) -> list[ParallelLayout]:
         plain = space.plain(*mesh)
         for base in space.bases(plain):
             for run in space.runs(plain):
-                found.append(
-                    replace(
-                        run,
-                        data=base.data,
-                        replicate=base.replicate,
-                        row=base.row,
-                        parameter_slots=base.parameter_slots,
-                    )
-                )
+                groups = {"data": base.data, "replicate": base.replicate}
+                found.append(replace(run, **groups, row=base.row, parameter_slots=base.parameter_slots))
     return found
 
 
 def found(request: PlanRequest) -> PlanResult:
-    return search(request, memory, time)
+    return search(request)
 
 
 @pytest.mark.parametrize("goal", ["time", "memory"])
@@ -132,8 +125,7 @@ def test_the_cost_goal_takes_fewer_nodes_where_they_do_not_help() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
-    [(7, "the nearest batches that work: 4 or 8$"), (1, "the nearest batches that work: 4$")],
+    ("batch", "said"), [(7, "the nearest batches that work: 4 or 8$"), (1, "the nearest batches that work: 4$")]
 )
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest(batch: int, said: str) -> None:
     # One block has one stage, and two context ranks have the least tokens: four of eight devices need own samples.

@@ -75,16 +75,18 @@ def plan(question: PlanQuestion, machine: Machine) -> bool:
     request = _request(question, asked, machine, precision)
     result = search(request)
     told = answer(result)
-    documents = {}
+    document = None
     if result.best is not None:
-        documents = {CONFIG: asked.document(document_for(result.best.layout, precision), request.sequence)}
+        document = asked.document(document_for(result.best.layout, precision), request.sequence)
     if question.as_json:
-        write(json.dumps(_as_json(told, documents), indent=1) + "\n")
+        write(json.dumps(_as_json(told, document), indent=1) + "\n")
     else:
         _show(told, question.layouts)
     if result.best is not None:
         nodes = ceil(result.best.layout.ranks / machine.nodes[0][0].devices)
-        config = _write(question.out, documents)
+        config = question.out / CONFIG
+        config.parent.mkdir(parents=True, exist_ok=True)
+        config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         command = launch_command(result.best.layout, nodes, str(config), asked.program)
         if not question.as_json:
             where = " on each node" if nodes > 1 else ""
@@ -100,22 +102,11 @@ def plan(question: PlanQuestion, machine: Machine) -> bool:
 
 def _request(question: PlanQuestion, asked: AskedModel, machine: Machine, precision: str) -> PlanRequest:
     batch, sequence = question.batch or asked.batch, question.sequence or asked.sequence
-    for name, value in (("batch", batch), ("sequence", sequence)):
-        if value is None:
-            raise ValueError(
-                f"{question.model!r} does not say the {name}; give --{name} "
-                + ("(samples of an update)" if name == "batch" else "(tokens of a sample)")
-            )
-    assert batch is not None
-    assert sequence is not None
+    if batch is None:
+        raise ValueError(f"{question.model!r} does not say the batch; give --batch (samples of an update)")
+    if sequence is None:
+        raise ValueError(f"{question.model!r} does not say the sequence; give --sequence (tokens of a sample)")
     return PlanRequest(asked.source, machine, batch, sequence, asked.limits, question.goal, PRECISIONS[precision])
-
-
-def _write(folder: Path, documents: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, document in documents.items():
-        (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    return folder / CONFIG
 
 
 # The screen.
@@ -188,7 +179,7 @@ def _line(number: int, candidate: PlanCandidate) -> None:
 # As JSON.
 
 
-def _as_json(told: PlanAnswer, documents: dict[str, Any]) -> dict[str, Any]:
+def _as_json(told: PlanAnswer, document: dict[str, Any] | None) -> dict[str, Any]:
     result = told.result
     return {
         "model": result.request.source.name,
@@ -200,7 +191,7 @@ def _as_json(told: PlanAnswer, documents: dict[str, Any]) -> dict[str, Any]:
         "answer": sentences(told),
         "remedies": [remedy._asdict() for remedy in told.remedies],
         "largest": told.largest._asdict() if told.largest is not None else None,
-        "configuration": documents.get(CONFIG),
+        "configuration": document,
     }
 
 

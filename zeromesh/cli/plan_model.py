@@ -8,12 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from zeromesh.config.errors import nearest
 from zeromesh.config.settings import Settings
 from zeromesh.config.written import completed_document, trains_itself, with_folder
 from zeromesh.plan.cost import CostSource
-from zeromesh.plan.models import MODELS, limits_of, limits_of_decoder, nearest_model, shape_named
+from zeromesh.plan.models import MODELS, limits_of, limits_of_decoder, shape_named
+from zeromesh.plan.passes import TraceOptions
 from zeromesh.plan.shape import TransformerCost
+from zeromesh.plan.source import configuration_of, hugging_face_cost, limits_of_configuration, token_inputs
 from zeromesh.plan.space import ModelLimits
+from zeromesh.plan.trace import TracedCost
 
 TRAIN = "-m zeromesh.cli.main train"
 SCRIPT = "train.py"  # of the user, with the five lines of the README
@@ -53,7 +59,7 @@ def asked_model(text: str, precision: str) -> AskedModel:
         return AskedModel(TransformerCost(shape), limits_of(shape))
     path = Path(text)
     if not path.exists():
-        close = nearest_model(text)
+        close = nearest(text, MODELS)
         meant = f"did you mean {close}? " if close else ""
         raise ValueError(
             f"{text!r} is no file, folder or known model; {meant}Give one of {', '.join(MODELS)}, a size such as 7b, "
@@ -62,11 +68,10 @@ def asked_model(text: str, precision: str) -> AskedModel:
         )
     if path.is_file() and not _of_transformers(path):
         return _configured(path, precision)
-    from zeromesh.plan.source import configuration_of, limits_of_configuration
-
     limits = limits_of_configuration(configuration_of(path))
     folder = path if path.is_dir() else path.parent
-    return AskedModel(_traced(path, precision), limits, sequence=None, folder=str(folder))
+    source = hugging_face_cost(path, TraceOptions(DTYPES[precision]))
+    return AskedModel(source, limits, folder=str(folder))
 
 
 def _of_transformers(path: Path) -> bool:
@@ -78,39 +83,23 @@ def _of_transformers(path: Path) -> bool:
     return isinstance(document, dict) and "model_type" in document
 
 
-def _traced(source: Any, precision: str, attention: str = "") -> CostSource:
-    from zeromesh.plan.source import hugging_face_cost
-
-    return hugging_face_cost(source, _options(precision), attention=attention)
-
-
-def _options(precision: str) -> Any:
-    import torch
-
-    from zeromesh.plan.passes import TraceOptions
-
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    return TraceOptions(dtypes[precision])
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def _configured(path: Path, precision: str) -> AskedModel:
     """Return the model of a configuration, with its batch and its sequence."""
-    settings = Settings.load(path)
+    settings, options = Settings.load(path), TraceOptions(DTYPES[precision])
     own = json.loads(path.read_text(encoding="utf-8-sig"))
     if settings.huggingface is not None:
-        from zeromesh.plan.source import configuration_of, limits_of_configuration
-
         folder, chosen = Path(settings.huggingface.path), settings.huggingface
-        source = _traced(folder, precision, chosen.attention or "")
+        found = hugging_face_cost(folder, options, attention=chosen.attention or "")
         limits = limits_of_configuration(configuration_of(folder))
-        return AskedModel(source, limits, settings.train_batch_size, chosen.sequence_length, own)
+        return AskedModel(found, limits, settings.train_batch_size, chosen.sequence_length, own)
     if settings.model is None:
         raise ValueError(
             f"{str(path)!r} describes no model: it has neither a section 'model' nor 'huggingface'; name the model "
             "first, and the file with --explain"
         )
-    from zeromesh.plan.source import token_inputs
-    from zeromesh.plan.trace import TracedCost
     from zeromesh.train.model import language_model
 
     shape = settings.model
@@ -119,5 +108,5 @@ def _configured(path: Path, precision: str) -> AskedModel:
         shape = shape.model_copy(update={"vocab_size": size})
     language = language_model(settings.model_copy(update={"model": shape}))
     built = language.build()
-    source = TracedCost(lambda: built, token_inputs("tokens"), _options(precision), name=shape.architecture)
+    source = TracedCost(lambda: built, token_inputs("tokens"), options, name=shape.architecture)
     return AskedModel(source, limits_of_decoder(shape), settings.train_batch_size, shape.sequence_length, own)

@@ -1,4 +1,4 @@
-"""Before an initialization, without memory: plan what is "auto", and refuse early what ``initialize`` would refuse."""
+"""Checks of a configuration and a model on the meta device before a run, and planning of keys that are "auto"."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _log = logging.getLogger("zeromesh")
 
 
 class Automatic:
-    """What a configuration leaves to the planner.
+    """Keys of a configuration that are "auto", which the planner fills in.
 
     Args:
         config: path of the configuration.
@@ -41,7 +41,7 @@ class Automatic:
         self._asked = asked_of_planner(config, overrides)
 
     def __bool__(self) -> bool:
-        """Return whether it leaves anything."""
+        """Return whether there are any."""
         return bool(self._asked)
 
     def fill(self, settings: Settings, example: Example, environment: Environment, world: Group | None) -> Settings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
@@ -18,18 +18,9 @@ from zeromesh.plan.cost import CostSource, ModelCost, Recompute
 from zeromesh.plan.fit import TIME_ERROR, lacking
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine, Node
-from zeromesh.plan.memory import RankMemory, memory_of
-from zeromesh.plan.search import (
-    ALIKE,
-    Memory,
-    PlanCandidate,
-    PlanResult,
-    SearchEffort,
-    Timing,
-    search,
-)
+from zeromesh.plan.memory import RankMemory
+from zeromesh.plan.search import ALIKE, PlanCandidate, PlanResult, SearchEffort, search
 from zeromesh.plan.space import LayoutSpace, PlanRequest
-from zeromesh.plan.time import time_of
 
 FACTORS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)  # by which a link is changed to see whether another layout wins
 LEAST_GAIN = 0.02  # share of a step that is worth saying
@@ -39,10 +30,10 @@ ADDED_DISK = (30e12, 12e9, 6e9)  # bytes, and bytes per second read and written,
 
 
 class Gain(NamedTuple):
-    """What a change saves."""
+    """A change of the machine or the run, and the share of the step's time that it saves."""
 
     change: str
-    share: float  # of the step's time that is saved
+    share: float
 
 
 class Remedy(NamedTuple):
@@ -97,22 +88,22 @@ class PlanAnswer:
     lacks: tuple[ParallelLayout, tuple[RankMemory, ...], dict[str, float]] | None = None
 
 
-def answer(result: PlanResult, memory: Memory = memory_of, time: Timing = time_of) -> PlanAnswer:
+def answer(result: PlanResult) -> PlanAnswer:
     """Return the reasons of a result, each computed by a search or by the same memory and time."""
     request = result.request
     if result.best is None:
         layout, ranks = result.nearest[0]
         lacks = layout, ranks, lacking(ranks, layout, request.machine)
-        return PlanAnswer(result, remedies=tuple(_remedies(request, memory, time)), lacks=lacks)
+        return PlanAnswer(result, remedies=tuple(_remedies(request)), lacks=lacks)
     best = result.best
-    gains = tuple(_gains(request, best, memory, time))
+    gains = tuple(_gains(request, best))
     rival = next(iter(result.shown[1:]), None)
-    turns = _turn(request, best, rival, time) if rival is not None and request.goal == "time" else ""
-    lean = search(replace(request, goal="memory"), memory, time, SearchEffort(1, 1, 60, 1)).best
+    turns = _turn(request, best, rival) if rival is not None and request.goal == "time" else ""
+    lean = search(replace(request, goal="memory"), SearchEffort(1, 1, 60, 1)).best
     leanest = None
     if lean is not None and lean.layout != best.layout:
-        leanest = lean.layout, largest_of(request, lean.layout, lean.machine, memory)
-    return PlanAnswer(result, gains, turns, largest_of(request, best.layout, best.machine, memory), leanest)
+        leanest = lean.layout, largest_of(request, lean.layout, lean.machine)
+    return PlanAnswer(result, gains, turns, largest_of(request, best.layout, best.machine), leanest)
 
 
 # What the best layout is bound by.
@@ -131,6 +122,28 @@ def reason_of(candidate: PlanCandidate) -> str:
     limit = least_memory(candidate.machine)
     full = candidate.fullest.device / limit
     return ", ".join([*said, f"memory {full:.0%}"] if full >= 0.85 else said)
+
+
+def shares_text(candidate: PlanCandidate) -> str:
+    """Return the resources with most of the step's time, for people."""
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares_of(candidate)[:4] if share >= 0.005)
+
+
+def interval_text(seconds: float) -> str:
+    """Return a predicted time with its interval."""
+    low, high = seconds_text(seconds * (1 - TIME_ERROR)), seconds_text(seconds * (1 + TIME_ERROR))
+    return f"{seconds_text(seconds)}, between {low} and {high} by what is known of such predictions"
+
+
+def fullest_text(candidate: PlanCandidate) -> str:
+    """Return the ranks whose devices need most, for people."""
+    return f"pipeline rank {candidate.fullest.pipeline_rank}" if candidate.layout.pipeline > 1 else "each rank"
+
+
+def missing_text(over: Mapping[str, float], device: str) -> str:
+    """Return the bytes that tiers lack, for people; ``device`` is the article of the device."""
+    tiers = {"device": f"of {device} device's memory", "host": "of host memory a node", "nvme": "of NVMe a node"}
+    return " and ".join(f"{bytes_text(size)} {tiers[tier]}" for tier, size in over.items() if size > 0)
 
 
 def layout_text(layout: ParallelLayout) -> str:
@@ -156,22 +169,18 @@ def _best(told: PlanAnswer) -> Iterator[str]:
     result, best = told.result, told.result.best
     assert best is not None
     layout, peak = best.layout, best.fullest.peak
-    seconds = best.time.seconds
-    batches = _count(layout.accumulation, "micro-batch", "micro-batches")
-    low, high = seconds_text(seconds * (1 - TIME_ERROR)), seconds_text(seconds * (1 + TIME_ERROR))
+    batches = _count(layout.accumulation, "micro-batch", "es")
     yield (
-        f"Best: {layout_text(layout)}; {batches} of {_count(layout.micro_batch, 'sample', 'samples')} on each rank. A "
-        f"step takes {seconds_text(seconds)}, between {low} and {high} by what is known of such predictions."
+        f"Best: {layout_text(layout)}; {batches} of {_count(layout.micro_batch, 'sample')} on each rank. A "
+        f"step takes {interval_text(best.time.seconds)}."
     )
-    shares = [f"{name} {share:.0%}" for name, share in shares_of(best)[:4] if share >= 0.005]
     freed = next((gain for gain in told.gains if "memory" in gain.change), None)
     binding = "memory" if freed is not None and freed.share >= LEAST_GAIN else best.time.bound
-    yield f"The limit is {binding}. The step's time goes to {', '.join(shares)}."
+    yield f"The limit is {binding}. The step's time goes to {shares_text(best)}."
     largest = sorted(peak.bytes.items(), key=lambda pair: -pair[1])[:3]
-    rank = f"pipeline rank {best.fullest.pipeline_rank}" if layout.pipeline > 1 else "each rank"
     parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in largest)
     yield (
-        f"The most memory is used by {rank} at the {peak.label}: {bytes_text(best.fullest.device)} of "
+        f"The most memory is used by {fullest_text(best)} at the {peak.label}: {bytes_text(best.fullest.device)} of "
         f"{bytes_text(least_memory(best.machine))}, with {parts}."
     )
     rival = next(iter(result.shown[1:]), None)
@@ -222,18 +231,15 @@ def _unknown(told: PlanAnswer) -> Iterator[str]:
 def _nothing_fits(told: PlanAnswer) -> Iterator[str]:
     assert told.lacks is not None
     layout, ranks, over = told.lacks
-    machine = told.result.request.machine
-    needs = max(rank.device for rank in ranks)
-    peak = max(ranks, key=lambda rank: rank.device)
-    names = {"device": "of each device's memory", "host": "of host memory a node", "nvme": "of NVMe a node"}
-    missing = [f"{bytes_text(size)} {names[tier]}" for tier, size in over.items() if size > 0]
+    fullest = max(ranks, key=lambda rank: rank.device)
+    used = f"{bytes_text(fullest.device)} of {bytes_text(least_memory(told.result.request.machine))}"
     result = told.result
     none = f"of {result.considered} layouts none does"
     if not result.proven:
         none = f"none of {result.weighed} layouts does whose memory was computed, of {result.considered}"
     yield (
-        f"Nothing fits: {none}. The nearest, {layout_text(layout)}, lacks {' and '.join(missing)}: it needs "
-        f"{bytes_text(needs)} of {bytes_text(least_memory(machine))} on the device, most at the {peak.peak.label}."
+        f"Nothing fits: {none}. The nearest, {layout_text(layout)}, lacks {missing_text(over, 'each')}: it needs "
+        f"{used} on the device, most at the {fullest.peak.label}."
     )
     for number, remedy in enumerate(told.remedies[:3], 1):
         yield f"{number}. {ADVICE[remedy.kind].capitalize()}: {remedy.text}."
@@ -242,15 +248,15 @@ def _nothing_fits(told: PlanAnswer) -> Iterator[str]:
 
 
 def _room(largest: Largest) -> str:
-    samples = _count(largest.micro_batch, "sample", "samples")
+    samples = _count(largest.micro_batch, "sample")
     return (
         f"micro-batches of {samples}, or sequences of {largest.sequence} tokens one at a time, or a model of "
         f"{largest.blocks} blocks ({scaled_text(largest.parameters)} parameters)"
     )
 
 
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
+def _count(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number} {noun}{ending if number != 1 else ''}"
 
 
 def seconds_text(seconds: float) -> str:
@@ -292,20 +298,20 @@ def _links(machine: Machine, *layouts: ParallelLayout) -> list[tuple[str, str]]:
     return found
 
 
-def _gains(request: PlanRequest, best: PlanCandidate, memory: Memory, time: Timing) -> Iterator[Gain]:
+def _gains(request: PlanRequest, best: PlanCandidate) -> Iterator[Gain]:
     """Yield what twice of each resource saves."""
     wanted = [("memory", "memory of devices"), *_links(best.machine, best.layout)]
     for what, name in wanted:
         machine = changed(best.machine, what, 2.0)
-        found = search(replace(request, machine=machine, goal="time"), memory, time, SearchEffort(40, 16, 400, 1)).best
-        seconds = time(request.source, request.sequence, best.layout, machine).seconds
+        found = search(replace(request, machine=machine, goal="time"), SearchEffort(40, 16, 400, 1)).best
+        seconds = request.time_on(machine, best.layout).seconds
         if found is not None:
             seconds = min(seconds, found.time.seconds)
         verb = "twice the" if what == "memory" else "twice as fast"
         yield Gain(f"{verb} {name}", max(0.0, 1 - seconds / best.time.seconds))
     factor = rounding_factor(best.layout, best.machine)
     if factor > 1:
-        seconds = time(request.source, request.sequence, best.layout, changed(best.machine, "between", factor)).seconds
+        seconds = request.time_on(changed(best.machine, "between", factor), best.layout).seconds
         if (share := 1 - seconds / best.time.seconds) >= LEAST_GAIN:
             names = keys.REDUCED_BITS if best.layout.stage == 0 else f"{keys.GATHERED_BITS}, {keys.REDUCED_BITS}"
             yield Gain(f"8 bits between nodes ({names}), which change results slightly,", share)
@@ -326,13 +332,12 @@ def rounding_factor(layout: ParallelLayout, machine: Machine) -> float:
     return max(1.0, layout.widths.wire / (FORMATS["8bit"].bytes_for(BLOCK) / BLOCK + passes))
 
 
-def _turn(request: PlanRequest, best: PlanCandidate, rival: PlanCandidate, time: Timing) -> str:
+def _turn(request: PlanRequest, best: PlanCandidate, rival: PlanCandidate) -> str:
     """Return the least change of a link after which the runner-up is faster."""
 
     def wins(what: str, factor: float) -> bool:
         machine = changed(request.machine, what, factor)
-        one, other = (time(request.source, request.sequence, c.layout, machine).seconds for c in (rival, best))
-        return one < other
+        return request.time_on(machine, rival.layout).seconds < request.time_on(machine, best.layout).seconds
 
     found = []
     for what, name in _links(best.machine, best.layout, rival.layout):
@@ -363,12 +368,11 @@ def _most(fits: Callable[[int], bool], step: int, limit: int, parts: int = 32) -
     return low * step
 
 
-def largest_of(request: PlanRequest, layout: ParallelLayout, machine: Machine, memory: Memory) -> Largest:
+def largest_of(request: PlanRequest, layout: ParallelLayout, machine: Machine) -> Largest:
     """Return the largest micro-batch, the longest sequence and the deepest model that a layout holds."""
 
-    def fits(source: CostSource, sequence: int, changed_layout: ParallelLayout) -> bool:
-        ranks = memory(source, sequence, changed_layout, machine)
-        return max(lacking(ranks, changed_layout, machine).values()) <= 0
+    def fits(source: CostSource, sequence: int, one: ParallelLayout) -> bool:
+        return max(lacking(request.memory(source, sequence, one, machine), one, machine).values()) <= 0
 
     source, sequence = request.source, request.sequence
     alone = replace(layout, micro_batch=1)
@@ -386,14 +390,14 @@ def largest_of(request: PlanRequest, layout: ParallelLayout, machine: Machine, m
 # What to do if nothing fits.
 
 
-def _fits(request: PlanRequest, memory: Memory, time: Timing) -> bool:
+def _fits(request: PlanRequest) -> bool:
     """Return whether any layout fits; the batch grows if the devices cannot share it."""
     if not LayoutSpace(request, request.machine).meshes():
         request = replace(request, batch=ceil(request.batch / request.machine.devices) * request.machine.devices)
     # No schedule holds less than 1F1B, and the orders of others take long to make on many ranks.
     accepts = request.accepts or (lambda _: True)
     request = replace(request, accepts=lambda layout: layout.schedule == "1f1b" and accepts(layout))
-    return search(replace(request, goal="memory"), memory, time, SearchEffort(1, 1, 300, 1)).best is not None
+    return search(replace(request, goal="memory"), SearchEffort(1, 1, 300, 1)).best is not None
 
 
 def _least(fits: Callable[[float], bool], most: int) -> float | None:
@@ -403,18 +407,21 @@ def _least(fits: Callable[[float], bool], most: int) -> float | None:
     return next(filter(fits, factors)) if factors and fits(factors[-1]) else None
 
 
-def _remedies(request: PlanRequest, memory: Memory, time: Timing) -> Iterator[Remedy]:
+def _remedies(request: PlanRequest) -> Iterator[Remedy]:
     """Return changes after which something fits, the cheapest first."""
     machine = request.machine
     node = machine.nodes[0][0]
 
     def on(other: Machine) -> bool:
-        return _fits(replace(request, machine=other), memory, time)
+        return _fits(replace(request, machine=other))
+
+    def part(factor: float) -> int:
+        return max(1, int(request.sequence / factor))
 
     found: list[Remedy] = []
-    shorter = _least(lambda f: _fits(_shorter(request, f), memory, time), request.sequence // SHORTEST)
+    shorter = _least(lambda f: _fits(replace(request, sequence=part(f))), request.sequence // SHORTEST)
     if shorter is not None:
-        text = f"{int(request.sequence / shorter)} tokens fit, instead of {request.sequence}"
+        text = f"{part(shorter)} tokens fit, instead of {request.sequence}"
         found.append(Remedy("sequence", text, 0.0))
     if not node.disk:
         size, read, write = ADDED_DISK
@@ -431,7 +438,3 @@ def _remedies(request: PlanRequest, memory: Memory, time: Timing) -> Iterator[Re
             amount = f"{unit * factor:.0f} devices" if kind == "nodes" else f"{bytes_text(unit * factor)} each"
             found.append(Remedy(kind, f"{amount} are enough, {factor:g} times as much", price * (factor - 1)))
     yield from sorted(found, key=lambda remedy: remedy.effort)
-
-
-def _shorter(request: PlanRequest, factor: float) -> PlanRequest:
-    return replace(request, sequence=max(1, int(request.sequence / factor)))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _NARROW = frozenset((
     "__matmul__", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d",
@@ -79,7 +79,7 @@ class _Casts(TorchFunctionMode):
         elif name in self._wide:
             wanted = torch.float32
         elif name in _PROMOTED:
-            found = {x.dtype for x in _floats((args, kwargs))}
+            found = {x.dtype for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
             wanted = torch.float32 if {torch.float32, self._dtype} <= found else None
         if wanted is not None:
             args, kwargs = self.cast(args, wanted), self.cast(kwargs, wanted)
@@ -99,7 +99,3 @@ class _Casts(TorchFunctionMode):
             return self._weights[id(tensor)][1]
 
         return tree_map_only(Tensor, one, values)
-
-
-def _floats(values: Any) -> list[Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]

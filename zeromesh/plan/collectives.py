@@ -61,11 +61,17 @@ class Fabric:
 
     def all_gather(self, size: float) -> float:
         """Return the seconds after which all ranks have all parts."""
-        return self._gather(size)
+        if self.size <= 1 or size <= 0:
+            return 0.0
+        found = [self._ring(size)]
+        if self.crosses and self.local > 1 and not self.rails:
+            # Each rank of a node gathers another part of the other nodes' shares, then the node's ranks exchange.
+            found.append(self._across().all_gather(size / self.local) + _ring(self.inside, self.local, size))
+        return min(found)
 
     def reduce_scatter(self, size: float) -> float:
         """Return the seconds after which each rank has its part of the sum."""
-        return self._gather(size)  # the same messages in the other direction
+        return self.all_gather(size)  # the same messages in the other direction
 
     def all_reduce(self, size: float) -> float:
         """Return the seconds after which all ranks have the whole sum."""
@@ -76,16 +82,6 @@ class Fabric:
             found.append(2 * _ring(self.inside, self.local, size) + self._across().all_reduce(size / self.local))
         return min(found)
 
-    def all_to_all(self, size: float) -> float:
-        """Return the seconds in which each rank sends another 1/n of its ``size`` bytes to each of the others."""
-        if self.size <= 1 or size <= 0:
-            return 0.0
-        near, far = self.local - 1, self.size - self.local
-        near_time = near * self.inside.latency + size * near / self.size / self.inside.bandwidth
-        far_time = far * self.between.latency + size * far / self.size / self.between.bandwidth if far > 0 else 0.0
-        # Each direction has links of its own: what stays in the node travels beside what leaves it.
-        return max(near_time, far_time)
-
     def send(self, size: float) -> float:
         """Return the seconds of a message to the next rank; on another node where the group has one rank on each."""
         if self.size <= 1 or size <= 0:
@@ -94,38 +90,28 @@ class Fabric:
         link = self.between if self.crosses else self.inside
         return link.latency + size / link.bandwidth
 
-    def _gather(self, size: float) -> float:
-        if self.size <= 1 or size <= 0:
-            return 0.0
-        found = [self._ring(size)]
-        if self.crosses and self.local > 1 and not self.rails:
-            # Each rank of a node gathers another part of the other nodes' shares, then the node's ranks exchange.
-            found.append(self._across().all_gather(size / self.local) + _ring(self.inside, self.local, size))
-        return min(found)
-
     def _across(self) -> Fabric:
         return Fabric(self.nodes, 1, self.inside, self.between)
+
+    @property
+    def _bandwidth(self) -> float:
+        # As many rings as a node has members, so that each member's link to other nodes is used.
+        outer = (self.rails or self.local) * self.between.bandwidth
+        return min(outer, self.inside.bandwidth) if self.local > 1 else outer
 
     def _ring(self, size: float) -> float:
         """Return the time of half an all-reduce by a ring: (n-1) alpha + V (n-1) / (n beta)."""
         if not self.crosses:
             return _ring(self.inside, self.size, size)
-        # As many rings as a node has members, so that each member's link to other nodes is used.
-        bandwidth = (self.rails or self.local) * self.between.bandwidth
-        if self.local > 1:
-            bandwidth = min(bandwidth, self.inside.bandwidth)
         hops = self.nodes * self.between.latency + (self.size - self.nodes) * self.inside.latency
-        return hops * (self.size - 1) / self.size + size * (self.size - 1) / self.size / bandwidth
+        return hops * (self.size - 1) / self.size + size * (self.size - 1) / self.size / self._bandwidth
 
     def _tree(self, size: float) -> float:
         """Return the time of an all-reduce by a tree: 2 log2(n) alpha + 2 V / beta."""
         if not self.crosses:
             return 2 * math.log2(self.size) * self.inside.latency + 2 * size / self.inside.bandwidth
-        bandwidth = (self.rails or self.local) * self.between.bandwidth
-        if self.local > 1:
-            bandwidth = min(bandwidth, self.inside.bandwidth)
         depth = math.log2(self.nodes) * self.between.latency + math.log2(max(1, self.local)) * self.inside.latency
-        return 2 * depth + 2 * size / bandwidth
+        return 2 * depth + 2 * size / self._bandwidth
 
 
 def _ring(link: Wire, ranks: int, size: float) -> float:

@@ -39,7 +39,7 @@ PLAIN = ActivationRule(source="Korthikanti et al., 2022, with a fused attention;
 
 @dataclass(frozen=True)
 class Convention:
-    """What one framework, or a paper, keeps of each state."""
+    """Amounts of each state that one framework, or a paper, keeps."""
 
     name: str
     widths: Widths

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from math import exp, log
 from typing import NamedTuple
 
@@ -20,12 +21,10 @@ from zeromesh.plan.published_time import (
     constants_of,
     gpu_name,
     in_fit,
-    layer_seconds,
-    layer_setting,
     measured_name,
     measured_seconds,
     operations,
-    predicted,
+    seconds_of,
     setting_of,
 )
 
@@ -46,30 +45,16 @@ class TimedRow(NamedTuple):
     measured: float
 
 
-def seconds_of(setting: Setting, constants: Constants) -> float:
-    """Return the predicted seconds of a row's step, or of its layer."""
-    if setting.row.kind == LAYER:
-        return sum(layer_seconds(setting, constants))
-    return predicted(setting, constants).seconds
-
-
 def samples_of(rows: Sequence[PublishedRow]) -> dict[tuple[str, str], list[TimedRow]]:
     """Return the rows that say a step time and can be predicted, by source and GPU."""
     found: dict[tuple[str, str], list[TimedRow]] = {}
     for row in rows:
-        try:
-            if row.kind == LAYER:
-                setting = layer_setting(row)
-                measured = (float(row.measured["forward_ms"]) + float(row.measured["backward_ms"])) / 1e3
-            elif "throughput" in row.kind.split("+") and measured_name(row):
-                setting = setting_of(row)
-                measured = measured_seconds(setting)
-            else:
-                continue
-            seconds_of(setting, Constants())
-        except (KeyError, ValueError):
+        if row.kind != LAYER and not measured_name(row):
             continue
-        found.setdefault((row.source, gpu_name(row)), []).append(TimedRow(setting, measured))
+        with suppress(KeyError, ValueError):
+            one = TimedRow(setting := setting_of(row), measured_seconds(setting))
+            seconds_of(setting, Constants())
+            found.setdefault((row.source, gpu_name(row)), []).append(one)
     return found
 
 
@@ -80,8 +65,8 @@ def fit(samples: Sequence[TimedRow], names: tuple[str, str]) -> Constants:
         return Constants(**dict(zip(names, logs.exp().tolist(), strict=True)))
 
     def errors(logs: torch.Tensor) -> torch.Tensor:
-        times = [log(seconds_of(one.setting, constants(logs)) / one.measured) for one in samples]
-        return torch.tensor(times, dtype=torch.float64)
+        ratios = [log(seconds_of(one.setting, constants(logs)) / one.measured) for one in samples]
+        return torch.tensor(ratios, dtype=torch.float64)
 
     logs, low, high = torch.tensor([RANGES[name] for name in names], dtype=torch.float64).log().T
     now = errors(logs)

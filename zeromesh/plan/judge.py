@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zeromesh.observe.units import bytes_text
-from zeromesh.plan.answer import LEAST_GAIN, layout_text, seconds_text, shares_of
+from zeromesh.plan.answer import (
+    LEAST_GAIN,
+    fullest_text,
+    interval_text,
+    layout_text,
+    missing_text,
+    seconds_text,
+    shares_text,
+)
 from zeromesh.plan.bounds import least_memory
-from zeromesh.plan.fit import TIME_ERROR, lacking
+from zeromesh.plan.fit import lacking
 from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.memory import memory_of
-from zeromesh.plan.search import Memory, PlanCandidate, PlanResult, Timing, search
+from zeromesh.plan.search import PlanCandidate, PlanResult, search
 from zeromesh.plan.space import PlanRequest
-from zeromesh.plan.time import time_of
 
 
 @dataclass(frozen=True)
@@ -49,23 +54,15 @@ class LayoutJudgement:
     def sentences(self) -> list[str]:
         """The judgement in plain sentences."""
         one, seconds = self.candidate, self.candidate.time.seconds
-        found = []
-        names = {"device": "of the device's memory", "host": "of host memory a node", "nvme": "of NVMe a node"}
-        missing = [f"{bytes_text(size)} {names[tier]}" for tier, size in self.over.items() if size > 0]
-        peak = one.fullest.peak.label
-        rank = f"pipeline rank {one.fullest.pipeline_rank}" if one.layout.pipeline > 1 else "each rank"
+        peak, rank = one.fullest.peak.label, fullest_text(one)
+        missing = missing_text(self.over, "the")
         if missing:
-            found.append(f"It does not fit: it lacks {' and '.join(missing)}. Most is used by {rank} at the {peak}.")
+            found = [f"It does not fit: it lacks {missing}. Most is used by {rank} at the {peak}."]
         else:
             share = one.fullest.device / least_memory(one.machine)
-            found.append(f"It fits: {rank} uses {share:.0%} of the device's memory, most of it at the {peak}.")
-        shares = [f"{name} {share:.0%}" for name, share in shares_of(one)[:4] if share >= 0.005]
-        low, high = seconds_text(seconds * (1 - TIME_ERROR)), seconds_text(seconds * (1 + TIME_ERROR))
+            found = [f"It fits: {rank} uses {share:.0%} of the device's memory, most of it at the {peak}."]
         would = "would take" if missing else "takes"
-        found.append(
-            f"A step {would} {seconds_text(seconds)}, between {low} and {high} by what is known of such predictions. "
-            f"It is bound by {one.time.bound}: {', '.join(shares)}."
-        )
+        found.append(f"A step {would} {interval_text(seconds)}. It is bound by {one.time.bound}: {shares_text(one)}.")
         if self.better:
             best = self.better[0]
             gain = "" if missing else f", {1 - best.time.seconds / seconds:.0%} less time"
@@ -86,11 +83,9 @@ class LayoutJudgement:
         }  # fmt: skip
 
 
-def judge(
-    request: PlanRequest, layout: ParallelLayout, memory: Memory = memory_of, time: Timing = time_of
-) -> LayoutJudgement:
+def judge(request: PlanRequest, layout: ParallelLayout) -> LayoutJudgement:
     """Return the judgement of a layout on the request's machine."""
-    ranks = tuple(memory(request.source, request.sequence, layout, request.machine))
-    found = time(request.source, request.sequence, layout, request.machine)
-    candidate = PlanCandidate(layout, request.machine, request.sequence, ranks, found)
-    return LayoutJudgement(candidate, lacking(ranks, layout, request.machine), search(request, memory, time))
+    machine = request.machine
+    ranks, found = request.memory_on(machine, layout), request.time_on(machine, layout)
+    candidate = PlanCandidate(layout, machine, request.sequence, ranks, found)
+    return LayoutJudgement(candidate, lacking(ranks, layout, machine), search(request))

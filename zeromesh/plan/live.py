@@ -105,7 +105,6 @@ class Event(NamedTuple):
     stored: TracedStorage
     sign: int
     slot: int
-    backward: bool
 
 
 @dataclass(slots=True)
@@ -199,7 +198,7 @@ class TraceRecorder(TorchDispatchMode):
             return found[0]
         stored = TracedStorage(storage.nbytes(), self.slot)
         self._live[key] = (stored, weakref.ref(storage, partial(self._freed, key, stored)))
-        self.events.append(Event(stored, 1, self.slot, torch._C._current_graph_task_id() != -1))
+        self.events.append(Event(stored, 1, self.slot))
         return stored
 
     def alive(self) -> Iterator[TracedStorage]:
@@ -221,7 +220,7 @@ class TraceRecorder(TorchDispatchMode):
 
     def _freed(self, key: int, stored: TracedStorage, _: Any) -> None:
         self._live.pop(key, None)
-        self.events.append(Event(stored, -1, self.slot, torch._C._current_graph_task_id() != -1))
+        self.events.append(Event(stored, -1, self.slot))
 
     # Operators.
 
@@ -397,17 +396,12 @@ def _recipe(facts: _Facts, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
     results = result if isinstance(result, tuple) else (result,)
     if not all(isinstance(one, Tensor) and one.is_meta for one in results):
         return None
-    storages = [tensor.untyped_storage()._cdata for tensor in (*_tensors((*args, *kwargs.values())), *results)]
+    taken = {tensor.untyped_storage()._cdata for tensor in _tensors((*args, *kwargs.values()))}
+    made = {one.untyped_storage()._cdata for one in results}
     recipe = tuple((one.shape, one.stride(), one.dtype, one is result) for one in results)
     again = [torch.empty_strided(*one[:2], dtype=one[2], device="meta").untyped_storage().nbytes() for one in recipe]
     same = again == [one.untyped_storage().nbytes() for one in results]
-    return (
-        recipe
-        if same
-        and len(set(storages[-len(results) :])) == len(results)
-        and not (set(storages[: -len(results)]) & set(storages[-len(results) :]))
-        else None
-    )
+    return recipe if same and len(made) == len(results) and not made & taken else None
 
 
 def _looks_up(facts: _Facts) -> bool:

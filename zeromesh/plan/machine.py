@@ -9,9 +9,8 @@ times in seconds, speeds in bytes or operations per second.
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -198,6 +197,9 @@ NOT_NEGATIVE = "0 or a number above it"
 SHARE = "above 0 and at most 1"
 COUNT = "a whole number from 1 on"
 FLAG = "true or false"
+TEXT = "text"
+
+HUGE = 1e300
 
 RULES: dict[str, str] = {
     **dict.fromkeys(("efficiency", "product_efficiency", "memory_efficiency"), SHARE),
@@ -207,8 +209,12 @@ RULES: dict[str, str] = {
     **dict.fromkeys(("cache", "cache_bandwidth", "loss_bandwidth"), NOT_NEGATIVE),
     **dict.fromkeys(("attention_bandwidth", "attention_bandwidth_back"), NOT_NEGATIVE),
     **dict.fromkeys(("disk_read", "disk_write", "disk", "price"), NOT_NEGATIVE),
-    **dict.fromkeys(("name", "source"), "text"),
+    **dict.fromkeys(("name", "source"), TEXT),
+    **dict.fromkeys(("device", "inside", "host", "between"), "an object"),
     "processor": FLAG,
+    "flops": "an object of operations per second by dtype",
+    "nodes": "a list",
+    "format": str(FORMAT),
 }
 
 OBJECTS: dict[str, type] = {"device": Device, "inside": LinkSpeed, "host": LinkSpeed, "between": LinkSpeed}
@@ -220,7 +226,7 @@ def _machine_problems(document: Mapping[str, Any]) -> Iterator[str]:
     if "format" in document and (document["format"] != FORMAT or isinstance(document["format"], bool)):
         yield f"format is {show(document['format'])}, but must be {FORMAT}; {WRITE_ONE}"
     if "name" in document:
-        yield from _value_problem("name", document["name"], "text")
+        yield from _value_problem("name", document["name"], TEXT)
     notes = document.get("notes", [])
     if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
         yield f"notes is {show(notes)}, but must be a list of texts; leave it out if there are none"
@@ -262,13 +268,7 @@ def _key_problems(value: Mapping[str, Any], needed: Mapping[str, bool], path: st
             yield f"{dot}{key} is {show(value[key])}, but there is no such key; {remedy}"
     for key, must in needed.items():
         if must and key not in value:
-            rule = "an object" if key in OBJECTS else RULES.get(key, POSITIVE)
-            rule = {
-                "flops": "an object of operations per second by dtype",
-                "nodes": "a list",
-                "format": str(FORMAT),
-            }.get(key, rule)
-            yield f"{dot}{key} is missing, and must be {rule}; {WRITE_ONE}"
+            yield f"{dot}{key} is missing, and must be {RULES.get(key, POSITIVE)}; {WRITE_ONE}"
 
 
 def _flops_problems(value: Any, path: str) -> Iterator[str]:
@@ -282,28 +282,32 @@ def _flops_problems(value: Any, path: str) -> Iterator[str]:
             yield from _value_problem(f"{path}.{dtype}", speed, POSITIVE)
 
 
+# Whole numbers of JSON may be larger than any float.
+CHECKS: dict[str, Callable[[Any], bool]] = {
+    POSITIVE: lambda value: 0 < value < HUGE,
+    NOT_NEGATIVE: lambda value: 0 <= value < HUGE,
+    SHARE: lambda value: 0 < value <= 1,
+    COUNT: lambda value: isinstance(value, int) and 1 <= value < HUGE,
+}
+REMEDIES = {
+    NOT_NEGATIVE: "take 0 if there is none",
+    TEXT: "put it in quotes",
+    FLAG: "it is true for ranks that compute on the host's own cores",
+}
+
+
 def _value_problem(path: str, value: Any, rule: str) -> Iterator[str]:
-    remedy = (
-        "take 0 if there is none" if rule == NOT_NEGATIVE else "write the one that was measured, or of a data sheet"
-    )
-    if rule == "text":
-        right, remedy = isinstance(value, str), "put it in quotes"
-    elif rule == FLAG:
-        right, remedy = isinstance(value, bool), "it is true for ranks that compute on the host's own cores"
-    elif isinstance(value, bool) or not isinstance(value, int | float) or (rule == COUNT and value != value // 1):
-        right = False
+    if rule in (TEXT, FLAG):
+        right = isinstance(value, str if rule == TEXT else bool)
     else:
-        # A whole number of JSON may be larger than any float.
-        finite = math.isfinite(value) if isinstance(value, float) else abs(value) < 1e300
-        low = {NOT_NEGATIVE: value >= 0, COUNT: value >= 1, SHARE: 0 < value <= 1}.get(rule, value > 0)
-        right = finite and low and (rule != COUNT or isinstance(value, int))
+        right = isinstance(value, int | float) and not isinstance(value, bool) and CHECKS[rule](value)
     if not right:
+        remedy = REMEDIES.get(rule, "write the one that was measured, or of a data sheet")
         yield f"{path} is {show(value)}, but must be {rule}; {remedy}"
 
 
 def _node(entry: Mapping[str, Any]) -> Node:
-    values = {key: OBJECTS[key](**value) if key in OBJECTS else value for key, value in entry.items() if key != "count"}
-    return Node(**values)
+    return Node(**{key: OBJECTS[key](**one) if key in OBJECTS else one for key, one in entry.items() if key != "count"})
 
 
 def _plain(node: Node) -> dict[str, Any]:

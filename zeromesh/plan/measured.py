@@ -51,7 +51,7 @@ class MemoryFit(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What was measured on one node: its host, and the times of each of its ranks, as ``measure_speeds`` has them."""
+    """Measurements of one node: its host, and the times of each of its ranks, as ``measure_speeds`` returns them."""
 
     host: str
     memory: float  # bytes
@@ -68,7 +68,7 @@ class NodeFacts:
 
     @property
     def kind(self) -> tuple[str, int, int, int]:
-        """What nodes of one kind have alike."""
+        """Figures in which nodes of one kind agree: device, ranks, cores, and memory to the nearest 4 GB."""
         return str(self.ranks[0]["name"]), len(self.ranks), self.cores, round(self.memory / 4e9)
 
 
@@ -174,10 +174,7 @@ def _node(alike: Sequence[NodeFacts], inside: LinkSpeed | None) -> tuple[Node, l
         inside = host
         notes.append("inside a node: not measured, as there was one rank; taken as the link to the host")
     read, write, size = (statistics.median(values) for values in zip(*(node.disk for node in alike), strict=True))
-    return (
-        Node(device, count, inside, host, memory, bandwidth, first.cores, read, write, size, first.host),
-        notes,
-    )
+    return (Node(device, count, inside, host, memory, bandwidth, first.cores, read, write, size, first.host), notes)
 
 
 def _device(alike: Sequence[NodeFacts]) -> tuple[Device, list[str]]:
@@ -197,22 +194,14 @@ def _device(alike: Sequence[NodeFacts]) -> tuple[Device, list[str]]:
     threads = len(alike[0].ranks) * (ranks[0]["threads"] or 0)
     turn = min(1.0, alike[0].cores / threads) if threads else 1.0
     device = Device(
-        name,
-        memory=ranks[0]["memory"] or alike[0].memory / len(alike[0].ranks),
-        flops={dtype: speed * turn for dtype, speed in products.flops.items()},
-        bandwidth=kernels.bandwidth * turn,
-        product_efficiency=1.0,
-        memory_efficiency=1.0,
-        launch=_typical(ranks, "launch") / turn,
+        name, ranks[0]["memory"] or alike[0].memory / len(alike[0].ranks),
+        {dtype: speed * turn for dtype, speed in products.flops.items()}, kernels.bandwidth * turn,
+        product_efficiency=1.0, memory_efficiency=1.0, launch=_typical(ranks, "launch") / turn,
         reserved=statistics.median(rank["reserved"] for rank in ranks),
-        source="measured; the peaks are what large products reach",
-        product_padding=products.padding,
-        product_fill=products.fill,
-        cache=kernels.cache,
-        cache_bandwidth=kernels.cache_bandwidth * turn,
-        **_fused(ranks, products, turn),
-        processor=not ranks[0]["memory"],
-    )
+        source="measured; the peaks are what large products reach", product_padding=products.padding,
+        product_fill=products.fill, cache=kernels.cache, cache_bandwidth=kernels.cache_bandwidth * turn,
+        **_fused(ranks, products, turn), processor=not ranks[0]["memory"],
+    )  # fmt: skip
     known = find_accelerator(name)
     if known is None:
         return device, notes
@@ -220,16 +209,11 @@ def _device(alike: Sequence[NodeFacts]) -> tuple[Device, list[str]]:
     half = device.half
     reached = min(1.0, products.flops[half] / known.flops[half])
     flops = known.flops | {dtype: speed / reached for dtype, speed in products.flops.items() if dtype != half}
-    share = min(1.0, kernels.bandwidth / (known.bandwidth * 1e9))
-    source = f"measured; peak in {half} and bandwidth: {known.source}"
     return replace(
-        device,
-        flops=flops,
-        bandwidth=known.bandwidth * 1e9,
-        product_efficiency=reached,
-        memory_efficiency=share,
-        source=source,
-    ), notes
+        device, flops=flops, bandwidth=known.bandwidth * 1e9, product_efficiency=reached,
+        memory_efficiency=min(1.0, kernels.bandwidth / (known.bandwidth * 1e9)),
+        source=f"measured; peak in {half} and bandwidth: {known.source}",
+    ), notes  # fmt: skip
 
 
 def _fused(ranks: Sequence[Mapping[str, Any]], products: ProductFit, turn: float) -> dict[str, float]:

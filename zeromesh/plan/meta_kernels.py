@@ -151,9 +151,5 @@ def _norm_on_cpu(
 
 _CHOSEN: dict[str, dict[str, Callable[..., Any]]] = {
     "cpu": {"scaled_dot_product_attention": _attention_on_cpu, "layer_norm": _norm_on_cpu},
-    "cuda": {
-        "scaled_dot_product_attention": _attention_on_gpu,
-        "dropout": _dropout_on_gpu,
-        "rms_norm": _norm_on_gpu,
-    },
+    "cuda": {"scaled_dot_product_attention": _attention_on_gpu, "dropout": _dropout_on_gpu, "rms_norm": _norm_on_gpu},
 }

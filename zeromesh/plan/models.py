@@ -70,16 +70,10 @@ def shape_named(text: str) -> TransformerShape | None:
     return _listed(family.lower(), sizes, text)
 
 
-def nearest_model(text: str) -> str | None:
-    """Return the known name that a text was most likely meant to be."""
-    return nearest(text, MODELS)
-
-
-def limits_of(shape: TransformerShape, causal: bool | None = None) -> ModelLimits:
+def limits_of(shape: TransformerShape) -> ModelLimits:
     """Return the numbers that a mesh must divide."""
-    decodes = not shape.name.startswith("bert") if causal is None else causal
-    width = shape.width or 4 * shape.hidden
-    return ModelLimits(shape.heads, shape.kv_heads or shape.heads, width, decodes, shape.positions)
+    causal = not shape.name.startswith("bert")
+    return ModelLimits(shape.heads, shape.kv_heads or shape.heads, shape.mlp_width, causal, shape.positions)
 
 
 def limits_of_decoder(shape: ModelShape) -> ModelLimits:

@@ -8,7 +8,7 @@ from html import escape
 from zeromesh.config.written import row_name
 from zeromesh.model.placement import PlacementRow
 from zeromesh.observe.units import bytes_text, scaled_text
-from zeromesh.plan.answer import PlanAnswer, layout_text, reason_of, seconds_text, sentences
+from zeromesh.plan.answer import PlanAnswer, fullest_text, layout_text, reason_of, seconds_text, sentences
 from zeromesh.plan.bounds import least_memory
 from zeromesh.plan.memory import Moment
 from zeromesh.plan.search import LayoutCell, PlanCandidate, PlanResult
@@ -71,15 +71,13 @@ def _table(result: PlanResult) -> str:
 
 
 def _caption(best: PlanCandidate) -> str:
-    rank = best.fullest
-    which = f"pipeline rank {rank.pipeline_rank}" if best.layout.pipeline > 1 else "each rank"
-    text = f"Device memory of {which}, by what it is for; the line is the device's limit."
-    return f"<p>{escape(text)} Most is used at the {escape(rank.peak.label)}.</p>"
+    text = f"Device memory of {fullest_text(best)}, by what it is for; the line is the device's limit."
+    return f"<p>{escape(text)} Most is used at the {escape(best.fullest.peak.label)}.</p>"
 
 
-def _svg(height: float, body: Iterable[str], width: float = WIDTH) -> str:
+def _svg(height: float, body: Iterable[str]) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" role="img">'
         + "".join(body)
         + "</svg>"
     )

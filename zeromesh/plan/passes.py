@@ -43,7 +43,6 @@ class TraceOptions:
     dtype: torch.dtype | None = None  # of parameters and floating-point inputs; None leaves them as they are
     autocast: torch.dtype | None = None  # of ``torch.autocast`` around the forward
     kernels: str = "cuda"  # device whose kernels are used: "cuda" or "cpu"
-    training: bool = True  # false: dropout is off
 
 
 @dataclass
@@ -146,7 +145,7 @@ class _Trace:
                 module.register_forward_hook(self._leave(unit), always_call=True),
             )
         ]
-        self.model.train(self.options.training)
+        self.model.train()
         values = {name: _meta_input(name, value, self.options.dtype) for name, value in inputs.items()}
         given = [recorder.find(tensor) for tensor in tree_leaves(values) if isinstance(tensor, Tensor)]
         for tensor in {id(t): t for t in self.state.values()}.values():

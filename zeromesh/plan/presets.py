@@ -46,20 +46,17 @@ LINKS: dict[str, LinkRow] = {
     "pcie3-staged": LinkRow(15.75, 12.0, 0.50, "PCI-SIG, PCI Express 3.0, 2010: 16 lanes; through the host's memory"),
     "pcie4-staged": LinkRow(31.5, 12.0, 0.50, "PCI-SIG, PCI Express 4.0, 2017: 16 lanes; through the host's memory"),
     "pcie5-staged": LinkRow(63.0, 12.0, 0.50, "PCI-SIG, PCI Express 5.0, 2019: 16 lanes; through the host's memory"),
-    "edr": LinkRow(12.5, 5.0, 0.90, "InfiniBand EDR, 100 Gbit/s"),
-    "hdr": LinkRow(25, 5.0, 0.90, "InfiniBand HDR, 200 Gbit/s"),
-    "ndr": LinkRow(50, 5.0, 0.90, "InfiniBand NDR, 400 Gbit/s"),
-    "xdr": LinkRow(100, 5.0, 0.90, "InfiniBand XDR, 800 Gbit/s"),
+    **{
+        name: LinkRow(gbit / 8, 5.0, 0.90, f"InfiniBand {name.upper()}, {gbit} Gbit/s")
+        for name, gbit in (("edr", 100), ("hdr", 200), ("ndr", 400), ("xdr", 800))
+    },
     "efa-100": LinkRow(12.5, 20.0, 0.80, "AWS, Elastic Fabric Adapter, 100 Gbit/s"),
     "efa-400": LinkRow(50, 20.0, 0.80, "AWS, Elastic Fabric Adapter, 400 Gbit/s"),
     "roce-400": LinkRow(50, 8.0, 0.85, "RDMA over Ethernet, 400 Gbit/s"),
-    "ethernet-10": LinkRow(1.25, 30.0, 0.90, "Ethernet, 10 Gbit/s, TCP"),
-    "ethernet-25": LinkRow(3.125, 30.0, 0.90, "Ethernet, 25 Gbit/s, TCP"),
-    "ethernet-40": LinkRow(5.0, 30.0, 0.85, "Ethernet, 40 Gbit/s, TCP"),
-    "ethernet-50": LinkRow(6.25, 30.0, 0.85, "Ethernet, 50 Gbit/s, TCP"),
-    "ethernet-100": LinkRow(12.5, 30.0, 0.80, "Ethernet, 100 Gbit/s, TCP"),
-    "ethernet-200": LinkRow(25, 30.0, 0.75, "Ethernet, 200 Gbit/s, TCP"),
-    "ethernet-400": LinkRow(50, 30.0, 0.70, "Ethernet, 400 Gbit/s, TCP"),
+    **{
+        f"ethernet-{gbit}": LinkRow(gbit / 8, 30.0, reached, f"Ethernet, {gbit} Gbit/s, TCP")
+        for gbit, reached in ((10, 0.9), (25, 0.9), (40, 0.85), (50, 0.85), (100, 0.8), (200, 0.75), (400, 0.7))
+    },
 }
 
 # ``Device.product_fill`` of accelerators. With it the formula is within 7 % of products that were measured on H100
@@ -174,21 +171,12 @@ NODES = {name: NodeRow(*row) for name, row in _NODES.items()}
 SERVER = ("pcie-server-8",)
 DESKTOP = ("workstation-1", "workstation-2", "workstation-4", *SERVER)
 CARDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "v100-pcie-32gb": ("pcie3", SERVER),
-    "v100-pcie-16gb": ("pcie3", SERVER),
-    "a100-pcie-80gb": ("pcie4", SERVER),
-    "a100-pcie-40gb": ("pcie4", SERVER),
-    "h100-pcie": ("pcie5", SERVER),
-    "h100-nvl": ("pcie5", SERVER),
-    "h200-nvl": ("pcie5", SERVER),
-    "l4": ("pcie4", SERVER),
-    "l40s": ("pcie4", SERVER),
-    "a10": ("pcie4", SERVER),
-    "a10g": ("pcie4", ("g5.xlarge", "g5.12xlarge", "g5.48xlarge")),
-    "t4": ("pcie3", SERVER),
-    "rtx-3090": ("pcie4-staged", DESKTOP),
-    "rtx-4090": ("pcie4-staged", DESKTOP),
+    **dict.fromkeys(("v100-pcie-32gb", "v100-pcie-16gb", "t4"), ("pcie3", SERVER)),
+    **dict.fromkeys(("a100-pcie-80gb", "a100-pcie-40gb", "l4", "l40s", "a10"), ("pcie4", SERVER)),
+    **dict.fromkeys(("h100-pcie", "h100-nvl", "h200-nvl"), ("pcie5", SERVER)),
+    **dict.fromkeys(("rtx-3090", "rtx-4090"), ("pcie4-staged", DESKTOP)),
     "rtx-5090": ("pcie5-staged", DESKTOP),
+    "a10g": ("pcie4", ("g5.xlarge", "g5.12xlarge", "g5.48xlarge")),
 }
 
 # Kinds whose first node with them is not the usual one, or which no node of the table has.

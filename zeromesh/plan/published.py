@@ -22,30 +22,32 @@ from zeromesh.plan.layout import ParallelLayout, Widths
 from zeromesh.plan.shape import TransformerShape
 
 # Fields of a row by the form of their values. What reads those of "any" checks them, as they take several forms.
-_FIELDS = (
-    ("whole", "model", "layers hidden heads kv_heads ffn vocab seq"),
-    ("whole", "hardware", "gpus gpus_per_node"),
-    (
-        "whole",
-        "layout",
-        "dp fsdp pp cp ep vp interleave micro_batch micro_batches global_batch local_batch batch_per_dp",
-    ),
-    ("number", "model", "params params_total params_active largest_layer"),
-    ("number", "hardware", "host_gb peak_tflops"),
-    ("number", "layout", "seq_tokens_per_step"),
-    ("a text", "model", "name"),
-    ("a text", "hardware", "gpu"),
-    ("a text", "layout", "precision recompute schedule scheme framework gradients optimizer"),
-    ("true or false", "model", "tied gated"),
-    (
-        "true or false",
-        "layout",
-        "sequence_parallel compile async_tp cross_entropy_fusion fused_cross_entropy deepspeed",
-    ),
-    ("true or false", "layout", "alst overlap"),
-    ("any", "layout", "zero tp offload offload_param offload_optimizer offload_fraction zero_init"),
-)
-_FORMS = {f"{group}.{name}": form for form, group, names in _FIELDS for name in names.split()}
+_FIELDS = {
+    "a whole number above 0": {
+        "model": "layers hidden heads kv_heads ffn vocab seq",
+        "hardware": "gpus gpus_per_node",
+        "layout": "dp fsdp pp cp ep vp interleave micro_batch micro_batches global_batch local_batch batch_per_dp",
+    },
+    "a number above 0": {
+        "model": "params params_total params_active largest_layer", "hardware": "host_gb peak_tflops",
+        "layout": "seq_tokens_per_step",
+    },
+    "a text": {
+        "model": "name", "hardware": "gpu",
+        "layout": "precision recompute schedule scheme framework gradients optimizer",
+    },
+    "true or false": {
+        "model": "tied gated",
+        "layout": "sequence_parallel compile async_tp cross_entropy_fusion fused_cross_entropy deepspeed alst overlap",
+    },
+    "any": {"layout": "zero tp offload offload_param offload_optimizer offload_fraction zero_init"},
+}  # fmt: skip
+_FORMS = {
+    f"{group}.{name}": form
+    for form, parts in _FIELDS.items()
+    for group, names in parts.items()
+    for name in names.split()
+}
 _ZERO_IS_NONE = ("layout.fsdp", "layout.ep", "layout.vp", "layout.interleave", "layout.cp")
 GROUPS = ("model", "hardware", "layout")
 
@@ -271,14 +273,12 @@ def _check_group(group: str, values: Mapping[str, Any], place: str) -> list[str]
             unknown.append(field)
         if value is None or form in (None, "any") or (value == 0 and field in _ZERO_IS_NONE):
             continue
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-        fits = {
-            "whole": number and value == int(value), "number": number, "a text": isinstance(value, str),
-            "true or false": isinstance(value, bool),
-        }  # fmt: skip
-        if not fits[form]:
-            wanted = {"whole": "a whole number above 0", "number": "a number above 0"}.get(form, form)
-            raise ValueError(f"{place}: {field} is {value!r}; it must be {wanted}")
+        if form in ("a text", "true or false"):
+            fits = isinstance(value, str if form == "a text" else bool)
+        else:
+            fits = _is_number(value) and value > 0 and (form == "a number above 0" or value == int(value))
+        if not fits:
+            raise ValueError(f"{place}: {field} is {value!r}; it must be {form}")
     return unknown
 
 
@@ -288,10 +288,13 @@ def _check_measured(values: Mapping[str, Any], place: str) -> None:
     for name, value in values.items():
         if value is None:  # the source does not print it
             continue
-        parts = value.values() if isinstance(value, dict) else [value]
-        for part in parts:
-            if not isinstance(part, int | float) or isinstance(part, bool) or not math.isfinite(part) or part < 0:
+        for part in value.values() if isinstance(value, dict) else [value]:
+            if not _is_number(part) or part < 0:
                 raise ValueError(f"{place}: measured.{name} is {part!r}; it must be a number that is not below 0")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _decimals(value: Any) -> int:

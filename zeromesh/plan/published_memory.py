@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import ceil
@@ -62,10 +63,13 @@ def convention_of(row: PublishedRow) -> Convention:
 # Model states alone, by formula.
 
 
-def _states(row: PublishedRow, elements: float, convention: Convention, layout: ParallelLayout) -> float:
-    """Bytes of model states on a device."""
-    resting = states_of([UnitElements(0.0, 1), UnitElements(elements, 1)], layout, convention).resting
-    return sum(size for (_, tier), size in resting.items() if tier == "device")
+def _resting(elements: float, layout: ParallelLayout, convention: Convention) -> Mapping[str, float]:
+    """Return bytes of model states by tier."""
+    found: dict[str, float] = defaultdict(float)
+    units = [UnitElements(0.0, 1), UnitElements(elements, 1)]
+    for (_, tier), size in states_of(units, layout, convention).resting.items():
+        found[tier] += size
+    return found
 
 
 def _paper_states(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
@@ -76,7 +80,7 @@ def _paper_states(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
         widths = Widths(parameter, gradient, gradient, master=4, states=rest - 4)
         convention = replace(convention, widths=widths)
     layout = ParallelLayout(data=int(row.needs("layout", "dp")), row=row.placement)
-    yield row.outcome(quantity, _states(row, row.needs("model", "params"), convention, layout) / GB)
+    yield row.outcome(quantity, _resting(row.needs("model", "params"), layout, convention)["device"] / GB)
 
 
 def _estimate(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
@@ -119,7 +123,7 @@ def paper_memory(row: PublishedRow, layout: ParallelLayout, convention: Conventi
     first = memory_of(TransformerCost(shape, convention.activations), row.sequence, layout, conventions=convention)[0]
     # States count the matrices of blocks alone: 12 h^2 elements of each.
     matrices = 12 * shape.layers * shape.hidden**2 / (layout.tensor * layout.pipeline)
-    states = sum(states_of([UnitElements(0.0, 1), UnitElements(matrices, 1)], layout, convention).resting.values())
+    states = sum(_resting(matrices, layout, convention).values())
     return states, max(moment.bytes["activation"] for moment in first.timeline if "activation" in moment.bytes)
 
 
@@ -218,7 +222,7 @@ def _theory(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
         if number is None or int(number[0]) not in ROWS:
             raise UnjudgedError(f"{name!r} names no row of the table")
         layout = ParallelLayout(data=int(row.needs("layout", "dp")), row=ROWS[int(number[0])])
-        largest = memory / _states(row, 1e9, convention, layout)
+        largest = memory / _resting(1e9, layout, convention)["device"]
         if quantity == "theory_B":
             # The table multiplies what one rank of the tensor axis can have, after rounding it.
             note = "the paper prints trillions with one digit" if largest * tensor >= 500 else ""
@@ -237,8 +241,7 @@ def _largest_that_fits(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
     params, gpus = row.needs("model", "params"), int(row.needs("hardware", "gpus"))
     split = int(row.layout.get("tp") or 1) * int(row.layout.get("pp") or 1)
     layout = ParallelLayout(data=int(row.layout.get("dp") or gpus // split), row=placement)
-    resting = states_of([UnitElements(0.0, 1), UnitElements(params / split, 1)], layout, convention).resting
-    on = {tier: sum(size for (_, where), size in resting.items() if where == tier) for tier in ("device", "host")}
+    on = _resting(params / split, layout, convention)
     host = float(row.hardware.get("host_gb") or 0) * GB or HOST_PER_DEVICE * max(gpus, 16)
     fits = on["device"] <= row.device_memory and on["host"] * gpus <= host
     note = f"states: {on['device'] / GB:.1f} GB of a device, {on['host'] * gpus / 1e12:.2f} TB of all hosts"

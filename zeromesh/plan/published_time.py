@@ -94,7 +94,7 @@ def machine_of(row: PublishedRow, ranks: int, constants: Constants) -> Machine:
 
 
 class Setting(NamedTuple):
-    """What a row is predicted with."""
+    """Shape, layout and habits with which a row is predicted."""
 
     row: PublishedRow
     shape: TransformerShape
@@ -105,6 +105,9 @@ class Setting(NamedTuple):
 
 def setting_of(row: PublishedRow) -> Setting:
     """Return the setting of a row; raise UnjudgedError where it says too little."""
+    if row.kind == LAYER:  # a row of one layer needs neither a vocabulary nor a batch
+        size = row.needs("layout", "micro_batch")
+        row = replace(row, model={"vocab": 1, **row.model}, layout={"global_batch": size, **row.layout})
     row, practice = completed(row), practice_of(row)
     if "lora" in row.where.lower():
         raise UnjudgedError("the row does not say which matrices LoRA adapts")
@@ -153,6 +156,13 @@ def predicted(setting: Setting, constants: Constants) -> StepTime:
     return time_of(source, setting.row.sequence, setting.layout, machine, habits=habits)
 
 
+def seconds_of(setting: Setting, constants: Constants) -> float:
+    """Return the predicted seconds of a row's step, or of its layer."""
+    if setting.row.kind == LAYER:
+        return sum(layer_seconds(setting, constants))
+    return predicted(setting, constants).seconds
+
+
 # Quantities, and their values from the seconds of a step.
 
 
@@ -188,14 +198,18 @@ TIMES = ("step_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_percent")
 
 
 def measured_seconds(setting: Setting) -> float:
-    """Return the time of a step that the source measured."""
+    """Return the time of a step, or of a layer, that the source measured."""
+    if setting.row.kind == LAYER:
+        return (float(setting.row.measured["forward_ms"]) + float(setting.row.measured["backward_ms"])) / 1e3
     name = measured_name(setting.row)
     value = float(setting.row.measured[name])
     return value if name == "step_s" else value_of(setting, name, 1.0) / value
 
 
 def measured_name(row: PublishedRow) -> str:
-    """Return the quantity of a row that is judged; "" where it has none."""
+    """Return the quantity of a row that is judged; "" where it measures no step."""
+    if "throughput" not in row.kind.split("+"):
+        return ""
     return next((name for name in TIMES if isinstance(row.measured.get(name), int | float)), "")
 
 
@@ -223,10 +237,10 @@ def judge(rows: Iterable[PublishedRow]) -> list[Outcome]:
     """Return an outcome for each row that says a time, and for what follows from it by arithmetic."""
     found: list[Outcome] = []
     for row in rows:
-        if "throughput" in row.kind.split("+"):
-            found += _step_outcomes(row)
-        elif row.kind == LAYER:
+        if row.kind == LAYER:
             found += _layer_outcomes(row)
+        elif measured_name(row):
+            found += _step_outcomes(row)
         if row.source == "megatron2021":
             found += _parameter_outcomes(row)
     return found
@@ -234,8 +248,6 @@ def judge(rows: Iterable[PublishedRow]) -> list[Outcome]:
 
 def _step_outcomes(row: PublishedRow) -> Iterator[Outcome]:
     name = measured_name(row)
-    if not name:
-        return
     try:
         setting = setting_of(row)
         seconds = predicted(setting, constants_of(row)).seconds
@@ -272,13 +284,6 @@ def _parameter_outcomes(row: PublishedRow) -> Iterator[Outcome]:
         yield row.outcome("parameters_B", predicted_count / 1e9, "by arithmetic", measured=count / 1e9)
 
 
-def layer_setting(row: PublishedRow) -> Setting:
-    """Return the setting of a row that measures one layer."""
-    size = row.needs("layout", "micro_batch")
-    row = replace(row, model={"vocab": 1, **row.model}, layout={"global_batch": size, **row.layout})
-    return setting_of(row)
-
-
 def layer_seconds(setting: Setting, constants: Constants) -> tuple[float, float]:
     """Return the seconds of one layer's forward and backward."""
     machine = machine_of(setting.row, setting.layout.ranks, constants)
@@ -290,7 +295,7 @@ def layer_seconds(setting: Setting, constants: Constants) -> tuple[float, float]
 
 def _layer_outcomes(row: PublishedRow) -> Iterator[Outcome]:
     try:
-        setting = layer_setting(row)
+        setting = setting_of(row)
         note = _note(row, setting)
         for name, seconds in zip(("forward_ms", "backward_ms"), layer_seconds(setting, constants_of(row)), strict=True):
             yield row.outcome(name, 1e3 * seconds, note)

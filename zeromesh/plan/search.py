@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 from zeromesh.model.placement import PlacementRow, Tier
 from zeromesh.plan.bounds import best_rate, least_memory, slowest
-from zeromesh.plan.cost import CostSource, Recompute
+from zeromesh.plan.cost import Recompute
 from zeromesh.plan.fit import MEMORY_MARGIN, lacking
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
-from zeromesh.plan.memory import RankMemory, memory_of
+from zeromesh.plan.memory import RankMemory
 from zeromesh.plan.space import LARGEST_MICRO_BATCH, LayoutSpace, PlanRequest, refuse_batch
-from zeromesh.plan.time import StepTime, time_of
+from zeromesh.plan.time import StepTime
 
 TIGHT = 0.9  # share of the device's memory from which a layout is nearly full
 SHOWN = 8
@@ -40,10 +40,6 @@ class SearchEffort(NamedTuple):
     tried: int = 140  # of them, before others are left out whose bounds promise too little
     weighed: int = 1200  # layouts whose memory is computed
     shown: int = SHOWN  # rows of the table
-
-
-Memory = Callable[[CostSource, int, ParallelLayout, Machine | None], list[RankMemory]]
-Timing = Callable[[CostSource, int, ParallelLayout, Machine], StepTime]
 
 
 @dataclass(frozen=True)
@@ -162,22 +158,20 @@ def machines_for(request: PlanRequest) -> list[Machine]:
     return found
 
 
-def search(
-    request: PlanRequest, memory: Memory = memory_of, time: Timing = time_of, effort: SearchEffort | None = None
-) -> PlanResult:
+def search(request: PlanRequest, effort: SearchEffort | None = None) -> PlanResult:
     """Return the best layouts for a request; the result does not depend on the speed of this machine.
 
     Raises:
         ValueError: the batch cannot be shared out to so many devices, with the nearest that can.
     """
-    return _Ranking(request, memory, time, effort or SearchEffort()).run()
+    return _Ranking(request, effort or SearchEffort()).run()
 
 
 class _Ranking:
     """The search's state: meshes and groups that wait, and what was found."""
 
-    def __init__(self, request: PlanRequest, memory: Memory, time: Timing, effort: SearchEffort) -> None:
-        self.request, self.memory, self.time, self.effort = request, memory, time, effort
+    def __init__(self, request: PlanRequest, effort: SearchEffort) -> None:
+        self.request, self.effort = request, effort
         self.cells: dict[tuple[PlacementRow, tuple[int, int, int]], LayoutCell] = {}
         self.found: list[PlanCandidate] = []
         self._nearest: tuple[float, ParallelLayout, tuple[RankMemory, ...]] | None = None  # of those that do not fit
@@ -316,8 +310,7 @@ class _Ranking:
         if states + self._extra.get(alike_run, 0.0) > _limit(one.machine):
             return None
         self.weighed += 1
-        request = self.request
-        memory = tuple(self.memory(request.source, request.sequence, _steady(layout), one.machine))
+        memory = self.request.memory_on(one.machine, _steady(layout))
         extra = max(rank.device for rank in memory) - states
         self._extra[alike_run] = min(extra, self._extra.get(alike_run, extra))
         over = lacking(memory, layout, one.machine)
@@ -331,9 +324,9 @@ class _Ranking:
                 self._nearest = worst, layout, memory
             return None
         self.computed += 1
-        found = self.time(request.source, request.sequence, layout, one.machine)
+        found = self.request.time_on(one.machine, layout)
         cell.note(seconds=found.seconds)
-        self.found.append(PlanCandidate(layout, one.machine, request.sequence, memory, found))
+        self.found.append(PlanCandidate(layout, one.machine, self.request.sequence, memory, found))
         return self.found[-1]
 
     def _near(self, meshes: list[_Mesh]) -> tuple[tuple[ParallelLayout, tuple[RankMemory, ...]], ...]:
@@ -346,7 +339,7 @@ class _Ranking:
                     least[layout.pipeline] = over, layout
         # Bounds promise too much of many stages, whose memory takes long to compute, too.
         few = [least[stages][1] for stages in sorted(least)[:SHOWN]]
-        weighed = [(one, tuple(self.memory(request.source, request.sequence, _steady(one), machine))) for one in few]
+        weighed = [(one, request.memory_on(machine, _steady(one))) for one in few]
         if self._nearest is not None:
             weighed.append(self._nearest[1:])
         return tuple(sorted(weighed, key=lambda pair: max(lacking(pair[1], pair[0], machine).values())))

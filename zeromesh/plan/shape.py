@@ -64,10 +64,7 @@ class TransformerCost:
 
     def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
         """Return the cost of a micro-batch; ``context`` ranks share each sequence."""
-        cost = _cost(self.shape, self.rule, micro_batch, sequence, context)
-        if self.rule.head:
-            return cost
-        return replace(cost, units=(replace(cost.units[0], saved={}), *cost.units[1:]))
+        return _cost(self.shape, self.rule, micro_batch, sequence, context)
 
 
 @lru_cache(maxsize=256)
@@ -84,6 +81,8 @@ def _cost(shape: TransformerShape, rule: ActivationRule, micro_batch: int, seque
     first, last = replace(first, joins=2 * tokens * shape.hidden), replace(last, joins=2 * tokens * shape.hidden)
     if rule.head:
         last = replace(last, **head_kernels(shape, micro_batch, sequence, context)._asdict())
+    else:
+        first = replace(first, saved={})
     units = (first, *blocks, last)
     note = "by formula, from the sizes of a transformer"
     return ModelCost(shape.name, micro_batch, sequence, context, units, exact=False, note=note)
@@ -191,9 +190,7 @@ class Kernels(NamedTuple):
     weight: tuple[KernelWork, ...]  # of the gradients of parameters
 
 
-def block_kernels(
-    shape: TransformerShape, micro_batch: int, sequence: int, context: int = 1, causal: bool = True
-) -> Kernels:
+def block_kernels(shape: TransformerShape, micro_batch: int, sequence: int, context: int = 1) -> Kernels:
     """Return the kernels of a block, for ``micro_batch`` samples of which a rank has ``sequence / context`` tokens."""
     hidden, query, key, width = shape.hidden, shape.query_width, shape.key_width, shape.mlp_width
     tokens = micro_batch * sequence // context
@@ -207,7 +204,7 @@ def block_kernels(
     inputs = [_product(rows, sums, columns, _OTHER[split]) for rows, columns, sums, split in products]
     # Sums run over tokens; what was split of the product is a dim of the gradient.
     weights = [_weight(*product) for product in products]
-    attention, attention_back = _attention(shape, micro_batch, sequence, context, causal)
+    attention, attention_back = _attention(shape, micro_batch, sequence, context)
     masks = tokens * hidden if shape.dropout else 0
     # Two norms, each read once and written once, and two sums with what goes around them.
     around = [_moving(WorkKind.NORM, tokens=2 * BYTES * tokens * hidden, count=2),
@@ -274,19 +271,19 @@ def _moving(kind: WorkKind, split: float = 0.0, tokens: float = 0.0, count: int 
 
 
 def _attention(
-    shape: TransformerShape, micro_batch: int, sequence: int, context: int, causal: bool
+    shape: TransformerShape, micro_batch: int, sequence: int, context: int
 ) -> tuple[list[KernelWork], list[KernelWork]]:
     """Return the kernels between queries, keys, values and the output, forward and backward."""
     heads, query, key = shape.heads, shape.query_width, shape.key_width
     tokens = micro_batch * sequence // context
     flops = 4.0 * tokens * sequence * query
     if shape.fused_attention:
-        flops *= 0.5 if causal else 1.0
         moved = float(BYTES * 2 * tokens * (query + key))
-        whole = KernelWork(WorkKind.ATTENTION, Divided(split=flops), Divided(split=moved))
+        # Its kernel skips the half of the scores that a causal mask hides.
+        whole = KernelWork(WorkKind.ATTENTION, Divided(split=flops / 2), Divided(split=moved))
         # The backward computes the scores again: five products instead of two. Those beyond four are no operations of
         # the model; their time is in the rate of the kernel.
-        whole_back = KernelWork(WorkKind.ATTENTION, Divided(split=2 * flops), Divided(split=2.5 * moved))
+        whole_back = KernelWork(WorkKind.ATTENTION, Divided(split=flops), Divided(split=2.5 * moved))
         return [whole], [whole_back]
     length, head = sequence // context, query // heads
     scores = float(micro_batch * heads * length * sequence)

@@ -1,4 +1,4 @@
-"""What a pipeline rank holds at the actions of its schedule at which its memory can be at its most."""
+"""Micro-batches that a pipeline rank holds when its memory may peak: at few of its schedule's actions."""
 
 from __future__ import annotations
 

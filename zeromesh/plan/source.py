@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +21,13 @@ _LABEL_OF_SAMPLE = ("ForSequenceClassification", "ForImageClassification", "ForA
 _POSITIONS = ("start_positions", "end_positions")
 
 
-def hugging_face_cost(
-    source: Any, options: TraceOptions | None = None, *, attention: str = "", folder: Path | None = None
-) -> TracedCost:
+def hugging_face_cost(source: Any, options: TraceOptions | None = None, *, attention: str = "") -> TracedCost:
     """Return the cost of a model of transformers, which is made on the meta device when a trace is needed.
 
     Args:
         source: a configuration, a folder with a ``config.json``, such a file, or a name on the Hugging Face hub.
         options: dtypes and kernels.
         attention: "sdpa" or "eager"; by default the first where the model has it.
-        folder: where costs are kept between runs; see ``TracedCost``.
 
     Raises:
         ValueError: transformers is missing, or does not know the model.
@@ -41,10 +36,15 @@ def hugging_face_cost(
     # Keys and values for generation would be kept through the backward.
     config.use_cache = False
     kind = _class_of(config)
-    key = f"{kind.__module__}.{kind.__name__} {attention} {_transformers().__version__} {config.to_json_string()}"
-    make = partial(_made, kind, config, attention)
+    if attention:
+        config.update({"_attn_implementation": attention})
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return kind(config)
+
     name = str(getattr(config, "name_or_path", "") or kind.__name__)
-    return TracedCost(make, _of_class(kind, config), options, name=name, folder=folder, key=key)
+    return TracedCost(make, _of_class(kind, config), options, name=name)
 
 
 def configuration_of(source: Any) -> Any:
@@ -118,13 +118,6 @@ def _class_of(config: Any) -> type[nn.Module]:
         f"transformers {transformers.__version__} has no model for a configuration of type {config.model_type!r}; pass "
         "the module itself"
     )
-
-
-def _made(kind: Callable[[Any], nn.Module], config: Any, attention: str) -> nn.Module:
-    if attention:
-        config.update({"_attn_implementation": attention})
-    with torch.device("meta"):
-        return kind(config)
 
 
 def _of_class(kind: type[nn.Module], config: Any) -> InputsOf:

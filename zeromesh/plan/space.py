@@ -13,10 +13,16 @@ from zeromesh.plan.bounds import TimeBound, devices_of_a_node
 from zeromesh.plan.cost import CostSource, Recompute
 from zeromesh.plan.layout import ParallelLayout, Widths
 from zeromesh.plan.machine import Machine, Node
+from zeromesh.plan.memory import RankMemory, memory_of
+from zeromesh.plan.time import StepTime, time_of
 
 GOALS = ("time", "memory", "cost")
 LARGEST_MICRO_BATCH = 64
 LEAST_TOKENS = 1024  # of a sequence's part on one context rank: smaller parts do not hide the ring's messages
+
+
+Memory = Callable[[CostSource, int, ParallelLayout, Machine], list[RankMemory]]
+Timing = Callable[[CostSource, int, ParallelLayout, Machine], StepTime]
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class PlanRequest:
     goal: str = "time"
     widths: Widths = field(default_factory=Widths)
     accepts: Callable[[ParallelLayout], bool] | None = None  # false for layouts that are not to be considered
+    memory: Memory = memory_of
+    time: Timing = time_of
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence"):
@@ -54,6 +62,14 @@ class PlanRequest:
                 f"a sequence of {self.sequence} tokens is longer than the {self.limits.positions} that "
                 f"{self.source.name} has positions for; take a shorter one"
             )
+
+    def memory_on(self, machine: Machine, layout: ParallelLayout) -> tuple[RankMemory, ...]:
+        """Return the memory of a layout's pipeline ranks."""
+        return tuple(self.memory(self.source, self.sequence, layout, machine))
+
+    def time_on(self, machine: Machine, layout: ParallelLayout) -> StepTime:
+        """Return the time of a layout's step."""
+        return self.time(self.source, self.sequence, layout, machine)
 
 
 def rows_for(node: Node, group: int, widths: Widths) -> list[PlacementRow]:

@@ -35,8 +35,7 @@ def stage_units(units: Sequence[UnitCost], stages: int, even: bool = False) -> l
             f"{len(blocks)} blocks cannot be cut into {stages} stages, as each needs one; take fewer pipeline ranks or "
             "chunks"
         )
-    known: dict[int, float] = {}  # blocks of one shape share their kernels
-    operations = [known.setdefault(id(unit.forward), _operations(unit)) for unit in units]
+    operations = [sum(work.flops.on() * work.count for work in unit.forward) for unit in units]
     edges = [0, *blocks[1:], len(units)]
     costs = [sum(operations[start:stop]) for start, stop in pairwise(edges)]
     most = max(costs)
@@ -45,10 +44,6 @@ def stage_units(units: Sequence[UnitCost], stages: int, even: bool = False) -> l
     else:
         starts = _cheapest(tuple(round(cost / most, 9) for cost in costs), stages)
     return [range(start, stop) for start, stop in pairwise([0, *(blocks[first] for first in starts[1:]), len(units)])]
-
-
-def _operations(unit: UnitCost) -> float:
-    return sum(work.flops.on() * work.count for work in unit.forward)
 
 
 @lru_cache(maxsize=1024)

@@ -116,10 +116,10 @@ def _contended(units: Sequence[UnitTime], durations: Durations) -> Sequence[Unit
 
 def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, keep: bool) -> _Found:
     layout, habits = durations.layout, durations.habits
-    chunks = layout.chunks
-    if layout.schedule in ROWS:
-        chunks = max(chunks, ROWS[layout.schedule].chunks[0])
-    placement = _placement(layout.schedule, layout.pipeline, chunks)
+    chunks, row = layout.chunks, ROWS.get(layout.schedule)
+    if row is not None:
+        chunks = max(chunks, row.chunks[0])
+    placement = row.placement(layout.pipeline, chunks) if row is not None else loop(layout.pipeline, chunks)
     units = _contended(units, durations)
     places = stage_units(cost.units, len(placement), habits.even_stages)
     updates = [_Update() for _ in range(layout.pipeline)]
@@ -168,10 +168,6 @@ def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, 
             ]
         found = [interval for interval in found if interval.end > interval.start]
     return seconds + waits[streams.OVERHEAD], waits, found
-
-
-def _placement(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
-    return ROWS[name].placement(ranks, chunks) if name in ROWS else loop(ranks, chunks)
 
 
 class _Update:
@@ -256,7 +252,7 @@ def _rank_waits(
     computed = sum(waits.values())
     if durations.habits.messages_block:
         computed += sum(2 * messages[stage] for stage in own) * accumulation
-    waits[streams.DATA] = max(0.0, run.busy[rank] - computed) + max(last) - max(run.ends)
+    waits[streams.DATA] = max(0.0, run.busy[rank] - computed) + max(last) - run.makespan
     waits[streams.COMPUTE] += updates[rank].device
     waits[streams.HOST] = updates[rank].host
     waits[streams.REPLICAS] = max(replicas)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from zeromesh.plan import live, meta_kernels, passes
 from zeromesh.plan.cost import NONE, Divided, KernelWork, ModelCost, UnitCost, WorkKind
-from zeromesh.plan.cost_file import CostFolder, cost_from_json, cost_to_json
 from zeromesh.plan.estimate import estimate
 from zeromesh.plan.passes import MOST_TENSOR, PHASES, Inputs, Loss, TracedUnit, TraceError, TraceOptions, trace
 
 InputsOf = Callable[[int, int], Inputs]  # of micro-batch and sequence
-Pair = tuple[Divided, Divided]
 
 PEAKS = ("forward_peak", "backward_peak", "early_peak", "gradient_peak")
 # Micro-batches that are traced. What a batch costs beyond them follows on a line; one sample is another case, as dims
@@ -40,25 +35,6 @@ class CostTable:
     # By unit and peak, moments that may be the peak's for some batch, in both traces.
     moments: tuple[dict[str, tuple[tuple[Divided, ...], ...]], ...] = ()
 
-    def plain(self) -> dict[str, Any]:
-        """Return the table as JSON."""
-        return {
-            "batches": self.batches, "costs": [cost_to_json(cost) for cost in self.costs], "moments": self.moments
-        }  # fmt: skip
-
-    @classmethod
-    def read(cls, data: Any) -> CostTable | None:
-        """Return the table that ``plain`` wrote; None of anything else."""
-        try:
-            costs = tuple(cost_from_json(cost) for cost in data["costs"])
-            moments = tuple(
-                {name: tuple(tuple(Divided(*one) for one in pair) for pair in pairs) for name, pairs in unit.items()}
-                for unit in data["moments"]
-            )
-            return cls(tuple(data["batches"]), costs, moments)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            return None
-
     def at(self, micro_batch: int) -> ModelCost:
         """Return the cost of a micro-batch."""
         if len(self.batches) == 1:
@@ -76,7 +52,7 @@ class CostTable:
 
 
 class TracedCost:
-    """Cost of a model at any micro-batch and sequence, from traces that are kept in memory and on disk.
+    """Cost of a model at any micro-batch and sequence, from traces that are kept.
 
     Args:
         model: module on any device, or a function that makes it, which is called when a trace is needed.
@@ -85,34 +61,24 @@ class TracedCost:
         options: dtypes and kernels.
         loss: computes the loss from the output; see ``trace``.
         name: for people; by default that of the model's class.
-        folder: where costs are kept between runs; None keeps them in memory alone.
-        key: names the model in ``folder``, such as a configuration; by default it is found from the modules.
     """
 
     def __init__(
         self, model: nn.Module | Callable[[], nn.Module], inputs: Inputs | InputsOf,
         options: TraceOptions | None = None, loss: Loss | None = None, *, name: str = "",
-        folder: Path | None = None, key: str = "",
     ) -> None:  # fmt: skip
         made = isinstance(model, nn.Module)
-        self._model: nn.Module | None = model if isinstance(model, nn.Module) else None
-        self._make: Callable[[], nn.Module] | None = None if isinstance(model, nn.Module) else model
+        self._make: Callable[[], nn.Module] = (lambda: model) if isinstance(model, nn.Module) else model
         self._inputs: InputsOf = inputs if callable(inputs) else resized(inputs)
         self._options, self._loss = options or TraceOptions(), loss
-        self.name = name or (type(model).__name__ if made else key or "model")
-        # A loss of the caller's could compute anything, so that its costs are not for others.
-        self._folder = CostFolder(folder) if folder is not None and loss is None else None
-        self._key = key
+        self.name = name or (type(model).__name__ if made else "model")
         self._tables: dict[tuple[int, int], CostTable] = {}
         self._costs: dict[tuple[int, int, int], ModelCost] = {}
 
-    @property
+    @cached_property
     def model(self) -> nn.Module:
         """The module; it is made if need be."""
-        if self._model is None:
-            assert self._make is not None
-            self._model = self._make()
-        return self._model
+        return self._make()
 
     def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
         """Return the cost of a micro-batch of ``sequence`` tokens a sample, of which each context rank has a part.
@@ -135,14 +101,7 @@ class TracedCost:
         for kept in ((0, sequence), (micro_batch, sequence)) if micro_batch > 1 else ((1, sequence),):
             if kept in self._tables:
                 return self._tables[kept]
-        batches = TRACED if micro_batch > 1 else (1,)
-        file = f"{self._hash()}-{self._shapes(batches[0], sequence)}" if self._folder else ""
-        table = CostTable.read(self._folder.read(file)) if self._folder else None
-        if table is None:
-            table = self._traced(batches, micro_batch, sequence)
-            # Only what holds for any micro-batch is for others.
-            if self._folder and len(table.batches) == len(batches):
-                self._folder.write(file, table.plain())
+        table = self._traced(TRACED if micro_batch > 1 else (1,), micro_batch, sequence)
         self._tables[(0 if len(table.batches) > 1 else micro_batch, sequence)] = table
         return table
 
@@ -159,15 +118,6 @@ class TracedCost:
             batches, traces = (micro_batch,), [trace(model, self._inputs(micro_batch, sequence), options, self._loss)]
         note = BALANCED if any(one.balanced for one in traces) else ""
         return _table(self.name, batches, sequence, [one.units for one in traces], note)
-
-    def _hash(self) -> str:
-        text = f"{self._key or fingerprint(self.model)} {self._options} {torch.__version__} {_version()}"
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-    def _shapes(self, micro_batch: int, sequence: int) -> str:
-        inputs = self._inputs(micro_batch, sequence)
-        text = [(k, tuple(v.shape), str(v.dtype)) if isinstance(v, torch.Tensor) else (k, v) for k, v in inputs.items()]
-        return hashlib.sha256(repr((micro_batch, sequence, text)).encode()).hexdigest()[:16]
 
 
 def sequence_of(inputs: Inputs) -> int:
@@ -195,30 +145,6 @@ def resized(inputs: Inputs) -> InputsOf:
     return make
 
 
-def fingerprint(model: nn.Module) -> str:
-    """Return a text that differs between models that compute differently: classes with source, sizes, settings."""
-    kinds, lines = {type(module) for module in model.modules()}, []
-    for kind in sorted(kinds, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}"):
-        try:
-            source = inspect.getsource(kind)
-        except (OSError, TypeError):  # made in an interpreter
-            source = str(id(kind))
-        lines.append(f"{kind.__module__}.{kind.__qualname__} {hashlib.sha256(source.encode()).hexdigest()}")
-    for name, module in model.named_modules():
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str | tuple)}
-        lines.append(f"{name} {type(module).__name__} {sorted(plain.items(), key=lambda item: item[0])!r}")
-    state = (*model.named_parameters(), *model.named_buffers())
-    lines += [f"{name} {tuple(x.shape)} {x.dtype} {x.requires_grad}" for name, x in state]
-    lines.append(str(getattr(model, "config", "")))
-    return "\n".join(lines)
-
-
-def _version() -> str:
-    """Return a hash of the code that makes costs."""
-    sources = [inspect.getsource(module) for module in (meta_kernels, live, passes)]
-    return hashlib.sha256("".join(sources).encode()).hexdigest()[:16]
-
-
 def _shared(cost: ModelCost) -> ModelCost:
     """Have each token of a part of a sequence attend to all parts."""
     if cost.context == 1:
@@ -242,16 +168,9 @@ def _aligned(first: Sequence[TracedUnit], second: Sequence[TracedUnit]) -> bool:
     """Return whether two traces are of the same operators."""
 
     def form(units: Sequence[TracedUnit]) -> list[Any]:
-        return [
-            (
-                u.name,
-                len(u.forward),
-                len(u.backward),
-                u.begun,
-                [[(w.kind, w.divided) for w in u.works[p]] for p in PHASES],
-            )
-            for u in units
-        ]
+        works = [[[(work.kind, work.divided) for work in unit.works[phase]] for phase in PHASES] for unit in units]
+        counts = [(unit.name, len(unit.forward), len(unit.backward), unit.begun) for unit in units]
+        return [*works, *counts]
 
     return form(first) == form(second)
 
