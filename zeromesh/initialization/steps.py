@@ -24,7 +24,7 @@ from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
 from zeromesh.config.keys import OPTIMIZER_PARAMS
-from zeromesh.config.printing import jsonable, lines_of, tell_unset
+from zeromesh.config.printing import jsonable, lines_of, refuse_unfilled, tell_unset
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
 from zeromesh.initialization import layout, place, prepare
@@ -63,7 +63,10 @@ def read_configuration(
     model = chosen.model
 
     def read() -> Settings:
-        settings = settings_of(model, Settings.load(chosen.config), mesh)
+        loaded = Settings.load(chosen.config)
+        given = {"optimizer": chosen.optimizer, "scheduler": chosen.scheduler}
+        refuse_unfilled(chosen.config, loaded, given={name for name, own in given.items() if own is not None})
+        settings = settings_of(model, loaded, mesh)
         _check_model(model, chosen.scheduler, settings)
         return settings
 
