@@ -37,7 +37,7 @@ class Change(NamedTuple):
     why: str
 
     def __str__(self) -> str:
-        return f"{self.path} = {show(self.was)}: {self.now or 'left out'}; {self.why}"
+        return f"{self.path}: was {show(self.was)}, is {self.now or 'left out'}: {self.why}"
 
 
 def adopt(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], list[Change]]:
@@ -134,7 +134,7 @@ def _exact(document: dict[str, Any]) -> Iterator[Change]:
     """Leave out what changes speed or memory alone, or makes results less exact."""
     for path, why in EXACT.items():
         there, value = look_up(document, path)
-        if there and value not in (None, False, {}) and not is_unset(value):
+        if there and value not in (None, False) and not is_unset(value):
             yield _drop(document, path, why)
 
 
@@ -170,8 +170,8 @@ def _unknown(document: dict[str, Any]) -> Iterator[Change]:
             continue
         near = suggest(entries(), path)
         if not path.startswith(f"{_ZERO}."):
-            hint = f"did you mean {near}?" if near else "no key has a name like it"
-            yield _drop(document, path, f"no key has this name, so DeepSpeed ignores it; {hint}")
+            hint = f"; did you mean {near}?" if near else ""
+            yield _drop(document, path, f"no key has this name, so DeepSpeed ignores it{hint}")
         elif near in WITHOUT_EFFECT:
             # Whatever was meant changes nothing here.
             yield _drop(document, path, f"no key has this name, and {near} has no effect")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zeromesh.config.curriculum import sampled_by_length
 from zeromesh.config.errors import ConfigError, show
 from zeromesh.config.tables import RENAMED, UNSET
 
@@ -38,7 +39,7 @@ def read_document(source: str | Path | Mapping[str, Any], overrides: Sequence[st
     document = whole_document(source, overrides)
     document.pop("$schema", None)  # a file names it for the user's editor
     cleaned: dict[str, Any] = _without_unset(document)
-    return cleaned
+    return sampled_by_length(cleaned)
 
 
 def whole_document(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def plain_json(text: str) -> str:
-    """Return a text of JSON with comments (``//``, ``#``, ``/* */``) and last commas as blanks, as Hjson allows them."""
+    """Return a text of JSON with blanks for comments (``//``, ``#``, ``/* */``) and last commas, as in Hjson."""
 
     def blank(found: re.Match[str]) -> str:
         # Lines keep their numbers and columns, which errors name.

@@ -97,7 +97,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "autotuning": "settings are not searched for",
     "hybrid_engine": "there is no engine for generation",
     "compile": "the compiler passes of DeepSpeed are not here; compile the model's blocks with torch.compile",
-    "data_efficiency": "samples are taken as the loader gives them",
+    "data_efficiency": "samples are taken as the loader gives them, except for a curriculum over their length",
     "expert_parallel": "there is no expert parallelism in this version",
     "tensor_parallel.dtype": "the model keeps its dtype",
     "tensor_parallel.tp_overlap_comm": "communication always overlaps with compute where the backend can",
@@ -198,7 +198,6 @@ NOT_YET: dict[str, NotYet] = {
     "data_types.param_dtype": NotYet((None,), "a dtype for parameters beside fp16 and bf16"),
     "checkpoint.load_universal": NotYet(_OFF, "loading DeepSpeed's universal checkpoints (ours load under any layout)"),
     "compile.deepcompile": NotYet(_OFF, "compiler passes on the whole graph"),
-    "data_efficiency.enabled": NotYet(_OFF, "choosing samples and tokens by difficulty"),
     "hybrid_engine.enabled": NotYet(_OFF, "generation between training steps"),
     "autotuning.enabled": NotYet(_OFF, "a search for settings"),
     "datastates_ckpt": NotYet((False, None), "a second writer of checkpoints"),
@@ -231,7 +230,6 @@ GONE: dict[str, str] = {
     "sparse_attention": "use attention that is part of the model",
     "elasticity": "set the batch sizes directly",
     "graph_harvesting": "compile the model's blocks with torch.compile",
-    "curriculum_learning": "order the samples in the loader",
     "progressive_layer_drop": "drop layers in the model",
     "zero_optimization.zeropp_loco_param": "use communication_data_type for fewer bits on the wire",
     "zero_optimization.offload_optimizer.inexact_delay_after": "updates are exact; update_during_backward hides them",
@@ -243,7 +241,7 @@ GONE: dict[str, str] = {
 """Keys of DeepSpeed, or of earlier versions, that are refused unless they are switched off, and what to do instead."""
 
 ON_IF_THERE = ("sparse_attention", "zero_optimization.zeropp_loco_param")
-"""Keys of ``GONE`` that are switched on by being there."""
+"""Keys of ``GONE`` that any object switches on, since they have no switch inside."""
 
 # mesh.expert stays: it is an axis of the mesh, whose sizes are multiplied.
 UNREAD = frozenset({*GONE, *WITHOUT_EFFECT, *NOT_YET}) - {"mesh.expert"}
@@ -272,6 +270,22 @@ def not_yet_problems(document: Mapping[str, Any], known: Sequence[str]) -> list[
             problem = f"{path} = {show(value)}: {row.what} is not in this version yet"
             problems.append(f"{problem}; leave the key out or set it to {allowed}")
     return problems
+
+
+_EFFICIENCY = {
+    "data_routing": "random-LTD, which drops tokens in layers, is not available; leave it out",
+    "data_sampling": "choosing samples by difficulty is not available, except a curriculum over the length alone (one "
+    "metric, seqlen, with clustering_type single_cluster); order the samples in the loader",
+}
+
+
+def efficiency_problems(document: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each part of ``data_efficiency`` that is on; none counts unless the section is."""
+    found = look_up(document, "data_efficiency")[1]
+    if not isinstance(found, Mapping) or found.get("enabled") in (None, False, UNSET):
+        return []
+    on = [name for name in _EFFICIENCY if _enables(found.get(name))]
+    return [f"data_efficiency.{name}: {_EFFICIENCY[name]}" for name in on]
 
 
 def gone_problems(document: Mapping[str, Any]) -> list[str]:
@@ -313,11 +327,10 @@ def look_up(document: Mapping[str, Any], path: str) -> tuple[bool, Any]:
 
 def _switched_off(path: str, value: Any) -> bool:
     """Return whether a section is false or empty, or an object in which nothing is enabled at any depth."""
+    if path in ON_IF_THERE and isinstance(value, Mapping):
+        return False
     if not isinstance(value, Mapping) or not value:
         return not value
-    # DeepSpeed enables these two by their presence, so they must say enabled: false themselves.
-    if path in ON_IF_THERE:
-        return value.get("enabled", True) is False
     return not _enables(value)
 
 

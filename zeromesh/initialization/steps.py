@@ -25,6 +25,7 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
 from zeromesh.config.keys import OPTIMIZER_PARAMS
 from zeromesh.config.printing import jsonable, lines_of, refuse_unfilled, tell_unset
+from zeromesh.curriculum import LengthCurriculum
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
 from zeromesh.initialization import layout, place, prepare
@@ -271,11 +272,13 @@ def make_engine(
     def explain() -> str:
         return reports.explain(reports.memory(sharded, optimizer, store, plan.before), sharded, optimizer, settings)
 
+    chosen_lengths, precision = settings.curriculum_learning, settings.precision
+    lengths = LengthCurriculum(chosen_lengths, plan.model) if chosen_lengths.enabled else None
     engine = Engine(
         Parts(
             sharded=sharded,
             config=settings,
-            computation=Computation(sharded, settings.precision, observer, chosen.loss_fn, sizes, explain),
+            computation=Computation(sharded, precision, observer, chosen.loss_fn, sizes, explain, lengths),
             optimizer=optimizer,
             scheduler=scheduler,
             loader=plan.loader,
