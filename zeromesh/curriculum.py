@@ -57,8 +57,8 @@ class LengthCurriculum:
         """Return arguments of a model's forward: cut, or with the length for a model that cuts itself."""
         if self._model_cuts:
             return args, {**kwargs, ARGUMENT: self.get_current_difficulty()}
-        args, kwargs = self.cut((args, dict(kwargs)))
-        return args, kwargs
+        cut: tuple[Any, dict[str, Any]] = self.cut((args, dict(kwargs)))
+        return cut
 
     def cut(self, batch: Any) -> Any:
         """Return nested tensors with sequences of the present length, unless the model cuts them."""

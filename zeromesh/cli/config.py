@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from zeromesh.config.adopt import fixed
+from zeromesh.config.document import plain_json
 from zeromesh.config.printing import autos
 from zeromesh.config.settings import Settings
 from zeromesh.train.screen import write
@@ -22,6 +23,9 @@ def fix(path: Path) -> None:
     document, changes = fixed(path)
     # Before anything is written: what cannot be expressed here must not become a file.
     Settings.load(document)
+    text = path.read_text(encoding="utf-8-sig")
+    if plain_json(text) != text or "_comment" in text:
+        print("comments are left out: JSON has none", file=sys.stderr)
     for change in changes:
         print(change, file=sys.stderr)
     left = ", ".join(autos(document))

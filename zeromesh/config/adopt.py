@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zeromesh.config.catalogue import suggest
-from zeromesh.config.document import is_unset, read_object, whole_document
+from zeromesh.config.document import SCHEMA, is_unset, read_object, whole_document
 from zeromesh.config.errors import show
 from zeromesh.config.names import EXACT_OPTIMIZERS
 from zeromesh.config.settings import entries
@@ -166,7 +166,7 @@ def _unknown(document: dict[str, Any]) -> Iterator[Change]:
     """Leave out unknown keys, outside of ``zero_optimization``: DeepSpeed refuses them in this section alone."""
     for path, value, _ in _keys(document):
         # A key that is refused is not unknown, and what is "auto" is read as if it were not there.
-        if path in entries() or path in GONE or sections_of(path) & UNREAD or is_unset(value):
+        if path in entries() or path in GONE or path == SCHEMA or sections_of(path) & UNREAD or is_unset(value):
             continue
         near = suggest(entries(), path)
         if not path.startswith(f"{_ZERO}."):

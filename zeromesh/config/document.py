@@ -13,6 +13,7 @@ from zeromesh.config.curriculum import sampled_by_length
 from zeromesh.config.errors import ConfigError, show
 from zeromesh.config.tables import RENAMED, UNSET
 
+SCHEMA = "$schema"  # key by which a file names its schema for the user's editor
 DEEPEST = 50  # levels of objects and lists; far below Python's limit of recursion, which later steps rely on
 
 # Strings come first, so that what looks like a comment inside one stays. A comma may stand before a closing bracket.
@@ -37,7 +38,7 @@ def read_document(source: str | Path | Mapping[str, Any], overrides: Sequence[st
         ConfigError: no such file, not JSON, not an object, a key twice, or an override that cannot be read.
     """
     document = whole_document(source, overrides)
-    document.pop("$schema", None)  # a file names it for the user's editor
+    document.pop(SCHEMA, None)
     cleaned: dict[str, Any] = _without_unset(document)
     return sampled_by_length(cleaned)
 

@@ -27,6 +27,9 @@ TABLES = ("optimizer.params", "scheduler.params")
 """Sections of arguments, whose defaults are those of the class."""
 
 
+PRECISIONS = ("fp16.enabled", "bf16.enabled")
+
+
 def jsonable(value: Any) -> Any:
     """Return ``value`` in the types of JSON; a value without such a form becomes its name."""
     if isinstance(value, Mapping):
@@ -92,23 +95,19 @@ def refuse_unfilled(
         overrides: as given with the configuration.
         given: sections in whose place the user passed an object: ``optimizer``, ``scheduler``.
     """
+    unfilled = autos(source, overrides)
     # Where one precision is on, the others cannot be.
     decided = settings.fp16.enabled or settings.bf16.enabled or settings.torch_autocast.enabled
-    problems = []
-    for path in autos(source, overrides):
+    remedies = dict.fromkeys(() if decided else PRECISIONS, "write true, or false for the dtype that the model has")
+    for path in unfilled:
         section, _, name = path.rpartition(".")
-        if path in ("fp16.enabled", "bf16.enabled") and not decided:
-            problems.append(f'{path} = "{UNSET}": write true, or false for the dtype that the model has')
-        # The rate that a warmup begins with is 0 by default, as it is where a Trainer fills it in.
-        elif (
-            section in TABLES and name.endswith("lr") and name != "warmup_min_lr" and section.split(".")[0] not in given
-        ):
-            problems.append(f'{path} = "{UNSET}": write the learning rate')
-    if problems:
-        whole = f'{problems[-1]}. A Trainer fills in what is "{UNSET}"; here nothing does, and results depend on it'
-        raise ConfigError(
-            [*problems[:-1], whole], str(source) if isinstance(source, str | Path) else "the configuration"
-        )
+        # A warmup begins with 0 by default, as it does where a Trainer fills it in.
+        if section in TABLES and section.split(".")[0] not in given and name.endswith("lr") and name != "warmup_min_lr":
+            remedies[path] = "write the learning rate"
+    found = [f'{path} = "{UNSET}": {remedies[path]}' for path in unfilled if path in remedies]
+    if found:
+        found[-1] += f'. A Trainer fills in what is "{UNSET}"; here nothing does, and results depend on it'
+        raise ConfigError(found, str(source) if isinstance(source, str | Path) else "the configuration")
 
 
 def tell_unset(

@@ -190,8 +190,6 @@ NOT_YET: dict[str, NotYet] = {
     "aio.use_gds": NotYet(_OFF, "files that go to a GPU past the host"),
     "weight_quantization": NotYet(({"enabled": False}, None), "quantised weights"),
     "data_types.keep_in_fp32_modules": NotYet((None, []), "modules that stay in fp32 in a 16-bit run"),
-    "gradient_allreduce_op": NotYet(("mean",), "the sum of gradients instead of their mean"),
-    "managed_gradient_accumulation": NotYet((True,), "accumulation left to the training loop"),
     "fp16.fp16_master_weights_and_grads": NotYet(_OFF, "a master in 16 bits"),
     "bf16.bf16_master_weights_and_grads": NotYet(_OFF, "a master in 16 bits"),
     "bf16.bf16_optimizer_states": NotYet(_OFF, "an optimizer state in 16 bits"),
@@ -282,7 +280,9 @@ _EFFICIENCY = {
 def efficiency_problems(document: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each part of ``data_efficiency`` that is on; none counts unless the section is."""
     found = look_up(document, "data_efficiency")[1]
-    if not isinstance(found, Mapping) or found.get("enabled") in (None, False, UNSET):
+    if not isinstance(found, Mapping):
+        return [f"data_efficiency = {show(found)}: must be an object; leave it out"] if found else []
+    if found.get("enabled") in (None, False):
         return []
     on = [name for name in _EFFICIENCY if _enables(found.get(name))]
     return [f"data_efficiency.{name}: {_EFFICIENCY[name]}" for name in on]
