@@ -110,7 +110,7 @@ def test_the_mesh_fills_the_world(document: dict[str, object], world_size: int, 
 @pytest.mark.parametrize(
     ("document", "world_size", "expected"),
     [
-        ({"mesh": {"data": 3}}, 4, "data = 3, but 4 ranks are running"),
+        ({"mesh": {"data": 3}}, 4, "data = 3, but the run has 4 ranks"),
         ({"mesh": {"data": 2, "replicate": 3}}, 4, "replicate x data = 3 x 2 = 6, but 4 ranks"),
         (
             {"mesh": {"replicate": 3}},
