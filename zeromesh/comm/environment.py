@@ -66,8 +66,9 @@ def device_for(environment: Environment, backend: str) -> torch.device:
         row = names_of(environment.launcher)
         raise ValueError(
             f"{row.local_rank[0]} is {environment.local_rank}, but this node has "
-            f"{counted(devices, f'{accelerator.type} device')} for {row.local_size[0]} = {environment.local_world_size}, and {backend} needs one for each "
-            f"rank; start at most {counted(devices, 'rank')} per node, or use the backend gloo"
+            f"{counted(devices, f'{accelerator.type} device')} for {row.local_size[0]} = "
+            f"{environment.local_world_size}, and {backend} needs one for each rank; "
+            f"start at most {counted(devices, 'rank')} per node, or use the backend gloo"
         )
     return torch.device(accelerator.type, environment.local_rank % devices)
 
