@@ -65,7 +65,7 @@ assert document == {"seed": 1, "zero_optimization": {"stage": 2}}
 - Keys of the top level that have dots are paths. A value in the section itself takes precedence.
 - 0, 1, `"true"` and `"false"` are read where a key is true or false.
 - `offload_param` below stage 3, and `offload_optimizer` at stage 0, are left out.
-- These are left out or replaced, since a run computes the same, or more exactly, without them:
+- These are left out or replaced. A run computes the same without them, or more exactly, unless the row says otherwise:
 
 | key | becomes | why |
 |---|---|---|
