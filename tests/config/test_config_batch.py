@@ -123,7 +123,11 @@ def test_the_mesh_fills_the_world(document: dict[str, object], world_size: int, 
             4,
             "mics_shard_size = 2, but mesh.data = 4",
         ),
-        ({"zero_optimization": {"mics_shard_size": 2}, "mesh": {"replicate": 3}}, 4, "3 x 2 = 6, but the run has 4 ranks"),
+        (
+            {"zero_optimization": {"mics_shard_size": 2}, "mesh": {"replicate": 3}},
+            4,
+            "3 x 2 = 6, but the run has 4 ranks",
+        ),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_with_the_arithmetic(document, world_size, expected) -> None:
