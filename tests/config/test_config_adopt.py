@@ -46,7 +46,11 @@ READ: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"seed.x": 2, "seed": 1}, {"seed": 1}, ["its section is no object"]),
     (optimizer("OneBitAdam", **ONE_BIT), optimizer("adam"), ['"OneBitAdam", is "adam"', *["adam takes no such"] * 4]),
     (optimizer("ZeroOneAdam", var_freeze_step=3), optimizer("adam"), ["gradients are exact", "adam takes no such"]),
-    (optimizer("OneBitLamb", coeff_beta=0.9, bias_correction=False), optimizer("lamb", bias_correction=False), ["gradients are exact", "lamb takes no such"]),
+    (
+        optimizer("OneBitLamb", coeff_beta=0.9, bias_correction=False),
+        optimizer("lamb", bias_correction=False),
+        ["gradients are exact", "lamb takes no such"],
+    ),
     (optimizer("MuAdam"), optimizer("adam", adam_w_mode=False), ["muP's learning rates"]),
     (optimizer("MuAdamW"), optimizer("adamw"), ["muP's learning rates"]),
     (optimizer("MuSGD"), optimizer("sgd"), ["muP's learning rates"]),
