@@ -14,6 +14,7 @@ from pathlib import Path
 
 import typer
 
+from zeromesh.config.errors import counted
 from zeromesh.launcher.launch import default_ranks, python_rank, threads
 
 DEFAULT_RESTARTS = 3  # where nodes may come and go, since each that goes costs one
@@ -144,7 +145,7 @@ def _ranks(options: LaunchOptions) -> int:
 
 def _announcement(options: LaunchOptions, ranks: int, variables: dict[str, str]) -> str:
     """Return a line about what the user has not set."""
-    parts = [f"{ranks} rank{'s' if ranks > 1 else ''}"]
+    parts = [counted(ranks, "rank")]
     if options.ranks is None:
         parts.append("one for each accelerator" if ranks > 1 else "--nproc sets how many")
     parts += [f"{name}={value} for each; set it to change that" for name, value in variables.items() if ranks > 1]

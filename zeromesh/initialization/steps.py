@@ -23,8 +23,11 @@ from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
+from zeromesh.config.errors import counted
 from zeromesh.config.keys import OPTIMIZER_PARAMS
-from zeromesh.config.printing import jsonable, lines_of, tell_unset
+from zeromesh.config.printing import jsonable, lines_of, refuse_unfilled, tell_unset
+from zeromesh.config.written import row_name
+from zeromesh.curriculum import LengthCurriculum
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
 from zeromesh.initialization import layout, place, prepare
@@ -63,7 +66,10 @@ def read_configuration(
     model = chosen.model
 
     def read() -> Settings:
-        settings = settings_of(model, Settings.load(chosen.config), mesh)
+        loaded = Settings.load(chosen.config)
+        given = {"optimizer": chosen.optimizer, "scheduler": chosen.scheduler}
+        refuse_unfilled(chosen.config, loaded, given={name for name, own in given.items() if own is not None})
+        settings = settings_of(model, loaded, mesh)
         _check_model(model, chosen.scheduler, settings)
         return settings
 
@@ -145,8 +151,8 @@ def _tell_batch(settings: Settings, resolved: Resolved, ranks: int) -> None:
     ]
     if changes:
         said, batch = " and ".join(changes), resolved.train_batch_size
-        plural = "s" * (ranks > 1)
-        _log.info("%s: train_batch_size = %d is kept on %d data-parallel rank%s", said, batch, ranks, plural)
+        where = counted(ranks, "data-parallel rank")
+        _log.info("%s: train_batch_size = %d is kept on %s", said, batch, where)
 
 
 def _warn_of_sparse(model: nn.Module) -> None:
@@ -268,11 +274,13 @@ def make_engine(
     def explain() -> str:
         return reports.explain(reports.memory(sharded, optimizer, store, plan.before), sharded, optimizer, settings)
 
+    chosen_lengths, precision = settings.curriculum_learning, settings.precision
+    lengths = LengthCurriculum(chosen_lengths, plan.model) if chosen_lengths.enabled else None
     engine = Engine(
         Parts(
             sharded=sharded,
             config=settings,
-            computation=Computation(sharded, settings.precision, observer, chosen.loss_fn, sizes, explain),
+            computation=Computation(sharded, precision, observer, chosen.loss_fn, sizes, explain, lengths),
             optimizer=optimizer,
             scheduler=scheduler,
             loader=plan.loader,
@@ -285,6 +293,8 @@ def make_engine(
     )
     zero.register(engine)
     if first:
-        text = json.dumps(jsonable(settings.model_dump(exclude_defaults=True)))
-        _log.info("%d ranks, %d units; what is not a default: %s", mesh.world_size, len(sharded.units), text)
+        size, units = counted(mesh.world_size, "rank"), counted(len(sharded.units), "unit")
+        # A line for each key: as one JSON object it is longer than a screen is wide.
+        chosen_keys = "".join(f"\n  {line}" for line in lines_of(jsonable(settings.model_dump(exclude_defaults=True))))
+        _log.info("%s on %s, %s; settings that are no defaults:%s", row_name(settings.row), size, units, chosen_keys)
     return engine, optimizer, plan.loader, scheduler

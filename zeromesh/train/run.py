@@ -19,8 +19,9 @@ from zeromesh.comm.agreement import agree_run, world_group
 from zeromesh.comm.detect import may_restart
 from zeromesh.comm.environment import device_of_group, shutdown
 from zeromesh.comm.failure import RankFailure
+from zeromesh.config.errors import counted
 from zeromesh.config.keys import RESUME, SAVE_EVERY
-from zeromesh.config.printing import tell_unset
+from zeromesh.config.printing import refuse_unfilled, tell_unset
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display
 from zeromesh.observe.units import scaled_text
@@ -41,7 +42,9 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
     began = time.time()
     ignore_requests()  # a batch system may send the signal before there is an engine
     overrides = [*overrides, *([f"{RESUME}={json.dumps(resume)}"] if resume else [])]
-    settings = planned(config, overrides, _decided(Settings.load(config, overrides)))
+    loaded = Settings.load(config, overrides)
+    refuse_unfilled(config, loaded, overrides)
+    settings = planned(config, overrides, _decided(loaded))
     if is_first():
         tell_unset(config, settings, {}, overrides)
     # Everything that can be refused is refused here, before the text is read and a rank is started.
@@ -83,7 +86,7 @@ def _how_to_go_on(job: Job) -> str:
         return f"{job.folder.path} has the checkpoint {checkpoint}; the same command with --resume goes on from there"
     every = job.run.save_every
     return f"{job.folder.path} has no checkpoint yet, and the same command starts from the beginning; " + (
-        f"{SAVE_EVERY} = {every} writes the first after {every} steps"
+        f"{SAVE_EVERY} = {every} writes the first after {counted(every, 'step')}"
         if every
         else f"{SAVE_EVERY} = 0 writes none before the end"
     )
@@ -93,7 +96,7 @@ def _text_line(prepared: PreparedData) -> str:
     sides = []
     for name, parts in (("training", prepared.train), ("held out", prepared.validation)):
         documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
-        sides.append(f"{name}: {documents} documents with {scaled_text(tokens)} tokens")
+        sides.append(f"{name}: {counted(documents, 'document')} with {scaled_text(tokens)} tokens")
     dropped = f"{prepared.dropped} longer than a sample, " if prepared.dropped else ""
     capped = ", as many as the text gives" if prepared.capped else ""
     return (
