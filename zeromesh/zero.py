@@ -8,7 +8,7 @@ them, and change nothing. What several stages have, such as tied embeddings, is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -134,6 +134,11 @@ def engine_of(parameter: nn.Parameter) -> Engine | None:
     return engine
 
 
+def is_elsewhere(parameter: nn.Parameter) -> bool:
+    """Return whether it stands for a parameter of another pipeline stage."""
+    return parameter in _ELSEWHERE
+
+
 def _owner(parameter: nn.Parameter) -> Engine:
     engine = engine_of(parameter)
     if engine is None:
@@ -144,7 +149,8 @@ def _owner(parameter: nn.Parameter) -> Engine:
     return engine
 
 
-def _find(parameter: nn.Parameter) -> tuple[Engine, Unit, Flat, int]:
+def find(parameter: nn.Parameter) -> tuple[Engine, Unit, Flat, int]:
+    """Return a parameter's engine, unit and flat buffer, and its number there; raise ValueError if it has none."""
     engine = _owner(parameter)
     for unit in engine.sharded.units:
         for flat in unit.flats:
@@ -178,7 +184,7 @@ def GatheredParameters(
         yield
         return
     sharded = _owner(members[0]).sharded
-    found = [_find(parameter) for parameter in members]
+    found = [find(parameter) for parameter in members]
     mesh, place = sharded.mesh, None
     if modifier_rank is not None:
         if modifier_rank not in mesh.stage_ranks:
@@ -213,7 +219,7 @@ def _whole(parameter: nn.Parameter, pick: Pick) -> torch.Tensor | None:
     """Return a whole tensor from what each rank has of a parameter; None for frozen ones and other stages'."""
     if parameter in _ELSEWHERE:
         return None
-    engine, _, flat, index = _find(parameter)
+    engine, _, flat, index = find(parameter)
     # What the user wrote to the parameters has to be in the masters, which are read.
     engine.sharded.take_changes()
     return engine.sharded.assemble(flat, index, pick) if flat.layout.trainable else None
@@ -228,7 +234,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return the whole mean gradient over ranks; None if no rank has one. Call it between backward and ``step``."""
     if param in _ELSEWHERE:
         return None
-    engine, _, flat, index = _find(param)
+    engine, _, flat, index = find(param)
     gradient = flat.gradient
     if gradient is None or not engine.sharded.reducer.begun:
         return None
@@ -286,10 +292,11 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     Raises:
         ValueError: the state is a single number, such as ``step``.
     """
-    return _whole(param, lambda flat, local, piece: _state(param, piece, optim_state_key))
+    return _whole(param, lambda flat, local, piece: state_of(param, piece, optim_state_key))
 
 
-def _state(parameter: nn.Parameter, piece: Piece, key: str) -> torch.Tensor | None:
+def state_of(parameter: nn.Parameter, piece: Piece, key: str) -> torch.Tensor | None:
+    """Return one of the optimizer's states of a piece; None if it has none. ValueError for a single number."""
     optimizer = _owner(parameter).optimizer
     # Not ``state[...]``: that would make an empty entry, which some optimizers take for a state.
     value = None if optimizer is None else optimizer.state.get(piece.parameter, {}).get(key)
@@ -301,7 +308,7 @@ def _state(parameter: nn.Parameter, piece: Piece, key: str) -> torch.Tensor | No
 def _set(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
     if parameter in _ELSEWHERE:
         return
-    engine, _, flat, index = _find(parameter)
+    engine, _, flat, index = find(parameter)
     engine.sharded.take_changes()
     segment = flat.layout.segments[index]
     if tuple(value.shape) != segment.held.whole:
@@ -339,7 +346,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """
     if param in _ELSEWHERE:
         return
-    engine, _, flat, index = _find(param)
+    engine, _, flat, index = find(param)
     gradient = flat.gradient
     if gradient is not None:
         if not engine.sharded.reducer.begun:
@@ -357,6 +364,20 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     _set(param, value / engine.gradient_factor, pick)
 
 
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Replace the whole gradient of each parameter by what a function makes of it; one without a gradient stays so.
+
+    Raises:
+        ValueError, RuntimeError: as ``safe_set_full_grad``.
+    """
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient))
+
+
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Change the whole of one of the optimizer's states. Every rank passes the same value.
 
@@ -364,4 +385,4 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
         ValueError: the value has another shape, the state is a single number, or the parameter is frozen.
         RuntimeError: the optimizer has no such state, or not before its first update.
     """
-    _set(param, value, lambda flat, local, piece: _state(param, piece, optim_state_key))
+    _set(param, value, lambda flat, local, piece: state_of(param, piece, optim_state_key))
