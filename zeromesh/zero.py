@@ -114,12 +114,12 @@ class Init:
         name = "zero_quantized_nontrainable_weights"
         refuse("zero.Init", name, zero_quantized_nontrainable_weights, frozen, False)
         refuse("zero.Init", "param_swapper", param_swapper, f"set {keys.PARAMETERS_ON_HOST} in the configuration")
-        self._defers = enabled and module is None
+        self.defers = enabled and module is None
         self._entered: list[AbstractContextManager[object]] = []
 
     def __enter__(self) -> Init:
         # A stack, because one object may be entered again inside of itself.
-        context = recording() if self._defers else nullcontext()
+        context = recording() if self.defers else nullcontext()
         context.__enter__()
         self._entered.append(context)
         return self
@@ -158,6 +158,11 @@ def find(parameter: nn.Parameter) -> tuple[Engine, Unit, Flat, int]:
                 if member is parameter:
                     return engine, unit, flat, index
     raise AssertionError("a registered parameter is in no unit")
+
+
+def place_of(parameter: nn.Parameter) -> tuple[Unit, Flat, int]:
+    """Return the unit of a parameter, the flat buffer in it, and the parameter's index there."""
+    return _find(parameter)[1:]
 
 
 @contextmanager

@@ -250,7 +250,7 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
 
 def make_engine(
     plan: Plan, prepared: Prepared, sharded: ShardedModel, optimizer: Optimizer | None, scheduler: Any,
-    sequences: SpreadSequences | None,
+    sequences: SpreadSequences | None, kind: Callable[[Parts], Engine] = Engine,
 ) -> tuple[Engine, Optimizer | None, Loader | None, Any]:  # fmt: skip
     """Make the engine of a placed model, and say what is not a default."""
     chosen, settings, mesh = plan.arguments, plan.settings, plan.mesh
@@ -269,7 +269,7 @@ def make_engine(
     def explain() -> str:
         return reports.explain(reports.memory(sharded, optimizer, store, plan.before), sharded, optimizer, settings)
 
-    engine = Engine(
+    engine = kind(
         Parts(
             sharded=sharded,
             config=settings,
