@@ -50,10 +50,12 @@ if TYPE_CHECKING:
 # that users' parameters stay as they made them. Both sides are weak: an engine that nobody else holds goes away.
 _OWNERS: Any = WeakIdKeyDictionary()
 _ELSEWHERE: Any = WeakIdKeyDictionary()  # stand-ins of other stages' parameters, and their engine
+_ENGINES: list[ref[Engine]] = []  # by age
 
 
 def register(engine: Engine) -> None:
     """Let the functions below find these parameters' engine, and know those of other stages."""
+    _ENGINES[:] = [one for one in _ENGINES if one() is not None] + [ref(engine)]
     for flat in engine.sharded.flats:
         for parameter in flat.parameters:
             _OWNERS[parameter] = ref(engine)
@@ -134,6 +136,11 @@ def engine_of(parameter: nn.Parameter) -> Engine | None:
     return engine
 
 
+def newest_engine() -> Engine | None:
+    """Return the last made of the living engines, for functions of DeepSpeed that are not told which; None without."""
+    return next((engine for one in reversed(_ENGINES) if (engine := one()) is not None), None)
+
+
 def is_elsewhere(parameter: nn.Parameter) -> bool:
     """Return whether it stands for a parameter of another pipeline stage."""
     return parameter in _ELSEWHERE
@@ -149,8 +156,7 @@ def _owner(parameter: nn.Parameter) -> Engine:
     return engine
 
 
-def find(parameter: nn.Parameter) -> tuple[Engine, Unit, Flat, int]:
-    """Return a parameter's engine, unit and flat buffer, and its number there; raise ValueError if it has none."""
+def _find(parameter: nn.Parameter) -> tuple[Engine, Unit, Flat, int]:
     engine = _owner(parameter)
     for unit in engine.sharded.units:
         for flat in unit.flats:
@@ -189,7 +195,7 @@ def GatheredParameters(
         yield
         return
     sharded = _owner(members[0]).sharded
-    found = [find(parameter) for parameter in members]
+    found = [_find(parameter) for parameter in members]
     mesh, place = sharded.mesh, None
     if modifier_rank is not None:
         if modifier_rank not in mesh.stage_ranks:
@@ -224,7 +230,7 @@ def _whole(parameter: nn.Parameter, pick: Pick) -> torch.Tensor | None:
     """Return a whole tensor from what each rank has of a parameter; None for frozen ones and other stages'."""
     if parameter in _ELSEWHERE:
         return None
-    engine, _, flat, index = find(parameter)
+    engine, _, flat, index = _find(parameter)
     # What the user wrote to the parameters has to be in the masters, which are read.
     engine.sharded.take_changes()
     return engine.sharded.assemble(flat, index, pick) if flat.layout.trainable else None
@@ -239,7 +245,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return the whole mean gradient over ranks; None if no rank has one. Call it between backward and ``step``."""
     if param in _ELSEWHERE:
         return None
-    engine, _, flat, index = find(param)
+    engine, _, flat, index = _find(param)
     gradient = flat.gradient
     if gradient is None or not engine.sharded.reducer.begun:
         return None
@@ -313,7 +319,7 @@ def state_of(parameter: nn.Parameter, piece: Piece, key: str) -> torch.Tensor | 
 def _set(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
     if parameter in _ELSEWHERE:
         return
-    engine, _, flat, index = find(parameter)
+    engine, _, flat, index = _find(parameter)
     engine.sharded.take_changes()
     segment = flat.layout.segments[index]
     if tuple(value.shape) != segment.held.whole:
@@ -351,7 +357,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """
     if param in _ELSEWHERE:
         return
-    engine, _, flat, index = find(param)
+    engine, _, flat, index = _find(param)
     gradient = flat.gradient
     if gradient is not None:
         if not engine.sharded.reducer.begun:

@@ -43,7 +43,9 @@ class Accelerator:
             return getattr(torch if self._name == "cpu" else self._module, name)
         if hasattr(self._module, name):
             return getattr(self._module, name)
-        raise AttributeError(f"get_accelerator() has no {name!r}, nor has torch.{self._name}; call torch's own function")
+        raise AttributeError(
+            f"get_accelerator() has no {name!r}, nor has torch.{self._name}; call torch's own function"
+        )
 
     # The device.
 
@@ -235,7 +237,9 @@ def get_accelerator() -> Accelerator:
     found = torch.accelerator.current_accelerator(check_available=True)
     wanted = os.environ.get("DS_ACCELERATOR")
     if wanted not in (None, "cpu", None if found is None else found.type):
-        raise ValueError(f"DS_ACCELERATOR is {wanted!r}, but this machine has {found}; set it to 'cpu', or leave it out")
+        raise ValueError(
+            f"DS_ACCELERATOR is {wanted!r}, but this machine has {found}; set it to 'cpu', or leave it out"
+        )
     return Accelerator("cpu" if found is None or wanted == "cpu" else found.type)
 
 

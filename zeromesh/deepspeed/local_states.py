@@ -10,17 +10,25 @@ import torch
 from torch import nn
 
 from zeromesh import zero
+from zeromesh.engine import Engine
 from zeromesh.model.piece import Piece
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import Pick
+
+
+def _engine(parameter: nn.Parameter) -> Engine:
+    engine = zero.engine_of(parameter)
+    if engine is None:
+        raise ValueError("the parameter belongs to no engine; pass one of the model that initialize was given")
+    return engine
 
 
 def _local(parameter: nn.Parameter, pick: Pick) -> torch.Tensor | None:
     """Return a copy of this rank's elements of a state: 1-D, empty if it has none; None for a frozen parameter."""
     if zero.is_elsewhere(parameter):
         return None
-    engine, _, flat, index = zero.find(parameter)
-    engine.sharded.take_changes()
+    _, flat, index = zero.place_of(parameter)
+    _engine(parameter).sharded.take_changes()
     flat.load_states()
     if not flat.layout.trainable:
         return None
@@ -34,7 +42,7 @@ def _set_local(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None
         raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has no such state on this rank to be changed")
     if value.numel() != present.numel():
         raise ValueError(f"this rank has {present.numel()} elements of the parameter, the value given {value.numel()}")
-    _, _, flat, index = zero.find(parameter)
+    _, flat, index = zero.place_of(parameter)
     flat.load_states(write=True)
     for at, local, piece in flat.pieces:
         target = pick(flat, local, piece) if at == index else None
@@ -56,7 +64,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's elements of the mean gradient; None where there is none. As ``safe_get_full_grad``."""
     if zero.is_elsewhere(param):
         return None
-    engine = zero.find(param)[0]
+    engine = _engine(param)
     if not engine.sharded.reducer.begun:
         return None
     engine.sharded.reducer.complete()
@@ -76,7 +84,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         ValueError: the number of elements is another one, or the parameter is frozen or another stage's.
     """
     _set_local(param, value, lambda flat, local, piece: piece.parameter.data)
-    zero.find(param)[0].sharded.publish()
+    _engine(param).sharded.publish()
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -86,7 +94,7 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         ValueError: as ``safe_set_local_fp32_param``.
         RuntimeError: this is not between backward and ``step``.
     """
-    engine, _, flat, index = zero.find(param)
+    engine, (_, flat, index) = _engine(param), zero.place_of(param)
     if not engine.sharded.reducer.begun:
         raise RuntimeError("there is no gradient to change; call this between backward and step")
     engine.sharded.reducer.complete()
