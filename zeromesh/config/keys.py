@@ -34,6 +34,7 @@ HOST_MEMORY_LIMIT = "host_memory_limit"
 
 KEEP_LAST = "checkpoint.keep_last"
 RECOMPUTED = "activation_checkpointing.targets"
+PROFILE = '"profile": {"enabled": true}'
 PARTITION_ACTIVATIONS = "activation_checkpointing.partition_activations"
 SIZES_OF_AXES = '"mesh": {"data": 4, "tensor": 2}'
 RANKS_PER_NODE = "communication.ranks_per_node"
