@@ -41,6 +41,7 @@ RANKS_PER_NODE = "communication.ranks_per_node"
 GATHERED_BITS = "communication.across_nodes_gather"
 REDUCED_BITS = "communication.across_nodes_reduce"
 CONTEXT_RANKS = "mesh.context"
+SPREAD_SEQUENCES = '"mesh": {"context": 2}, "context_parallel": {"strategy": "ulysses"}'
 ONE_CONTEXT_RANK = f"set {CONTEXT_RANKS} to 1"
 
 PIPELINE_RANKS = "mesh.pipeline"

@@ -24,8 +24,8 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes, self.dims = list(axes), list(dims)
         self.ProcessCoord: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]
-        places = product(*map(range, dims))
-        self.mapping: dict[Any, int] = {self.ProcessCoord._make(place): rank for rank, place in enumerate(places)}
+        places: Any = product(*map(range, dims))
+        self.mapping: dict[Any, int] = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
 
     def __str__(self) -> str:
         return str(self.mapping)
@@ -114,7 +114,7 @@ _ANSWERS = {"rank": "_places", "world_size": "_sizes", "group": "_groups", "grou
 class PipelineParallelGrid:
     """This rank's place in a topology, and its groups, which all ranks make together.
 
-    ``get_data_parallel_rank()`` and the like are ``get``, one of ``GRID_AXES``, and ``rank``, ``world_size``, ``group``.
+    ``get_data_parallel_rank()`` and the like are ``get``, one of ``GRID_AXES``, and an end of ``_ANSWERS``.
 
     Args:
         topology: by default all ranks are data-parallel.
