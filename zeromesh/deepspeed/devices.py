@@ -18,7 +18,7 @@ VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 """Variable that says which devices a process sees, by the type of device."""
 
 
-class Accelerator:
+class DeviceInterface:
     """The device of this process.
 
     Names that are not methods here are those of torch's module for the device, such as ``torch.cuda.Event``; on a CPU,
@@ -232,7 +232,7 @@ _REFUSED: dict[str, str] = {
 
 
 @cache
-def get_accelerator() -> Accelerator:
+def get_accelerator() -> DeviceInterface:
     """Return the accelerator of this process: torch's where there is one, else the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     wanted = os.environ.get("DS_ACCELERATOR")
@@ -240,7 +240,7 @@ def get_accelerator() -> Accelerator:
         raise ValueError(
             f"DS_ACCELERATOR is {wanted!r}, but this machine has {found}; set it to 'cpu', or leave it out"
         )
-    return Accelerator("cpu" if found is None or wanted == "cpu" else found.type)
+    return DeviceInterface("cpu" if found is None or wanted == "cpu" else found.type)
 
 
 def set_random_seed(seed: int) -> None:
