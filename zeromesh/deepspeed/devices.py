@@ -47,6 +47,10 @@ class DeviceInterface:
             f"get_accelerator() has no {name!r}, nor has torch.{self._name}; call torch's own function"
         )
 
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        # A module cannot be pickled, and the process that reads it may have another device.
+        return get_accelerator, ()
+
     # The device.
 
     def device_name(self, device_index: int | None = None) -> str:

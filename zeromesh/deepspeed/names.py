@@ -123,6 +123,9 @@ HOMES: dict[str, dict[str, str]] = {
     "runtime.zero.partition_parameters": {
         _PARAMETERS: "Init=ZeroInit ZeroParamStatus register_external_parameter unregister_external_parameter",
         _ZERO: "GatheredParameters",
+        _DEVICES: "get_accelerator",
+        _UTILITIES: "zero_wrapper_for_fp_tensor_constructor",
+        "torch": "_orig_torch_arange=arange",
     },
     "runtime.zero.stage3": {
         _PARAMETERS: "unwrap_model_for_generation",
