@@ -33,7 +33,8 @@ def test_the_accelerator_answers_for_the_device() -> None:
     kept = torch.ones(1 << 20, device=device.current_device_name())
     assert device.max_memory_allocated() >= device.memory_allocated() >= kept.nbytes
     assert device.total_memory() >= device.available_memory() > 0
-    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+    assert device.max_memory_cached() >= device.memory_cached() >= kept.nbytes
+    for name in ("synchronize", "empty_cache", "reset_max_memory_allocated"):
         getattr(device, name)()
     device.range_push("a step")
     device.range_pop()

@@ -108,6 +108,9 @@ def test_local_states_are_the_ranks_parts_of_the_whole() -> None:
             "train_micro_batch_size_per_gpu": 4,
             "optimizer": {"type": "AdamW"},
             "zero_optimization": {"stage": stage},
+            # So that sums of gradients are kept, and not means.
+            "prescale_gradients": True,
+            "gradient_predivide_factor": 1.0,
         }
         engine = deepspeed.initialize(model=make_model().double(), config=config)[0]
         parameter = engine.module.routed.experts[0].steps[0].weight
@@ -162,6 +165,7 @@ def test_groups_are_those_of_the_mesh() -> None:
     assert groups.get_data_parallel_group_ranks() == [rank % 2, rank % 2 + 2]
     assert groups.get_tensor_model_parallel_src_rank() == rank // 2 * 2
     assert groups._get_sequence_parallel_world_size() == 1
+    assert groups._get_sequence_data_parallel_group() is groups.get_data_parallel_group()
     total = torch.tensor([float(rank)])
     dist.all_reduce(total, group=groups.get_model_parallel_group())
     assert float(total) == {0: 1.0, 1: 5.0}[rank // 2]

@@ -7,12 +7,15 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
+from inspect import isfunction
 from typing import Any
 
 import torch
 
 from zeromesh.comm.environment import default_backend
 from zeromesh.observe.machine import live_bytes, memory, peak_bytes
+
+Function = Callable[..., Any]
 
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 """Variable that says which devices a process sees, by the type of device."""
@@ -33,6 +36,7 @@ class DeviceInterface:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # copies and pickles ask before there is anything
             raise AttributeError(name)
+        name = _OLDER.get(name, name)
         rows = _ON_CPU if self._name == "cpu" else _ON_DEVICE
         # Before torch's: its functions for the CPU count NUMA nodes, and have no memory figures.
         if name in rows:
@@ -42,7 +46,8 @@ class DeviceInterface:
         if name.endswith("Tensor") and hasattr(torch, name):
             return getattr(torch if self._name == "cpu" else self._module, name)
         if hasattr(self._module, name):
-            return getattr(self._module, name)
+            found = getattr(self._module, name)
+            return _renamed(found) if isfunction(found) else found
         raise AttributeError(
             f"get_accelerator() has no {name!r}, nor has torch.{self._name}; call torch's own function"
         )
@@ -156,6 +161,16 @@ def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
+def _renamed(function: Function) -> Function:
+    """Return a function of torch's that takes its device as ``device_index``, too."""
+
+    @wraps(function)
+    def call(*args: Any, device_index: int | None = None, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if device_index is None else function(*args, device=device_index, **kwargs)
+
+    return call
+
+
 def _ignore(*args: Any, **kwargs: Any) -> None:
     """Do nothing, as on a CPU nothing waits and no allocator keeps memory."""
 
@@ -172,8 +187,12 @@ def _figures(device_index: int | None = None) -> dict[str, int]:
     return {"allocated_bytes.all.current": _resident(), "allocated_bytes.all.peak": _largest()}
 
 
-_PEAK = ("max_memory_allocated", "max_memory_cached", "max_memory_reserved")
-_RESETS = ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")
+_OLDER = {
+    "memory_cached": "memory_reserved",
+    "max_memory_cached": "max_memory_reserved",
+    **dict.fromkeys(("reset_max_memory_allocated", "reset_max_memory_cached"), "reset_peak_memory_stats"),
+}
+"""Names of older versions of torch, and the present ones."""
 
 _BOTH: dict[str, Any] = {
     "random": lambda: torch.random,
@@ -185,25 +204,24 @@ _BOTH: dict[str, Any] = {
     "export_envs": lambda: ["NCCL", "GLOO", "OMP"],
     "is_triton_supported": lambda: torch.cuda.is_available(),
     "prefer_triton_grouped_mm": lambda: False,
-    "manual_seed_all": torch.manual_seed,
-    "initial_seed": torch.initial_seed,
     "replay_graph": lambda graph: None if graph is None else graph.replay(),
 }
 
 _ON_CPU: dict[str, Any] = {
     **_BOTH,
-    **dict.fromkeys(("synchronize", "empty_cache", "range_push", "range_pop", *_RESETS), _ignore),
+    **dict.fromkeys(("synchronize", "empty_cache", "range_push", "range_pop", "reset_peak_memory_stats"), _ignore),
     # There are no streams: all is in order.
     **dict.fromkeys(("Stream", "Event"), None),
     **dict.fromkeys(("current_stream", "default_stream", "create_graph"), _ignore),
     "stream": lambda stream: nullcontext(),
     "is_current_stream_capturing": lambda: False,
-    **dict.fromkeys(("memory_allocated", "memory_cached", "memory_reserved"), _resident),
-    **dict.fromkeys(_PEAK, _largest),
+    **dict.fromkeys(("memory_allocated", "memory_reserved"), _resident),
+    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _largest),
     "memory_stats": _figures,
     "total_memory": lambda device_index=None: memory()["total_bytes"],
     "available_memory": lambda device_index=None: memory()["available_bytes"],
-    "manual_seed": torch.manual_seed,
+    **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.manual_seed),
+    "initial_seed": torch.initial_seed,
     "default_generator": lambda device_index=0: torch.default_generator,
     "get_rng_state": lambda device_index=None: torch.get_rng_state(),
     "set_rng_state": lambda new_state, device_index=None: torch.set_rng_state(new_state),
@@ -212,10 +230,6 @@ _ON_CPU: dict[str, Any] = {
 
 _ON_DEVICE: dict[str, Any] = {
     **_BOTH,
-    # Of older versions of torch, under whose names they are asked for.
-    "memory_cached": torch.accelerator.memory_reserved,
-    "max_memory_cached": torch.accelerator.max_memory_reserved,
-    **dict.fromkeys(_RESETS[1:], torch.accelerator.reset_peak_memory_stats),
     "total_memory": lambda device_index=None: torch.accelerator.get_memory_info(device_index)[1],
     "available_memory": lambda device_index=None: torch.accelerator.get_memory_info(device_index)[0],
     "default_generator": lambda device_index: torch.cuda.default_generators[device_index],
@@ -254,9 +268,6 @@ def set_random_seed(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
-
-
-Function = Callable[..., Any]
 
 
 def instrument_w_nvtx(func: Function) -> Function:
