@@ -109,7 +109,6 @@ def test_local_states_are_the_ranks_parts_of_the_whole() -> None:
             "optimizer": {"type": "AdamW"},
             "zero_optimization": {"stage": stage},
             # So that sums of gradients are kept, and not means.
-            "prescale_gradients": True,
             "gradient_predivide_factor": 1.0,
         }
         engine = deepspeed.initialize(model=make_model().double(), config=config)[0]
