@@ -257,11 +257,12 @@ def parameters() -> None:
             assert weight.ds_status is status.AVAILABLE
             assert torch.equal(torch.cat(parts), weight.detach().flatten())
         assert weight.ds_status is status.NOT_AVAILABLE
-        seen = []
-        model.first.register_forward_pre_hook(lambda module, inputs, seen=seen: seen.append(module.weight.ds_status))
-        model.first.register_forward_pre_hook(
-            lambda module, inputs, seen=seen: seen.append(hasattr(inputs[0], "ds_id"))
-        )
+        seen: list[Any] = []
+
+        def look(module: Any, inputs: Any, seen: list[Any] = seen) -> None:
+            seen.extend([module.weight.ds_status, hasattr(inputs[0], "ds_id")])
+
+        model.first.register_forward_pre_hook(look)
         engine(batch(0))
         assert seen == [status.AVAILABLE, False]
         with deepspeed.zero.unwrap_model_for_generation(engine) as whole:
