@@ -143,6 +143,9 @@ def answers() -> None:
         assert list(map(id, engine.parameters())) == list(map(id, model.parameters()))
         assert [module for module in engine.modules()][:2] == [engine, model]
         assert engine.doubled().shape == (4,)  # a method of the model's
+        engine.own = nn.Identity()
+        assert isinstance(engine.own, nn.Identity)
+        del engine.own
         seen: list[Any] = []
         engine.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(output))
         engine.eval()
@@ -240,6 +243,16 @@ def parameters() -> None:
         early = nn.Linear(4, 4)
     assert hasattr(early.weight, "ds_id")
     assert early.weight.ds_shape == (4, 4)
+    group = torch.distributed.group.WORLD
+    with deepspeed.zero.Init(None, group, dtype=torch.bfloat16), deepspeed.zero.Init(data_parallel_group=group):
+        assert nn.Linear(200, 200).weight.dtype is torch.bfloat16
+    assert torch.get_default_dtype() is torch.float32
+    with pytest.raises(ValueError, match="mpu = "):
+        deepspeed.zero.Init(mpu=3)
+    whole = nn.Linear(4, 4)
+    assert not hasattr(whole.weight, "ds_id")
+    deepspeed.zero.Init(whole)
+    assert hasattr(whole.weight, "ds_id")
     status = deepspeed.zero.ZeroParamStatus
     for stage in STAGES:
         engine, model = make(stage)
