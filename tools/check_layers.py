@@ -16,7 +16,7 @@ PACKAGE = "zeromesh"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
-    ("train",),
+    ("train", "deepspeed"),
     ("__init__",),
     ("build",),
     ("initialization",),

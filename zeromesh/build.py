@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from zeromesh.comm.environment import Environment, init_distributed
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config import keys
 from zeromesh.engine import Engine
+from zeromesh.engine_state import Parts
 from zeromesh.initialization import steps
 from zeromesh.initialization.layout import make_mesh
 from zeromesh.initialization.place import shard
@@ -81,14 +83,27 @@ def initialize(
             configurations or models. Unless a note of the error says otherwise, the model is as it was, and may be
             tried again.
     """
-    if not isinstance(model, nn.Module):
-        named = "" if model is None else f", not a {type(model).__name__}"
-        raise ValueError(f"initialize needs a model: pass model= with a torch.nn.Module{named}")
     sizes = f"set the sizes of the axes in the configuration, as in {keys.SIZES_OF_AXES}"
     refuse("initialize", "mpu", mpu, sizes)
     refuse("initialize", "mesh_param", mesh_param, sizes)
-    if loss_fn is None and isinstance(model, PipelineModule):
-        loss_fn = model.loss_fn
+    given = only_configuration(config, config_params, args)
+    chosen = Arguments(
+        require_module(model), given, optimizer, model_parameters, lr_scheduler, training_data, collate_fn, loss_fn
+    )
+    start = partial(init_distributed, distributed_port=distributed_port, dist_init_required=dist_init_required)
+    return run_steps(chosen, start, mesh)
+
+
+def require_module(model: object) -> nn.Module:
+    """Return the model that ``initialize`` was given; raise ValueError if it is none."""
+    if not isinstance(model, nn.Module):
+        named = "" if model is None else f", not a {type(model).__name__}"
+        raise ValueError(f"initialize needs a model: pass model= with a torch.nn.Module{named}")
+    return model
+
+
+def only_configuration(config: Any, config_params: Any, args: Any) -> Any:
+    """Return the configuration from the arguments that may have it; raise ValueError if none or two have one."""
     from_args: Config | None = getattr(args, "deepspeed_config", None)
     given = config if config is not None else config_params
     if given is not None and from_args is not None:
@@ -98,13 +113,28 @@ def initialize(
     given = given if given is not None else from_args
     if given is None:
         raise ValueError("initialize needs a configuration: pass config= with a path or a dict")
-    chosen = Arguments(model, given, optimizer, model_parameters, lr_scheduler, training_data, collate_fn, loss_fn)
+    return given
+
+
+def run_steps(
+    chosen: Arguments, start: Callable[[], Environment], mesh: Mesh | None = None,
+    kind: Callable[[Parts], Engine] = Engine,
+) -> tuple[Engine, Optimizer | None, Loader | None, Any]:  # fmt: skip
+    """Run the five steps of ``initialize``.
+
+    Args:
+        chosen: arguments of the user's.
+        start: starts the process group unless there is one.
+        mesh: as in ``initialize``.
+        kind: makes the engine of its parts.
+    """
+    if chosen.loss_fn is None and isinstance(chosen.model, PipelineModule):
+        chosen = replace(chosen, loss_fn=chosen.model.loss_fn)
     _show_log()
-    start = partial(init_distributed, distributed_port=distributed_port, dist_init_required=dist_init_required)
     settings, environment = steps.read_configuration(chosen, mesh, start)
     plan = steps.plan_layout(chosen, settings, mesh or make_mesh(settings, environment))
     prepared = steps.prepare_run(plan)
-    return steps.make_engine(plan, prepared, *steps.place_model(plan, prepared))
+    return steps.make_engine(plan, prepared, *steps.place_model(plan, prepared), kind)
 
 
 def _show_log() -> None:

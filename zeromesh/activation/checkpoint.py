@@ -43,16 +43,29 @@ def _checkpoint(function: Callable[..., Any], selective: bool, /, *args: Any, **
     return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
+def checkpoint_with(
+    store: ActivationStore | None, function: Callable[..., Any], /, *args: Any, selective: bool = False, **kwargs: Any
+) -> Any:
+    """Checkpoint a call, as ``checkpoint``.
+
+    Args:
+        store: where its inputs wait; None: where they are.
+        function: as for ``checkpoint``.
+        *args: its arguments.
+        selective: keep results of matrix products and attention, too, so that only cheap operators run again.
+        **kwargs: its keyword arguments.
+    """
+    if store is None or not store.active():
+        return _checkpoint(function, selective, *args, **kwargs)
+    function, tensors = store.keep(function, args, kwargs)
+    del args, kwargs  # which would hold the inputs while the block computes
+    return _checkpoint(function, selective, *tensors)
+
+
 def checkpoint_modules(
     modules: Iterable[nn.Module], store: ActivationStore | None = None, selective: bool = False
 ) -> None:
-    """Have the forward of each module checkpointed, in place.
-
-    Args:
-        modules: changed so that a call keeps its inputs only.
-        store: where inputs wait for the backward.
-        selective: keep results of matrix products and attention, too, so that only cheap operators run again.
-    """
+    """Have the forward of each module checkpointed, in place; see ``checkpoint_with``."""
     # Their forward and not they themselves: their hooks run around it, once.
     for module in modules:
         module.forward = partial(_without_cache, module.forward, store, selective)
@@ -78,11 +91,7 @@ def _without_cache(
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
-    if store is None or not store.active():
-        return _checkpoint(forward, selective, *args, **kwargs)
-    function, tensors = store.keep(forward, args, kwargs)
-    del args, kwargs  # which would hold the inputs while the block computes
-    return _checkpoint(function, selective, *tensors)
+    return checkpoint_with(store, forward, *args, selective=selective, **kwargs)
 
 
 def _is_cache(value: Any) -> bool:

@@ -17,6 +17,7 @@ import typer
 from zeromesh.config.errors import counted
 from zeromesh.launcher.launch import default_ranks, python_rank, threads
 
+DROP_IN = "zeromesh.deepspeed"  # module that runs a script in which it is deepspeed
 DEFAULT_RESTARTS = 3  # where nodes may come and go, since each that goes costs one
 
 
@@ -33,14 +34,23 @@ class LaunchOptions:
     secret_file: Path | None
 
 
-def rank_command(name: str, arguments: Sequence[str], is_module: bool, is_command: bool) -> list[str]:
+def rank_command(
+    name: str, arguments: Sequence[str], is_module: bool, is_command: bool, as_deepspeed: bool = False
+) -> list[str]:
     """Return the command of a rank for a script, a module or another program; raise ValueError if it cannot be run."""
+    if as_deepspeed and is_command:
+        raise ValueError(
+            f"--as-deepspeed and --no-python exclude each other: only Python can find ZeroMesh as deepspeed; leave out "
+            f"--no-python, or let the program run `python -m {DROP_IN} SCRIPT`"
+        )
     if is_module and is_command:
         raise ValueError("-m and --no-python exclude each other: a module is run by Python; leave one of them out")
     if not is_module and not is_command and not Path(name).is_file():
         raise ValueError(f"{name!r} is no file; name a Python script, or -m MODULE, or --no-python PROGRAM")
     if is_command and shutil.which(name) is None:
         raise ValueError(f"{name!r} is no program that can be run; see its path, and that it is executable")
+    if as_deepspeed:
+        return python_rank("module", DROP_IN, [*(["-m"] if is_module else []), name, *arguments])
     return python_rank("program" if is_command else "module" if is_module else "script", name, arguments)
 
 

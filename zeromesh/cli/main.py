@@ -152,6 +152,9 @@ def launch(
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program that is not Python's.")] = False,
+    as_deepspeed: Annotated[
+        bool, typer.Option("--as-deepspeed", help="`import deepspeed` in SCRIPT is ZeroMesh.")
+    ] = False,
     mpi: Annotated[bool, typer.Option("--mpi", help="Start the ranks through mpiexec.")] = False,
     mpi_args: Annotated[str, typer.Option(help="Options for mpiexec, such as '--hostfile hosts'.")] = "",
 ) -> None:
@@ -160,7 +163,7 @@ def launch(
         from zeromesh.cli import launch as starting
         from zeromesh.comm.failure import RankFailure
 
-        command = starting.rank_command(program, arguments or (), module, no_python)
+        command = starting.rank_command(program, arguments or (), module, no_python, as_deepspeed)
         options = starting.LaunchOptions(nproc, nnodes, node_rank, master, max_restarts, timeout, secret_file)
         try:
             if mpi:

@@ -26,21 +26,30 @@ RANKS = ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 # Variable with the folder of the files that a forked rank writes its output to; unset where it keeps the terminal.
 OUTPUT = "ZEROMESH_OUTPUT"
 
+# Files whose frames a traceback begins with, and which the user does not want to see.
+_DROP_IN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "deepspeed", "__main__.py")
+_RUNNERS = (__file__, runpy.__file__, "<frozen runpy>", _DROP_IN)
+
 
 def main() -> None:
     """Run what the command line names."""
     _prepare()
     kind, target, *arguments = sys.argv[1:]
-    # An uncaught exception goes to whoever started the ranks: on the terminal those of all ranks would come at once.
-    sys.excepthook = record
     try:
         if kind == "program":
             os.execvp(target, [target, *arguments])  # that it ends with the launcher stays
-        (run_script if kind == "script" else run_module)(target, arguments)
+        run(target, arguments, is_module=kind == "module")
     except SystemExit as error:
         if error.code not in (None, 0):
             _exit_recorded(error)
         raise
+
+
+def run(target: str, arguments: list[str], is_module: bool) -> None:
+    """Run a script or a module, with a traceback that begins in it."""
+    # An uncaught exception goes to whoever started the ranks: on the terminal those of all ranks would come at once.
+    sys.excepthook = record
+    (run_module if is_module else run_script)(target, arguments)
 
 
 def _prepare() -> None:
@@ -136,7 +145,7 @@ def record(kind: type[BaseException], error: BaseException, trace: TracebackType
     """Record an uncaught exception; a hook for ``sys.excepthook``."""
     if issubclass(kind, KeyboardInterrupt):
         return  # whoever pressed Ctrl-C knows
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    while trace is not None and trace.tb_frame.f_code.co_filename in _RUNNERS:
         trace = trace.tb_next
     details = "".join(traceback.format_exception(kind, error, trace))
     # Not what a SyntaxError quotes, which is indented, nor the notes, which come last.

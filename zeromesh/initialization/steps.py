@@ -172,7 +172,7 @@ def prepare_run(plan: Plan) -> Prepared:
     chosen, settings = plan.arguments, plan.settings
 
     def made() -> Prepared:
-        monitor = prepare.open_monitors(plan)
+        monitor = prepare.open_monitors(settings, plan.mesh.rank)
         owned = list(prepare.parameter_groups(plan.model, chosen.parameters))
         user = prepare.user_optimizer(plan, owned)
         if user is not None:
@@ -235,12 +235,13 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         # Only now: a rank that could not read its weights went on with zeros, so that no other one waited for it.
         agree_success(world, "read its part of the weights", values.failure)
         pieces = sharded.pieces
+        exchange = FlatExchange(sharded.flats, sharded.row, mesh)
         if built is not None:
             here: dict[nn.Parameter, Piece | None] = dict.fromkeys(everywhere)
             here |= {p: pieces[id(p)] for flat in sharded.flats if flat.gradient for p in flat.parameters}
-            factory.adopt(built, here, plan.cuts_parameters, settings.zero_allow_untested_optimizer)
+            untested = settings.zero_allow_untested_optimizer
+            factory.adopt(built, here, plan.cuts_parameters, untested, exchange)
         else:
-            exchange = FlatExchange(sharded.flats, sharded.row, mesh)
             built = prepare.build_optimizer(model, settings, groups, plan.cuts_parameters, pieces, exchange)
             scheduler = prepare.build_scheduler(settings, chosen.scheduler, built)
         if sharded.swap is not None and built is not None:
@@ -255,7 +256,7 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
 
 def make_engine(
     plan: Plan, prepared: Prepared, sharded: ShardedModel, optimizer: Optimizer | None, scheduler: Any,
-    sequences: SpreadSequences | None,
+    sequences: SpreadSequences | None, kind: Callable[[Parts], Engine] = Engine,
 ) -> tuple[Engine, Optimizer | None, Loader | None, Any]:  # fmt: skip
     """Make the engine of a placed model, and say what is not a default."""
     chosen, settings, mesh = plan.arguments, plan.settings, plan.mesh
@@ -276,7 +277,7 @@ def make_engine(
 
     chosen_lengths, precision = settings.curriculum_learning, settings.precision
     lengths = LengthCurriculum(chosen_lengths, plan.model) if chosen_lengths.enabled else None
-    engine = Engine(
+    engine = kind(
         Parts(
             sharded=sharded,
             config=settings,

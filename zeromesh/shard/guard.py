@@ -29,6 +29,7 @@ _METHODS = (
 
 
 OWN_CLASS = "_own_class"  # attribute of a class that replaces a parameter's own: that class
+UNLOADED = "_is_unloaded"  # attribute of a class whose parameters are not in memory
 
 Saving = Callable[[], AbstractContextManager[None]]
 
@@ -36,6 +37,11 @@ Saving = Callable[[], AbstractContextManager[None]]
 def change_class(parameter: torch.Tensor, chosen: type) -> None:
     """Let a parameter be of another class; the object stays the same."""
     parameter.__class__ = chosen
+
+
+def is_unloaded(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is not in memory, or perhaps not for long."""
+    return hasattr(type(parameter), UNLOADED)
 
 
 class Presence(Enum):
@@ -125,6 +131,7 @@ def unloaded_class(
                 return type(self).__deepcopy__(self, memo)
             return memo[id(self)]
 
+    setattr(Unloaded, UNLOADED, True)
     return Unloaded
 
 

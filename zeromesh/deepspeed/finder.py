@@ -1,0 +1,141 @@
+"""Import of the modules in ``names.py``, below ``zeromesh.deepspeed`` and, after ``install``, as ``deepspeed``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from zeromesh.deepspeed import names
+from zeromesh.deepspeed.names import ALIAS, OWN
+
+VERSION = "0.19.8+zeromesh"
+"""Version of DeepSpeed whose interface this is; libraries ask for at least 0.18.2."""
+
+
+class TableModule(ModuleType):
+    """A module of the table, whose attributes are looked up when they are used."""
+
+    def __getattr__(self, name: str) -> Any:
+        return names.resolve(self.__name__.removeprefix(f"{OWN}."), name)
+
+    def __dir__(self) -> list[str]:
+        dotted = self.__name__.removeprefix(f"{OWN}.")
+        return sorted({*super().__dir__(), *contents(dotted)})
+
+
+def contents(dotted: str) -> set[str]:
+    """Return the names and the modules in a module of the table."""
+    start = f"{dotted}." if dotted else ""
+    below = (name.removeprefix(start) for name in names.modules() if name.startswith(start))
+    return {*names.names(dotted), *(name for name in below if name and "." not in name)}
+
+
+class Described(Distribution):
+    """Metadata of a package ``deepspeed``, which libraries ask for its version."""
+
+    def read_text(self, filename: str) -> str | None:
+        """Return the text of the metadata, and None for any other file."""
+        text = f"Metadata-Version: 2.1\nName: {ALIAS}\nVersion: {VERSION}\nSummary: zeromesh in its place\n"
+        return text if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        """Return where a file would be; there is none."""
+        return Path(__file__).parent / path
+
+
+class Finder(DistributionFinder, MetaPathFinder, Loader):
+    """Finds and makes the modules of the table.
+
+    A module is made once, as ``zeromesh.deepspeed.NAME``; as ``deepspeed.NAME`` it is the same object, so that classes
+    are the same, too.
+    """
+
+    def __init__(self) -> None:
+        self._answers_alias = False
+        self._own_specs: dict[str, ModuleSpec | None] = {}  # by the other name of a module
+
+    def answer_alias(self) -> None:
+        """Answer for ``deepspeed``, too, from now on."""
+        self._answers_alias = True
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how to import a module of the table; raise ImportError for one that is refused."""
+        if fullname == ALIAS or fullname.startswith(f"{ALIAS}."):
+            if not self._answers_alias:
+                return None
+            dotted = fullname.removeprefix(ALIAS).removeprefix(".")
+        elif fullname.startswith(f"{OWN}."):
+            dotted = fullname.removeprefix(f"{OWN}.")
+        else:
+            return None
+        if dotted in names.modules():
+            return ModuleSpec(fullname, self, origin=__file__, is_package=True)
+        # Not a ModuleNotFoundError, which `from deepspeed import NAME` would replace by a message without the remedy.
+        if names.remedy(dotted) is not None:
+            raise ImportError(names.explain(dotted), name=fullname)
+        # Files of this package must not be imported a second time under the other name.
+        if fullname.startswith(f"{ALIAS}."):
+            raise ModuleNotFoundError(names.explain(dotted), name=fullname)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module: a new one under its own name, the same one under any other."""
+        dotted = spec.name.removeprefix(f"{OWN}." if spec.name.startswith(OWN) else ALIAS).removeprefix(".")
+        own = f"{OWN}.{names.SAME.get(dotted, dotted)}".rstrip(".")
+        if spec.name == own:
+            return TableModule(own)
+        module = import_module(own)
+        self._own_specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave the module as it is; the machinery of imports has given it the spec of its other name."""
+        spec = module.__spec__
+        if spec is not None and spec.name in self._own_specs:
+            vars(module)["__spec__"] = self._own_specs[spec.name]
+
+    def find_distributions(
+        self,
+        context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008  as in the base class
+    ) -> Iterable[Distribution]:
+        """Return the metadata of ``deepspeed`` where the alias is installed."""
+        if self._answers_alias and (context.name is None or context.name.lower() == ALIAS):
+            return [Described()]
+        return []
+
+
+_finder = Finder()
+
+
+def add_finder() -> None:
+    """Let the modules below ``zeromesh.deepspeed`` be imported."""
+    if _finder not in sys.meta_path:
+        # First, or a real package of the name ``deepspeed`` would be found in its place.
+        sys.meta_path.insert(0, _finder)
+
+
+def install() -> None:
+    """Let ``import deepspeed``, and whoever asks for a package of this name, find ``zeromesh.deepspeed``.
+
+    Call it before anything imports libraries that look for deepspeed, as they look once.
+
+    Raises:
+        ImportError: the real deepspeed has been imported already.
+    """
+    there = sys.modules.get(ALIAS)
+    if there is not None and there is not import_module(OWN):
+        raise ImportError(
+            f"deepspeed has been imported already, from {getattr(there, '__file__', None)}; call "
+            f"{OWN}.install() before that, or run the script with python -m {OWN}"
+        )
+    add_finder()
+    _finder.answer_alias()

@@ -1,0 +1,216 @@
+"""Attributes ``ds_*`` of parameters, and the functions of ``deepspeed.zero`` that ZeroMesh has no use for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from inspect import signature
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zeromesh import zero
+from zeromesh.shard.guard import is_unloaded
+from zeromesh.shard.sharded import ShardedModel
+from zeromesh.shard.unit import State
+
+# Parameters that were built under ``ZeroInit``: they are DeepSpeed's kind of parameter before there is an engine.
+_BUILT: Any = WeakIdKeyDictionary()
+_NUMBERS: Any = WeakIdKeyDictionary()  # ``ds_id``, given when it is first asked for
+_next = count()
+
+
+class ZeroParamStatus(Enum):
+    """State of a parameter under ZeRO-3."""
+
+    AVAILABLE = 1  # whole, in memory
+    NOT_AVAILABLE = 2  # in parts on the ranks
+    INFLIGHT = 3  # being gathered
+
+
+class ZeroInit(zero.Init):
+    """``zeromesh.zero.Init``, under which parameters have ``ds_id`` and the other attributes at once.
+
+    A ``dtype`` is that of the parameters which are made. Groups are accepted that are all ranks.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = signature(zero.Init).bind(*args, **kwargs).arguments
+        self._dtype, self._before = given.pop("dtype", None), torch.get_default_dtype()
+        if isinstance(self._dtype, str):
+            raise ValueError(f"zero.Init: dtype is {self._dtype!r}; pass a dtype of torch, such as torch.bfloat16")
+        for name in ("data_parallel_group", "zero_param_parallel_group", "sequence_data_parallel_group"):
+            group = given.get(name)
+            if isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():
+                del given[name]
+        super().__init__(**given)
+        for parameter in given["module"].parameters() if given.get("module") is not None else ():
+            _BUILT[parameter] = True
+
+    def __enter__(self) -> ZeroInit:
+        self._before = torch.get_default_dtype()
+        if self.defers and self._dtype is not None:
+            torch.set_default_dtype(self._dtype)
+        super().__enter__()
+        # Small tensors are real ones even here, so that only their registration tells where they were built.
+        if self.defers:
+            self._entered.append(register_module_parameter_registration_hook(_note))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.defers:
+            torch.set_default_dtype(self._before)
+            self._entered.pop().__exit__(*error)
+        super().__exit__(*error)
+
+
+def _note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    if parameter is not None:
+        _BUILT[parameter] = True
+
+
+def is_zero_param(parameter: object) -> bool:
+    """Return whether this is a parameter under ZeRO-3, in parts or gathered."""
+    if not isinstance(parameter, nn.Parameter):
+        return False
+    engine = zero.engine_of(parameter)
+    return parameter in _BUILT if engine is None else engine.sharded.sharded
+
+
+def _number(parameter: nn.Parameter) -> int:
+    return int(_NUMBERS.setdefault(parameter, next(_next)))
+
+
+def _status(parameter: nn.Parameter) -> ZeroParamStatus:
+    if zero.engine_of(parameter) is None:
+        return ZeroParamStatus.NOT_AVAILABLE
+    unit = zero.place_of(parameter)[0]
+    if unit.state is State.FETCHING:
+        return ZeroParamStatus.INFLIGHT
+    # A unit that was read ahead of its use may be evicted before anybody looks: it counts as not there.
+    return ZeroParamStatus.NOT_AVAILABLE if is_unloaded(parameter) else ZeroParamStatus.AVAILABLE
+
+
+def _part(parameter: nn.Parameter) -> torch.Tensor:
+    if zero.engine_of(parameter) is None:
+        return parameter.detach()  # still on the meta device, or small and whole
+    _, flat, index = zero.place_of(parameter)
+    segment = flat.layout.segments[index]
+    first = flat.shard_range.start
+    start, stop = (
+        min(max(at - first, 0), flat.layout.shard_size) for at in (segment.start, segment.start + segment.shape.numel())
+    )
+    flat.load_shard()
+    return flat.shard.detach()[start:stop]
+
+
+_ATTRIBUTES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "ds_id": _number,
+    "ds_shape": lambda parameter: parameter.shape,
+    "ds_numel": lambda parameter: parameter.numel(),
+    "ds_status": _status,
+    "ds_tensor": _part,
+    # Modules that compute with it now: programs clear it before they generate.
+    "ds_active_sub_modules": lambda parameter: set(),
+}
+
+
+def _reader(name: str, read: Callable[[nn.Parameter], Any]) -> property:
+    def get(self: nn.Parameter) -> Any:
+        # An AttributeError, because programs ask with hasattr() whether a parameter is in parts.
+        if not is_zero_param(self):
+            raise AttributeError(
+                f"this parameter has no {name}: it is whole on every rank, as no engine has sharded it"
+            )
+        return read(self)
+
+    return property(get)
+
+
+def add_attributes() -> None:
+    """Give parameters DeepSpeed's attributes; those that are not sharded have none of them."""
+    for name, read in _ATTRIBUTES.items():
+        setattr(nn.Parameter, name, _reader(name, read))
+
+
+add_attributes()
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Accept that a module uses a parameter of another one; the engine fetches parameters wherever they are used."""
+    _require("register_external_parameter", parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Accept what ``register_external_parameter`` accepts."""
+    _require("unregister_external_parameter", parameter)
+
+
+def _require(call: str, parameter: object) -> None:
+    if not isinstance(parameter, nn.Parameter):
+        raise RuntimeError(f"{call} needs a torch.nn.Parameter, not a {type(parameter).__name__}")
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """In this context all parameters are whole on every rank, to generate with; it yields the model that was given."""
+    with zero.GatheredParameters(model.parameters()):
+        yield model
+
+
+class _Whole:
+    """The model as DeepSpeed's own functions see it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters of other modules that it uses; they need not be known."""
+        return iter(())
+
+
+class ParameterOffload:
+    """Stands for what gathers parameters in DeepSpeed, whose hooks programs remove before they generate.
+
+    ZeroMesh's hooks do nothing to gathered parameters, so there are none to remove.
+    """
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._sharded = sharded
+        self.module = _Whole(sharded.model)
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Accept what puts DeepSpeed's hooks back."""
+
+    _register_hooks_recursively = _register_deepspeed_module
+
+    def setup_zero_stage3_hooks(self) -> None:
+        """Accept what puts DeepSpeed's hooks back."""
+
+    def empty_partition_cache(self) -> None:
+        """Give up the memory of gathered parameters. Collective."""
+        self._sharded.rest()
+
+    partition_all_parameters = empty_partition_cache
+
+
+class _IsOptimizer(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        """Return whether this is an optimizer that an engine updates with."""
+        return isinstance(instance, Optimizer) and hasattr(instance, "cur_scale")
+
+
+class DeepSpeedOptimizer(metaclass=_IsOptimizer):
+    """Optimizers that ``initialize`` has returned, whatever their class; for ``isinstance``."""
