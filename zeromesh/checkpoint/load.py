@@ -11,8 +11,18 @@ from typing import Any
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.contents import RunState, buffers, held, model_fields, own_buffers, scheduler_name
+from zeromesh.checkpoint.contents import (
+    RunState,
+    buffers,
+    held,
+    model_fields,
+    own_buffers,
+    own_names,
+    scheduler_name,
+    tied,
+)
 from zeromesh.checkpoint.folder import latest, locate
+from zeromesh.checkpoint.formats.detect import foreign
 from zeromesh.checkpoint.manifest import some
 from zeromesh.checkpoint.optimizer import load_optimizer, read_held, require_same_optimizer, set_learning_rates
 from zeromesh.checkpoint.packing import unpack
@@ -40,7 +50,7 @@ def load(
     mesh, world = engine.mesh, engine.mesh.group("world")
     parts = f"optimizer: {optimizer_states}\nlr_scheduler: {scheduler_states}\nstrict: {strict}\ndata: {data_position}"
     require_agreement(world, "what load_checkpoint is to take", f"{parts}\nprogress: {progress}")
-    chosen = agree_run(world, "find the latest checkpoint", lambda: latest(folder) if tag is None else str(tag))
+    chosen = agree_run(world, "find the latest checkpoint", lambda: _find(folder, tag))
     _require_same_tag(world, folder, chosen)
     if chosen is None:
         return None, {}
@@ -51,11 +61,17 @@ def load(
     shapes |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in own_buffers(sharded)}
     wanted = {name: tuple(shape) for name, shape in of_all_stages(mesh, shapes).items()}  # JSON has lists
 
+    other_names = of_all_stages(mesh, tied(sharded))
+
     def prepare() -> Reader:
         path, named = locate(folder, chosen), folder / chosen
         if path != named:
             _log.warning("%s is missing: a process ended as it was replaced; the one before it is loaded", named)
         reader = Reader(path)
+        if "imported" in reader.manifest:
+            # Other libraries keep buffers among the parameters, and tied ones under each of their names.
+            own = {_bare(name) for name in wanted if name.startswith("buffer/")}
+            reader.rename(own_names(reader.names, own, other_names))
         _require_same_model(engine, reader, wanted, strict)
         # Only after a restart by the launcher, with as many ranks as there are then: who changes their number by hand
         # may mean to change the batch.
@@ -93,6 +109,13 @@ def load(
         if mesh.rank == 0:
             _log.info("training_data goes on in pass %d, after %d of its samples", *position)
     return str(reader.folder), unpack(reader.manifest["client_state"], reader.tensor)
+
+
+def _find(folder: Path, tag: str | None) -> str | None:
+    """Return the tag to load; None if there is no checkpoint. Raise ValueError for one of another library."""
+    if remedy := foreign(folder, None if tag is None else str(tag)):
+        raise ValueError(remedy)
+    return latest(folder) if tag is None else str(tag)
 
 
 def _require_same_tag(world: Group, folder: Path, tag: str | None) -> None:
