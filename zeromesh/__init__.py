@@ -45,8 +45,8 @@ _HOMES = {
 
 __all__ = [
     "Engine", "Environment", "Mesh", "Settings", "checkpointing", "clip_grad_norm_", "convert_checkpoint",
-    "from_pretrained", "init_distributed", "initialize", "launch", "load_pretrained", "make_mesh", "no_decay_groups", "pipe", "shard",
-    "zero",
+    "from_pretrained", "init_distributed", "initialize", "launch", "load_pretrained", "make_mesh", "no_decay_groups",
+    "pipe", "shard", "zero",
 ]  # fmt: skip
 
 

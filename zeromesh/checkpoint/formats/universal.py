@@ -82,8 +82,7 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> P
             _save(final, name, key, torch.as_tensor(value, dtype=torch.float32))
     module |= {name: module[own] for name, own in contents.tied.items() if own in module}
     groups = [{**group, "params": [number]} for number, group in enumerate(named_groups(contents))]
-    state = {"param_groups": groups, "ds_version": "0.16.0", "loss_scaler": None, "dynamic_loss_scale": False,
-             "overflow": False, "clip_grad": 0.0, "zero_stage": 1}  # fmt: skip
+    state = {"param_groups": groups, "ds_version": "0.16.0", "zero_stage": 1}  # fmt: skip
     torch.save(state, final / ZERO / OPTIMIZER)
     frozen = OrderedDict((name, module[name]) for name in module if name in contents.frozen)
     scheduler = dict(contents.scheduler[0]) if contents.scheduler else None
