@@ -146,9 +146,8 @@ def _fit(contents: Contents, model: nn.Module) -> None:
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     tied = first_names(model)
     changes = own_names({part.name for part in contents.parts}, buffers, tied)
-    renamed = ((part, changes.get(part.name, part.name)) for part in contents.parts)
-    contents.parts = [part.renamed(name) for part, name in renamed if name is not None]
-    contents.tied = tied
+    contents.rename_tensors(changes)
+    contents.take(tied=tied)
     wanted: Mapping[str, Any] = dict(model.named_parameters()) | buffers
     found = {p.name.split("/", 1)[1]: p.shape for p in contents.parts if not p.name.startswith("optimizer/")}
     if other := [f"{n}: {shape}, wanted {tuple(wanted[n].shape)}" for n, shape in found.items()

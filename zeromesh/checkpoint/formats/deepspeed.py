@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.formats.form import Contents, Part, group_options
+from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options
 from zeromesh.checkpoint.formats.pickles import Inert, read_tensors
 
 MODEL, OPTIMIZER = "model_states.pt", "optim_states.pt"
@@ -69,21 +69,21 @@ def _require_all(folder: Path, optimizer: list[Any]) -> None:
 def read_model_states(contents: Contents, model: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Take what all kinds of DeepSpeed's checkpoints keep beside the tensors that are sharded."""
     module: Mapping[str, torch.Tensor] = model["module"]
-    contents.tied = {name: own for name, own in (model.get("shared_params") or {}).items() if name != own}
-    for name in model.get("buffer_names") or ():
-        if name in module:
-            contents.add(f"buffer/{name}", module[name])
-    trained = {name for shapes in model["param_shapes"] for name in shapes}
+    tied = {name: own for name, own in (model.get("shared_params") or {}).items() if name != own}
     buffers = set(model.get("buffer_names") or ())
-    contents.frozen = set(module) - trained - buffers - contents.tied.keys()
-    contents.dtypes = {name: value.dtype for name, value in module.items() if name in trained | contents.frozen}
-    steps, samples, skipped = (int(model.get(key) or 0) for key in ("global_steps", "global_samples", "skipped_steps"))
-    contents.progress = {"global_steps": steps, "global_samples": samples, "skipped_steps": skipped}
+    for name in sorted(buffers & module.keys()):
+        contents.add(f"buffer/{name}", module[name])
+    trained = {name for shapes in model["param_shapes"] for name in shapes}
+    frozen = set(module) - trained - buffers - tied.keys()
+    contents.take(
+        tied=tied,
+        frozen=frozen,
+        dtypes={name: value.dtype for name, value in module.items() if name in trained | frozen},
+        progress={key: int(model.get(key) or 0) for key in ("global_steps", "global_samples", "skipped_steps")},
+        client={key: value for key, value in model.items() if key not in _OWN},
+    )
     if model.get("lr_scheduler"):
-        contents.scheduler = model["lr_scheduler"], (config.get("scheduler") or {}).get("type")
-    for key, value in model.items():
-        if key not in _OWN:
-            contents.client[key] = value
+        contents.take(scheduler=(model["lr_scheduler"], (config.get("scheduler") or {}).get("type")))
 
 
 def _loss_scale(scaler: Any) -> dict[str, Any] | None:
@@ -109,7 +109,7 @@ def _read_stage_1(contents: Contents, model: Mapping[str, Any], optimizer: list[
                 }
                 _add_range(contents, name, shapes[name], done[name], count, values, start)
                 done[name] += count
-        contents.members |= dict.fromkeys(shapes, number)
+        contents.members.update(dict.fromkeys(shapes, number))
 
 
 def _read_stage_3(contents: Contents, models: list[Any], optimizer: list[Any]) -> None:
@@ -167,4 +167,6 @@ def _add_range(
             if value.numel() < at + count:
                 raise ValueError(f"{full} ends behind its group's {value.numel()} elements; copy the checkpoint again")
             data = value.narrow(0, at, count)
-            contents.parts.append(Part(full, tuple(shape), value.dtype, first, first + count, lambda data=data: data))
+            contents.parts.append(
+                StoredRange(full, tuple(shape), value.dtype, first, first + count, lambda data=data: data)
+            )

@@ -10,7 +10,7 @@ from zeromesh.checkpoint.folder import locate
 from zeromesh.checkpoint.manifest import MANIFEST
 
 
-class Format(NamedTuple):
+class CheckpointFormat(NamedTuple):
     """One format: how it is called, by which files it is known, and the module that reads and writes it."""
 
     name: str
@@ -20,14 +20,14 @@ class Format(NamedTuple):
     in_file: bool = False  # the checkpoint is that file alone
 
 
-FORMATS: tuple[Format, ...] = (
-    Format("zeromesh", "a checkpoint of ZeroMesh", MANIFEST, "native"),
-    Format("deepspeed-universal", "a DeepSpeed universal checkpoint", "zero/optimizer_state.pt", "universal"),
-    Format("deepspeed", "a DeepSpeed ZeRO checkpoint", "*zero_pp_rank_*_optim_states.pt", "deepspeed"),
-    Format("megatron", "a Megatron-Core checkpoint (torch_dist)", "common.pt", "megatron"),
-    Format("dcp", "a distributed checkpoint of torch", ".metadata", "distributed"),
-    Format("hf", "a folder of safetensors", "model.safetensors*", "huggingface"),
-    Format("lightning", "a Lightning checkpoint", "*.ckpt", "lightning", in_file=True),
+FORMATS: tuple[CheckpointFormat, ...] = (
+    CheckpointFormat("zeromesh", "a checkpoint of ZeroMesh", MANIFEST, "native"),
+    CheckpointFormat("deepspeed-universal", "a DeepSpeed universal checkpoint", "zero/optimizer_state.pt", "universal"),
+    CheckpointFormat("deepspeed", "a DeepSpeed ZeRO checkpoint", "*zero_pp_rank_*_optim_states.pt", "deepspeed"),
+    CheckpointFormat("megatron", "a Megatron-Core checkpoint (torch_dist)", "common.pt", "megatron"),
+    CheckpointFormat("dcp", "a distributed checkpoint of torch", ".metadata", "distributed"),
+    CheckpointFormat("hf", "a folder of safetensors", "model.safetensors*", "huggingface"),
+    CheckpointFormat("lightning", "a Lightning checkpoint", "*.ckpt", "lightning", in_file=True),
 )
 """Formats that are read, the more specific first."""
 
@@ -38,7 +38,7 @@ RUN = "checkpoints"
 """Folder of the checkpoints of a run of ``zeromesh train``."""
 
 
-def detect(path: Path, tag: str | None = None) -> tuple[Format, Path] | None:
+def detect(path: Path, tag: str | None = None) -> tuple[CheckpointFormat, Path] | None:
     """Return the format of a checkpoint, and its own folder or file; None if it is of no known format.
 
     Args:
@@ -78,7 +78,7 @@ def _candidates(path: Path, tag: str | None) -> Iterator[Path]:
                 yield locate(folder, f"iter_{int(named):07d}" if named.isdigit() else named)
 
 
-def require_format(path: Path, tag: str | None) -> tuple[Format, Path]:
+def require_format(path: Path, tag: str | None) -> tuple[CheckpointFormat, Path]:
     """Return what ``detect`` finds; raise ValueError, with what was looked for, if that is nothing."""
     found = detect(path, tag) if path.exists() else None
     if found is None:

@@ -12,7 +12,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zeromesh.checkpoint.formats.form import Contents, Part, group_options, plain_number, tensors, whole
+from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options, plain_number, tensors, whole
 from zeromesh.checkpoint.formats.lightning import names_by_number
 from zeromesh.checkpoint.formats.pickles import read_metadata, read_tensors
 
@@ -21,16 +21,16 @@ INDEX = ".metadata"
 # Names under which scripts keep the model, and the number of updates.
 _MODELS, _STEPS = ("model", "state_dict", "module"), ("step", "steps", "global_step", "global_steps", "iteration")
 
-Path_ = tuple[Any, ...]
+Keys = tuple[Any, ...]
 """Keys from the root of a nested state dict to a value."""
 
 
-def entries(folder: Path) -> dict[Path_, list[Part] | Callable[[], Any]]:
+def entries(folder: Path) -> dict[Keys, list[StoredRange] | Callable[[], Any]]:
     """Return the parts of each tensor, and a reader of each other value, by their path."""
     index = read_metadata(folder / INDEX)
     stored = {(key.fqn, tuple(key.offset or ())): info for key, info in index.storage_data.items()}
     paths = index.planner_data if isinstance(index.planner_data, dict) else {}
-    found: dict[Path_, list[Part] | Callable[[], Any]] = {}
+    found: dict[Keys, list[StoredRange] | Callable[[], Any]] = {}
     for name, entry in index.state_dict_metadata.items():
         path = tuple(paths.get(name, (name,)))
         try:
@@ -45,10 +45,10 @@ def entries(folder: Path) -> dict[Path_, list[Part] | Callable[[], Any]]:
     return found
 
 
-def _part(folder: Path, entry: Any, chunk: Any, info: Any) -> Part:
+def _part(folder: Path, entry: Any, chunk: Any, info: Any) -> StoredRange:
     place = tuple(chunk.offsets), tuple(chunk.sizes)
     count = torch.Size(chunk.sizes).numel()
-    return Part("", tuple(entry.size), entry.properties.dtype, 0, count, partial(_load, folder, info), *place)
+    return StoredRange("", tuple(entry.size), entry.properties.dtype, 0, count, partial(_load, folder, info), *place)
 
 
 def _load(folder: Path, info: Any) -> Any:
@@ -73,7 +73,7 @@ def read(folder: Path, is_parameter: Callable[[str], bool] = bool) -> Contents:
     contents = Contents("a distributed checkpoint of torch")
     states: dict[Any, dict[str, Any]] = {}  # by parameter, then by key
     groups: dict[Any, dict[str, Any]] = {}  # by number; where states are flattened, by parameter
-    models: dict[Path_, dict[str, list[Part]]] = {}  # by the path of the state dict, then by name
+    models: dict[Keys, dict[str, list[StoredRange]]] = {}  # by the path of the state dict, then by name
     tree: dict[Any, Any] = {}
     for path, value in entries(folder).items():
         kind, *place = _place(path)
@@ -98,7 +98,7 @@ def read(folder: Path, is_parameter: Callable[[str], bool] = bool) -> Contents:
     return contents
 
 
-def _place(path: Path_) -> tuple[Any, ...]:
+def _place(path: Keys) -> tuple[Any, ...]:
     """Return what a path leads to: a state by parameter and key, an option of a group, or another value."""
     for kind in ("state", "param_groups"):
         if kind in path[:-2]:
@@ -117,7 +117,9 @@ def _value(value: Any) -> Any:
     return value[0].read() if isinstance(value, list) else value()
 
 
-def _choose_model(contents: Contents, models: Mapping[Path_, dict[str, list[Part]]]) -> dict[str, list[Part]]:
+def _choose_model(
+    contents: Contents, models: Mapping[Keys, dict[str, list[StoredRange]]]
+) -> dict[str, list[StoredRange]]:
     """Return the model's state dict; others, as of averaged weights, are noted."""
     named = [path for path in models if path and path[-1] in _MODELS]
     chosen = named[0] if named else max(models, key=lambda path: len(models[path]), default=())
@@ -144,14 +146,14 @@ def _add_optimizer(
             n: v[0].shape for n, state in states.items() for v in state.values() if isinstance(v, list) and v[0].shape
         }
         names = names_by_number(shapes, found, like)
-    contents.groups = [group_options(group) for group in found]
+    contents.take(groups=[group_options(group) for group in found])
     for number, one in enumerate(members):
-        contents.members |= {names[name]: number for name in one}
+        contents.members.update({names[name]: number for name in one})
     for name, state in states.items():
         own = names.get(name, name)
         for key, value in state.items():
             if isinstance(value, list) and value[0].shape:
-                contents.parts += [part.renamed(f"optimizer/{key}/{own}") for part in value if part.stop]
+                contents.parts.extend(part.renamed(f"optimizer/{key}/{own}") for part in value if part.stop)
             else:
                 contents.add_state(own, key, _value(value))
 
@@ -160,11 +162,13 @@ def _add_values(contents: Contents, tree: dict[Any, Any]) -> None:
     """Take the number of updates, the scheduler, and the user's values."""
     for key, value in list(tree.items()):
         if contents.scheduler is None and isinstance(value, dict) and "last_epoch" in value:
-            contents.scheduler = tree.pop(key), None
+            contents.take(scheduler=(tree.pop(key), None))
     steps = [number for key in _STEPS if isinstance(number := plain_number(tree.get(key)), int)]
     done = [int(plain_number(numbers["step"])) for numbers in contents.numbers.values() if "step" in numbers]
-    contents.progress = {"global_steps": steps[0] if steps else max(done, default=0)}
-    contents.client = {str(key): value for key, value in tree.items() if key not in _STEPS}
+    contents.take(
+        progress={"global_steps": steps[0] if steps else max(done, default=0)},
+        client={str(key): value for key, value in tree.items() if key not in _STEPS},
+    )
 
 
 class _Lazy(DefaultSavePlanner):

@@ -29,7 +29,7 @@ _FAMILIES: dict[frozenset[str], tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredRange:
     """Elements ``[start, stop)`` of a flattened tensor, or of its box at ``offsets`` of ``sizes``."""
 
     name: str
@@ -46,7 +46,7 @@ class Part:
         data = torch.empty(self.stop - self.start, dtype=self.dtype, device="meta") if empty else self.data()
         return Box(self.name, self.shape, self.start, self.stop, data, self.offsets, self.sizes)
 
-    def renamed(self, name: str) -> Part:
+    def renamed(self, name: str) -> StoredRange:
         """Return the same part of a tensor of another name."""
         return replace(self, name=name)
 
@@ -58,9 +58,9 @@ class Part:
         return data.to(self.dtype)
 
 
-def whole_part(name: str, tensor: torch.Tensor) -> Part:
+def whole_part(name: str, tensor: torch.Tensor) -> StoredRange:
     """Return the part that is all of a tensor, which may be mapped from a file."""
-    return Part(name, tuple(tensor.shape), tensor.dtype, 0, tensor.numel(), lambda: tensor)
+    return StoredRange(name, tuple(tensor.shape), tensor.dtype, 0, tensor.numel(), lambda: tensor)
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Contents:
     """
 
     source: str
-    parts: list[Part] = field(default_factory=list)
+    parts: list[StoredRange] = field(default_factory=list)
     frozen: set[str] = field(default_factory=set)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
@@ -98,6 +98,17 @@ class Contents:
     loss_scale: dict[str, Any] | None = None
     client: dict[str, Any] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
+
+    def take(self, **found: Any) -> None:
+        """Add to lists, sets and dicts, and set the other attributes."""
+        for name, value in found.items():
+            present = getattr(self, name)
+            if isinstance(present, list):
+                present.extend(value)
+            elif isinstance(present, set | dict):
+                present.update(value)
+            else:
+                setattr(self, name, value)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add a whole tensor."""
@@ -127,6 +138,11 @@ class Contents:
         self.groups, self.members, self.numbers, self.optimizer, self.scheduler = [], {}, {}, None, None
         self.progress, self.loss_scale, self.client = {}, None, {}
 
+    def rename_tensors(self, names: Mapping[str, str | None]) -> None:
+        """Give tensors other names in the checkpoint; None takes one out."""
+        new = ((part, names.get(part.name, part.name)) for part in self.parts)
+        self.parts = [part.renamed(name) for part, name in new if name is not None]
+
     def renamed(self, rename: Callable[[str], str]) -> None:
         """Give parameters and buffers other names."""
         parts = []
@@ -152,7 +168,7 @@ def plain_number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def whole(parts: Iterable[Part]) -> torch.Tensor:
+def whole(parts: Iterable[StoredRange]) -> torch.Tensor:
     """Return a tensor of which all parts are given; raise ValueError if elements are missing."""
     parts = list(parts)
     first = parts[0]
@@ -171,9 +187,9 @@ def whole(parts: Iterable[Part]) -> torch.Tensor:
     return out.view(first.shape)
 
 
-def tensors(contents: Contents) -> Iterator[tuple[str, str, list[Part]]]:
+def tensors(contents: Contents) -> Iterator[tuple[str, str, list[StoredRange]]]:
     """Yield the kind, the name and the parts of each tensor."""
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[StoredRange]] = {}
     for part in contents.parts:
         found.setdefault(part.name, []).append(part)
     for full, parts in found.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from zeromesh.checkpoint.formats.form import Contents, Part, tensors, whole
+from zeromesh.checkpoint.formats.form import Contents, StoredRange, tensors, whole
 from zeromesh.checkpoint.manifest import CODES
 from zeromesh.weight_files import SINGLE, ExportFiles, checkpoint_tensors
 
@@ -24,7 +24,7 @@ def read(folder: Path) -> Contents:
         size = prod(tensor.shape)
         if size:
             name = f"parameter/{tensor.key}"
-            contents.parts.append(Part(name, tensor.shape, dtypes[tensor.kind], 0, size, tensor.whole))
+            contents.parts.append(StoredRange(name, tensor.shape, dtypes[tensor.kind], 0, size, tensor.whole))
     return contents
 
 

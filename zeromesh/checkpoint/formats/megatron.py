@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from zeromesh.checkpoint.formats.distributed import entries
-from zeromesh.checkpoint.formats.form import Contents, Part, group_options
+from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options
 from zeromesh.checkpoint.formats.pickles import read_tensors
 
 COMMON = "common.pt"
@@ -22,8 +22,9 @@ _STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")
 
 def read(folder: Path) -> Contents:
     """Return the contents, with Megatron's names; tensors that hold all layers become one for each layer."""
-    contents, other = Contents("a Megatron-Core checkpoint (torch_dist)"), list[str]()
-    values: dict[str, list[Part]] = {}
+    contents = Contents("a Megatron-Core checkpoint (torch_dist)")
+    other: list[str] = []
+    values: dict[str, list[StoredRange]] = {}
     for path, found in entries(folder).items():
         name = ".".join(map(str, path))
         state = _STATE.fullmatch(name)
@@ -54,7 +55,7 @@ def read(folder: Path) -> Contents:
     return contents
 
 
-def _by_layer(kind: str, name: str, part: Part) -> Iterator[Part]:
+def _by_layer(kind: str, name: str, part: StoredRange) -> Iterator[StoredRange]:
     """Yield a part under its name, or the parts of single layers that it is made of."""
     stacked = _STACKED.fullmatch(name)
     if stacked is None or part.offsets is None or part.sizes is None:

@@ -15,7 +15,7 @@ import torch
 
 from zeromesh.checkpoint.boxes import Box, Reader, write_shard
 from zeromesh.checkpoint.folder import DRAFT, begin, commit, remove, require_free, write_latest, write_manifest
-from zeromesh.checkpoint.formats.form import Contents, Part, plain_number
+from zeromesh.checkpoint.formats.form import Contents, StoredRange, plain_number
 from zeromesh.checkpoint.manifest import MANIFEST, dtype_name
 from zeromesh.checkpoint.optimizer import options
 from zeromesh.checkpoint.packing import pack, unpack
@@ -34,7 +34,7 @@ def read(folder: Path) -> Contents:
         if name.startswith(("parameter/", "buffer/", "optimizer/")):
             shape = reader.shape(name)
             read_it = partial(reader.tensor, name)
-            contents.parts.append(Part(name, shape, reader.dtype(name), 0, prod(shape), read_it))
+            contents.parts.append(StoredRange(name, shape, reader.dtype(name), 0, prod(shape), read_it))
     known = manifest.get("parameters", {})
     contents.frozen = {name for name, facts in known.items() if not facts["trainable"]}
     contents.dtypes = {name: getattr(torch, facts["dtype"]) for name, facts in known.items()}

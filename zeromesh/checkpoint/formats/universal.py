@@ -13,7 +13,7 @@ import torch
 
 from zeromesh.checkpoint.formats.deepspeed import MODEL, add_frozen, by_rank, read_model_states
 from zeromesh.checkpoint.formats.distributed import named_groups
-from zeromesh.checkpoint.formats.form import Contents, Part, group_options, tensors, whole
+from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options, tensors, whole
 from zeromesh.checkpoint.formats.pickles import read_tensors
 
 ZERO, OPTIMIZER, VALUE, LATEST = "zero", "optimizer_state.pt", "fp32", "latest_universal"
@@ -53,7 +53,7 @@ def _add(contents: Contents, name: str, path: Path, shape: torch.Size) -> None:
     full = f"parameter/{name}" if path.stem == VALUE else f"optimizer/{path.stem}/{name}"
     data = value.reshape(-1)[: prod(shape)]
     if data.numel():
-        contents.parts.append(Part(full, tuple(shape), value.dtype, 0, data.numel(), lambda: data))
+        contents.parts.append(StoredRange(full, tuple(shape), value.dtype, 0, data.numel(), lambda: data))
 
 
 def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> Path:
