@@ -175,7 +175,8 @@ def _cut(value: torch.Tensor, rank: int, ranks: int) -> tuple[torch.Tensor, int]
 def _save(value: Any, path: Path) -> None:
     # Pickle asks the modules that it names for the class.
     kinds = (LossScaler, fragment_address)
-    added = [name for kind in kinds for name in _packages(kind.__module__) if name not in sys.modules]
+    packages = {name for kind in kinds for name in _packages(kind.__module__)}
+    added = sorted(packages - sys.modules.keys())
     for name in added:
         sys.modules[name] = ModuleType(name)
     try:

@@ -21,6 +21,15 @@ INDEX = ".metadata"
 # Names under which scripts keep the model, and the number of updates.
 _MODELS, _STEPS = ("model", "state_dict", "module"), ("step", "steps", "global_step", "global_steps", "iteration")
 
+_POSITIONS = frozenset({"last_epoch", "last_batch_iteration"})
+"""Keys of schedules' states, of torch and of DeepSpeed."""
+
+# Torch loads only groups that have all options of its optimizers, and other libraries lack these.
+_DEFAULTS = {
+    "foreach": None, "fused": None, "capturable": False, "differentiable": False, "maximize": False, "amsgrad": False,
+    "decoupled_weight_decay": True,
+}  # fmt: skip
+
 Keys = tuple[Any, ...]
 """Keys from the root of a nested state dict to a value."""
 
@@ -161,7 +170,7 @@ def _add_optimizer(
 def _add_values(contents: Contents, tree: dict[Any, Any]) -> None:
     """Take the number of updates, the scheduler, and the user's values."""
     for key, value in list(tree.items()):
-        if contents.scheduler is None and isinstance(value, dict) and "last_epoch" in value:
+        if contents.scheduler is None and isinstance(value, dict) and _POSITIONS & value.keys():
             contents.take(scheduler=(tree.pop(key), None))
     steps = [number for key in _STEPS if isinstance(number := plain_number(tree.get(key)), int)]
     done = [int(plain_number(numbers["step"])) for numbers in contents.numbers.values() if "step" in numbers]
@@ -210,7 +219,7 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> P
         states.setdefault(name, {}).update(numbers)
     held: dict[str, Any] = {"model": model, "step": contents.progress.get("global_steps", 0)}
     if contents.groups:
-        held["optimizer"] = {"state": states, "param_groups": named_groups(contents)}
+        held["optimizer"] = {"state": states, "param_groups": [_DEFAULTS | group for group in named_groups(contents)]}
     if contents.scheduler is not None:
         held["lr_scheduler"] = dict(contents.scheduler[0])
     writer = dcp.FileSystemWriter(folder, thread_count=1)
