@@ -167,6 +167,4 @@ def _add_range(
             if value.numel() < at + count:
                 raise ValueError(f"{full} ends behind its group's {value.numel()} elements; copy the checkpoint again")
             data = value.narrow(0, at, count)
-            contents.parts.append(
-                StoredRange(full, tuple(shape), value.dtype, first, first + count, lambda data=data: data)
-            )
+            contents.parts.append(StoredRange(full, tuple(shape), value.dtype, first, first + count, data.detach))

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options, plain_number, tensors, whole
 from zeromesh.checkpoint.formats.lightning import names_by_number
@@ -222,8 +223,8 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> P
         held["optimizer"] = {"state": states, "param_groups": [_DEFAULTS | group for group in named_groups(contents)]}
     if contents.scheduler is not None:
         held["lr_scheduler"] = dict(contents.scheduler[0])
-    writer = dcp.FileSystemWriter(folder, thread_count=1)
-    dcp.save(held, storage_writer=writer, planner=_Lazy(reads, advance), no_dist=True)
+    writer = FileSystemWriter(folder, thread_count=1)
+    save(held, storage_writer=writer, planner=_Lazy(reads, advance), no_dist=True)
     return folder
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
+
+import torch
 
 from zeromesh.checkpoint.formats.distributed import entries
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options
@@ -65,5 +68,9 @@ def _by_layer(kind: str, name: str, part: StoredRange) -> Iterator[StoredRange]:
     for number in range(count):
         yield replace(
             part, name=f"{kind}{stacked[1]}.{first + number}.{stacked[2]}", shape=part.shape[1:], stop=prod(sizes),
-            read=lambda number=number: part.read()[number], offsets=tuple(offsets), sizes=tuple(sizes),
+            read=partial(_layer, part, number), offsets=tuple(offsets), sizes=tuple(sizes),
         )  # fmt: skip
+
+
+def _layer(part: StoredRange, number: int) -> torch.Tensor:
+    return part.read()[number]
