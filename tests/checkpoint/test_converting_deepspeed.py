@@ -77,7 +77,7 @@ def test_deepspeed_goes_on_from_an_exported_universal_checkpoint(stage: int, pre
 
 def resume(folder: str) -> None:
     model = Small()
-    optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+    optimizer = torch.optim.AdamW(groups(model), lr=0.01, foreach=False)
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 3},

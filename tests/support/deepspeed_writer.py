@@ -1,8 +1,8 @@
 """Ranks of the real DeepSpeed: train, save, and resume from a universal checkpoint. Run by its own environment.
 
-``deepspeed_writer.py STAGE PRECISION FOLDER FROZEN [UNIVERSAL]`` under torchrun, on two CPU ranks. It saves into FOLDER after
-four updates, with what DeepSpeed holds then in ``held.pt``, and after six in ``end.pt``. With UNIVERSAL it loads that
-instead of the first four updates. FROZEN is True for a model with frozen parameters.
+``deepspeed_writer.py STAGE PRECISION FOLDER FROZEN [UNIVERSAL]`` under torchrun, on two CPU ranks. It saves into FOLDER
+after four updates, with what DeepSpeed holds then in ``held.pt``, and after six in ``end.pt``. With UNIVERSAL it loads
+that instead of the first four updates. FROZEN is True for a model with frozen parameters.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def main(stage: int, precision: str, folder: Path, frozen: bool, universal: str 
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage} | ({"sub_group_size": 60} if stage == 3 else {}),
+        "gradient_clipping": 0.0,  # it clips at 1 unless it is told otherwise
         "zero_allow_untested_optimizer": True,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 10}},
         "checkpoint": {"load_universal": universal is not None},

@@ -33,8 +33,8 @@ class Small(nn.Module):
         self.register_buffer("scale", torch.full((7,), 1.5))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.frozen(self.embed(tokens)) * self.scale
-        logits = self.head(self.two(torch.tanh(self.one(x))))
+        x = self.frozen(self.embed(tokens)) * self.scale.to(self.one.weight.dtype)
+        logits = self.head(self.two(torch.tanh(self.one(x)))).float()
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
