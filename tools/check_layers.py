@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine_state",
         "update",
         "export",
+        "convert",
         "zero",
         "checkpointing",
         "pipe",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zeromesh.comm.environment import Environment, init_distributed
     from zeromesh.comm.mesh import Mesh
     from zeromesh.config.settings import Settings
+    from zeromesh.convert import convert_checkpoint
     from zeromesh.engine import Engine
     from zeromesh.launcher.launch import launch
     from zeromesh.optim.groups import no_decay_groups
@@ -36,15 +37,16 @@ _HOMES = {
     "load_pretrained": "zeromesh.pretrained",
     "no_decay_groups": "zeromesh.optim.groups",
     "clip_grad_norm_": "zeromesh.zero",
+    "convert_checkpoint": "zeromesh.convert",
     "zero": "",
     "pipe": "",
     "checkpointing": "",
 }
 
 __all__ = [
-    "Engine", "Environment", "Mesh", "Settings", "checkpointing", "clip_grad_norm_", "from_pretrained",
-    "init_distributed", "initialize", "launch", "load_pretrained", "make_mesh", "no_decay_groups", "pipe", "shard",
-    "zero",
+    "Engine", "Environment", "Mesh", "Settings", "checkpointing", "clip_grad_norm_", "convert_checkpoint",
+    "from_pretrained", "init_distributed", "initialize", "launch", "load_pretrained", "make_mesh", "no_decay_groups",
+    "pipe", "shard", "zero",
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -117,14 +117,14 @@ class _Stored(NamedTuple):
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield the pieces of elements ``[start, stop)`` here: (start in the tensor, start in the data, elements)."""
-        for place, within, length in _runs(self.shape, self.offsets, self.sizes):
+        for place, within, length in runs(self.shape, self.offsets, self.sizes):
             low = max(start, place + max(0, self.start - within))
             high = min(stop, place + min(length, self.stop - within))
             if low < high:
                 yield low, low - place + within - self.start, high - low
 
 
-def _runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+def runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
     """Yield the contiguous runs of a box: (start in the tensor, start in the box, elements)."""
     # Behind the last dimension that is cut, the box is contiguous in the tensor.
     cut = max((axis for axis in range(len(shape)) if sizes[axis] != shape[axis]), default=0)
@@ -149,6 +149,17 @@ class Reader:
             for entry in shard["boxes"]:
                 self._stored.setdefault(entry["name"], []).append(_Stored.of(shard["file"], entry))
         self.names = frozenset(self._stored)
+
+    def rename(self, names: Mapping[str, str | None]) -> None:
+        """Give tensors other names; None takes one out."""
+        for old, new in names.items():
+            stored = self._stored.pop(old, [])
+            if new is not None and stored:
+                self._stored[new] = stored
+        self.names = frozenset(self._stored)
+        for shard in self.manifest["shards"]:
+            for box in shard["boxes"]:
+                box["name"] = names.get(box["name"]) or box["name"]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the global shape of a tensor."""

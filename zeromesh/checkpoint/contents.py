@@ -6,7 +6,7 @@ buffers, ``optimizer/KEY/NAME`` one state of one parameter, ``random/RANK`` the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -176,3 +176,25 @@ def scheduler_name(scheduler: Any) -> str | None:
     name = scheduler.name if isinstance(scheduler, RateSchedule) else type(scheduler).__name__
     parts = getattr(scheduler, "_schedulers", None)  # of torch's SequentialLR and ChainedScheduler
     return f"{name}({', '.join(str(scheduler_name(part)) for part in parts)})" if parts else name
+
+
+def own_names(names: Collection[str], buffers: Collection[str], tied: Mapping[str, str]) -> dict[str, str | None]:
+    """Return new names of tensors from a file that does not tell buffers, or the other names of tied parameters.
+
+    Args:
+        names: all tensors of the checkpoint.
+        buffers: names of the model's buffers.
+        tied: other names of the model's parameters, with the one under which they are saved.
+
+    Returns:
+        By the present name; None for a second copy.
+    """
+    found: dict[str, str | None] = {}
+    for full in names:
+        kind, _, name = full.rpartition("/")
+        if kind == "parameter" and name in buffers:
+            found[full] = f"buffer/{name}"
+        elif name in tied and kind.split("/")[0] in ("parameter", "optimizer"):
+            own = f"{kind}/{tied[name]}"
+            found[full] = None if own in names else own
+    return found

@@ -21,9 +21,12 @@ from zeromesh.checkpoint.contents import (
     held,
     model_fields,
     own_buffers,
+    own_names,
     scheduler_name,
+    tied,
 )
 from zeromesh.checkpoint.folder import latest, locate
+from zeromesh.checkpoint.formats.detect import foreign
 from zeromesh.checkpoint.manifest import some
 from zeromesh.checkpoint.optimizer import load_optimizer, read_held, require_same_optimizer, set_learning_rates
 from zeromesh.checkpoint.packing import unpack
@@ -66,7 +69,7 @@ def load(
     mesh, world = engine.mesh, engine.mesh.group("world")
     optimizer_states, scheduler_states = parts.optimizer, parts.scheduler
     require_agreement(world, "what load_checkpoint is to take", str(parts))
-    chosen = agree_run(world, "find the latest checkpoint", lambda: latest(folder) if tag is None else str(tag))
+    chosen = agree_run(world, "find the latest checkpoint", lambda: _find(folder, tag))
     _require_same_tag(world, folder, chosen)
     if chosen is None:
         return None, {}
@@ -77,11 +80,17 @@ def load(
     shapes |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in own_buffers(sharded)}
     wanted = {name: tuple(shape) for name, shape in of_all_stages(mesh, shapes).items()}  # JSON has lists
 
+    other_names = of_all_stages(mesh, tied(sharded))
+
     def prepare() -> Reader:
         path, named = locate(folder, chosen), folder / chosen
         if path != named:
             _log.warning("%s is missing: a process ended as it was replaced; the one before it is loaded", named)
         reader = Reader(path)
+        if "imported" in reader.manifest:
+            # Other libraries keep buffers among the parameters, and tied ones under each of their names.
+            own = {_bare(name) for name in wanted if name.startswith("buffer/")}
+            reader.rename(own_names(reader.names, own, other_names))
         if parts.load_model is None:
             _require_same_model(engine, reader, wanted, parts.strict)
         # Only after a restart by the launcher, with as many ranks as there are then: who changes their number by hand
@@ -123,6 +132,13 @@ def load(
         if mesh.rank == 0:
             _log.info("training_data goes on in pass %d, after %d of its samples", *position)
     return str(reader.folder), unpack(reader.manifest["client_state"], reader.tensor)
+
+
+def _find(folder: Path, tag: str | None) -> str | None:
+    """Return the tag to load; None if there is no checkpoint. Raise ValueError for one of another library."""
+    if remedy := foreign(folder, None if tag is None else str(tag)):
+        raise ValueError(remedy)
+    return latest(folder) if tag is None else str(tag)
 
 
 def _require_same_tag(world: Group, folder: Path, tag: str | None) -> None:

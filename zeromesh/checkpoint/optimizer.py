@@ -63,14 +63,27 @@ def scalars(engine: RunState) -> dict[str, dict[str, Any]]:
     return found
 
 
+def members(engine: RunState) -> dict[str, int]:
+    """Return the number of the parameter group of each parameter that this rank updates a piece of."""
+    if engine.optimizer is None:
+        return {}
+    groups = {id(p): number for number, group in enumerate(engine.optimizer.param_groups) for p in group["params"]}
+    return {
+        piece.name: groups[id(piece.parameter)] for _, piece in pieces(engine.sharded) if id(piece.parameter) in groups
+    }
+
+
 def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) -> None:
     """Raise ValueError unless the checkpoint is of such an optimizer, and its states can be cut as is needed."""
-    saved = (reader.manifest["optimizer"], len(reader.manifest["groups"]))
-    wanted = (type(optimizer).__name__, len(optimizer.param_groups))
-    if saved != wanted:
+    named, count = reader.manifest["optimizer"], len(reader.manifest["groups"])
+    # Files of other libraries may not name the class: then all count whose states have the same names.
+    names = named if isinstance(named, list) else [named]
+    own, groups = type(optimizer).__name__, len(optimizer.param_groups)
+    if (names and own not in names) or count != groups:
         raise ValueError(
-            f"{reader.folder} is of {saved[0]} with {saved[1]} parameter groups, but this run has {wanted[0]}"
-            f" with {wanted[1]}; make the same optimizer, or pass load_optimizer_states=False to take parameters only"
+            f"{reader.folder} is of {' or '.join(names) or 'an optimizer'} with {count} parameter groups, but this "
+            f"run has {own} with {groups}; make the same optimizer, or pass load_optimizer_states=False to take "
+            "parameters only"
         )
     module = type(optimizer).__module__
     known = module.split(".")[0] == "zeromesh" or module.startswith("torch.optim")
@@ -105,8 +118,11 @@ def _state_keys(reader: Reader) -> list[str]:
 def load_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) -> None:
     """Load the options of the groups, and the states of the pieces that this rank updates."""
     # Updated in place: schedulers hold the groups.
+    foreign = "imported" in reader.manifest
     for group, saved in zip(optimizer.param_groups, reader.manifest["groups"], strict=True):
-        group.update({key: _restored(group.get(key), value) for key, value in unpack(saved).items()})
+        # An option that this optimizer does not have may be one of another library's.
+        kept = {key: value for key, value in unpack(saved).items() if key in group or not foreign}
+        group.update({key: _restored(group.get(key), value) for key, value in kept.items()})
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     keys = _state_keys(reader)
     for flat, piece in pieces(sharded):

@@ -35,7 +35,7 @@ from zeromesh.checkpoint.folder import (
     write_latest,
     write_manifest,
 )
-from zeromesh.checkpoint.optimizer import options, scalars
+from zeromesh.checkpoint.optimizer import members, options, scalars
 from zeromesh.checkpoint.packing import pack
 from zeromesh.comm.agreement import agree_run, require_agreement
 from zeromesh.tiers.lock import FolderInUse, locked
@@ -76,7 +76,7 @@ def save(
         if not draft.is_dir():
             raise OSError(f"rank {rank} does not see {draft}, which the first rank made; {ONE_FOLDER}")
         entry = write_shard(draft, rank, mine, chain(boxes(engine, True, exclude_frozen), of_client))
-        numbers = {"shard": entry, "scalars": scalars(engine)}
+        numbers = {"shard": entry, "scalars": scalars(engine), "members": members(engine)}
         if engine.mesh.group("stage").rank == 0:
             numbers |= {"parameters": parameters(engine.sharded), "tied": tied(engine.sharded)}
         write_json(draft / f"rank_{rank:05d}.json", numbers)
@@ -122,7 +122,7 @@ def _lock(held: ExitStack, folder: Path) -> None:
 def _merged_entries(draft: Path, ranks: int) -> dict[str, Any]:
     """Merge the ranks' descriptions of their shards; their own files are deleted."""
     shards: list[Any] = []
-    merged: dict[str, dict[str, Any]] = {"scalars": {}, "parameters": {}, "tied": {}}
+    merged: dict[str, dict[str, Any]] = {"scalars": {}, "members": {}, "parameters": {}, "tied": {}}
     for path in sorted(draft.glob("rank_*.json")):
         part = json.loads(path.read_text(encoding="utf-8"))
         shards.append(part["shard"])

@@ -146,7 +146,8 @@ def _show_details(console: Console, details: dict[str, Any]) -> None:
     sizes = [f"{kind} {bytes_text(size)}" for kind, size in details["bytes_by_kind"].items()]
     console.print(f"  bytes: {', '.join(sizes)}")
     if details["optimizer"] != "NoneType":
-        console.print(f"  optimizer: {details['optimizer']}")
+        named = details["optimizer"]
+        console.print(f"  optimizer: {' or '.join(named) if isinstance(named, list) else named}")
     if details["data"]:
         console.print("  data: pass {number}, {samples} of {length} samples".format_map(details["data"]))
     states = defaultdict(list)

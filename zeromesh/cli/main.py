@@ -96,6 +96,33 @@ def export(
 
 
 @app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A checkpoint of any library, or a folder of checkpoints.")],
+    target: Annotated[Path, typer.Argument(help="The folder to write.")],
+    to: Annotated[str, typer.Option(help="Format to write: zeromesh, hf, dcp or deepspeed-universal.")] = "zeromesh",
+    tag: Annotated[str | None, typer.Option(help="The checkpoint in the folder; the latest if left out.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Folder with a config.json of transformers, or package.module:function."),
+    ] = None,
+    strip: Annotated[
+        str, typer.Option(metavar="PREFIX", help="Beginning of names to take off, such as 'model.' of Lightning.")
+    ] = "",
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Leave out optimizer, scheduler and counters.")
+    ] = False,
+) -> None:
+    """Turn a checkpoint of another library into one of ZeroMesh, or one of ZeroMesh into another format."""
+    with _errors():
+        from zeromesh.convert import convert_checkpoint
+        from zeromesh.train.screen import make_console
+
+        convert_checkpoint(
+            source, target, to, tag=tag, model=model, strip=strip, weights_only=weights_only, console=make_console()
+        )
+
+
+@app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help="The folder of a run, a folder of checkpoints, or one checkpoint.")],
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,

@@ -1,0 +1,306 @@
+"""Conversion of checkpoints from and to the formats of other libraries."""
+
+import io
+import logging
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from typer.testing import CliRunner
+
+import foreign_checkpoints as foreign
+import zeromesh
+from harness import on_ranks
+from runs import assert_same
+from zeromesh.checkpoint.boxes import Reader
+from zeromesh.cli.main import app
+
+
+class Plain(nn.Module):
+    """As many tensors as the optimizer has parameters, so that their order is all that Lightning needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 7)
+        self.head = nn.Linear(7, 13)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.embed(tokens))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    reader = Reader(path)
+    reader.verify()
+    return {name: reader.tensor(name) for name in reader.names}
+
+
+WRITERS: dict[str, Callable[[Path, Any, Any], None]] = {
+    "zero-1": lambda folder, *run: foreign.write_zero(folder, 1, 2, *run),
+    "zero-2": lambda folder, *run: foreign.write_zero(folder, 2, 3, *run),
+    "zero-3": lambda folder, *run: foreign.write_zero(folder, 3, 2, *run),
+    "zero-3-many": lambda folder, *run: foreign.write_zero(folder, 3, 6, *run),
+    "universal": foreign.write_universal,
+    "dcp": foreign.write_dcp,
+    "dcp-flat": lambda folder, *run: foreign.write_dcp(folder, *run, flatten=True),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_an_imported_checkpoint_has_the_values_and_states_of_the_other_library(kind: str, tmp_path: Path) -> None:
+    model, optimizer = foreign.trained_model()
+    WRITERS[kind](tmp_path / "theirs", model, optimizer)
+    path = zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours", model=model)
+    assert_same(tensors(path), foreign.everything(model, optimizer))
+    manifest = Reader(path).manifest
+    assert manifest["global_steps"] == 3
+    assert "AdamW" in manifest["optimizer"]
+    assert manifest["scalars"]["one.bias"]["step"] == [3.0, "float32"]
+    assert manifest["members"]["one.weight"] != manifest["members"]["one.bias"]
+    assert [group["weight_decay"] for group in manifest["groups"]] == [0.1, 0.0]
+    assert manifest["scheduler"]
+    assert not kind.startswith("zero") or manifest["scheduler_type"] == "WarmupLR"
+    assert not kind.startswith("zero") or manifest["client_state"] == {"best": 0.5}
+
+
+def resume(folder: str, row: int) -> None:
+    torch.manual_seed(9)
+    model = foreign.Small()
+    optimizer = torch.optim.AdamW(foreign.groups(model), lr=0.5, foreach=False)
+    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": row}}
+    engine = zeromesh.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    engine.load_checkpoint(folder, load_lr_scheduler_states=False)
+    assert engine.global_steps == 3
+    for number in (3, 4):
+        engine.backward(engine(foreign.tokens(number)))
+        engine.step()
+    plain, optimizer = foreign.trained_model()
+    foreign.step(plain, optimizer, 2, first=3)
+    state = engine.gathered_state_dict()
+    if torch.distributed.get_rank() == 0:
+        assert_same({name: value for name, value in state.items()}, dict(plain.state_dict()))
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("row", [0, 2, 3])
+@pytest.mark.parametrize("kind", ["zero-2", "zero-3", "dcp"])
+@on_ranks(2)
+def test_training_goes_on_as_the_plain_optimizer_does(kind: str, row: int, tmp_path: Path) -> None:
+    if torch.distributed.get_rank() == 0:
+        # Without the model: names are sorted out when they meet the engine's.
+        WRITERS[kind](tmp_path / "theirs", *foreign.trained_model())
+        zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    torch.distributed.barrier()
+    resume(str(tmp_path / "ours"), row)
+
+
+def test_lightning_states_are_found_by_the_order_of_parameters(tmp_path: Path) -> None:
+    model, optimizer = foreign.trained_model(Plain, single=True)
+    foreign.write_lightning(tmp_path / "last.ckpt", model, optimizer)
+    path = zeromesh.convert_checkpoint(tmp_path / "last.ckpt", tmp_path / "ours", strip="net.")
+    assert_same(tensors(path), foreign.everything(model, optimizer))
+    assert Reader(path).manifest["scheduler"]["step_size"] == 2
+
+
+def test_lightning_states_need_the_model_where_their_order_is_not_clear(tmp_path: Path) -> None:
+    model, optimizer = foreign.trained_model(single=True)
+    foreign.write_lightning(tmp_path / "last.ckpt", model, optimizer)
+    with pytest.raises(ValueError, match="pass --model, or --weights-only"):
+        zeromesh.convert_checkpoint(tmp_path / "last.ckpt", tmp_path / "ours", strip="net.")
+    path = zeromesh.convert_checkpoint(
+        tmp_path / "last.ckpt", tmp_path / "ours", strip="net.", model="foreign_checkpoints:Small"
+    )
+    assert_same(tensors(path), foreign.everything(model, optimizer))
+
+
+def test_megatron_tensors_of_all_layers_become_one_for_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    layers = torch.randn(3, 4, 2)
+    foreign.write_megatron(tmp_path / "iter", layers)
+    with caplog.at_level(logging.WARNING, "zeromesh"):
+        path = zeromesh.convert_checkpoint(tmp_path / "iter", tmp_path / "ours", model=nn.Linear(2, 2))
+    found = tensors(path)
+    for number in range(3):
+        assert torch.equal(found[f"parameter/decoder.layers.{number}.mlp.weight"], layers[number])
+        assert torch.equal(found[f"optimizer/exp_avg/decoder.layers.{number}.mlp.weight"], layers[number] + 1)
+    assert Reader(path).manifest["global_steps"] == 7
+    assert "not in the model: decoder.layers.0.mlp.weight" in caplog.text
+    assert "only in the model: weight, bias" in caplog.text
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> tuple[Path, Any, Any]:
+    model, optimizer = foreign.trained_model()
+    foreign.write_zero(tmp_path / "theirs", 2, 2, model, optimizer)
+    zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    return tmp_path / "ours", model, optimizer
+
+
+def test_a_plain_model_and_its_optimizer_load_what_is_exported_for_torch(ours: Any, tmp_path: Path) -> None:
+    folder, model, optimizer = ours
+    zeromesh.convert_checkpoint(folder, tmp_path / "dcp", "dcp")
+    torch.manual_seed(1)
+    again = foreign.Small()
+    other = torch.optim.AdamW(foreign.groups(again), lr=0.5)
+    foreign.step(again, other, 1)
+    state, states = get_state_dict(again, other)
+    held = {"model": state, "optimizer": states}
+    dcp.load(held, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    set_state_dict(again, other, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+    assert_same(foreign.everything(again, other), foreign.everything(model, optimizer))
+    assert [group["weight_decay"] for group in other.param_groups] == [0.1, 0.0]
+    for run in ((model, optimizer), (again, other)):
+        foreign.step(*run, 2, first=3)
+    assert_same(foreign.everything(again, other), foreign.everything(model, optimizer))
+
+
+@pytest.mark.parametrize("to", ["dcp", "deepspeed-universal"])
+def test_what_is_exported_comes_back_as_it_was(to: str, ours: Any, tmp_path: Path) -> None:
+    folder, model, optimizer = ours
+    zeromesh.convert_checkpoint(folder, tmp_path / "there", to)
+    path = zeromesh.convert_checkpoint(tmp_path / "there", tmp_path / "back", model=model)
+    assert_same(tensors(path), foreign.everything(model, optimizer))
+    first, last = Reader(folder / "global_step3").manifest, Reader(path).manifest
+    for key in ("global_steps", "groups", "members", "scheduler", "scalars"):
+        assert last[key] == first[key], key
+
+
+def test_weights_alone_go_to_and_from_safetensors(ours: Any, tmp_path: Path) -> None:
+    folder, model, _ = ours
+    zeromesh.convert_checkpoint(folder, tmp_path / "hf", "hf")
+    path = zeromesh.convert_checkpoint(tmp_path / "hf", tmp_path / "back", model=model)
+    wanted = {name: value for name, value in foreign.everything(model, torch.optim.SGD(model.parameters())).items()}
+    assert_same(tensors(path), wanted)
+    with pytest.raises(FileExistsError, match="choose another folder"):
+        zeromesh.convert_checkpoint(folder, tmp_path / "hf", "hf")
+
+
+@on_ranks(2)
+def test_groups_of_parameters_are_kept_by_name(tmp_path: Path) -> None:
+    model = foreign.Small()
+    optimizer = torch.optim.AdamW(foreign.groups(model), lr=0.01)
+    engine = zeromesh.initialize(model=model, optimizer=optimizer, config={"zero_optimization": {"stage": 3}})[0]
+    engine.backward(engine(foreign.tokens(0)))
+    engine.step()
+    path = engine.save_checkpoint(tmp_path)
+    members = Reader(path).manifest["members"]
+    assert members == {"embed.weight": 0, "one.weight": 0, "two.weight": 0, "one.bias": 1, "two.bias": 1}
+
+
+class Malicious:
+    """Object whose pickle runs a command when it is loaded without care."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+FILES = {
+    "zero-1": "global_step3/*_optim_states.pt",
+    "zero-2": "global_step3/mp_rank_00_model_states.pt",
+    "zero-3": "global_step3/*0_mp_rank_00_model_states.pt",
+    "universal": "global_step3/zero/one.weight/exp_avg.pt",
+    "dcp": ".metadata",
+    "lightning": "last.ckpt",
+    "megatron": "common.pt",
+}
+
+
+def written(kind: str, folder: Path) -> Path:
+    """Write a checkpoint of a format; return the file of it that ``FILES`` names."""
+    folder.mkdir()
+    if kind == "lightning":
+        foreign.write_lightning(folder / "last.ckpt", *foreign.trained_model(Plain, single=True))
+    elif kind == "megatron":
+        foreign.write_megatron(folder, torch.ones(2, 2, 2))
+    else:
+        shutil.rmtree(folder)
+        WRITERS[kind](folder, *foreign.trained_model())
+    return next(iter(sorted(folder.glob(FILES[kind]))))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("kind", FILES)
+def test_code_in_a_file_is_refused_and_not_run(kind: str, zipped: bool, tmp_path: Path) -> None:
+    file = written(kind, tmp_path / "theirs")
+    buffer = io.BytesIO()
+    if zipped and kind != "dcp":
+        torch.save({"module": Malicious(tmp_path / "ran")}, buffer)
+    else:
+        pickle.dump(Malicious(tmp_path / "ran"), buffer, protocol=2)
+    file.write_bytes(buffer.getvalue())
+    with pytest.raises(ValueError, match=r"holds posix\.system, which is no tensor") as caught:
+        zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    assert str(file) in str(caught.value)
+    assert "load it with that library" in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_that_is_cut_off_is_named(kind: str, tmp_path: Path) -> None:
+    file = written(kind, tmp_path / "theirs")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(ValueError, match="cut off.*copy it again") as caught:
+        zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    assert str(file) in str(caught.value)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_data_of_a_distributed_checkpoint_that_are_cut_off_or_elsewhere_are_named(tmp_path: Path) -> None:
+    written("dcp", tmp_path / "theirs")
+    data = next((tmp_path / "theirs").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:2000])
+    with pytest.raises(ValueError, match=f"{data} is cut off after 2,000 bytes"):
+        zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    data.unlink()
+    with pytest.raises(ValueError, match="__0_0.distcp, which is not in"):
+        zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+
+
+def test_a_checkpoint_that_lacks_a_rank_is_refused(tmp_path: Path) -> None:
+    file = written("zero-1", tmp_path / "theirs")
+    file.unlink()
+    with pytest.raises(ValueError, match="of 1 of 2 ranks; copy the others, too"):
+        zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+
+
+def test_the_command_tells_unknown_folders_from_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    failed = CliRunner().invoke(app, ["convert", str(tmp_path / "none"), str(tmp_path / "ours")])
+    assert failed.exit_code == 2
+    for pattern in (".metadata", "*zero_pp_rank_*_optim_states.pt", "zero/optimizer_state.pt", "*.ckpt", "common.pt"):
+        assert pattern in failed.output
+    written("zero-3", tmp_path / "theirs")
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "theirs"), str(tmp_path / "ours")])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "ours" / "latest").read_text() == "global_step3"
+
+
+@pytest.mark.parametrize("kind", ["zero-2", "dcp"])
+@on_ranks(1)
+def test_an_engine_names_the_command_for_a_checkpoint_of_another_library(kind: str, tmp_path: Path) -> None:
+    written(kind, tmp_path / "theirs")
+    engine = zeromesh.initialize(model=foreign.Small(), config={"optimizer": {"type": "AdamW"}})[0]
+    with pytest.raises(ValueError, match="run `zeromesh convert .*theirs FOLDER` first"):
+        engine.load_checkpoint(tmp_path / "theirs")
+
+
+@on_ranks(1)
+def test_states_of_another_kind_of_optimizer_are_refused(tmp_path: Path) -> None:
+    written("zero-2", tmp_path / "theirs")
+    zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    model = foreign.Small()
+    optimizer = torch.optim.SGD(foreign.groups(model), lr=0.1)
+    engine = zeromesh.initialize(model=model, optimizer=optimizer, config={})[0]
+    with pytest.raises(ValueError, match="is of Adam or AdamW"):
+        engine.load_checkpoint(tmp_path / "ours")

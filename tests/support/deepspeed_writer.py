@@ -1,0 +1,100 @@
+"""Ranks of the real DeepSpeed: train, save, and resume from a universal checkpoint. Run by its own environment.
+
+``deepspeed_writer.py STAGE PRECISION FOLDER FROZEN [UNIVERSAL]`` under torchrun, on two CPU ranks. It saves into FOLDER
+after four updates, with what DeepSpeed holds then in ``held.pt``, and after six in ``end.pt``. With UNIVERSAL it loads
+that instead of the first four updates. FROZEN is True for a model with frozen parameters.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from foreign_checkpoints import STATES, Small, groups, tokens
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def held(engine: Any, stage: int) -> dict[str, Any]:
+    """The fp32 masters and states by name, from DeepSpeed's memory. Collective."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found: dict[str, Any] = {}
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    for name, p in engine.module.named_parameters():
+        if not p.requires_grad:
+            with deepspeed.zero.GatheredParameters([p]):
+                found[f"parameter/{name}"] = p.detach().clone()
+        elif stage == 3:
+            found[f"parameter/{name}"] = safe_get_full_fp32_param(p).clone()
+            found |= {f"optimizer/{key}/{name}": safe_get_full_optimizer_state(p, key).clone() for key in STATES}
+    optimizer = engine.optimizer
+    # Its own functions fail where a parameter lies on one rank alone, so that the groups are gathered by hand.
+    for number, flat in enumerate(optimizer.single_partition_of_fp32_groups if stage < 3 else ()):
+        state = optimizer.optimizer.state[flat]
+        for kind, value in {"parameter": flat.detach(), **{f"optimizer/{key}": state[key] for key in STATES}}.items():
+            parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, value.contiguous())
+            whole, at = torch.cat(parts), 0
+            for p in optimizer.round_robin_bit16_groups[number]:
+                found[f"{kind}/{names[id(p)]}"] = whole[at : at + p.numel()].view(p.shape).clone()
+                at += p.numel()
+    return found | {"steps": engine.global_steps, "rates": engine.get_lr()}
+
+
+def main(stage: int, precision: str, folder: Path, frozen: bool, universal: str | None) -> None:
+    import deepspeed
+
+    torch.manual_seed(5)
+    model = Small()
+    model.frozen.requires_grad_(not frozen)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage} | ({"sub_group_size": 60} if stage == 3 else {}),
+        "gradient_clipping": 0.0,  # it clips at 1 unless it is told otherwise
+        "zero_allow_untested_optimizer": True,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 10}},
+        "checkpoint": {"load_universal": universal is not None},
+    }
+    if stage == 3:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    if precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups(model), lr=0.01), config=config)[0]
+
+    def train(updates: range) -> None:
+        for number in updates:
+            engine.backward(engine(tokens(number)))
+            engine.step()
+
+    def write(name: str) -> None:
+        found = held(engine, stage)
+        if dist.get_rank() == 0:
+            torch.save(found, folder / name)
+
+    folder.mkdir(exist_ok=True)
+    if universal is None:
+        train(range(4))
+        engine.save_checkpoint(str(folder), client_state={"best": 0.5})
+    else:
+        engine.load_checkpoint(universal)
+    write("held.pt")
+    train(range(4, 6))
+    write("end.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(
+        int(sys.argv[1]),
+        sys.argv[2],
+        Path(sys.argv[3]),
+        sys.argv[4] == "True",
+        sys.argv[5] if len(sys.argv) > 5 else None,
+    )

@@ -1,0 +1,196 @@
+"""Intermediate form of all conversions: ranges of tensors as they lie in files, and the rest as numbers and texts.
+
+Tensors have the names that ``checkpoint.contents`` gives them: ``parameter/NAME``, ``buffer/NAME``,
+``optimizer/KEY/NAME``. Nothing of them is read before a writer asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from zeromesh.checkpoint.boxes import Box, runs
+
+# Options that say how an update is computed, and not which: each library chooses its own.
+_IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+
+_FAMILIES: dict[frozenset[str], tuple[str, ...]] = {
+    frozenset({"exp_avg", "exp_avg_sq"}): ("Adam", "AdamW", "Lamb"),
+    frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): ("Adam", "AdamW"),
+    frozenset({"exp_avg"}): ("Lion",),
+    frozenset({"momentum_buffer"}): ("SGD", "Muon"),
+    frozenset({"sum"}): ("Adagrad",),
+}
+"""Optimizers by their states, where a file does not name the class."""
+
+
+@dataclass(frozen=True)
+class StoredRange:
+    """Elements ``[start, stop)`` of a flattened tensor, or of its box at ``offsets`` of ``sizes``."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: torch.dtype
+    start: int
+    stop: int
+    read: Callable[[], torch.Tensor]  # any shape of ``stop - start`` elements
+    offsets: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] | None = None
+
+    def box(self, empty: bool = False) -> Box:
+        """Return the box to write; an ``empty`` one has no data, but their number and dtype."""
+        data = torch.empty(self.stop - self.start, dtype=self.dtype, device="meta") if empty else self.data()
+        return Box(self.name, self.shape, self.start, self.stop, data, self.offsets, self.sizes)
+
+    def renamed(self, name: str) -> StoredRange:
+        """Return the same part of a tensor of another name."""
+        return replace(self, name=name)
+
+    def data(self) -> torch.Tensor:
+        """Return the elements."""
+        data = self.read().detach().reshape(-1)
+        if data.numel() != self.stop - self.start:
+            raise ValueError(f"{self.name} has {data.numel()} elements where {self.stop - self.start} are expected")
+        return data.to(self.dtype)
+
+
+def whole_part(name: str, tensor: torch.Tensor) -> StoredRange:
+    """Return the part that is all of a tensor, which may be mapped from a file."""
+    return StoredRange(name, tuple(tensor.shape), tensor.dtype, 0, tensor.numel(), lambda: tensor)
+
+
+@dataclass
+class Contents:
+    """Contents of a checkpoint of any format.
+
+    Attributes:
+        source: the format, for messages: "a DeepSpeed ZeRO-2 checkpoint".
+        parts: its tensors; those without elements are left out.
+        frozen: names of parameters that are not trained.
+        dtypes: dtypes of the computation by parameter, where the file tells them.
+        tied: other names of parameters, with the one that has the values.
+        groups: options of the optimizer's parameter groups.
+        members: number of the group of each parameter that the optimizer updates, by name.
+        numbers: states of the optimizer that are single numbers, by parameter.
+        optimizer: the class, or None where the file does not say.
+        progress: counters: global_steps, global_samples, micro_steps, skipped_steps.
+        scheduler: the state of the learning-rate schedule, and its name where the file tells it.
+        loss_scale: the loss scale of fp16.
+        client: values of the user's.
+        left: contents that are not converted, as sentences.
+    """
+
+    source: str
+    parts: list[StoredRange] = field(default_factory=list)
+    frozen: set[str] = field(default_factory=set)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    members: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    optimizer: str | None = None
+    progress: dict[str, int] = field(default_factory=dict)
+    scheduler: tuple[Mapping[str, Any], str | None] | None = None
+    loss_scale: dict[str, Any] | None = None
+    client: dict[str, Any] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+    def take(self, **found: Any) -> None:
+        """Add to lists, sets and dicts, and set the other attributes."""
+        for name, value in found.items():
+            present = getattr(self, name)
+            if isinstance(present, list):
+                present.extend(value)
+            elif isinstance(present, set | dict):
+                present.update(value)
+            else:
+                setattr(self, name, value)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Add a whole tensor."""
+        if tensor.numel():
+            self.parts.append(whole_part(name, tensor))
+
+    def add_state(self, name: str, key: str, value: Any) -> None:
+        """Add one state of the optimizer; single numbers are no tensors of the checkpoint."""
+        if isinstance(value, torch.Tensor) and value.ndim:
+            self.add(f"optimizer/{key}/{name}", value)
+        elif isinstance(value, torch.Tensor | int | float):
+            self.numbers.setdefault(name, {})[key] = value
+
+    @property
+    def state_keys(self) -> frozenset[str]:
+        """Names of the optimizer's states that are tensors."""
+        return frozenset(part.name.split("/")[1] for part in self.parts if part.name.startswith("optimizer/"))
+
+    @property
+    def optimizers(self) -> list[str]:
+        """Classes that have these states, which may go on with them; empty if that is not known."""
+        return [self.optimizer] if self.optimizer else list(_FAMILIES.get(self.state_keys, ()))
+
+    def without_states(self) -> None:
+        """Drop all but the values of parameters and buffers."""
+        self.parts = [part for part in self.parts if not part.name.startswith("optimizer/")]
+        self.groups, self.members, self.numbers, self.optimizer, self.scheduler = [], {}, {}, None, None
+        self.progress, self.loss_scale, self.client = {}, None, {}
+
+    def rename_tensors(self, names: Mapping[str, str | None]) -> None:
+        """Give tensors other names in the checkpoint; None takes one out."""
+        new = ((part, names.get(part.name, part.name)) for part in self.parts)
+        self.parts = [part.renamed(name) for part, name in new if name is not None]
+
+    def renamed(self, rename: Callable[[str], str]) -> None:
+        """Give parameters and buffers other names."""
+        parts = []
+        for part in self.parts:
+            depth = 2 if part.name.startswith("optimizer/") else 1
+            *kind, name = part.name.split("/", depth)
+            parts.append(part.renamed("/".join([*kind, rename(name)])))
+        self.parts = parts
+        self.frozen = set(map(rename, self.frozen))
+        self.tied = {rename(name): rename(own) for name, own in self.tied.items()}
+        self.dtypes = {rename(name): dtype for name, dtype in self.dtypes.items()}
+        self.members = {rename(name): group for name, group in self.members.items()}
+        self.numbers = {rename(name): numbers for name, numbers in self.numbers.items()}
+
+
+def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group that say which update is computed."""
+    return {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
+
+
+def plain_number(value: Any) -> Any:
+    """Return a number in the place of a tensor of one element."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def whole(parts: Iterable[StoredRange]) -> torch.Tensor:
+    """Return a tensor of which all parts are given; raise ValueError if elements are missing."""
+    parts = list(parts)
+    first = parts[0]
+    if len(parts) == 1 and first.stop - first.start == prod(first.shape):
+        return first.data().view(first.shape)
+    out, missing = torch.empty(prod(first.shape), dtype=first.dtype), prod(first.shape)
+    for part in parts:
+        data, sizes = part.data(), part.sizes or part.shape
+        for place, within, length in runs(part.shape, part.offsets or (0,) * len(sizes), sizes):
+            low, high = max(part.start, within), min(part.stop, within + length)
+            if low < high:
+                out[place + low - within : place + high - within] = data[low - part.start : high - part.start]
+                missing -= high - low
+    if missing:
+        raise ValueError(f"{first.name} lacks {missing} of its {prod(first.shape)} elements; copy the checkpoint again")
+    return out.view(first.shape)
+
+
+def tensors(contents: Contents) -> Iterator[tuple[str, str, list[StoredRange]]]:
+    """Yield the kind, the name and the parts of each tensor."""
+    found: dict[str, list[StoredRange]] = {}
+    for part in contents.parts:
+        found.setdefault(part.name, []).append(part)
+    for full, parts in found.items():
+        yield *full.split("/", 1), parts  # type: ignore[misc]

@@ -1,0 +1,157 @@
+"""ZeroMesh's own checkpoints, as a source and a target of conversions."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeromesh.checkpoint.boxes import Box, Reader, write_shard
+from zeromesh.checkpoint.folder import DRAFT, begin, commit, remove, require_free, write_latest, write_manifest
+from zeromesh.checkpoint.formats.form import Contents, StoredRange, plain_number
+from zeromesh.checkpoint.manifest import MANIFEST, dtype_name
+from zeromesh.checkpoint.optimizer import options
+from zeromesh.checkpoint.packing import pack, unpack
+from zeromesh.tiers.lock import locked
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+def read(folder: Path) -> Contents:
+    """Return the contents of a checkpoint; no tensor is read yet, and the files are there and whole."""
+    reader = Reader(folder)
+    reader.require_files()
+    manifest = reader.manifest
+    contents = Contents("a checkpoint of ZeroMesh")
+    for name in sorted(reader.names):
+        if name.startswith(("parameter/", "buffer/", "optimizer/")):
+            shape = reader.shape(name)
+            read_it = partial(reader.tensor, name)
+            contents.parts.append(StoredRange(name, shape, reader.dtype(name), 0, prod(shape), read_it))
+    known = manifest.get("parameters", {})
+    contents.frozen = {name for name, facts in known.items() if not facts["trainable"]}
+    contents.dtypes = {name: getattr(torch, facts["dtype"]) for name, facts in known.items()}
+    contents.tied = dict(manifest.get("tied", {}))
+    contents.groups = [unpack(group) for group in manifest["groups"]]
+    contents.members = dict(manifest.get("members", {}))
+    if not contents.members and len(contents.groups) == 1:
+        contents.members = dict.fromkeys((name for name in known if name not in contents.frozen), 0)
+    for name, numbers in manifest["scalars"].items():
+        contents.numbers[name] = {key: _number(value) for key, value in numbers.items()}
+    named = manifest["optimizer"]
+    contents.optimizer = named if isinstance(named, str) and named != "NoneType" else None
+    contents.progress = {key: manifest[key] for key in COUNTERS if key in manifest}
+    if manifest["scheduler"]:
+        contents.scheduler = unpack(manifest["scheduler"]), manifest.get("scheduler_type")
+    contents.loss_scale = manifest["loss_scaler"]
+    contents.client = unpack(manifest["client_state"], reader.tensor)
+    if manifest.get("data"):
+        contents.left.append("the position in the training data has no place in other formats")
+    return contents
+
+
+def _number(saved: Any) -> Any:
+    return torch.tensor(saved[0], dtype=getattr(torch, saved[1])) if isinstance(saved, list) else saved
+
+
+def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> Path:
+    """Write a checkpoint that any layout loads, tensor by tensor; ``advance`` is told the bytes."""
+    steps = contents.progress.get("global_steps", 0)
+    tag = f"global_step{steps}"
+    draft, final = folder / f"{tag}{DRAFT}", folder / tag
+    if (final / MANIFEST).exists():
+        raise FileExistsError(
+            errno.EEXIST, f"{final} is a checkpoint already, and is not overwritten; choose another folder"
+        )
+    require_free(final)
+    client, kept = _client_state(contents)
+    extra = [Box(name, tuple(value.shape), 0, value.numel(), value.flatten()) for name, value in kept.items()]
+    boxes = [*(part.box(empty=True) for part in contents.parts), *extra]
+
+    def filled() -> Iterator[Box]:
+        for part in contents.parts:
+            box = part.box()
+            yield box
+            advance(box.data.nbytes)
+        yield from extra
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        try:
+            begin(draft, sum(box.data.nbytes for box in boxes))
+            shard = write_shard(draft, 0, boxes, filled())
+            write_manifest(draft, _manifest(contents, client) | {"shards": [shard]})
+            commit(draft, final)
+            write_latest(folder, tag)
+        except BaseException:
+            remove(draft)
+            raise
+    return final
+
+
+def _client_state(contents: Contents) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the user's values as JSON, and their tensors; values that cannot be kept are noted and left out."""
+    packed: dict[str, Any] = {}
+    kept: dict[str, torch.Tensor] = {}
+    for key, value in contents.client.items():
+        apart = dict(kept)
+        try:
+            packed[str(key)] = pack(value, f"client_state[{key!r}]", apart)
+        except TypeError as error:
+            contents.left.append(str(error))
+            continue
+        kept = apart
+    return packed, {name: tensor for name, tensor in kept.items() if tensor.numel()}
+
+
+def _manifest(contents: Contents, client: Any) -> dict[str, Any]:
+    progress, dtypes = dict(contents.progress), contents.dtypes
+    progress.setdefault("micro_steps", progress.get("global_steps", 0))
+    # A run that knows its batch computes the samples itself.
+    counters = {key: progress.get(key, 0) for key in COUNTERS if key != "global_samples" or progress.get(key)}
+    stored = {part.name.partition("/")[2]: part.dtype for part in contents.parts if part.name.startswith("parameter/")}
+    state, kind = contents.scheduler or (None, None)
+    named = {"scheduler_type": kind} if kind or state is None else {}
+    return counters | named | {
+        "zeromesh": version("zeromesh"),
+        "imported": contents.source,
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "data": None,
+        "loss_scaler": contents.loss_scale,
+        "scheduler": None if state is None else pack(dict(state), "the scheduler's state"),
+        "optimizer": contents.optimizers if contents.groups else "NoneType",
+        "groups": [pack(options(group)) for group in contents.groups],
+        "members": contents.members,
+        "client_state": client,
+        "model": {},
+        "parameters": {
+            name: {"dtype": dtype_name(dtypes.get(name, dtype)), "trainable": name not in contents.frozen}
+            for name, dtype in stored.items()
+        },
+        "tied": contents.tied,
+        "scalars": _scalars(contents),
+    }  # fmt: skip
+
+
+def _scalars(contents: Contents) -> dict[str, Any]:
+    """Return the single numbers of the optimizer; each has the step, which some libraries keep for all at once."""
+    found: dict[str, Any] = {}
+    done = contents.progress.get("global_steps", 0) - contents.progress.get("skipped_steps", 0)
+    for name, group in contents.members.items():
+        numbers = dict(contents.numbers.get(name, {}))
+        if "exp_avg_sq" in contents.state_keys:
+            numbers.setdefault("step", contents.groups[group].get("step", done))
+        found[name] = {
+            # Torch's optimizers count their steps in tensors, whatever the other library did.
+            key: [float(plain_number(value)), "float32"] if key == "step" else
+            [value.item(), dtype_name(value.dtype)] if isinstance(value, torch.Tensor) else value
+            for key, value in numbers.items()
+        }  # fmt: skip
+    return found
