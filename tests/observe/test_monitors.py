@@ -38,7 +38,7 @@ def monitors(folder: Path) -> dict[str, Any]:
     }
 
 
-def make_engine(**more: Any) -> zeromesh.engine.Engine:
+def make_engine(**more: Any) -> zeromesh.Engine:
     torch.manual_seed(0)
     return zeromesh.initialize(model=nn.Linear(4, 2), config=config(**more))[0]
 
