@@ -91,7 +91,7 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
             return Engine.__getattr__(self, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*nn.Module.__dir__(self), *dir(self.module)})  # type: ignore[no-untyped-call]
+        return sorted({*nn.Module.__dir__(self), *dir(self.module)})
 
     @property
     def training(self) -> bool:
@@ -237,8 +237,9 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         """Move states to host memory until ``reload_states``; None: all kinds. See ``Engine.offload_states``."""
         if OffloadDeviceEnum(device) is not OffloadDeviceEnum.cpu:
             raise ValueError(f"offload_states: device = {device} cannot be honoured; states go to the host, cpu")
+        how = {"pin_memory": pin_memory, "non_blocking": non_blocking}
         chosen = [OffloadStateTypeEnum(kind) for kind in (OffloadStateTypeEnum if include is None else include)]
-        super().offload_states([_KINDS[kind] for kind in chosen if kind in _KINDS], pin_memory, non_blocking)
+        super().offload_states([_KINDS[kind] for kind in chosen if kind in _KINDS], **how)
 
 
 for _name, _method in methods().items():
