@@ -230,7 +230,7 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
 
     # States.
 
-    def offload_states(  # type: ignore[override]  # with DeepSpeed's third argument
+    def offload_states(
         self, include: Collection[Any] | None = None, device: Any = OffloadDeviceEnum.cpu, pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:  # fmt: skip
