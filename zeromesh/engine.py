@@ -322,7 +322,7 @@ class Engine(Batching, Answers, Saving):
             compile_forward(unit.module, **options)
 
     def offload_states(
-        self, include: Collection[str] = aside.KINDS, pin_memory: bool = True, non_blocking: bool = False
+        self, include: Collection[str] = aside.KINDS, *, pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
         """Move states to host memory until ``reload_states``, or until something needs them. Between updates.
 

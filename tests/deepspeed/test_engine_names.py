@@ -213,7 +213,16 @@ def states(folder: str) -> None:
         engine.reload_states()
         engine.offload_states([deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum.optim_states])
         train(engine, 1)  # whatever is needed comes back by itself
+        value = next(iter(engine.optimizer.state.values()))["exp_avg"]
+        before_address = value.data_ptr()
         engine.offload_states(pin_memory=False)
+        assert value.data_ptr() != before_address
+        with pytest.raises(ValueError, match="go to the host"):
+            engine.offload_states(device="nvme")
+        engine.backward(engine(batch(0)))
+        with pytest.raises(RuntimeError, match="call it after the step"):
+            engine.offload_states()
+        engine.zero_grad()
         result = {name: value.clone() for name, value in engine.module_state_dict().items()}
         if reference is None:
             reference = {name: value.clone() for name, value in result.items()}

@@ -54,6 +54,8 @@ THEIRS: dict[str, tuple[Callable[..., Any], str]] = {
         "custom_load_fn",
     ),
     "engine.save_16bit_model": (Engine.save_16bit_model, "save_dir save_filename exclude_frozen_parameters"),
+    "engine.offload_states": (Engine.offload_states, "include device pin_memory non_blocking"),
+    "engine.reload_states": (Engine.reload_states, "non_blocking"),
     "engine.load_state_dict": (Engine.load_state_dict, "state_dict strict assign"),  # torch.nn.Module's
     "engine.destroy": (Engine.destroy, ""),
     "zero.Init": (
@@ -71,6 +73,7 @@ THEIRS: dict[str, tuple[Callable[..., Any], str]] = {
     "safe_get_full_fp32_param": (zero.safe_get_full_fp32_param, "param"),
     "safe_get_full_grad": (zero.safe_get_full_grad, "param"),
     "safe_get_full_optimizer_state": (zero.safe_get_full_optimizer_state, "param optim_state_key"),
+    "safe_update_full_grad_vectorized": (zero.safe_update_full_grad_vectorized, "param_list update_func"),
     "safe_set_full_fp32_param": (zero.safe_set_full_fp32_param, "param value"),
     "safe_set_full_grad": (zero.safe_set_full_grad, "param value"),
     "safe_set_full_optimizer_state": (zero.safe_set_full_optimizer_state, "param value optim_state_key"),

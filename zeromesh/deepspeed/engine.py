@@ -230,15 +230,16 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
 
     # States.
 
-    def offload_states(  # type: ignore[override]  # with DeepSpeed's third argument
+    def offload_states(
         self, include: Collection[Any] | None = None, device: Any = OffloadDeviceEnum.cpu, pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:  # fmt: skip
         """Move states to host memory until ``reload_states``; None: all kinds. See ``Engine.offload_states``."""
         if OffloadDeviceEnum(device) is not OffloadDeviceEnum.cpu:
             raise ValueError(f"offload_states: device = {device} cannot be honoured; states go to the host, cpu")
+        how = {"pin_memory": pin_memory, "non_blocking": non_blocking}
         chosen = [OffloadStateTypeEnum(kind) for kind in (OffloadStateTypeEnum if include is None else include)]
-        super().offload_states([_KINDS[kind] for kind in chosen if kind in _KINDS], pin_memory, non_blocking)
+        super().offload_states([_KINDS[kind] for kind in chosen if kind in _KINDS], **how)
 
 
 for _name, _method in methods().items():
