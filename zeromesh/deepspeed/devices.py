@@ -180,7 +180,7 @@ def _resident(device_index: int | None = None) -> int:
 
 
 def _largest(device_index: int | None = None) -> int:
-    return peak_bytes(_CPU)
+    return max(live_bytes(_CPU), peak_bytes(_CPU))  # the system updates the two at different times
 
 
 def _figures(device_index: int | None = None) -> dict[str, int]:
