@@ -59,7 +59,7 @@ def _add(contents: Contents, name: str, path: Path, shape: torch.Size) -> None:
 
 
 def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> Path:
-    """Write a checkpoint in ``folder`` that DeepSpeed loads from there with ``load_universal``.
+    """Write a checkpoint in ``folder`` that DeepSpeed loads at stages 1 and 2 with ``load_universal``.
 
     Its file of model states holds the model in the dtype of its computation, which is in memory until it is written.
     """
@@ -88,11 +88,7 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> P
     for name, numbers in contents.numbers.items():
         for key, number in numbers.items():
             _save(final, name, key, torch.as_tensor(number, dtype=torch.float32))
-    # Stage 3 reads the step from here, and stages 1 and 2 from each parameter's folder.
-    steps = [numbers["step"] for numbers in contents.numbers.values() if "step" in numbers]
-    states = {0: {"step": torch.as_tensor(steps[0])}} if steps else {}
-    optimizer = {"state": states, "param_groups": groups}
-    torch.save({"param_groups": groups, "optimizer_state_dict": optimizer, **_VERSION}, final / ZERO / OPTIMIZER)
+    torch.save({"param_groups": groups, **_VERSION}, final / ZERO / OPTIMIZER)
     frozen = OrderedDict((name, module[name]) for name in module if name not in {*contents.members, *buffers})
     module |= {name: module[own] for name, own in contents.tied.items() if own in module}
     held: dict[str, Any] = {
@@ -106,9 +102,6 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> P
         **{key: contents.progress.get(key, 0) for key in ("global_steps", "global_samples", "skipped_steps")},
     }  # fmt: skip
     torch.save(held, final / f"mp_rank_00_{MODEL}")
-    if not frozen:  # stage 3 has them in ranges of as many ranks as there are then
-        held["module"] = {name: value if name in buffers else value.new_empty(0) for name, value in module.items()}
-        torch.save(held, final / f"zero_pp_rank_0_mp_rank_00_{MODEL}")
     (folder / LATEST).write_text(final.name)
     return final
 
