@@ -155,8 +155,8 @@ class Saving(EngineState):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Return an iterator of the model's whole weights, for an inference engine. Collective.
 
-        All ranks iterate to the end. Each unit is gathered once, and freed before the next; a tensor is a copy on the
-        device. Names are those of published checkpoints of transformers: a tied weight comes once, and adapters are
+        All ranks iterate to the end. Each unit is gathered once, and its memory is freed when nobody holds its tensors.
+        Updates do not reach these tensors; do not write to them, which may change the model. Names are those of published checkpoints of transformers: a tied weight comes once, and adapters are
         merged. See docs/finetuning.md.
 
         Args:

@@ -78,18 +78,24 @@ def full_weights(sharded: ShardedModel, dtype: torch.dtype | None, only_first_ra
 def _full_weights(sharded: ShardedModel, dtype: torch.dtype | None, shown: bool) -> Iterator[Weight]:
     for state in on_every_rank(sharded.mesh, _published_states(sharded, dtype)):
         for name, value in state.items() if shown else ():
-            # One copy at a time, which outlives the gathered unit.
-            yield name, value.detach().to(sharded.mesh.device, copy=True)
+            yield name, value
 
 
 def _published_states(sharded: ShardedModel, dtype: torch.dtype | None) -> Iterator[State]:
     """Yield the part of the plain model's state that each unit adds, as its checkpoints are published, on all ranks."""
     model, adapted = sharded.model, is_adapted(sharded.model)
+    # The memory of a gathered unit is left to those who hold its tensors; other parameters go on changing.
+    left = {id(p) for unit in sharded.units if unit.sharded for flat in unit.flats for p in flat.parameters}
     for tensors in _unit_tensors(sharded):
         # Buffers come apart from parameters, and keep their dtype: a running mean is read in fp32.
         wanted = dtype if any(isinstance(tensor, nn.Parameter) for tensor in tensors.values()) else None
         state = plain_state(model, tensors) if adapted else tensors
-        cast = {name: value.detach().to(wanted if value.is_floating_point() else None) for name, value in state.items()}
+        cast = {
+            name: value.detach().to(
+                sharded.mesh.device, wanted if value.is_floating_point() else None, copy=id(value) not in left
+            )
+            for name, value in state.items()
+        }
         yield _published(model, cast)
 
 
