@@ -156,8 +156,9 @@ class Saving(EngineState):
         """Return an iterator of the model's whole weights, for an inference engine. Collective.
 
         All ranks iterate to the end. Each unit is gathered once, and its memory is freed when nobody holds its tensors.
-        Updates do not reach these tensors; do not write to them, which may change the model. Names are those of published checkpoints of transformers: a tied weight comes once, and adapters are
-        merged. See docs/finetuning.md.
+        Updates do not reach these tensors; do not write to them, which may change the model. Names are those of
+        published checkpoints of transformers: a tied weight comes once, and adapters are merged.
+        See docs/finetuning.md.
 
         Args:
             dtype: of the parameters; None is the dtype that the model computes in. Buffers keep theirs.

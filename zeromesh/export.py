@@ -77,8 +77,8 @@ def full_weights(sharded: ShardedModel, dtype: torch.dtype | None, only_first_ra
 
 def _full_weights(sharded: ShardedModel, dtype: torch.dtype | None, shown: bool) -> Iterator[Weight]:
     for state in on_every_rank(sharded.mesh, _published_states(sharded, dtype)):
-        for name, value in state.items() if shown else ():
-            yield name, value
+        yield from state.items() if shown else ()
+        state.clear()  # or the unit would keep its memory while the next one is gathered
 
 
 def _published_states(sharded: ShardedModel, dtype: torch.dtype | None) -> Iterator[State]:
@@ -90,13 +90,15 @@ def _published_states(sharded: ShardedModel, dtype: torch.dtype | None) -> Itera
         # Buffers come apart from parameters, and keep their dtype: a running mean is read in fp32.
         wanted = dtype if any(isinstance(tensor, nn.Parameter) for tensor in tensors.values()) else None
         state = plain_state(model, tensors) if adapted else tensors
-        cast = {
-            name: value.detach().to(
-                sharded.mesh.device, wanted if value.is_floating_point() else None, copy=id(value) not in left
-            )
-            for name, value in state.items()
-        }
-        yield _published(model, cast)
+        yield _published(
+            model,
+            {
+                name: value.detach().to(
+                    sharded.mesh.device, wanted if value.is_floating_point() else None, copy=id(value) not in left
+                )
+                for name, value in state.items()
+            },
+        )
 
 
 def write_model(model: nn.Module, states: Iterable[State], folder: Path, filename: str) -> None:
