@@ -10,6 +10,7 @@ from typing import Any
 
 from zeromesh.config.settings import Settings
 from zeromesh.config.written import completed_document, trains_itself, with_folder
+from zeromesh.model.hub import is_model_id, model_folder
 from zeromesh.plan.cost import CostSource
 from zeromesh.plan.models import MODELS, limits_of, limits_of_decoder, nearest_model, shape_named
 from zeromesh.plan.shape import TransformerCost
@@ -46,12 +47,12 @@ def asked_model(text: str, precision: str) -> AskedModel:
     """Return the model of a command line.
 
     Raises:
-        ValueError: no such name, file or sizes, or a model that transformers does not know.
+        ValueError: no such name, file or sizes, or a model that transformers does not know or that cannot be fetched.
     """
     shape = shape_named(text)
     if shape is not None and not Path(text).exists():
         return AskedModel(TransformerCost(shape), limits_of(shape))
-    path = Path(text)
+    path = model_folder(text, weights=False)
     if not path.exists():
         close = nearest_model(text)
         meant = f"did you mean {close}? " if close else ""
@@ -66,7 +67,8 @@ def asked_model(text: str, precision: str) -> AskedModel:
 
     limits = limits_of_configuration(configuration_of(path))
     folder = path if path.is_dir() else path.parent
-    return AskedModel(_traced(path, precision), limits, sequence=None, folder=str(folder))
+    named = text if is_model_id(text) else str(folder)
+    return AskedModel(_traced(path, precision), limits, sequence=None, folder=named)
 
 
 def _of_transformers(path: Path) -> bool:
@@ -100,7 +102,7 @@ def _configured(path: Path, precision: str) -> AskedModel:
     if settings.huggingface is not None:
         from zeromesh.plan.source import configuration_of, limits_of_configuration
 
-        folder, chosen = Path(settings.huggingface.path), settings.huggingface
+        folder, chosen = model_folder(settings.huggingface.path, weights=False), settings.huggingface
         source = _traced(folder, precision, chosen.attention or "")
         limits = limits_of_configuration(configuration_of(folder))
         return AskedModel(source, limits, settings.train_batch_size, chosen.sequence_length, own)
