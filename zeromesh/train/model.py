@@ -214,7 +214,10 @@ def language_model(settings: Settings) -> LanguageModel:
         return Transformer(settings.huggingface, settings.lora)
     if settings.model is not None:
         return BuiltIn(settings.model)
-    raise ValueError("zeromesh train needs a section 'model', or 'huggingface' with the folder of a model")
+    raise ValueError(
+        "zeromesh train needs a section 'model', or 'huggingface' with the folder of a model; a file without them is "
+        "for a script that calls zeromesh.initialize, as python examples/bert_mlm.py --config examples/bert.json"
+    )
 
 
 def _tokens(rows: int, length: int) -> torch.Tensor:
