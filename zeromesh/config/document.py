@@ -109,7 +109,7 @@ def _syntax_problem(text: str, error: json.JSONDecodeError) -> str:
         hint = "; the text ends too early: a bracket is not closed"
     elif text[error.pos :].startswith(("//", "#", "/*")) or line.startswith(("//", "#", "/*")):
         hint = "; JSON has no comments, take this one out"
-    elif "double quotes" in error.msg:
+    elif "double quotes" in error.msg or "trailing comma" in error.msg:  # the latter from Python 3.13 on
         hint = "; keys are in double quotes, and the last one has no comma after it"
     elif text[error.pos :].startswith(("True", "False", "None")):
         hint = "; JSON writes true, false and null"

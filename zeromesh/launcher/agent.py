@@ -77,8 +77,8 @@ def run(
     """
     if not hasattr(os, "killpg"):
         raise ValueError(
-            "several ranks need Linux or macOS, whose processes end in groups; on Windows use WSL2, or one process "
-            "(python SCRIPT, or run.ranks = 1)"
+            "several ranks need Linux or macOS, whose processes end in groups; on Windows use WSL2, or one rank, which "
+            "is this process"
         )
     with ExitStack() as stack:
         # From now on, as nodes may wait for others for long; torchrun's library sets the same ones for the ranks.
