@@ -4,7 +4,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python -m
 
-.PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme bench-plan validate-plan check clean
+.PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme bench-plan validate-plan check wheels pythons clean
 
 train: .venv/.plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
@@ -83,8 +83,16 @@ check: .venv/.test.done
 	$(RUN) pytest --collect-only --quiet --quiet
 	.venv/bin/python tools/config_reference.py --check
 
+# The sdist and two wheels in dist/, installed and tried.
+wheels: .venv/.test.done
+	.venv/bin/python tools/wheels.py
+
+# The parts that differ between Pythons, on each of 3.11 to 3.14 that is here: `make pythons ONLY=3.13`.
+pythons:
+	$(PYTHON) tools/pythons.py $(ONLY)
+
 clean:
-	rm -rf .venv .venv-deepspeed build *.egg-info zeromesh/kernels/*.so .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-* build dist *.egg-info zeromesh/kernels/*.so .mypy_cache .ruff_cache .pytest_cache
 
 # The environment with the extras of one name, again whenever the requirements or the native kernels change.
 .venv/.%.done: pyproject.toml constraints.txt tools/setup.py setup.py $(wildcard zeromesh/kernels/*.[ch])

@@ -20,6 +20,7 @@ from harness import close_pools
 
 # Before torch is imported: references in the pytest process and ranks in the workers add up in the same order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a wrong folder may look like a name on the Hub
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

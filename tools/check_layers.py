@@ -15,6 +15,7 @@ from pathlib import Path
 PACKAGE = "zeromesh"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("__main__",),
     ("cli",),
     ("train", "deepspeed"),
     ("__init__",),

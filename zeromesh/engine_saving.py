@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,25 @@ class Saving(EngineState):
     def gathered_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the model's whole state as CPU tensors on rank 0, an empty dict elsewhere. Collective."""
         return whole.gathered_state_dict(self.sharded)
+
+    def full_weights(
+        self, dtype: torch.dtype | None = None, *, only_first_rank: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return an iterator of the model's whole weights, for an inference engine. Collective.
+
+        All ranks iterate to the end. Each unit is gathered once, and its memory is freed when nobody holds its tensors.
+        Updates do not reach these tensors; do not write to them, which may change the model. Names are those of
+        published checkpoints of transformers: a tied weight comes once, and adapters are merged.
+        See docs/finetuning.md.
+
+        Args:
+            dtype: of the parameters; None is the dtype that the model computes in. Buffers keep theirs.
+            only_first_rank: other ranks take part, and their iterators are empty.
+
+        Raises:
+            ValueError: the model has prompts of PEFT, which are no part of a layer.
+        """
+        return export.full_weights(self.sharded, dtype, only_first_rank)
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.checkpoint.whole import on_first_rank, shows
+from zeromesh.checkpoint.whole import on_every_rank, on_first_rank, shows
 from zeromesh.comm.agreement import agree_run, agree_success, catch, texts
 from zeromesh.pretrained import first_names
 from zeromesh.shard.flat import Flat
@@ -26,6 +26,7 @@ LARGEST_FILE = 4 * 10**9
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # files that PEFT writes
 
 State = dict[str, torch.Tensor]
+Weight = tuple[str, torch.Tensor]
 
 
 def save_model(
@@ -42,12 +43,7 @@ def save_model(
         raise ValueError(f"save_filename = {filename!r} must end in .safetensors, which is what is written; change it")
     if merge_adapters and not adapted:
         raise ValueError(f"merge_adapters: {type(model).__name__} has no adapters of PEFT; leave it out")
-    if adapted and model.active_peft_config.is_prompt_learning:
-        kind = model.active_peft_config.peft_type.value
-        raise ValueError(
-            f"{kind} learns prompts, which are no part of a layer; inside zeromesh.zero.GatheredParameters("
-            "model.parameters()), on the first rank, model.save_pretrained(folder) writes them"
-        )
+    _refuse_prompts(model)
     if merge_adapters and exclude_frozen:
         raise ValueError(
             "merge_adapters and exclude_frozen_parameters: adapters are added to frozen parameters, which would be "
@@ -71,6 +67,38 @@ def save_model(
         if files is not None:
             files.discard()
         raise
+
+
+def full_weights(sharded: ShardedModel, dtype: torch.dtype | None, only_first_rank: bool) -> Iterator[Weight]:
+    """Return the iterator of ``Engine.full_weights``."""
+    _refuse_prompts(sharded.model)
+    return _full_weights(sharded, dtype, sharded.mesh.rank == 0 or not only_first_rank)
+
+
+def _full_weights(sharded: ShardedModel, dtype: torch.dtype | None, shown: bool) -> Iterator[Weight]:
+    for state in on_every_rank(sharded.mesh, _published_states(sharded, dtype)):
+        yield from state.items() if shown else ()
+        state.clear()  # or the unit would keep its memory while the next one is gathered
+
+
+def _published_states(sharded: ShardedModel, dtype: torch.dtype | None) -> Iterator[State]:
+    """Yield the part of the plain model's state that each unit adds, as its checkpoints are published, on all ranks."""
+    model, adapted = sharded.model, is_adapted(sharded.model)
+    # The memory of a gathered unit is left to those who hold its tensors; other parameters go on changing.
+    left = {id(p) for unit in sharded.units if unit.sharded for flat in unit.flats for p in flat.parameters}
+    for tensors in _unit_tensors(sharded):
+        # Buffers come apart from parameters, and keep their dtype: a running mean is read in fp32.
+        wanted = dtype if any(isinstance(tensor, nn.Parameter) for tensor in tensors.values()) else None
+        state = plain_state(model, tensors) if adapted else tensors
+        yield _published(
+            model,
+            {
+                name: value.detach().to(
+                    sharded.mesh.device, wanted if value.is_floating_point() else None, copy=id(value) not in left
+                )
+                for name, value in state.items()
+            },
+        )
 
 
 def write_model(model: nn.Module, states: Iterable[State], folder: Path, filename: str) -> None:
@@ -237,11 +265,27 @@ def _merged(layer: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _add(files: ExportFiles, model: nn.Module, state: State) -> None:
+    files.add(_published(model, state))
+
+
+def _published(model: nn.Module, state: State) -> State:
+    """Return tensors under the names, and in the parts, in which the model's checkpoints are published."""
     model = plain_model(model)
-    if state and hasattr(model, "base_model_prefix"):
-        # Under the names, and in the parts, in which the model's checkpoints are published.
-        state = import_module("transformers.core_model_loading").revert_weight_conversion(model, state)
-    files.add(state)
+    if not state or not hasattr(model, "base_model_prefix"):
+        return state
+    core = import_module("transformers.core_model_loading")
+    reverted: State = core.revert_weight_conversion(model, state)
+    return reverted
+
+
+def _refuse_prompts(model: Any) -> None:
+    """Raise ValueError for a method of PEFT whose weights belong to no layer."""
+    if is_adapted(model) and model.active_peft_config.is_prompt_learning:
+        kind = model.active_peft_config.peft_type.value
+        raise ValueError(
+            f"{kind} learns prompts, which are no part of a layer; inside zeromesh.zero.GatheredParameters("
+            "model.parameters()), on the first rank, model.save_pretrained(folder) writes them"
+        )
 
 
 def _finish(files: ExportFiles, folder: Path, model: nn.Module) -> None:

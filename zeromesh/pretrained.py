@@ -19,6 +19,9 @@ import torch
 from torch import nn
 
 from zeromesh.config.errors import nearest
+from zeromesh.model.hub import is_model_id as is_model_id
+from zeromesh.model.hub import model_folder as model_folder
+from zeromesh.model.hub import reason_of as reason_of
 from zeromesh.shard.deferred import Source, read_from, recording, source_of
 from zeromesh.weight_files import FileTensor, checkpoint_tensors, some
 
@@ -96,10 +99,10 @@ def from_pretrained(
     folder: str | Path, model_class: Any = None, *, weights: bool = True, strict: bool = True,
     dtype: torch.dtype = torch.float32, **config: Any,
 ) -> PreTrainedModel:  # fmt: skip
-    """Return a Hugging Face model of a local folder, without memory: ``initialize`` reads each rank's share.
+    """Return a Hugging Face model without memory: ``initialize`` reads each rank's share.
 
     Args:
-        folder: with config.json and, for ``weights``, safetensors.
+        folder: with config.json and, for ``weights``, safetensors; or a name on the Hub, such as ``org/model``.
         model_class: a class of transformers, also an automatic one; None is ``AutoModelForCausalLM``.
         weights: False gives the initial values that the configuration describes.
         strict: refuse a checkpoint that lacks a parameter or a persistent buffer; else these get initial values, as a
@@ -111,7 +114,7 @@ def from_pretrained(
     Raises:
         ValueError: there is no such model in the folder, or its weights are not those of the model.
     """
-    path = _local(folder)
+    path = _local(folder, weights)
     model = build(path, model_class, dtype, draws=not (weights and strict), **config)
     if weights:
         load_pretrained(model, path, strict=strict)
@@ -169,14 +172,14 @@ def configuration(path: Path, **config: Any) -> tuple[PretrainedConfig, dict[str
 
 
 def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Loaded:
-    """Give a model the weights of a local Hugging Face checkpoint.
+    """Give a model the weights of a Hugging Face checkpoint.
 
     Of parameters that are on the meta device, or were made in ``zero.Init``, nothing is read here: ``initialize`` reads
     the part that each rank keeps. Others are read now.
 
     Args:
         model: not yet given to ``initialize``.
-        folder: with ``model.safetensors``, or with several files and their index.
+        folder: with ``model.safetensors``, or with several files and their index; or a name on the Hub.
         strict: refuse a checkpoint that lacks a parameter or a persistent buffer. Else those keep their values.
 
     Raises:
@@ -348,12 +351,12 @@ def _is_equal(one: FileTensor, other: FileTensor) -> bool:
     )
 
 
-def _local(folder: str | Path) -> Path:
-    path = Path(folder).expanduser()
+def _local(folder: str | Path, weights: bool = True) -> Path:
+    path = model_folder(folder, weights)
     if not path.is_dir():
         raise ValueError(
-            f"{str(folder)!r} is no folder; name a local one with config.json (download it beforehand, for instance "
-            "with huggingface_hub's snapshot_download)"
+            f"{str(folder)!r} is no folder; name a local one with config.json, or a model of the Hugging Face Hub, "
+            "as in ORGANISATION/MODEL; python examples/tiny_model.py FOLDER makes a tiny one to try"
         )
     return path
 

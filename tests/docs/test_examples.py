@@ -14,6 +14,38 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
 
 
+# What a file needs is made by the command that its error names.
+MADE = {
+    "bert.json": "python examples/bert_mlm.py --config examples/bert.json",
+    "blend.json": "python examples/tiny_model.py chat-tokenizer",
+    "chat.json": "python examples/tiny_model.py FOLDER",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("file", sorted(path.name for path in EXAMPLES.glob("*.json")))
+def test_files_train_or_name_the_command_that_makes_what_they_need(file: str, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    train = [sys.executable, "-m", "zeromesh", "train", f"examples/{file}", "--set", "run.steps=2"]
+    # A smaller data set, where it is the library of Python.
+    sources = [{"source": "examples/tiny_model.py", "weight": 0.7}, {"source": "examples/chat.jsonl", "weight": 0.3}]
+    less = {"blend.json": sources, "stdlib.json": ["examples/tiny_model.py", "examples/bert_mlm.py"]}
+    if file in less:
+        train += ["--set", f"data.train={json.dumps(less[file])}", "--set", "train_batch_size=2"]
+        train += ["--set", "data.vocabulary_size=300"] if file == "stdlib.json" else []
+    finished = run_command(train, cwd=tmp_path, timeout=200)
+    if file in MADE:
+        assert finished.returncode == 2, finished.stdout
+        assert MADE[file] in " ".join(finished.stdout.split()), finished.stdout
+        if file == "bert.json":
+            return
+        folder = {"blend.json": "chat-tokenizer", "chat.json": "models/tiny"}[file]
+        made = run_command([sys.executable, "examples/tiny_model.py", folder], cwd=tmp_path, timeout=200)
+        assert made.returncode == 0, made.stdout
+        finished = run_command(train, cwd=tmp_path, timeout=200)
+    assert finished.returncode == 0, finished.stdout
+
+
 # In bf16, as it is published, it takes twice as long on a processor that has no instructions for it.
 @pytest.mark.full
 @pytest.mark.parametrize("bf16", [pytest.param(True, marks=pytest.mark.full), False])

@@ -164,6 +164,8 @@ def remove(folder: Path) -> None:
 
 
 def _flush(path: Path) -> None:
+    if path.is_dir() and not hasattr(os, "O_DIRECTORY"):
+        return  # Windows opens no folders
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,19 +66,40 @@ def on_first_rank(mesh: Mesh, states: Iterable[State]) -> Iterator[State]:
         return
     group, first = mesh.group("pipeline"), ranks.index(0)
     if mesh.rank != 0:
+        send = partial(_point_to_point, group, first, True)
         for state in states:
             # An empty state would end the series.
             if state:
-                _send(group, first, mesh.device, state)
+                _send(send, mesh.device, state)
             yield {}
-        _send(group, first, mesh.device, {})
+        _send(send, mesh.device, {})
         return
     for place in range(group.size):
         if place == first:
             yield from states
             continue
-        while state := _receive(group, place, mesh.device):
+        while state := _receive(partial(_point_to_point, group, place, False), mesh.device):
+            yield {name: value.cpu() for name, value in state.items()}
+
+
+def on_every_rank(mesh: Mesh, states: Iterable[State]) -> Iterator[State]:
+    """Yield the tensors of all stages on every rank, one of the ``states`` at a time; values are on the device.
+
+    All ranks call it and go through it to its end.
+    """
+    group = mesh.group("pipeline")
+    for place in range(group.size):
+        move = partial(group.broadcast, root=place)
+        if place != group.rank:
+            while state := _receive(move, mesh.device):
+                yield state
+            continue
+        for state in filter(None, states):
+            if group.size > 1:
+                _send(move, mesh.device, state)
             yield state
+        if group.size > 1:
+            _send(move, mesh.device, {})
 
 
 def _line(mesh: Mesh) -> list[int]:
@@ -85,29 +107,33 @@ def _line(mesh: Mesh) -> list[int]:
     return next(line for line in mesh.lines("pipeline") if mesh.rank in line)
 
 
-def _send(group: Group, to: int, device: torch.device, state: State) -> None:
-    """Send tensors to a rank of the pipeline; an empty state ends the series."""
+def _point_to_point(group: Group, peer: int, sends: bool, message: torch.Tensor) -> None:
+    """Send a message to a rank of the pipeline, or receive it from there."""
+    sent, received = ({peer: message}, {}) if sends else ({}, {peer: message})
+    group.send_and_receive(sent, received, STATE_TAG, "whole tensors").wait()
+
+
+def _send(move: Callable[[torch.Tensor], None], device: torch.device, state: State) -> None:
+    """Send tensors to other ranks of the pipeline; an empty state ends the series."""
     header = torch.frombuffer(bytearray(_forms(state).encode()), dtype=torch.uint8).to(device)
     length = torch.tensor([header.numel()], device=device)
-    values = [part for value in state.values() for part in _parts(value.detach().contiguous().to(device))]
-    for message in (length, header, *values):
-        group.send_and_receive({to: message}, {}, STATE_TAG, "whole tensors").wait()
+    move(length)
+    move(header)
+    for value in state.values():
+        for part in _parts(value.detach().contiguous().to(device)):
+            move(part)
 
 
-def _receive(group: Group, place: int, device: torch.device) -> State:
-    def receive(message: torch.Tensor) -> torch.Tensor:
-        group.send_and_receive({}, {place: message}, STATE_TAG, "whole tensors").wait()
-        return message
-
+def _receive(move: Callable[[torch.Tensor], None], device: torch.device) -> State:
+    """Receive tensors that ``_send`` sends; they are on the device."""
     # The receiver knows nothing of what comes: first the length of the header, then the header, then the tensors.
-    length = int(receive(torch.empty(1, dtype=torch.int64, device=device)))
-    header = receive(torch.empty(length, dtype=torch.uint8, device=device))
+    move(length := torch.empty(1, dtype=torch.int64, device=device))
+    move(header := torch.empty(int(length), dtype=torch.uint8, device=device))
     found = State()
     for name, form in json.loads(bytes(header.tolist())).items():
-        value = _empty(form, device)
-        for part in _parts(value):
-            receive(part)
-        found[name] = value.cpu()
+        found[name] = _empty(form, device)
+        for part in _parts(found[name]):
+            move(part)
     return found
 
 

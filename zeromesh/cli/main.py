@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from zeromesh import __version__
 from zeromesh.config.keys import OUTPUT, STEPS
 
 app = typer.Typer(
@@ -31,7 +31,7 @@ def main() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"zeromesh {version('zeromesh')}")
+        typer.echo(f"zeromesh {__version__}")
         raise typer.Exit
 
 
@@ -267,7 +267,7 @@ def plan(
         str,
         typer.Argument(
             help="A name such as llama-3-8b, a size such as 7b, sizes such as llama:layers=32,hidden=4096,heads=32, a "
-            "folder with a config.json of transformers, or a configuration of ZeroMesh."
+            "folder with a config.json of transformers, a name on the Hugging Face Hub, or a configuration of ZeroMesh."
         ),
     ],
     batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples of an update, of all ranks.")] = None,

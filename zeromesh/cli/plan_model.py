@@ -13,6 +13,7 @@ import torch
 from zeromesh.config.errors import nearest
 from zeromesh.config.settings import Settings
 from zeromesh.config.written import completed_document, trains_itself, with_folder
+from zeromesh.model.hub import is_model_id, model_folder
 from zeromesh.plan.cost import CostSource
 from zeromesh.plan.models import MODELS, limits_of, limits_of_decoder, shape_named
 from zeromesh.plan.passes import TraceOptions
@@ -52,12 +53,12 @@ def asked_model(text: str, precision: str) -> AskedModel:
     """Return the model of a command line.
 
     Raises:
-        ValueError: no such name, file or sizes, or a model that transformers does not know.
+        ValueError: no such name, file or sizes, or a model that transformers does not know or that cannot be fetched.
     """
     shape = shape_named(text)
     if shape is not None and not Path(text).exists():
         return AskedModel(TransformerCost(shape), limits_of(shape))
-    path = Path(text)
+    path = model_folder(text, weights=False)
     if not path.exists():
         close = nearest(text, MODELS)
         meant = f"did you mean {close}? " if close else ""
@@ -70,8 +71,8 @@ def asked_model(text: str, precision: str) -> AskedModel:
         return _configured(path, precision)
     limits = limits_of_configuration(configuration_of(path))
     folder = path if path.is_dir() else path.parent
-    source = hugging_face_cost(path, TraceOptions(DTYPES[precision]))
-    return AskedModel(source, limits, folder=str(folder))
+    named = text if is_model_id(text) else str(folder)
+    return AskedModel(hugging_face_cost(path, TraceOptions(DTYPES[precision])), limits, folder=named)
 
 
 def _of_transformers(path: Path) -> bool:
@@ -91,7 +92,7 @@ def _configured(path: Path, precision: str) -> AskedModel:
     settings, options = Settings.load(path), TraceOptions(DTYPES[precision])
     own = json.loads(path.read_text(encoding="utf-8-sig"))
     if settings.huggingface is not None:
-        folder, chosen = Path(settings.huggingface.path), settings.huggingface
+        folder, chosen = model_folder(settings.huggingface.path, weights=False), settings.huggingface
         found = hugging_face_cost(folder, options, attention=chosen.attention or "")
         limits = limits_of_configuration(configuration_of(folder))
         return AskedModel(found, limits, settings.train_batch_size, chosen.sequence_length, own)

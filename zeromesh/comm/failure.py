@@ -30,11 +30,12 @@ def grace(number: int) -> float:
         return 30.0
 
 
+# By name, as Windows does not have all of them.
 HINTS = {
-    signal.SIGKILL: "if nobody sent it, the kernel did because memory ran out (see dmesg): start fewer ranks on this "
+    "SIGKILL": "if nobody sent it, the kernel did because memory ran out (see dmesg): start fewer ranks on this "
     "machine, make the micro-batches smaller, or shard more of the states",
-    signal.SIGSEGV: "native code used memory that it must not; PYTHONFAULTHANDLER=1 shows where",
-    signal.SIGBUS: "a file in shared memory could not grow: make /dev/shm larger, or use fewer loader workers",
+    "SIGSEGV": "native code used memory that it must not; PYTHONFAULTHANDLER=1 shows where",
+    "SIGBUS": "a file in shared memory could not grow: make /dev/shm larger, or use fewer loader workers",
 }
 
 
@@ -87,7 +88,7 @@ def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
 
 def _killed(rank: int, number: int, folder: Path) -> RankFailure:
     known = {member.value: member.name for member in signal.Signals}  # most real-time signals have no name
-    hint = next((f"; {text}" for member, text in HINTS.items() if member == number), "")
+    hint = f"; {HINTS[name]}" if (name := known.get(number, f"signal {number}")) in HINTS else ""
     file = folder / f"{rank}.step"
     step = f" in step {file.read_text(encoding='ascii')}" if file.exists() else ""
-    return RankFailure(rank, f"killed by {known.get(number, f'signal {number}')}{step}{hint}", "", 128 + number)
+    return RankFailure(rank, f"killed by {name}{step}{hint}", "", 128 + number)

@@ -48,9 +48,11 @@ class ModelShape(Section):
 class HuggingFace(Section):
     """A causal language model of transformers to train, in place of one of model's."""
 
-    path: str = key(..., "Local folder with config.json, and with safetensors to continue from.")
+    path: str = key(
+        ..., "Folder with config.json, and with safetensors to continue from; or a name on the Hugging Face Hub."
+    )
     # Null follows the folder, so that a config.json alone starts from the beginning.
-    weights: bool | None = key(None, "Start from the folder's weights. Null: if it has any.")
+    weights: bool | None = key(None, "Start from the folder's weights. Null: if it has any; of the Hub, yes.")
     sequence_length: PositiveInt = key(..., "Tokens per sample; at most what the model has positions for.")
     attention: str | None = key(None, "Implementation of attention in transformers, such as sdpa. Null: its choice.")
 
@@ -107,8 +109,8 @@ class TextData(Section):
     train: Sources = key(
         ...,
         "Files, folders or glob patterns of text, JSON lines, parquet, data sets of Hugging Face or of Megatron; the "
-        'word python-stdlib stands for the source of Python\'s own standard library. A blend is a list of {"source": '
-        '..., "weight": ...}.',
+        'name of one on the Hub, as in "org/name:config:split"; the word python-stdlib stands for the source of '
+        'Python\'s own standard library. A blend is a list of {"source": ..., "weight": ...}.',
     )
     validation: Names | None = key(None, "The same, held out. Null: a share of what is trained on is.")
     validation_fraction: CountFloat = key(0.02, "Share of the text that is held out where validation is null.", lt=1)

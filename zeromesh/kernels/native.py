@@ -70,7 +70,10 @@ def examine() -> tuple[str, str]:
 
 
 def _load() -> Library:
-    path = next((path for suffix in EXTENSION_SUFFIXES if (path := FOLDER / f"_native{suffix}").exists()), None)
+    # The last suffix that fits is that of all Pythons; a file for one Python is left from an older version.
+    path = next(
+        (path for suffix in reversed(EXTENSION_SUFFIXES) if (path := FOLDER / f"_native{suffix}").exists()), None
+    )
     if path is None:
         raise OSError(
             "ZeroMesh's native kernels were not built when it was installed, for which it needs a C compiler. "

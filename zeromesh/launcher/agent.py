@@ -41,7 +41,7 @@ PREFIX = "[${rank}] "  # begins each line of a rank whose output is copied
 KILLED_BEFORE = 1.0  # seconds before a rank that ends the run goes, in which stopped ones are killed
 
 # Signals that are passed on to the ranks, and end the run.
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+SIGNALS = tuple(one for one in signal.Signals if one.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"))
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,18 @@ def run(
     ``folder`` is an empty one for files that live as long as the run. ``report`` receives lines for the user.
 
     Raises:
+        ValueError: this system has no groups of processes.
         RankFailure: a rank of this node raised or died, and no restarts were left. The others have been ended.
         ConnectionError: the master cannot be reached, or its port is in use.
         TimeoutError: too few nodes came.
         KeyboardInterrupt: on Ctrl-C, once all ranks have ended.
         SystemExit: on another of ``SIGNALS``.
     """
+    if not hasattr(os, "killpg"):
+        raise ValueError(
+            "several ranks need Linux or macOS, whose processes end in groups; on Windows use WSL2, or one rank, which "
+            "is this process"
+        )
     with ExitStack() as stack:
         # From now on, as nodes may wait for others for long; torchrun's library sets the same ones for the ranks.
         stack.enter_context(_handlers(_end))

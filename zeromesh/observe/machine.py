@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 import os
 import platform
-import resource
 import shutil
 import socket
 import sys
@@ -278,17 +278,21 @@ def live_bytes(device: torch.device) -> int:
         return int(torch.accelerator.memory_allocated(device))
     statm = Path("/proc/self/statm")
     if statm.is_file():
-        return int(statm.read_text().split()[1]) * resource.getpagesize()
+        return int(statm.read_text().split()[1]) * mmap.PAGESIZE
     return peak_bytes(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes that have been in use, in the same sense, since the process started."""
+    """Return the most bytes that have been in use, in the same sense, since the process started; 0 if unknown."""
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
     # That of this program: a process that was started begins with its parent's ``ru_maxrss``.
     own = next((line for line in read_lines("/proc/self/status") if line.startswith("VmHWM:")), None)
     if own is not None:
         return int(own.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

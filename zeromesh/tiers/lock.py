@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -51,17 +50,17 @@ def _take(path: Path) -> int | None:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            # The kernel gives it back however the process ends, so that none is left by one that was killed.
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            flock(descriptor)
         except OSError as error:
-            host, holder = _holder(os.pread(descriptor, 4096, 0))
-            os.close(descriptor)
+            # ``os.pread`` is missing on Windows.
+            with os.fdopen(descriptor, "rb") as file:
+                host, holder = _holder(file.read(4096))
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 if host not in (None, socket.gethostname()) and time.monotonic() < end:
                     time.sleep(1.0)
                     continue
                 raise FolderInUse(errno.EBUSY, f"{holder} writes to {path.parent}") from None
-            _log.warning("%s: the file system has no locks (%s); start no second run there", path, error.strerror)
+            _log.warning("%s: there are no locks here (%s); start no second run there", path, error.strerror)
             return None
         if _is_at(path, descriptor):
             break
@@ -70,6 +69,16 @@ def _take(path: Path) -> int | None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(words).encode(), 0)
     return descriptor
+
+
+def flock(descriptor: int, waits: bool = False) -> None:
+    """Lock a file for this process; raise OSError if another one has it, or if there are no locks."""
+    # The kernel gives it back however the process ends, so that none is left by one that was killed.
+    try:
+        import fcntl
+    except ImportError:
+        raise OSError(errno.ENOSYS, "Python has no fcntl on this system") from None
+    fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import logging
 import mmap
@@ -13,6 +12,8 @@ import re
 import socket
 import sys
 from pathlib import Path
+
+from zeromesh.tiers.lock import flock
 
 _log = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ def sweep(folder: Path) -> list[Path]:
         with contextlib.suppress(OSError):  # another user's, or in use, or gone meanwhile
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                flock(descriptor)
                 size = os.fstat(descriptor).st_size
                 if local or path.name.startswith(mine):
                     path.unlink()
@@ -209,7 +210,7 @@ def _create(folder: Path, rank: int) -> tuple[Path, int]:
             remedy = "name a folder that can be written to"
             raise _because(error, f"cannot make a swap file in {folder}", remedy) from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits for who just tries whether it is left over
+            flock(descriptor, waits=True)  # waits for who just tries whether it is left over
             if os.fstat(descriptor).st_nlink:
                 return path, descriptor
         except OSError as error:

@@ -13,6 +13,7 @@ from zeromesh.checkpoint.folder import latest
 from zeromesh.checkpoint.manifest import MANIFEST
 from zeromesh.config.keys import MODEL_FOLDER, OTHER_OUTPUT, OUTPUT
 from zeromesh.config.settings import Resolved
+from zeromesh.pretrained import is_model_id
 from zeromesh.tiers.lock import FolderInUse, locked
 from zeromesh.train.data.prepare import TOKENIZER_FOLDER
 
@@ -59,7 +60,7 @@ class RunFolder:
     def require_base(self) -> None:
         """Raise ValueError if the model of transformers with which the run began is not there any more."""
         base = self.settings().huggingface
-        if base is None or Path(base.path).expanduser().is_dir():
+        if base is None or is_model_id(base.path) or Path(base.path).expanduser().is_dir():
             return
         raise ValueError(
             f"{MODEL_FOLDER} = {base.path!r} in {str(self.config)!r} is no folder any more: the run began with the "

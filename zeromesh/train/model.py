@@ -20,7 +20,7 @@ from zeromesh.config import keys
 from zeromesh.config.errors import nearest
 from zeromesh.config.train import HuggingFace, Lora, ModelShape
 from zeromesh.model.lengths import positions
-from zeromesh.pretrained import build, configuration
+from zeromesh.pretrained import build, configuration, is_model_id, model_folder
 from zeromesh.train.architectures.decoder import Decoder
 from zeromesh.train.architectures.flops import training_cost, training_flops_per_token
 from zeromesh.train.data.loader import Batch
@@ -95,15 +95,19 @@ class Transformer:
 
     @property
     def folder(self) -> Path:
-        """Folder of the model."""
+        """Folder of the model; of one of the Hub, that in the cache."""
         # Absolute, because adapters name it and can be moved.
-        return Path(self.source.path).expanduser().absolute()
+        try:
+            return model_folder(self.source.path, self.source.weights is not False).absolute()
+        except ValueError as error:
+            raise ValueError(f"{keys.MODEL_FOLDER}: {error}") from None
 
     @property
     def tokenizer(self) -> str | None:
         """Folder of the model's own tokenizer; None if it has none."""
         names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-        return self.source.path if any((self.folder / name).is_file() for name in names) else None
+        own = str(self.folder) if is_model_id(self.source.path) else self.source.path
+        return own if any((self.folder / name).is_file() for name in names) else None
 
     @property
     def has_weights(self) -> bool:
@@ -145,6 +149,8 @@ class Transformer:
         quiet()
         with self._explained():
             model = zeromesh.from_pretrained(self.folder, weights=self.has_weights, **self._options)
+        if is_model_id(self.source.path):
+            model.name_or_path = self.source.path  # adapters name their model so, and not by a folder of the cache
         # Adapters alone could not make sense of weights that were drawn at random.
         if self.lora is not None and not self.has_weights:
             raise ValueError(
@@ -208,7 +214,10 @@ def language_model(settings: Settings) -> LanguageModel:
         return Transformer(settings.huggingface, settings.lora)
     if settings.model is not None:
         return BuiltIn(settings.model)
-    raise ValueError("zeromesh train needs a section 'model', or 'huggingface' with the folder of a model")
+    raise ValueError(
+        "zeromesh train needs a section 'model', or 'huggingface' with the folder of a model; a file without them is "
+        "for a script that calls zeromesh.initialize, as python examples/bert_mlm.py --config examples/bert.json"
+    )
 
 
 def _tokens(rows: int, length: int) -> torch.Tensor:

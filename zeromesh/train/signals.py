@@ -29,7 +29,9 @@ class Request(IntEnum):
 # passes it on.
 REPEAT_SECONDS = 5.0
 
-SIGNALS = {signal.SIGTERM: Request.SAVE_AND_END, signal.SIGUSR1: Request.SAVE}
+# Windows has no SIGUSR1.
+_REQUESTS = {"SIGTERM": Request.SAVE_AND_END, "SIGUSR1": Request.SAVE}
+SIGNALS = {number: _REQUESTS[number.name] for number in signal.Signals if number.name in _REQUESTS}
 
 
 class Ended(SystemExit):
@@ -69,7 +71,7 @@ def forward_signals(engine: Engine) -> Iterator[None]:
 def ignore_requests() -> None:
     """Ignore SIGUSR1, the request for a checkpoint, until there is something to save."""
     # Its default action would end the process.
-    if threading.current_thread() is threading.main_thread():
+    if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR1"):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import os
 import socket
 import stat
 import sys
-import termios
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -162,6 +160,10 @@ def _start() -> Any:
 
 def await_readers(streams: Sequence[int] = (1, 2)) -> None:
     """Let mpiexec read what this process wrote to these file descriptors."""
+    # Absent on Windows, where there is no such backend.
+    import fcntl
+    import termios
+
     end = time.monotonic() + READERS
     for stream in streams:
         with contextlib.suppress(OSError):  # it is closed

@@ -27,6 +27,7 @@ from zeromesh.train.data.formats import (
     portions,
     read_portion,
 )  # fmt: skip
+from zeromesh.train.data.hub import dataset_folder, is_dataset_id
 from zeromesh.train.data.indexed import ENDINGS, MASK, file_of, prefix_of
 from zeromesh.train.data.records import KINDS, kind_of
 
@@ -91,6 +92,8 @@ def _find(source: str, suffixes: tuple[str, ...], output: Path | None) -> Iterat
         yield Document(prefix.name, prefix)
     elif path.is_file():
         yield Document(path.name, path)
+    elif is_dataset_id(source):
+        yield Document(source, dataset_folder(source))
     else:
         yield from _find_by_pattern(path, output)
 

@@ -69,7 +69,7 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     if not path.is_dir():
         raise ValueError(
             f"tokenizer {str(path)!r} does not exist; name a JSON file of the tokenizers library, or a folder with the "
-            "tokenizer of a model"
+            f"tokenizer of a model (python examples/tiny_model.py {path} makes one to try)"
         )
     # A lone tokenizer.json, as a run without a model of transformers saves it, needs no transformers.
     names = {file.name for file in path.iterdir()}

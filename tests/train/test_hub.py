@@ -1,0 +1,89 @@
+"""Names of the Hugging Face Hub stand for what is in its cache; without a network the rest is refused with a remedy."""
+
+import json
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from harness import ROOT
+from test_train_cli import call, refused
+from zeromesh.pretrained import model_folder
+from zeromesh.train.data.hub import dataset_folder
+
+COMMIT = "0" * 40
+SIZES = ("--gpu", "a100", "--sequence", "32", "--batch", "8", "--json")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a cache with ``org/tiny`` as huggingface_hub lays it out, and a data set that was used before."""
+    import datasets
+
+    home = tmp_path_factory.mktemp("hub")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["tiny_model.py", str(home / "tiny")])
+        runpy.run_path(str(ROOT / "examples" / "tiny_model.py"), run_name="__main__")
+    for name in ("tiny", "halved"):
+        folder = home / "hub" / f"models--org--{name}"
+        shutil.copytree(home / "tiny", folder / "snapshots" / COMMIT)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text(COMMIT)
+    (home / "hub" / "models--org--halved" / "snapshots" / COMMIT / "model.safetensors").unlink()
+    texts = {"text": ["some text to learn from, and some more of it"] * 200}
+    datasets.Dataset.from_dict(texts).save_to_disk(home / "datasets" / "zeromesh" / "org--texts--plain")
+    return home
+
+
+@pytest.fixture
+def place(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the present folder of a process whose cache this is, and which has no network."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache / "hub"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(cache / "datasets"))
+    monkeypatch.chdir(tmp_path)
+    model_folder.cache_clear()
+    dataset_folder.cache_clear()
+    return tmp_path
+
+
+def train(place: Path, model: str, data: str, *options: str) -> Result:
+    config = json.loads((ROOT / "examples" / "chat.json").read_text())
+    config |= {"huggingface": {"path": model, "sequence_length": 32}, "data": {"train": data}}
+    config["run"] = {"steps": 2, "output": "run"}
+    (place / "config.json").write_text(json.dumps(config))
+    return call("train", "config.json", *options)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_cached_models_and_data_sets_work_without_a_network(place: Path) -> None:
+    result = train(place, "org/tiny", "org/texts:plain")
+    assert result.exit_code == 0, result.output
+    assert json.loads((place / "run" / "config.json").read_text())["huggingface"]["path"] == "org/tiny"
+    result = train(place, "org/tiny", "org/texts:plain", "--resume", "--set", "run.steps=3")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_plan_takes_the_sizes_of_a_cached_configuration(place: Path) -> None:
+    result = call("plan", "org/tiny", *SIZES)
+    assert result.exit_code == 0, result.output
+    written = next((place / "plan").glob("*.json"))
+    assert json.loads(written.read_text())["huggingface"]["path"] == "org/tiny"
+    refused(call("plan", "org/none", *SIZES), "'org/none' is no local folder", "hf download org/none")
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "expected"),
+    [
+        ("org/none", "org/texts:plain", ["huggingface.path", "'org/none' is no local folder", "hf download org/none"]),
+        # Weights that are not there must not become a training from the beginning.
+        ("org/halved", "org/texts:plain", ["'org/halved' is no local folder", "HF_HOME"]),
+        ("./none", "org/texts:plain", ["'./none'", "is no folder", "examples/tiny_model.py"]),
+        ("org/tiny", "org/none", ["'org/none' does not exist here", "HF_HUB_OFFLINE is set", "HF_HOME"]),
+    ],
+)
+def test_what_is_not_in_the_cache_is_refused(model: str, data: str, expected: list[str], place: Path) -> None:
+    refused(train(place, model, data), *expected)
