@@ -39,6 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "reports",
         "training_data",
         "pretrained",
+        "quantized",
         "weight_files",
         "pipelined",
         "replicas",

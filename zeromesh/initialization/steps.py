@@ -33,6 +33,7 @@ from zeromesh.initialization.offload import preparation, where_offloaded
 from zeromesh.initialization.plan import Arguments, Plan, Prepared
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
+from zeromesh.model.quantized import require_dtype, stored
 from zeromesh.optim import factory
 from zeromesh.optim.host import states_of
 from zeromesh.pipe import PipelineModule, settings_of
@@ -86,7 +87,7 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
     """Raise ValueError for a model or a scheduler that cannot be trained."""
     # Two engines would move the same memory.
     taken = [name for name, module in model.named_modules() if _is_driven(module)]
-    for name, parameter in model.named_parameters():
+    for name, parameter in stored(model):
         owner = zero.engine_of(parameter)
         is_left_sharded = type(parameter).__module__ == guard.__name__  # by an engine that was destroyed
         if is_left_sharded or (owner is not None and _is_driven(owner.module)):
@@ -98,6 +99,7 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
             "sharded, the model is free again after engine.destroy()"
         )
     check_parameters(model)
+    require_dtype(model, settings.precision.compute)
     find_units(model, settings.units)
     if settings.activation_checkpointing.enabled:
         find_units(model, settings.activation_checkpointing.targets)
@@ -216,9 +218,11 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         require_agreement(world, "the checkpoint that is read", described or "")
         assert values is not None
         place.place_buffers(model, mesh.device, settings.precision.buffers)
+        place.unpack_quantized(model)
         held = None if split is None else split[0].held
         files = preparation(model, prepared.offload, mesh)
         sharded = place.shard(model, mesh, settings, values, held, plan.stages, files)
+        place.place_quantized(model, mesh)
         using = place.while_alive(sharded.events.using)
         if split is not None:
             apply(model, split[0], mesh.group("tensor"), mesh.device, split[1], using)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -251,6 +251,12 @@ def read_from(tensor: torch.Tensor, source: Source) -> None:
 
     tape = getattr(tensor.untyped_storage(), _MARK, None) or Tape()
     tape.record(_Operation(read, (), {}, (view,), frozenset(), frozenset({view.storage}), None, source), [tensor])
+
+
+def compute_later(tensor: torch.Tensor, compute: Callable[[], torch.Tensor]) -> None:
+    """Let a new tensor on the meta device have the values that a function returns, contiguous, when they are needed."""
+    view = _View.of(tensor)
+    Tape().record(_Operation(compute, (), {}, (view,), frozenset(), frozenset({view.storage}), None), [tensor])
 
 
 def source_of(tensor: torch.Tensor) -> Source | None:
