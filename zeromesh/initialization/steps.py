@@ -222,7 +222,6 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         held = None if split is None else split[0].held
         files = preparation(model, prepared.offload, mesh)
         sharded = place.shard(model, mesh, settings, values, held, plan.stages, files)
-        place.place_quantized(model, mesh)
         using = place.while_alive(sharded.events.using)
         if split is not None:
             apply(model, split[0], mesh.group("tensor"), mesh.device, split[1], using)
@@ -232,6 +231,7 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
             chunk_losses(model, heads_over_vocabulary(model), using)
         # Only now: a rank that could not read its weights went on with zeros, so that no other one waited for it.
         agree_success(world, "read its part of the weights", values.failure)
+        place.place_quantized(model, mesh)
         pieces = sharded.pieces
         if built is not None:
             here: dict[nn.Parameter, Piece | None] = dict.fromkeys(everywhere)

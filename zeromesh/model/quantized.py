@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
@@ -72,6 +73,8 @@ def states(layer: Any) -> list[torch.Tensor]:
 def settle(layer: Any, device: torch.device) -> None:
     """Let a layer of bitsandbytes compute with its parameter, wherever that lies, and have its states on the device."""
     weight = layer.weight
+    if not is_wrapper(weight):
+        change(weight, to=_converted(ref(weight), type(weight).to))
     if FOUR_BIT in vars(weight):
         weight.quant_state.to(device)
         # On some processors the layer would put the weight in another format as soon as it is evaluated.
@@ -81,6 +84,19 @@ def settle(layer: Any, device: torch.device) -> None:
         scales = states(layer)[0].to(device)
         change(weight, SCB=None, CB=None)
         change(layer.state, SCB=scales, __class__=_following(type(layer.state), weight))
+
+
+def _converted(weak_weight: ReferenceType[Any], to: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method ``to`` of a weight, which returns the weight itself where nothing is to be converted."""
+
+    # That of bitsandbytes makes another parameter, and PEFT puts it in the place of the one that is trained here.
+    def convert(*args: Any, **kwargs: Any) -> Any:
+        weight = weak_weight()
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        same = device in (None, weight.device) and dtype in (None, weight.dtype)
+        return weight if same else to(weight, *args, **kwargs)
+
+    return convert
 
 
 def change(target: Any, **values: Any) -> None:

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_flatten, tree_map
 
+from zeromesh.model.quantized import parts
+
 LARGE = 1 << 13  # elements from which a tensor is deferred. Smaller ones are real, which is faster than to record them.
 
 _MARK = "_zeromesh_tape"
@@ -198,10 +200,10 @@ class _Disguise(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if first is not None and func in _LOOKS and any(is_deferred(part) for _, part in parts(first)):
+            return _LOOKS[func]
         if first is None or not is_deferred(first):
             return func(*args, **kwargs)
-        if func in _LOOKS:
-            return _LOOKS[func]
         if func in _READS:
             return _read_only(func(replayed(first), *args[1:], **kwargs))
         if func is torch.Tensor.cpu:
@@ -253,10 +255,13 @@ def read_from(tensor: torch.Tensor, source: Source) -> None:
     tape.record(_Operation(read, (), {}, (view,), frozenset(), frozenset({view.storage}), None, source), [tensor])
 
 
-def compute_later(tensor: torch.Tensor, compute: Callable[[], torch.Tensor]) -> None:
-    """Let a new tensor on the meta device have the values that a function returns, contiguous, when they are needed."""
-    view = _View.of(tensor)
-    Tape().record(_Operation(compute, (), {}, (view,), frozenset(), frozenset({view.storage}), None), [tensor])
+def compute_later(like: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return a deferred tensor, of a shape and dtype, whose values a function returns, contiguous, each time."""
+    with _disable_current_modes():
+        tensor = torch.empty(like.shape, dtype=like.dtype, device="meta")
+        view = _View.of(tensor)
+        Tape().record(_Operation(compute, (), {}, (view,), frozenset(), frozenset({view.storage}), None), [tensor])
+    return tensor
 
 
 def source_of(tensor: torch.Tensor) -> Source | None:
