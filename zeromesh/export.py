@@ -14,7 +14,7 @@ from torch import nn
 
 from zeromesh.checkpoint.whole import on_first_rank, shows
 from zeromesh.comm.agreement import agree_run, agree_success, catch, texts
-from zeromesh.model.quantized import change, dense, is_quantized, is_transposed, parts, weight_of
+from zeromesh.model.quantized import change, dense, is_quantized, is_transposed, parts, stored, weight_of
 from zeromesh.pretrained import first_names
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import ShardedModel
@@ -169,7 +169,7 @@ def _with_adapters(sharded: ShardedModel, unit: Unit, names: Iterable[str]) -> l
         return [unit]
     owners = {id(p): owner for owner in sharded.units for flat in owner.flats for p in flat.parameters}
     paths = {path for name in names if (path := _adapted_path(sharded.model, name)) is not None}
-    found = {unit, *(owners[id(p)] for path in paths for p in sharded.model.get_submodule(path).parameters())}
+    found = {unit, *(owners[id(p)] for path in paths for _, p in stored(sharded.model.get_submodule(path)))}
     # All ranks gather in one order.
     return sorted(found, key=lambda unit: unit.index)
 
@@ -237,30 +237,37 @@ def _adapted_path(model: nn.Module, name: str) -> str | None:
 def _merged(layer: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of the plain layer with its adapters added."""
     # In at least fp32, or the sum would be rounded twice; a copy, because merging is in place.
-    wide = _dense_copy(layer).cpu()
+    wide = dense_copy(layer).cpu()
     wide.to(torch.promote_types(dtype, torch.float32))
     while _is_adapted_layer(wide):
         wide.merge()
         wide = wide.base_layer
-    merged: torch.Tensor = wide.get_parameter(name)
+    merged: torch.Tensor = dense(wide) if name == "weight" else wide.get_parameter(name)
     return merged.detach().to(dtype).clone()
 
 
-def _dense_copy(layer: Any) -> Any:
-    """Return a copy of an adapted layer, of ordinary layers if the base's weight is quantized."""
-    base = layer
-    while _is_adapted_layer(base):
-        base = base.base_layer
+def base_of(layer: Any) -> Any:
+    """Return the layer inside of all adapters."""
+    while _is_adapted_layer(layer):
+        layer = layer.base_layer
+    return layer
+
+
+def dense_copy(layer: Any) -> Any:
+    """Return a copy of a layer, perhaps adapted, with an ordinary base where that has a quantized weight."""
+    base = base_of(layer)
     if not is_quantized(weight_of(base)):
         return copy.deepcopy(layer)
     value = dense(base)
     value = value.mT if is_transposed(base) else value
     plain = nn.Linear(value.shape[1], value.shape[0], bias=base.bias is not None, device="meta")
-    plain.weight = nn.Parameter(value.contiguous(), requires_grad=False)
-    plain.bias = copy.deepcopy(base.bias)
+    change(plain, weight=nn.Parameter(value.contiguous(), requires_grad=False), bias=copy.deepcopy(base.bias))
+    if is_transposed(base):
+        change(plain, source_cls=base.source_cls)
     # The copy of the base is the plain layer. PEFT's classes of quantized layers would quantize what they have merged.
     wide = copy.deepcopy(layer, {id(base): plain})
-    change(wide, __class__=import_module("peft").tuners.lora.Linear)
+    if wide is not plain:
+        change(wide, __class__=import_module("peft").tuners.lora.Linear)
     return wide
 
 

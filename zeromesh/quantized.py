@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,19 @@ def quantize(model: PreTrainedModel, config: Any, deferred: bool) -> None:
                 replace(part, replayed(part))  # type: ignore[arg-type]
 
 
+@contextmanager
+def values(layer: Any) -> Iterator[None]:
+    """Give a deferred quantized weight its values in this context."""
+    real = [(part, nn.Parameter(replayed(part), requires_grad=False)) for _, part in parts(layer.weight)]
+    for part, value in real:
+        torch._C._swap_tensor_impl(part, value)
+    try:
+        yield
+    finally:
+        for part, value in real:
+            torch._C._swap_tensor_impl(part, value)
+
+
 def require_library(library: str) -> None:
     """Raise ValueError if a library cannot be imported."""
     try:
@@ -107,9 +121,8 @@ def _use_bitsandbytes(layer: Any, path: str, old: Any) -> None:
         shape = (-(-like.numel() // (2 * dtype.itemsize)), 1)
         known["bnb_quantized"] = True  # type: ignore[assignment]
     packed = compute_later(torch.empty(shape, dtype=dtype, device="meta"), make)
-    layer.weight = kind(packed, requires_grad=False, **options | known)
-    if old.bias is not None:
-        layer.bias = nn.Parameter(old.bias.detach(), requires_grad=False)
+    bias = None if old.bias is None else nn.Parameter(old.bias.detach(), requires_grad=False)
+    change(layer, weight=kind(packed, requires_grad=False, **options | known), bias=bias)
 
 
 def _use_torchao(layer: Any, path: str, config: Any) -> None:
@@ -119,7 +132,7 @@ def _use_torchao(layer: Any, path: str, config: Any) -> None:
 
     def quantized(value: torch.Tensor) -> Any:
         holder = nn.Linear(plain.shape[1], plain.shape[0], bias=False, device="meta")
-        holder.weight = nn.Parameter(value, requires_grad=False)
+        change(holder, weight=nn.Parameter(value, requires_grad=False))
         quantize_(holder, config)
         return holder.weight
 
@@ -131,7 +144,7 @@ def _use_torchao(layer: Any, path: str, config: Any) -> None:
 
     with _disable_current_modes():
         like = quantized(torch.empty(plain.shape, dtype=plain.dtype, device="meta"))
-        layer.weight = nn.Parameter(_deferred(like, "", make), requires_grad=False)
+        change(layer, weight=nn.Parameter(_deferred(like, "", make), requires_grad=False))
 
 
 def _deferred(like: Any, name: str, make: Callable[[str], torch.Tensor]) -> torch.Tensor:

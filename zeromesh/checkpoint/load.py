@@ -11,7 +11,15 @@ from typing import Any
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.contents import RunState, buffers, held, model_fields, own_buffers, scheduler_name
+from zeromesh.checkpoint.contents import (
+    RunState,
+    buffers,
+    held,
+    model_fields,
+    own_buffers,
+    quantized_by,
+    scheduler_name,
+)
 from zeromesh.checkpoint.folder import latest, locate
 from zeromesh.checkpoint.manifest import some
 from zeromesh.checkpoint.optimizer import load_optimizer, read_held, require_same_optimizer, set_learning_rates
@@ -57,6 +65,7 @@ def load(
             _log.warning("%s is missing: a process ended as it was replaced; the one before it is loaded", named)
         reader = Reader(path)
         _require_same_model(engine, reader, wanted, strict)
+        _require_same_scales(sharded, reader)
         # Only after a restart by the launcher, with as many ranks as there are then: who changes their number by hand
         # may mean to change the batch.
         saved, now = reader.manifest.get("train_batch_size"), engine.train_batch_size()
@@ -139,6 +148,17 @@ def _require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict
         # Differing shapes follow from a few fields, which are what the user has to change.
         text += f"\nof the model's configuration, these differ: {some(differ, 'fields')}" if differ else ""
         raise ValueError(f"{reader.folder} is of another model:\n{text}{hint}")
+
+
+def _require_same_scales(sharded: ShardedModel, reader: Reader) -> None:
+    """Raise ValueError for saved weights that were quantized with other scales than the model has."""
+    saved = reader.manifest.get("parameters", {})
+    other = [name for name, text in quantized_by(sharded).items() if saved.get(name, {}).get("quantized", text) != text]
+    if other:
+        raise ValueError(
+            f"{reader.folder}: {some(other)} was quantized otherwise, or of another base model; quantize the same base "
+            "in the same way"
+        )
 
 
 def _bare(name: str) -> str:

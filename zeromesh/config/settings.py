@@ -284,6 +284,10 @@ class Settings(Section):
             found.append("model and huggingface both describe the model to train; keep one of them")
         if self.lora is not None and self.huggingface is None:
             found.append("lora needs a model of transformers; name its folder with huggingface.path")
+        if self.huggingface is not None and self.huggingface.quantization is not None:
+            found += train.problems_of_quantization(self.lora, max(self.mesh.tensor, 1))
+        if self.lora is not None and self.lora.plus_ratio is not None:
+            found += train.problems_of_rates(self.optimizer, self.scheduler)
         if found:
             raise ConfigError(found)
         return self

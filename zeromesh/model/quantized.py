@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
@@ -70,6 +71,14 @@ def states(layer: Any) -> list[torch.Tensor]:
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
+def fingerprint(layer: Any) -> str:
+    """Return a hash of the states that the values of a weight of bitsandbytes follow from."""
+    digest = hashlib.sha256(type(layer).__name__.encode())
+    for state in states(layer):
+        digest.update(state.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def settle(layer: Any, device: torch.device) -> None:
     """Let a layer of bitsandbytes compute with its parameter, wherever that lies, and have its states on the device."""
     weight = layer.weight
@@ -91,7 +100,7 @@ def _converted(weak_weight: ReferenceType[Any], to: Callable[..., Any]) -> Calla
 
     # That of bitsandbytes makes another parameter, and PEFT puts it in the place of the one that is trained here.
     def convert(*args: Any, **kwargs: Any) -> Any:
-        weight = weak_weight()
+        weight: Any = weak_weight()
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
         same = device in (None, weight.device) and dtype in (None, weight.dtype)
         return weight if same else to(weight, *args, **kwargs)
@@ -122,10 +131,12 @@ def unpack(layer: Any) -> None:
 
 
 def dense(layer: Any) -> torch.Tensor:
-    """Return the values of a layer's quantized weight, in the shape of the model's files."""
+    """Return the values of a layer's weight, quantized or not, in the shape of the model's files."""
     weight = layer.weight
-    if is_wrapper(weight):
-        value: torch.Tensor = weight.dequantize()
+    if not is_quantized(weight):
+        value: torch.Tensor = weight
+    elif is_wrapper(weight):
+        value = weight.dequantize()
     else:
         functional = import_module("bitsandbytes.functional")
         if FOUR_BIT in vars(weight):

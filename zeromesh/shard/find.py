@@ -148,7 +148,7 @@ def check_parameters(model: nn.Module) -> None:
     if model._compiled_call_impl is not None or "_orig_mod" in model._modules:
         raise ValueError(f"the model is compiled as a whole; {_PASS_PLAIN}")
     devices: dict[torch.device, str] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in stored(model):
         if not is_deferred(parameter):
             devices.setdefault(parameter.device, name)
         if parameter.layout is not torch.strided:
