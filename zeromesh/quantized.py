@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -33,6 +33,10 @@ class Unmade:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        self.refuse()
+
+    def refuse(self, memo: Any = None) -> NoReturn:
+        """Raise RuntimeError, which names the weight."""
         raise RuntimeError(
             f"{self._path}.weight is read and quantized in zeromesh.initialize, and has no values yet; what needs them "
             "earlier, such as adapters of DoRA, works with from_pretrained(..., deferred=False)"
@@ -112,6 +116,7 @@ def _use_bitsandbytes(layer: Any, path: str, old: Any) -> None:
         value = value.mT.contiguous() if is_transposed(layer) else value
         made = kind(value, requires_grad=False, **options).to(_device())  # which quantizes
         change(layer.weight, **{states: vars(made)[states]})
+        vars(layer.weight).pop("__deepcopy__", None)
         packed: torch.Tensor = made.data
         return packed
 
@@ -123,6 +128,8 @@ def _use_bitsandbytes(layer: Any, path: str, old: Any) -> None:
     packed = compute_later(torch.empty(shape, dtype=dtype, device="meta"), make)
     bias = None if old.bias is None else nn.Parameter(old.bias.detach(), requires_grad=False)
     change(layer, weight=kind(packed, requires_grad=False, **options | known), bias=bias)
+    # PEFT copies a layer before it reads its values.
+    change(layer.weight, __deepcopy__=Unmade(path).refuse)
 
 
 def _use_torchao(layer: Any, path: str, config: Any) -> None:
