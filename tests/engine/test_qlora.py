@@ -142,7 +142,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CASES = [("nf4 double", "lora", 3, None)]
 FULL = [(kind, "lora", stage, None) for kind in KINDS for stage in range(4)]
 FULL += [(kind, "lora", stage, "cpu") for kind in KINDS for stage in (2, 3)]
-FULL += [(kind, adapters, 3, None) for kind in ("nf4", "int8") for adapters in ("dora", "rslora")]
+# Plain PEFT cannot train DoRA on 8 bits of bitsandbytes on a CPU: it loses the scales after the first forward.
+FULL += [("nf4", "dora", 3, None), ("nf4", "rslora", 3, None), ("int8", "rslora", 3, None)]
 
 
 @pytest.mark.parametrize(
