@@ -42,6 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "reports",
         "training_data",
         "pretrained",
+        "quantized",
         "weight_files",
         "pipelined",
         "replicas",
@@ -88,12 +89,14 @@ REACHED = (
     "export",
     "initialization.trial",
     "model.lengths",
+    "model.quantized",
     "observe.machine",
     "observe.metrics",
     "observe.operations",
     "observe.progress",
     "observe.units",
     "pretrained",
+    "quantized",
     "tiers.lock",
 )
 """Private modules that the application imports all the same. The list may shrink and never grow: an entry goes when

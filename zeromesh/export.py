@@ -14,6 +14,7 @@ from torch import nn
 
 from zeromesh.checkpoint.whole import on_every_rank, on_first_rank, shows
 from zeromesh.comm.agreement import agree_run, agree_success, catch, texts
+from zeromesh.model.quantized import change, dense, is_quantized, is_transposed, parts, stored, weight_of
 from zeromesh.pretrained import first_names
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import ShardedModel
@@ -175,10 +176,13 @@ def _unit_tensors(sharded: ShardedModel) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the tensors of each unit, with values until the next unit is taken; then the buffers."""
     model = sharded.model
     written = written_names(model)
-    names = {id(parameter): written[name] for name, parameter in model.named_parameters()}
+    owners = {id(part): (written[name], p) for name, p in model.named_parameters() for _, part in parts(p)}
     for unit in sharded.units:
         members: dict[str, torch.Tensor] = {
-            name: p for flat in filter(sharded.is_first, unit.flats) for p in flat.parameters for name in names[id(p)]
+            name: owners[id(p)][1]
+            for flat in filter(sharded.is_first, unit.flats)
+            for p in flat.parameters
+            for name in owners[id(p)][0]
         }
         # Merging a layer needs its adapters, which may be in other units.
         with sharded.gathered(_with_adapters(sharded, unit, members)):
@@ -193,7 +197,7 @@ def _with_adapters(sharded: ShardedModel, unit: Unit, names: Iterable[str]) -> l
         return [unit]
     owners = {id(p): owner for owner in sharded.units for flat in owner.flats for p in flat.parameters}
     paths = {path for name in names if (path := _adapted_path(sharded.model, name)) is not None}
-    found = {unit, *(owners[id(p)] for path in paths for p in sharded.model.get_submodule(path).parameters())}
+    found = {unit, *(owners[id(p)] for path in paths for _, p in stored(sharded.model.get_submodule(path)))}
     # All ranks gather in one order.
     return sorted(found, key=lambda unit: unit.index)
 
@@ -205,19 +209,25 @@ def plain_state(
 
     ``layer`` gives an adapted layer, with its values, by its path; by default it is the model's own.
     """
+    dtype, find = computed_dtype(model), layer or model.get_submodule
+
+    def copied(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        value = dense(find(name.rpartition(".")[0])).to(dtype) if is_quantized(tensor) else tensor.detach()
+        return value.to("cpu", copy=not is_quantized(tensor))
+
     if not is_adapted(model):
-        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+        return {name: copied(name, tensor) for name, tensor in state.items()}
     merged: State = {}
     for name, tensor in state.items():
         target, path = _merged_name(model, name), _adapted_path(model, name)
         if target is None:
             continue
         if path is None:
-            merged[target] = tensor.detach().cpu().clone()
+            merged[target] = copied(name, tensor)
         else:
             own = _under_adapters(model, path, name)
             assert own is not None
-            merged[target] = _merged((layer or model.get_submodule)(path), own, tensor.dtype)
+            merged[target] = _merged(find(path), own, dtype if is_quantized(tensor) else tensor.dtype)
     return merged
 
 
@@ -255,13 +265,43 @@ def _adapted_path(model: nn.Module, name: str) -> str | None:
 def _merged(layer: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of the plain layer with its adapters added."""
     # In at least fp32, or the sum would be rounded twice; a copy, because merging is in place.
-    wide = copy.deepcopy(layer).cpu()
+    wide = dense_copy(layer).cpu()
     wide.to(torch.promote_types(dtype, torch.float32))
     while _is_adapted_layer(wide):
         wide.merge()
         wide = wide.base_layer
-    merged: torch.Tensor = wide.get_parameter(name)
+    merged: torch.Tensor = dense(wide) if name == "weight" else wide.get_parameter(name)
     return merged.detach().to(dtype).clone()
+
+
+def base_of(layer: Any) -> Any:
+    """Return the layer inside of all adapters."""
+    while _is_adapted_layer(layer):
+        layer = layer.base_layer
+    return layer
+
+
+def dense_copy(layer: Any) -> Any:
+    """Return a copy of a layer, perhaps adapted, with an ordinary base where that has a quantized weight."""
+    base = base_of(layer)
+    if not is_quantized(weight_of(base)):
+        return copy.deepcopy(layer)
+    value = dense(base)
+    value = value.mT if is_transposed(base) else value
+    plain = nn.Linear(value.shape[1], value.shape[0], bias=base.bias is not None, device="meta")
+    change(plain, weight=nn.Parameter(value.contiguous(), requires_grad=False), bias=copy.deepcopy(base.bias))
+    if is_transposed(base):
+        change(plain, source_cls=base.source_cls)
+    # The copy of the base is the plain layer. PEFT's classes of quantized layers would quantize what they have merged.
+    wide = copy.deepcopy(layer, {id(base): plain})
+    if wide is not plain:
+        change(wide, __class__=import_module("peft").tuners.lora.Linear)
+    return wide
+
+
+def computed_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the first floating-point parameter, in which quantized weights are written."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _add(files: ExportFiles, model: nn.Module, state: State) -> None:
@@ -306,7 +346,9 @@ def write_configuration(folder: Path, adapted: nn.Module) -> None:
         for part in (config, *(getattr(config, name) for name in config.sub_configs)):
             part.tie_word_embeddings = False
     config.architectures = [type(model).__name__]
-    config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), config.dtype)
+    config.dtype = computed_dtype(model)
+    if hasattr(config, "quantization_config"):  # what is written is not quantized
+        del config.quantization_config
     config.save_pretrained(folder)
     if model.can_generate() and getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)

@@ -22,6 +22,7 @@ from zeromesh.config.errors import nearest
 from zeromesh.model.hub import is_model_id as is_model_id
 from zeromesh.model.hub import model_folder as model_folder
 from zeromesh.model.hub import reason_of as reason_of
+from zeromesh.quantized import quantize
 from zeromesh.shard.deferred import Source, read_from, recording, source_of
 from zeromesh.weight_files import FileTensor, checkpoint_tensors, some
 
@@ -97,7 +98,7 @@ class Loaded:
 
 def from_pretrained(
     folder: str | Path, model_class: Any = None, *, weights: bool = True, strict: bool = True,
-    dtype: torch.dtype = torch.float32, **config: Any,
+    dtype: torch.dtype = torch.float32, quantization_config: Any = None, deferred: bool = True, **config: Any,
 ) -> PreTrainedModel:  # fmt: skip
     """Return a Hugging Face model without memory: ``initialize`` reads each rank's share.
 
@@ -109,6 +110,10 @@ def from_pretrained(
             new head does.
         dtype: of the parameters. Where the run's own configuration switches 16 bits on, fp32 is right, since it is what
             the masters are made of; no value of the checkpoint is rounded on its way into them.
+        quantization_config: of transformers, for bitsandbytes or torchao: linear layers get frozen weights in 4 or 8
+            bits. Each is read, quantized and cut into shards before the next one.
+        deferred: False makes quantized weights now, whole on each rank; adapters that are made of them, such as DoRA's,
+            need that.
         config: values that replace those of config.json, or arguments of the model's class.
 
     Raises:
@@ -118,6 +123,8 @@ def from_pretrained(
     model = build(path, model_class, dtype, draws=not (weights and strict), **config)
     if weights:
         load_pretrained(model, path, strict=strict)
+    if quantization_config is not None:
+        quantize(model, quantization_config, deferred)
     return model
 
 
@@ -167,7 +174,10 @@ def configuration(path: Path, **config: Any) -> tuple[PretrainedConfig, dict[str
     method = getattr(settings, "quantization_config", None)
     if method is not None:
         kind = method.get("quant_method") if isinstance(method, dict) else type(method).__name__
-        raise ValueError(f"{str(path)!r} is quantized ({kind}), which cannot be trained; use the original weights")
+        raise ValueError(
+            f"{str(path)!r} is quantized ({kind}), which cannot be trained; use the original weights, "
+            "which quantization_config quantizes as they are read"
+        )
     return settings, arguments
 
 

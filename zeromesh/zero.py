@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zeromesh.config import keys
 from zeromesh.model.piece import Piece
+from zeromesh.model.quantized import parts
 from zeromesh.model.tiled import TiledLinear as TiledLinear
 from zeromesh.model.tiled import join_tiles as join_tiles
 from zeromesh.model.tiled import tile_linears as tile_linears
@@ -190,7 +191,7 @@ def GatheredParameters(
         ValueError: ``modifier_rank`` does not have these parameters.
     """
     members: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
-    members = [p for p in members if enabled and _OWNERS.get(p) is not None]
+    members = [p for one in members for _, p in parts(one) if enabled and _OWNERS.get(p) is not None]
     if not members:
         yield
         return

@@ -266,6 +266,8 @@ def test_auto_means_unset_for_every_key(path: str) -> None:
     top = path.split(".")[0]
     if path.startswith("lora."):
         document["huggingface"] = required["huggingface"]
+    if path.startswith("huggingface.quantization."):  # weights that are trained by adapters alone
+        document["lora"] = {}
     if "." in path and top in required:
         document[top].update(required[top])
     settings = Settings.load(document)

@@ -17,6 +17,7 @@ from zeromesh.checkpoint.manifest import dtype_name
 from zeromesh.checkpoint.random_state import random_state
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.piece import Piece
+from zeromesh.model.quantized import fingerprint, layers, states
 from zeromesh.model.split import Held
 from zeromesh.optim.schedules import RateSchedule
 from zeromesh.precision.scaler import LossScaler
@@ -146,11 +147,20 @@ def own_buffers(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 def parameters(sharded: ShardedModel) -> dict[str, dict[str, Any]]:
     """Return the compute dtype of each parameter here, and whether it is trained, by name."""
-    return {
+    found: dict[str, dict[str, Any]] = {
         segment.name: {"dtype": dtype_name(flat.layout.dtype), "trainable": flat.layout.trainable}
         for flat in sharded.flats
         for segment in flat.layout.segments
     }
+    # Scales of quantized weights are not saved, as the same ones are made of the base model again.
+    for name, text in quantized_by(sharded).items():
+        found[name]["quantized"] = text
+    return found
+
+
+def quantized_by(sharded: ShardedModel) -> dict[str, str]:
+    """Return a hash of the scales of each quantized weight of bitsandbytes."""
+    return {sharded.names[id(one.weight)]: fingerprint(one) for _, one in layers(sharded.model) if states(one)}
 
 
 def tied(sharded: ShardedModel) -> dict[str, str]:

@@ -22,6 +22,7 @@ from zeromesh.checkpoint.contents import (
     model_fields,
     own_buffers,
     own_names,
+    quantized_by,
     scheduler_name,
     tied,
 )
@@ -93,6 +94,7 @@ def load(
             reader.rename(own_names(reader.names, own, other_names))
         if parts.load_model is None:
             _require_same_model(engine, reader, wanted, parts.strict)
+        _require_same_scales(sharded, reader)
         # Only after a restart by the launcher, with as many ranks as there are then: who changes their number by hand
         # may mean to change the batch.
         saved, now = reader.manifest.get("train_batch_size"), engine.train_batch_size()
@@ -188,6 +190,17 @@ def _require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict
         # Differing shapes follow from a few fields, which are what the user has to change.
         text += f"\nof the model's configuration, these differ: {some(differ, 'fields')}" if differ else ""
         raise ValueError(f"{reader.folder} is of another model:\n{text}{hint}")
+
+
+def _require_same_scales(sharded: ShardedModel, reader: Reader) -> None:
+    """Raise ValueError for saved weights that were quantized with other scales than the model has."""
+    saved = reader.manifest.get("parameters", {})
+    other = [name for name, text in quantized_by(sharded).items() if saved.get(name, {}).get("quantized", text) != text]
+    if other:
+        raise ValueError(
+            f"{reader.folder}: {some(other)} was quantized otherwise, or of another base model; quantize the same base "
+            "in the same way"
+        )
 
 
 def _bare(name: str) -> str:

@@ -304,6 +304,10 @@ class Settings(Section):
             found.append(
                 "curriculum_learning cuts samples, and stages exchange activations of one size; set mesh.pipeline to 1"
             )
+        if self.huggingface is not None and self.huggingface.quantization is not None:
+            found += train.problems_of_quantization(self.lora, max(self.mesh.tensor, 1))
+        if self.lora is not None and self.lora.plus_ratio is not None:
+            found += train.problems_of_rates(self.optimizer, self.scheduler)
         if found:
             raise ConfigError(found)
         return self

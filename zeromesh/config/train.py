@@ -45,6 +45,25 @@ class ModelShape(Section):
         return self
 
 
+class Quantization(Section):
+    """Frozen weights in few bits, on which adapters are trained (QLoRA)."""
+
+    library: Literal["bitsandbytes", "torchao"] = key("bitsandbytes", "Library that quantizes, and computes.")
+    bits: Literal[4, 8] = key(4, "Bits of a weight. torchao keeps 4 bits in bytes.")
+    type: Literal["nf4", "fp4"] | None = key(None, "Code of 4 bits of bitsandbytes. Null: nf4.")
+    double: bool | None = key(None, "Quantize the scales of 4 bits of bitsandbytes, too. Null: true.")
+
+    @model_validator(mode="after")
+    def _library_has_it(self) -> Self:
+        given = [name for name in ("type", "double") if getattr(self, name) is not None]
+        if given and (self.library, self.bits) != ("bitsandbytes", 4):
+            raise ValueError(
+                f"{' and '.join(given)} is for 4 bits of bitsandbytes, and this is {self.bits} bits of {self.library}; "
+                "leave it out"
+            )
+        return self
+
+
 class HuggingFace(Section):
     """A causal language model of transformers to train, in place of one of model's."""
 
@@ -55,6 +74,7 @@ class HuggingFace(Section):
     weights: bool | None = key(None, "Start from the folder's weights. Null: if it has any; of the Hub, yes.")
     sequence_length: PositiveInt = key(..., "Tokens per sample; at most what the model has positions for.")
     attention: str | None = key(None, "Implementation of attention in transformers, such as sdpa. Null: its choice.")
+    quantization: Quantization | None = key(None, "Keep the weights frozen in 4 or 8 bits; needs lora.")
 
 
 class Lora(Section):
@@ -70,6 +90,42 @@ class Lora(Section):
     bias: Literal["none", "all", "lora_only"] = key("none", "Which biases are trained.")
     use_rslora: bool = key(False, "Multiply by lora_alpha / sqrt(r) instead.")
     use_dora: bool = key(False, "Adapt magnitudes and directions of the weights apart (DoRA).")
+    plus_ratio: PositiveFloat | None = key(
+        None, "Learning rate of the adapters' B in units of the optimizer's (LoRA+). Null: the same for all."
+    )
+
+
+def problems_of_quantization(lora: Lora | None, tensor_ranks: int) -> list[str]:
+    """Return what keeps quantized weights from being trained on."""
+    found = []
+    if lora is None:
+        found.append(
+            "huggingface.quantization freezes the weights, and without lora nothing would be trained; add a section "
+            "lora, or leave quantization out to train all weights"
+        )
+    if tensor_ranks > 1:
+        found.append(
+            "huggingface.quantization: blocks of quantized weights cannot be split along mesh.tensor = "
+            f"{tensor_ranks}; set it to 1, and zero_optimization.stage to 3, which shards them"
+        )
+    return found
+
+
+# Schedules with rates of their own, which are the same for all groups of parameters.
+ONE_RATE = ("warmuplr", "warmupdecaylr", "onecycle", "lrrangetest")
+
+
+def problems_of_rates(optimizer: Any, scheduler: Any) -> list[str]:
+    """Return what keeps adapters' A and B from having learning rates of their own."""
+    found = []
+    if optimizer is None or not isinstance(optimizer.params.get("lr"), int | float):
+        found.append("lora.plus_ratio multiplies optimizer.params.lr, which is not set; set it to a number")
+    if scheduler is not None and scheduler.type.lower() in ONE_RATE:
+        found.append(
+            f"scheduler.type = {scheduler.type} gives all parameters one learning rate, against lora.plus_ratio; use "
+            "WarmupCosineLR or WSD, which multiply each group's own"
+        )
+    return found
 
 
 class WeightedSource(Section):

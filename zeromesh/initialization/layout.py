@@ -18,6 +18,7 @@ from zeromesh.comm.environment import Environment, device_of_group, init_distrib
 from zeromesh.comm.formats import FORMATS
 from zeromesh.comm.mesh import Links, Mesh
 from zeromesh.config import keys
+from zeromesh.model.quantized import layers
 from zeromesh.tensor.derive import derive
 from zeromesh.tensor.plan import SplitPlan as SplitPlan
 from zeromesh.tensor.plan import as_json, parse, resolve
@@ -61,6 +62,11 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None
     if group.size == 1:
         resolve(model, given, {}, 0, 1)  # raises for a wrong plan, on one rank too
         return None
+    if (coded := next(iter(layers(model)), None)) is not None:
+        raise ValueError(
+            f"{coded[0]}.weight is quantized, and its blocks cannot be split over the {group.size} ranks of "
+            f"{keys.TENSOR_RANKS}; leave that out: {keys.SHARD_ALL} shards such weights over the ranks"
+        )
     found, notes = derive(model, group.size)
     if mesh.rank == 0:
         whole = "".join(f"\n  {note}" for note in notes)

@@ -13,6 +13,7 @@ from torch import nn
 
 from zeromesh.comm.agreement import catch
 from zeromesh.comm.mesh import Mesh
+from zeromesh.model import quantized
 from zeromesh.model.split import Held
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.shard.accumulation import Accumulation
@@ -94,6 +95,21 @@ def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | N
                 converts = buffer.is_floating_point() and not keeps_all
                 placed[id(buffer)] = buffer, buffer.to(device=device, dtype=dtype if converts else None)
             module._buffers[name] = placed[id(buffer)][1]
+
+
+def unpack_quantized(model: nn.Module) -> None:
+    """Give weights of bitsandbytes the format in which they are laid out."""
+    for _, layer in quantized.layers(model):
+        quantized.unpack(layer)
+
+
+def place_quantized(model: nn.Module, mesh: Mesh) -> None:
+    """Let layers of bitsandbytes compute with their placed weights, and with the first rank's scales. Collective."""
+    for _, layer in quantized.layers(model):
+        quantized.settle(layer, mesh.device)
+        for state in quantized.states(layer):
+            # The weights are the first rank's: scales that another kernel had computed would not fit them.
+            mesh.group("stage").broadcast(state)
 
 
 def activation_store(settings: Resolved, mesh: Mesh) -> ActivationStore | None:

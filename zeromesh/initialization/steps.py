@@ -36,6 +36,7 @@ from zeromesh.initialization.offload import preparation, where_offloaded
 from zeromesh.initialization.plan import Arguments, Plan, Prepared
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
+from zeromesh.model.quantized import require_dtype, stored
 from zeromesh.optim import factory
 from zeromesh.optim.host import states_of
 from zeromesh.pipe import PipelineModule, settings_of
@@ -92,7 +93,7 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
     """Raise ValueError for a model or a scheduler that cannot be trained."""
     # Two engines would move the same memory.
     taken = [name for name, module in model.named_modules() if _is_driven(module)]
-    for name, parameter in model.named_parameters():
+    for name, parameter in stored(model):
         owner = zero.engine_of(parameter)
         is_left_sharded = type(parameter).__module__ == guard.__name__  # by an engine that was destroyed
         if is_left_sharded or (owner is not None and _is_driven(owner.module)):
@@ -104,6 +105,7 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
             "sharded, the model is free again after engine.destroy()"
         )
     check_parameters(model)
+    require_dtype(model, settings.precision.compute)
     find_units(model, settings.units)
     if settings.activation_checkpointing.enabled:
         find_units(model, settings.activation_checkpointing.targets)
@@ -222,6 +224,7 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         require_agreement(world, "the checkpoint that is read", described or "")
         assert values is not None
         place.place_buffers(model, mesh.device, settings.precision.buffers)
+        place.unpack_quantized(model)
         held = None if split is None else split[0].held
         files = preparation(model, prepared.offload, mesh)
         sharded = place.shard(model, mesh, settings, values, held, plan.stages, files)
@@ -234,6 +237,7 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
             chunk_losses(model, heads_over_vocabulary(model), using)
         # Only now: a rank that could not read its weights went on with zeros, so that no other one waited for it.
         agree_success(world, "read its part of the weights", values.failure)
+        place.place_quantized(model, mesh)
         pieces = sharded.pieces
         exchange = FlatExchange(sharded.flats, sharded.row, mesh)
         if built is not None:

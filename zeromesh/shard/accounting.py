@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zeromesh.model.placement import Tier
+from zeromesh.model.quantized import layers, states
 from zeromesh.shard.sharded import ShardedModel
 
 
@@ -33,3 +34,6 @@ def allocations(sharded: ShardedModel) -> Iterator[tuple[str, str, int]]:
         yield "slot", "device", pool.nbytes
     for buffer in sharded.model.buffers():
         yield "buffer", "device", buffer.nbytes
+    # By address, because layers share tables of a library.
+    scales = {one.data_ptr(): one.nbytes for _, layer in layers(sharded.model) for one in states(layer)}
+    yield "buffer", "device", sum(scales.values())

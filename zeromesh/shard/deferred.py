@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 from torch.utils._pytree import tree_flatten, tree_map
+
+from zeromesh.model.quantized import parts
 
 LARGE = 1 << 13  # elements from which a tensor is deferred. Smaller ones are real, which is faster than to record them.
 
@@ -198,10 +200,10 @@ class _Disguise(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if first is not None and func in _LOOKS and any(is_deferred(part) for _, part in parts(first)):
+            return _LOOKS[func]
         if first is None or not is_deferred(first):
             return func(*args, **kwargs)
-        if func in _LOOKS:
-            return _LOOKS[func]
         if func in _READS:
             return _read_only(func(replayed(first), *args[1:], **kwargs))
         if func is torch.Tensor.cpu:
@@ -251,6 +253,15 @@ def read_from(tensor: torch.Tensor, source: Source) -> None:
 
     tape = getattr(tensor.untyped_storage(), _MARK, None) or Tape()
     tape.record(_Operation(read, (), {}, (view,), frozenset(), frozenset({view.storage}), None, source), [tensor])
+
+
+def compute_later(like: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return a deferred tensor, of a shape and dtype, whose values a function returns, contiguous, each time."""
+    with _disable_current_modes():
+        tensor = torch.empty(like.shape, dtype=like.dtype, device="meta")
+        view = _View.of(tensor)
+        Tape().record(_Operation(compute, (), {}, (view,), frozenset(), frozenset({view.storage}), None), [tensor])
+    return tensor
 
 
 def source_of(tensor: torch.Tensor) -> Source | None:

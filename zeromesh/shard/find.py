@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zeromesh.model.chain import Chain
+from zeromesh.model.quantized import require_frozen, stored
 from zeromesh.model.tiled import Tile
 from zeromesh.shard.deferred import is_deferred
 
@@ -159,7 +160,7 @@ def assign(model: nn.Module, units: Sequence[str]) -> dict[str, list[tuple[str, 
     """
     places: dict[int, list[str]] = {}
     first: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in stored(model, remove_duplicate=False):
         places.setdefault(id(parameter), []).append(name)
         first.setdefault(id(parameter), (name, parameter))
     owned: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in ("", *units)}
@@ -174,7 +175,7 @@ def check_parameters(model: nn.Module) -> None:
     if model._compiled_call_impl is not None or "_orig_mod" in model._modules:
         raise ValueError(f"the model is compiled as a whole; {_PASS_PLAIN}")
     devices: dict[torch.device, str] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in stored(model):
         if not is_deferred(parameter):
             devices.setdefault(parameter.device, name)
         if parameter.layout is not torch.strided:
@@ -195,6 +196,7 @@ def check_parameters(model: nn.Module) -> None:
                     f"buffer {name} has layout {buffer.layout}, and only dense ones can be kept the same on all ranks; "
                     "register it with persistent=False, or as a dense tensor"
                 )
+    require_frozen(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         count = len(list(model.parameters()))
         raise ValueError(
@@ -243,7 +245,7 @@ def _check_aliases(model: nn.Module, ranges: Mapping[int, Sequence[tuple[int, in
 def _check_memory(model: nn.Module) -> None:
     """Refuse two parameters in the same memory: in a layout of their own they would no longer change together."""
     ranges: dict[int, list[tuple[int, int, str]]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in stored(model):
         span = 1 + sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
         if span == parameter.numel():
             start = int(parameter.storage_offset()) * parameter.itemsize

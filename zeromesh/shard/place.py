@@ -11,6 +11,7 @@ from torch import nn
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import PlacementRow
 from zeromesh.model.precision import Precision
+from zeromesh.model.quantized import is_wrapper, parts
 from zeromesh.model.split import Held
 from zeromesh.shard.find import assign, unit_modules
 from zeromesh.shard.flat import Flat
@@ -111,6 +112,8 @@ def _kinds(
     # Of normalisations with running statistics: torch's kernels take 16-bit inputs with these in fp32.
     norms = [one for one in module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
     keeps = {id(parameter) for one in norms for parameter in one.parameters(recurse=False)}
+    # Scales of a quantized weight are no parameters of their own: its library computes with them as they are.
+    keeps |= {id(part) for one in module.parameters() if is_wrapper(one) for _, part in parts(one)}
     kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         dtype = parameter.dtype

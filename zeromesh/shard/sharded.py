@@ -15,6 +15,7 @@ from torch import nn
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement, Tier
+from zeromesh.model.quantized import stored
 from zeromesh.observe.spans import span
 from zeromesh.shard.accumulation import Accumulation
 from zeromesh.shard.budget import MemoryBudget, Prepare
@@ -141,7 +142,7 @@ class ShardedModel:
         self._finish_fetches()  # what is on its way would land upon what was written
         for unit in self.units:
             unit.take_changes()
-        present = {id(parameter): parameter for parameter in self.model.parameters()}
+        present = {id(parameter): parameter for _, parameter in stored(self.model)}
         gone = [name for index, name in self.names.items() if index not in present]
         new = {index for index, p in present.items() if index not in self.names and p.requires_grad}
         if gone:
@@ -150,7 +151,7 @@ class ShardedModel:
                 "be trained; change the model before initialize"
             )
         if new:
-            name = next(name for name, parameter in self.model.named_parameters() if id(parameter) in new)
+            name = next(name for name, parameter in stored(self.model) if id(parameter) in new)
             raise RuntimeError(
                 f"parameter {name} came into the model after initialize, and would not be trained; change the model "
                 "before initialize, or freeze the parameter"

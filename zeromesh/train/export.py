@@ -17,8 +17,19 @@ from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.folder import locate
 from zeromesh.config.keys import OUTPUT
 from zeromesh.config.train import ModelShape
-from zeromesh.export import State, adapter_names, is_adapted, plain_state, write_model, written_names
+from zeromesh.export import (
+    State,
+    adapter_names,
+    base_of,
+    dense_copy,
+    is_adapted,
+    plain_state,
+    write_model,
+    written_names,
+)
+from zeromesh.model.quantized import is_quantized, weight_of
 from zeromesh.pretrained import first_names, require_transformers
+from zeromesh.quantized import values
 from zeromesh.train.architectures.decoder import Sizes
 from zeromesh.train.data.tokenizer import load_tokenizer
 from zeromesh.train.folder import RunFolder
@@ -104,8 +115,13 @@ def _export_built_in(language: BuiltIn, reader: Reader, folder: RunFolder, outpu
 
 
 def _export_transformer(language: Transformer, reader: Reader, output: Path, dtype: torch.dtype, merge: bool) -> None:
-    with torch.device("meta"):
-        model: Any = language.unfilled(dtype)
+    coded = language.source.quantization is not None
+    if merge and coded:
+        # A checkpoint has no scales of quantized weights: they are made of the base's files once more.
+        model: Any = language.build()
+    else:
+        with torch.device("meta"):
+            model = language.unfilled(dtype)
     if merge and not is_adapted(model):
         raise ValueError("--merge: the run has no adapters; leave it out")
     if is_adapted(model) and not merge:
@@ -124,16 +140,25 @@ def _states(model: nn.Module, reader: Reader) -> Iterator[State]:
     def real(path: str) -> nn.Module:
         """Return a copy of an adapted layer, with its values."""
         # The model is on the meta device, and merging adapters needs values: of one layer at a time.
-        layer = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
-        names = {name: f"{path}.{name}" for name, _ in layer.named_parameters()}
-        values = {name: reader.tensor(f"parameter/{first.get(own, own)}") for name, own in names.items()}
-        layer.load_state_dict(values, strict=False)
-        return layer
+        own = model.get_submodule(path)
+        base = base_of(own)
+        if is_quantized(weight_of(base)):
+            with values(base):
+                layer = dense_copy(own)
+            made = {id(parameter) for parameter in (base_of(layer).weight,)}
+        else:
+            layer, made = copy.deepcopy(own).to_empty(device="cpu"), set()
+        names = {name: f"{path}.{name}" for name, p in layer.named_parameters() if id(p) not in made}
+        state = {name: reader.tensor(f"parameter/{first.get(own, own)}") for name, own in names.items()}
+        layer.load_state_dict(state, strict=False, assign=True)
+        found: nn.Module = layer
+        return found
 
     for _, members in groupby(model.named_parameters(), lambda named: _block(named[0])):
         state: State = {}
         for name, like in members:
-            state |= dict.fromkeys(written[name], reader.tensor(f"parameter/{name}").to(like.dtype))
+            value = like if is_quantized(like) else reader.tensor(f"parameter/{name}").to(like.dtype)
+            state |= dict.fromkeys(written[name], value)
         yield plain_state(model, state, real)
     for name in reader.names:
         kind, _, buffer = name.partition("/")

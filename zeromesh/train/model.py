@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,16 @@ import zeromesh
 from zeromesh import Settings
 from zeromesh.config import keys
 from zeromesh.config.errors import nearest
-from zeromesh.config.train import HuggingFace, Lora, ModelShape
+from zeromesh.config.train import HuggingFace, Lora, ModelShape, Quantization
 from zeromesh.model.lengths import positions
 from zeromesh.pretrained import build, configuration, is_model_id, model_folder
+from zeromesh.quantized import require_library
 from zeromesh.train.architectures.decoder import Decoder
 from zeromesh.train.architectures.flops import training_cost, training_flops_per_token
 from zeromesh.train.data.loader import Batch
 from zeromesh.train.data.tokenizer import load_tokenizer
+
+GROUP = 32  # weights of torchao in 4 bits that share a scale; divides the width of most models
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class Transformer:
 
     source: HuggingFace
     lora: Lora | None = None
+    dtype: torch.dtype = torch.float32  # of the computation, which quantized weights stand for
     section = "huggingface"
 
     @property
@@ -148,7 +153,13 @@ class Transformer:
         """Return the model for ``zeromesh.initialize``; no rank allocates all of it."""
         quiet()
         with self._explained():
-            model = zeromesh.from_pretrained(self.folder, weights=self.has_weights, **self._options)
+            options = self._options
+            if self.source.quantization is not None:
+                # DoRA's magnitudes are made of the weights' values.
+                deferred = self.lora is None or not self.lora.use_dora
+                quantization = quantization_config(self.source.quantization, self.dtype)
+                options |= {"quantization_config": quantization, "dtype": self.dtype, "deferred": deferred}
+            model = zeromesh.from_pretrained(self.folder, weights=self.has_weights, **options)
         if is_model_id(self.source.path):
             model.name_or_path = self.source.path  # adapters name their model so, and not by a folder of the cache
         # Adapters alone could not make sense of weights that were drawn at random.
@@ -186,6 +197,9 @@ class Transformer:
         """Return the operations of forward and backward per token, for the model that was built."""
         length = self.sequence_length
         tokens = _tokens(1, length)
+        if self.source.quantization is not None:  # counted on plain layers, which torch knows
+            with torch.device("meta"):
+                model = self.unfilled(self.dtype)
         # With a whole mask, the model does not read the tokens to find where documents begin.
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
         return training_cost(
@@ -211,7 +225,7 @@ LanguageModel = BuiltIn | Transformer
 def language_model(settings: Settings) -> LanguageModel:
     """Return the model in the settings; raise ValueError if they have none."""
     if settings.huggingface is not None:
-        return Transformer(settings.huggingface, settings.lora)
+        return Transformer(settings.huggingface, settings.lora, settings.precision.compute or torch.float32)
     if settings.model is not None:
         return BuiltIn(settings.model)
     raise ValueError(
@@ -239,6 +253,49 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 
+def quantization_config(chosen: Quantization, dtype: torch.dtype) -> Any:
+    """Return the configuration of transformers; raise ValueError if the library is not installed."""
+    require_library(chosen.library)
+    import transformers
+
+    if chosen.library == "torchao":
+        torchao: Any = import_module("torchao.quantization")
+
+        group = torchao.granularity.PerGroup(GROUP)
+        kinds = {
+            8: torchao.Int8WeightOnlyConfig(),
+            4: torchao.IntxWeightOnlyConfig(
+                weight_dtype=torch.int4,  # type: ignore[attr-defined]
+                granularity=group,
+            ),
+        }
+        return transformers.TorchAoConfig(kinds[chosen.bits])
+    if chosen.bits == 8:
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
+    return transformers.BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True,
+        bnb_4bit_quant_type=chosen.type or "nf4",
+        bnb_4bit_use_double_quant=chosen.double is not False,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def parameter_groups(model: Any, settings: Settings) -> list[dict[str, Any]] | None:
+    """Return PEFT's groups of LoRA+, with learning rates of their own; None without ``lora.plus_ratio``."""
+    if settings.lora is None or settings.lora.plus_ratio is None:
+        return None
+    assert settings.optimizer is not None
+    from peft.optimizers import create_loraplus_optimizer
+
+    given = settings.optimizer.params
+    # An optimizer of no other use: PEFT has no function for the groups alone.
+    groups = create_loraplus_optimizer(
+        model, torch.optim.SGD, lr=float(given["lr"]), loraplus_lr_ratio=settings.lora.plus_ratio,
+        loraplus_weight_decay=float(given.get("weight_decay", 0.0)),
+    ).param_groups  # fmt: skip
+    return [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups if group["params"]]
+
+
 def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
     try:
         import peft
@@ -246,7 +303,10 @@ def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
         raise ValueError(f"lora needs PEFT ({error}); pip install 'zeromesh[hf]'") from None
     _require_modules(model, lora)
     # PEFT takes lists of names, and this one name as a string only.
-    options = {key: list(value) if isinstance(value, tuple) else value for key, value in lora.model_dump().items()}
+    options = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in lora.model_dump(exclude={"plus_ratio"}).items()
+    }
     if options["target_modules"] == ["all-linear"]:
         options["target_modules"] = "all-linear"
     try:

@@ -31,6 +31,7 @@ from zeromesh.train.data.store import PreparedData
 from zeromesh.train.folder import RunFolder
 from zeromesh.train.loop import Loop, Progress
 from zeromesh.train.loss import HeldOut, require_causal, require_document_attention
+from zeromesh.train.model import parameter_groups
 from zeromesh.train.planned import planned
 from zeromesh.train.report import close
 from zeromesh.train.screen import is_first, make_console, shown_log
@@ -177,7 +178,8 @@ def _engine(job: Job) -> tuple[Engine, float]:
     # If one rank cannot build the model, all end with its error instead of waiting for it.
     model = agree_run(world, "build the model", job.language.build)
     cost = job.language.cost(model)
-    engine, *_ = zeromesh.initialize(model, config=settings)
+    groups = parameter_groups(model, settings)
+    engine, *_ = zeromesh.initialize(model, model_parameters=groups, config=settings)
     # Ranks drop different activations from here on, except those that split layers and must drop the same.
     torch.manual_seed(settings.seed + 1 + engine.mesh.rank)
     share_random_state(engine.mesh.group("tensor"))

@@ -16,7 +16,7 @@ from zeromesh.model.lengths import positions
 from zeromesh.train.architectures.decoder import Decoder
 from zeromesh.train.data.tokenizer import TextTokenizer, load_tokenizer, stream_text
 from zeromesh.train.folder import RunFolder
-from zeromesh.train.model import BuiltIn, Transformer, language_model, quiet
+from zeromesh.train.model import BuiltIn, Transformer, language_model, quantization_config, quiet
 from zeromesh.train.screen import make_console, write
 
 Next = Callable[[Sequence[int]], torch.Tensor]
@@ -121,6 +121,8 @@ def load_transformer(language: Transformer, folder: Path) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, **options).eval()  # type: ignore[no-untyped-call]
     from peft import PeftModel
 
+    if language.source.quantization is not None:
+        options["quantization_config"] = quantization_config(language.source.quantization, torch.float32)
     base = AutoModelForCausalLM.from_pretrained(language.folder, **options)
     return PeftModel.from_pretrained(base, str(folder)).eval()
 

@@ -1,0 +1,177 @@
+"""Frozen weights in 4 or 8 bits, as bitsandbytes and torchao make them: what they consist of, and their values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import nn
+
+# Attributes by which a quantized weight is known. Not its class: parameters that are not in memory have another one.
+FOUR_BIT, EIGHT_BIT = "quant_state", "SCB"  # of bitsandbytes: Params4bit and Int8Params
+
+_STATES = ("absmax", "code", "offset")  # tensors of a QuantState of bitsandbytes, which may have a second one inside
+
+
+def is_wrapper(parameter: torch.Tensor) -> bool:
+    """Return whether the tensor has no memory of its own, but consists of other tensors, as torchao's do."""
+    return hasattr(type(parameter), "__tensor_flatten__")
+
+
+def is_quantized(parameter: torch.Tensor | None) -> bool:
+    """Return whether it is a weight in 4 or 8 bits that stands for floating-point values."""
+    if parameter is None or isinstance(parameter, nn.UninitializedParameter):
+        return False
+    if FOUR_BIT in vars(parameter) or is_wrapper(parameter):
+        return True
+    # Of 8 bits, the class also holds weights in 16 bits that are quantized in each forward.
+    return EIGHT_BIT in vars(parameter) and parameter.dtype is torch.int8
+
+
+def parts(parameter: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that hold a parameter's memory, by name: mostly itself."""
+    if not is_wrapper(parameter):
+        yield name, parameter
+        return
+    wrapper: Any = parameter
+    for key in wrapper.__tensor_flatten__()[0]:
+        yield from parts(getattr(wrapper, key), f"{name}.{key}")
+
+
+def stored(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors that hold the memory of a model's parameters, by name."""
+    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
+        yield from parts(parameter, name)
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the modules with a quantized weight by path."""
+    return ((path, module) for path, module in model.named_modules() if is_quantized(weight_of(module)))
+
+
+def weight_of(module: nn.Module) -> nn.Parameter | None:
+    """Return the parameter ``weight`` of a module; None if it has none."""
+    return module._parameters.get("weight")
+
+
+def states(layer: Any) -> list[torch.Tensor]:
+    """Return the tensors beside a weight of bitsandbytes that its values follow from; they are whole on each rank."""
+    weight = layer.weight
+    found: list[Any] = []
+    state = vars(weight).get(FOUR_BIT)
+    while state is not None:
+        found += [getattr(state, name, None) for name in _STATES]
+        state = state.state2
+    if EIGHT_BIT in vars(weight):
+        found.append(weight.SCB if weight.SCB is not None else layer.state.SCB)
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+def fingerprint(layer: Any) -> str:
+    """Return a hash of the states that the values of a weight of bitsandbytes follow from."""
+    digest = hashlib.sha256(type(layer).__name__.encode())
+    for state in states(layer):
+        digest.update(state.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def settle(layer: Any, device: torch.device) -> None:
+    """Let a layer of bitsandbytes compute with its parameter, wherever that lies, and have its states on the device."""
+    weight = layer.weight
+    if not is_wrapper(weight):
+        change(weight, to=_converted(ref(weight), type(weight).to))
+    if FOUR_BIT in vars(weight):
+        weight.quant_state.to(device)
+        # On some processors the layer would put the weight in another format as soon as it is evaluated.
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            change(layer, support_avx512bf16_for_cpu=False)
+    elif EIGHT_BIT in vars(weight):
+        scales = states(layer)[0].to(device)
+        change(weight, SCB=None, CB=None)
+        change(layer.state, SCB=scales, __class__=_following(type(layer.state), weight))
+
+
+def _converted(weak_weight: ReferenceType[Any], to: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method ``to`` of a weight, which returns the weight itself where nothing is to be converted."""
+
+    # That of bitsandbytes makes another parameter, and PEFT puts it in the place of the one that is trained here.
+    def convert(*args: Any, **kwargs: Any) -> Any:
+        weight: Any = weak_weight()
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        same = device in (None, weight.device) and dtype in (None, weight.dtype)
+        return weight if same else to(weight, *args, **kwargs)
+
+    return convert
+
+
+def change(target: Any, **values: Any) -> None:
+    """Set attributes of an object of a library, which has no function that does it."""
+    for name, value in values.items():
+        setattr(target, name, value)
+
+
+def _following(base: type, weight: nn.Parameter) -> type:
+    """The class of a layer's state, with the values wherever the parameter lies."""
+
+    # Its own attribute would be a second reference to the values, which would keep all of them in memory.
+    class Following(base):  # type: ignore[misc]
+        CB = property(lambda state: weight.data, lambda state, value: None)
+
+    return Following
+
+
+def unpack(layer: Any) -> None:
+    """Undo the format that a layer of bitsandbytes has after an evaluation on some processors."""
+    if getattr(vars(layer.weight).get(FOUR_BIT), "packing_format_for_cpu", False):
+        layer.state_dict()  # does it before it shows the weight
+
+
+def dense(layer: Any) -> torch.Tensor:
+    """Return the values of a layer's weight, quantized or not, in the shape of the model's files."""
+    weight = layer.weight
+    if not is_quantized(weight):
+        value: torch.Tensor = weight
+    elif is_wrapper(weight):
+        value = weight.dequantize()
+    else:
+        functional = import_module("bitsandbytes.functional")
+        if FOUR_BIT in vars(weight):
+            value = functional.dequantize_4bit(weight.data, weight.quant_state)
+        else:
+            value = functional.int8_vectorwise_dequant(weight.data, states(layer)[0])
+    return value.detach().mT.contiguous() if is_transposed(layer) else value.detach()
+
+
+def is_transposed(layer: Any) -> bool:
+    """Return whether the layer replaced one of transformers with a transposed weight, as GPT-2 has them."""
+    return getattr(getattr(layer, "source_cls", None), "__name__", "") == "Conv1D"
+
+
+def require_frozen(model: nn.Module) -> None:
+    """Raise ValueError if a quantized weight is to be trained, or nothing else is."""
+    found = list(layers(model))
+    trained = [path for path, layer in found if layer.weight.requires_grad]
+    if trained:
+        raise ValueError(
+            f"{trained[0]}.weight is quantized and has requires_grad: only adapters on such a weight can be trained; "
+            "use peft.get_peft_model, which freezes it, or load the model without quantization"
+        )
+    if found and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"the model's weights are quantized ({len(found)} layers) and nothing is trainable; add adapters with "
+            "peft.get_peft_model, or load the model without quantization to train all of it"
+        )
+
+
+def require_dtype(model: nn.Module, compute: torch.dtype | None) -> None:
+    """Raise ValueError for weights of torchao that stand for another dtype than the run computes in."""
+    for path, layer in layers(model):
+        if compute is not None and is_wrapper(layer.weight) and layer.weight.dtype is not compute:
+            raise ValueError(
+                f"{path}.weight stands for {layer.weight.dtype}, and the run computes in {compute}; torchao does not "
+                f"convert it: load the model with dtype={compute}"
+            )
