@@ -15,7 +15,7 @@ from zeromesh.config import keys
 OWN = "zeromesh.deepspeed"
 ALIAS = "deepspeed"
 
-_ENVIRONMENT = "zeromesh.comm.environment"
+_GROUP = f"{OWN}.group"
 _START = f"{OWN}.start"
 _ENGINE = f"{OWN}.engine"
 _PARAMETERS = f"{OWN}.parameters"
@@ -27,13 +27,13 @@ HOMES: dict[str, dict[str, str]] = {
     "": {
         OWN + ".finder": "install",
         _START: "initialize add_config_arguments",
-        _ENVIRONMENT: "init_distributed",
+        _GROUP: "init_distributed",
         _ENGINE: "DeepSpeedEngine PipelineEngine",
         _PARAMETERS: "DeepSpeedOptimizer",
         _PIPE: "PipelineModule",
         "zeromesh.config.errors": "DeepSpeedConfigError=ConfigError",
     },
-    "comm": {_ENVIRONMENT: "init_distributed"},
+    "comm": {_GROUP: "init_distributed"},
     "ops": {},
     "ops.adam": {},
     "pipe": {_PIPE: "PipelineModule LayerSpec TiedLayerSpec"},
