@@ -8,7 +8,7 @@ them, and change nothing. What several stages have, such as tied embeddings, is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -50,10 +50,12 @@ if TYPE_CHECKING:
 # that users' parameters stay as they made them. Both sides are weak: an engine that nobody else holds goes away.
 _OWNERS: Any = WeakIdKeyDictionary()
 _ELSEWHERE: Any = WeakIdKeyDictionary()  # stand-ins of other stages' parameters, and their engine
+_ENGINES: list[ref[Engine]] = []  # by age
 
 
 def register(engine: Engine) -> None:
     """Let the functions below find these parameters' engine, and know those of other stages."""
+    _ENGINES[:] = [one for one in _ENGINES if one() is not None] + [ref(engine)]
     for flat in engine.sharded.flats:
         for parameter in flat.parameters:
             _OWNERS[parameter] = ref(engine)
@@ -132,6 +134,16 @@ def engine_of(parameter: nn.Parameter) -> Engine | None:
     """Return the living engine that owns a parameter; None if there is none."""
     engine: Engine | None = _OWNERS.get(parameter, lambda: None)()
     return engine
+
+
+def newest_engine() -> Engine | None:
+    """Return the last made of the living engines, for functions of DeepSpeed that are not told which; None without."""
+    return next((engine for one in reversed(_ENGINES) if (engine := one()) is not None), None)
+
+
+def is_elsewhere(parameter: nn.Parameter) -> bool:
+    """Return whether it stands for a parameter of another pipeline stage."""
+    return parameter in _ELSEWHERE
 
 
 def _owner(parameter: nn.Parameter) -> Engine:
@@ -291,10 +303,11 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     Raises:
         ValueError: the state is a single number, such as ``step``.
     """
-    return _whole(param, lambda flat, local, piece: _state(param, piece, optim_state_key))
+    return _whole(param, lambda flat, local, piece: state_of(param, piece, optim_state_key))
 
 
-def _state(parameter: nn.Parameter, piece: Piece, key: str) -> torch.Tensor | None:
+def state_of(parameter: nn.Parameter, piece: Piece, key: str) -> torch.Tensor | None:
+    """Return one of the optimizer's states of a piece; None if it has none. ValueError for a single number."""
     optimizer = _owner(parameter).optimizer
     # Not ``state[...]``: that would make an empty entry, which some optimizers take for a state.
     value = None if optimizer is None else optimizer.state.get(piece.parameter, {}).get(key)
@@ -362,6 +375,20 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     _set(param, value / engine.gradient_factor, pick)
 
 
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Replace the whole gradient of each parameter by what a function makes of it; one without a gradient stays so.
+
+    Raises:
+        ValueError, RuntimeError: as ``safe_set_full_grad``.
+    """
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient))
+
+
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Change the whole of one of the optimizer's states. Every rank passes the same value.
 
@@ -369,4 +396,4 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
         ValueError: the value has another shape, the state is a single number, or the parameter is frozen.
         RuntimeError: the optimizer has no such state, or not before its first update.
     """
-    _set(param, value, lambda flat, local, piece: _state(param, piece, optim_state_key))
+    _set(param, value, lambda flat, local, piece: state_of(param, piece, optim_state_key))

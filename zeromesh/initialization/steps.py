@@ -229,12 +229,13 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         # Only now: a rank that could not read its weights went on with zeros, so that no other one waited for it.
         agree_success(world, "read its part of the weights", values.failure)
         pieces = sharded.pieces
+        exchange = FlatExchange(sharded.flats, sharded.row, mesh)
         if built is not None:
             here: dict[nn.Parameter, Piece | None] = dict.fromkeys(everywhere)
             here |= {p: pieces[id(p)] for flat in sharded.flats if flat.gradient for p in flat.parameters}
-            factory.adopt(built, here, plan.cuts_parameters, settings.zero_allow_untested_optimizer)
+            untested = settings.zero_allow_untested_optimizer
+            factory.adopt(built, here, plan.cuts_parameters, untested, exchange)
         else:
-            exchange = FlatExchange(sharded.flats, sharded.row, mesh)
             built = prepare.build_optimizer(model, settings, groups, plan.cuts_parameters, pieces, exchange)
             scheduler = prepare.build_scheduler(settings, chosen.scheduler, built)
         if sharded.swap is not None and built is not None:

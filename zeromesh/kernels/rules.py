@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -93,12 +94,24 @@ _OPTIMIZERS: dict[str, str] = {
 _REFUSED = ("amsgrad", "differentiable", "capturable")
 
 
+def update_class(cls: type[Optimizer]) -> type[Optimizer]:
+    """Return the class whose ``step`` an optimizer class has: itself, or a base if it only adds a constructor."""
+    # Those of torch and ours are known one by one: torch's AdamW is an Adam with another constructor.
+    while not cls.__module__.startswith(("torch.optim.", "zeromesh.optim.")) and len(cls.__bases__) == 1:
+        methods = {name for name, value in vars(cls).items() if isinstance(value, FunctionType | property)}
+        if not methods <= {"__init__"}:
+            break
+        cls = cls.__bases__[0]
+    return cls
+
+
 def rule_of(optimizer: type[Optimizer], group: Group) -> str | None:
     """The name of the rule that updates a group as an optimizer of this class does; None where no rule does.
 
-    The kernel has no ``amsgrad``, ``differentiable`` and ``capturable``, and no subclasses of the optimizers. Which of
-    torch's forms (``foreach``, ``fused``) a group asks for does not matter.
+    The kernel has no ``amsgrad``, ``differentiable`` and ``capturable``, and no subclasses of the optimizers that have
+    more than a constructor. Which of torch's forms (``foreach``, ``fused``) a group asks for does not matter.
     """
+    optimizer = update_class(optimizer)
     name = _OPTIMIZERS.get(f"{optimizer.__module__}.{optimizer.__qualname__}")
     if name is None or any(group.get(key) for key in _REFUSED):
         return None

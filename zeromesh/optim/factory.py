@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from zeromesh.config.keys import CLIPPING, OPTIMIZER_PARAMS, UNSHARDED, UNTESTED_OPTIMIZER
 from zeromesh.config.names import public_classes
+from zeromesh.kernels.rules import update_class
 from zeromesh.model.piece import Piece, PieceExchange
 from zeromesh.optim.lamb import Lamb
 from zeromesh.optim.lion import Lion
@@ -143,14 +144,16 @@ def build(
 
 def adopt(
     optimizer: Optimizer, pieces_by_parameter: Mapping[nn.Parameter, Piece | None], sharded: bool,
-    allow_untested: bool = False,
+    allow_untested: bool = False, exchange: PieceExchange | None = None,
 ) -> None:  # fmt: skip
     """Make an optimizer that was built over a model's parameters update this rank's pieces of them, in place.
+
+    ``exchange`` reaches the other pieces for Lamb.
 
     Raises:
         ValueError: if the optimizer would be wrong on pieces, has been stepped, or holds foreign parameters.
     """
-    cls = type(optimizer)
+    cls = update_class(type(optimizer))
     check_users(optimizer, pieces_by_parameter, sharded, allow_untested)
     if not sharded and cls not in _ELEMENTWISE | _EXCHANGING:
         _give_shapes(piece for piece in pieces_by_parameter.values() if piece is not None)
@@ -172,6 +175,8 @@ def adopt(
         group["params"] = [piece.parameter for _, piece in kept]
         if "param_names" in group:
             group["param_names"] = [piece.name for _, piece in kept]
+    if isinstance(optimizer, Lamb) and exchange is not None:
+        optimizer.spread([piece for piece in pieces_by_parameter.values() if piece is not None], exchange)
     _fuse(optimizer)
 
 
@@ -205,7 +210,7 @@ def check_users(
 ) -> None:
     """Raise what ``adopt`` raises, of a model with these trainable ``parameters``."""
     kind = type(optimizer).__name__
-    _check_class(type(optimizer), sharded, allow_untested)
+    _check_class(update_class(type(optimizer)), sharded, allow_untested)
     # Its state is of whole parameters. Some optimizers make theirs, with a step of 0, when they are built.
     if any(state and float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
         raise ValueError(
@@ -249,7 +254,7 @@ def _give_shapes(pieces: Iterable[Piece]) -> None:
 
 def _fuse(optimizer: Optimizer) -> None:
     """Switch on the fused update in groups whose user did not choose, where the device and dtype have one."""
-    devices = _FUSED.get(type(optimizer), frozenset())
+    devices = _FUSED.get(update_class(type(optimizer)), frozenset())
     for group in optimizer.param_groups:
         undecided = group.get("fused", False) is None and group["foreach"] is None and not group["differentiable"]
         if undecided and all(p.device.type in devices and p.is_floating_point() for p in group["params"]):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from zeromesh.model.piece import Piece, PieceExchange
 from zeromesh.optim.lion import StepOptimizer
@@ -18,9 +19,9 @@ class Lamb(StepOptimizer):
     max_coeff]``, and 1 where either norm is zero. It costs one sum over the ranks per step.
 
     Args:
-        groups: parameter groups; their parameters are those of ``pieces``.
+        groups: parameters or groups of them; with an ``exchange``, those of ``pieces``.
         pieces: every piece this rank updates.
-        exchange: how to reach the other pieces.
+        exchange: how to reach the other pieces; None: the parameters are whole.
         lr: learning rate.
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
@@ -30,15 +31,20 @@ class Lamb(StepOptimizer):
     """
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], pieces: Iterable[Piece], exchange: PieceExchange, lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+        self, groups: ParamsT, pieces: Iterable[Piece] = (), exchange: PieceExchange | None = None,
+        lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
         bias_correction: bool = True, max_coeff: float = 10.0, min_coeff: float = 0.01,
     ) -> None:  # fmt: skip
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
         super().__init__(groups, defaults | {"max_coeff": max_coeff, "min_coeff": min_coeff})
+        self.spread(pieces, exchange)
+
+    def spread(self, pieces: Iterable[Piece], exchange: PieceExchange | None) -> None:
+        """Update pieces of parameters from now on; ``exchange`` reaches the other ones."""
         self._exchange = exchange
         # Every rank sums a vector of all parameters, in one order, whatever it holds of them.
-        places = {name: place for place, name in enumerate(name for bucket in exchange.buckets for name in bucket)}
+        buckets = () if exchange is None else exchange.buckets
+        places = {name: place for place, name in enumerate(name for bucket in buckets for name in bucket)}
         self._pieces = {piece.parameter: piece for piece in pieces}
         self._places = {parameter: places[piece.name] for parameter, piece in self._pieces.items()}
         self._count = len(places)
@@ -50,6 +56,9 @@ class Lamb(StepOptimizer):
             for parameter in group["params"]
             if parameter.grad is not None
         }
+        if self._exchange is None:
+            self._places = {parameter: place for place, parameter in enumerate(updates)}
+            self._count = len(updates)
         norms = self._norms({parameter: direction for parameter, (direction, _) in updates.items()})
         for parameter, (direction, group) in updates.items():
             weight_norm, update_norm = norms[:, self._places[parameter]]
@@ -81,8 +90,9 @@ class Lamb(StepOptimizer):
         squares = torch.zeros(2, self._count, dtype=torch.float64, device=device)
         for parameter, direction in directions.items():
             for row, tensor in enumerate((parameter, direction)):
-                for part in self._pieces[parameter].owned(tensor):
+                for part in [tensor] if self._exchange is None else self._pieces[parameter].owned(tensor):
                     # In fp64: squares of many small elements vanish in fp32.
                     norm = torch.linalg.vector_norm(part, dtype=torch.float64)
                     squares[row, self._places[parameter]] += norm.square()
-        return self._exchange.sum(squares.view(-1)).view(2, -1).sqrt()
+        total = squares.view(-1) if self._exchange is None else self._exchange.sum(squares.view(-1))
+        return total.view(2, -1).sqrt()

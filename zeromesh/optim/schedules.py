@@ -119,7 +119,13 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> RateSch
     start = given.pop("last_batch_iteration", -1)
     if not isinstance(start, int) or isinstance(start, bool) or start < -1:
         raise ValueError(f"{SCHEDULER_PARAMS}.last_batch_iteration = {start!r} must be a whole number of at least -1")
-    given = _check_params(type, given, ours)
+    return RateSchedule(optimizer, curves_of(type, given, optimizer)[0], start, type)
+
+
+def curves_of(type: str, given: Mapping[str, Any], optimizer: Optimizer) -> tuple[list[Curve], dict[str, Any]]:
+    """Return the curve of each parameter group for a name in ``SCHEDULES``, and the checked parameters."""
+    ours = {name.lower(): rate for name, rate in SCHEDULES.items()}[type.lower()]
+    given, groups = _check_params(type, given, ours), optimizer.param_groups
     if type.lower() == "warmuplr" and given.get("warmup_max_lr") is None:
         given = {**given, "warmup_max_lr": _first_rate(optimizer)}
     curves = []
@@ -131,9 +137,9 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> RateSch
             own[key] = value[number] if isinstance(value, list) else value
         curves.append(partial(ours, **own))
     # The first call also raises for values that do not fit together, before any group is changed.
-    if any([curve(start, 1.0)[1] is not None for curve in curves]):
+    if any([curve(-1, 1.0)[1] is not None for curve in curves]):
         _tell_betas(type, optimizer)
-    return RateSchedule(optimizer, curves, start, type)
+    return curves, given
 
 
 def _first_rate(optimizer: Optimizer) -> float:

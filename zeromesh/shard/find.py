@@ -22,37 +22,64 @@ SMALLEST_SHARE = 8
 # A unit that holds more than one in so many of the model's elements is cut further where it has blocks inside.
 LARGEST_SHARE = 4
 
+_LEAF = "_zeromesh_leaf"  # attribute of modules that ``mark_leaf`` has marked
+
 _PASS_PLAIN = "pass the plain one, and call engine.compile(), which compiles the forward of each unit"
 
 
 def find_units(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
     """The units of ``model`` but the root, in order of registration; none encloses another unless ``targets`` say so.
 
+    A module that ``mark_leaf`` has marked is always a unit, and nothing inside of it is.
+
     Args:
         model: its parameters may be on any device, meta included.
-        targets: class names, or glob patterns of module names; if given, exactly these modules become units.
+        targets: class names, or glob patterns of module names; if given, these modules and marked ones become units.
 
     Raises:
         ValueError: a target that matches no module with parameters.
     """
     if targets:
-        return list(_matching(model, targets))
+        leaves = [(name, module) for name, module in model.named_modules() if is_leaf(module)]
+        found = dict([*_matching(model, targets), *((name, one) for name, one in leaves if name and _elements(one))])
+        return [(name, module) for name, module in found.items() if not _inside(name, leaves)]
     # The elements of lists of blocks (`ModuleList` and the like, at any depth, so the model may hold a Hugging Face
     # model as a submodule), then the large modules that are left, such as an embedding or a head.
     total = _elements(model)
-    candidates = list(_candidates(model, "", total))
+    candidates = [] if is_leaf(model) else list(_candidates(model, "", total))
     floor = _largest_that_stays([_elements(module) for _, module in candidates])
     shared = _shared(model)  # belong to a common ancestor, so that a module with nothing else is no unit
-    large = [(name, module) for name, module in candidates if _elements(module) > floor]
+    large = [(name, module) for name, module in candidates if _elements(module) > floor or is_leaf(module)]
     return [(name, module) for name, module in large if any(id(p) not in shared for p in module.parameters())]
 
 
 def unit_modules(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
     """Return the modules that are fetched by themselves: ``find_units``, and tiles of linear layers inside them."""
     found = dict(find_units(model, targets))
-    found |= {name: module for name, module in model.named_modules() if isinstance(module, Tile)}
+    leaves = [(name, module) for name, module in model.named_modules() if is_leaf(module)]
+    tiles = [(name, module) for name, module in model.named_modules() if isinstance(module, Tile)]
+    found |= {name: module for name, module in tiles if not _inside(name, leaves)}
     order = {name: number for number, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     return sorted(found.items(), key=lambda item: order[item[0]])
+
+
+def mark_leaf(module: nn.Module, leaf: bool = True) -> None:
+    """Mark a module that is to be one unit, whatever it has inside; or take the mark away."""
+    # On the module, so that copies and pickles of a model keep it.
+    if leaf:
+        vars(module)[_LEAF] = True
+    else:
+        vars(module).pop(_LEAF, None)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return whether ``mark_leaf`` has marked this module."""
+    return _LEAF in vars(module)
+
+
+def _inside(name: str, leaves: Sequence[tuple[str, nn.Module]]) -> bool:
+    """Return whether a module is inside of a marked one."""
+    return any(not leaf or name.startswith(f"{leaf}.") for leaf, _ in leaves if leaf != name)
 
 
 def _largest_that_stays(sizes: Sequence[int]) -> int:
@@ -74,7 +101,7 @@ def _candidates(module: nn.Module, name: str, total: int) -> Iterator[tuple[str,
         block = isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS)
         # A module whose parameters are its own, as an attention's are, is not cut further.
         own = sum(parameter.numel() for parameter in child.parameters(recurse=False))
-        if 2 * own >= _elements(child) or (block and not _too_large(child, total)):
+        if is_leaf(child) or 2 * own >= _elements(child) or (block and not _too_large(child, total)):
             yield path, child
         else:
             yield from _candidates(child, path, total)

@@ -1,0 +1,168 @@
+"""``deepspeed.comm``: the names that torch.distributed lacks or spells differently; all others are torch's own."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeromesh.comm.detect import Environment
+from zeromesh.comm.environment import shutdown
+from zeromesh.zero import newest_engine
+
+_log = logging.getLogger("zeromesh")
+
+LOGGING = ("prof", "log_name", "debug")  # arguments of DeepSpeed's log of collectives
+
+
+def _logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of torch's that takes the arguments of DeepSpeed's log, too."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in LOGGING})
+
+    return call
+
+
+_SAME = (
+    "all_gather", "all_gather_object", "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single",
+    "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "irecv", "isend", "recv", "reduce",
+    "reduce_scatter", "scatter", "send",
+)  # fmt: skip
+"""Functions that are torch's under the same name."""
+
+_OTHER = {"inference_all_reduce": "all_reduce"}
+"""DeepSpeed's functions, and torch's that do the same."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SAME or name in _OTHER:
+        return _logged(getattr(dist, _OTHER.get(name, name)))
+    # torch 2.13 gave these two new names, and warns of the old ones.
+    if name in ("all_gather_into_tensor", "allgather_fn"):
+        return _logged(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
+    if name in ("reduce_scatter_tensor", "reduce_scatter_fn"):
+        return _logged(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)
+    raise AttributeError(f"torch.distributed has {name!r}, or nothing has")
+
+
+def is_initialized() -> bool:
+    """Return whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank(group: Any = None) -> int:
+    """Return this process's rank; in a group, its place there."""
+    return dist.get_rank(group)
+
+
+def get_world_size(group: Any = None) -> int:
+    """Return the number of ranks."""
+    return dist.get_world_size(group)
+
+
+def get_local_rank() -> int:
+    """Return this process's place on its machine."""
+    return Environment.detect().local_rank if "LOCAL_RANK" not in os.environ else int(os.environ["LOCAL_RANK"])
+
+
+def get_world_group() -> Any:
+    """Return the group of all ranks."""
+    return dist.group.WORLD
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """Return the rank of a member of a group."""
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """Return the ranks of a group, by their place in it."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
+def new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+    """Return a new group of some ranks, which all ranks make together, as in torch."""
+    return dist.new_group(ranks, *args, **kwargs)
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """End a group, or all of them."""
+    if group is None:
+        shutdown()
+    else:
+        dist.destroy_process_group(group)
+
+
+def monitored_barrier(
+    group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False, **logged: Any
+) -> None:
+    """Wait for all ranks, and say which did not come; a barrier where the backend is not gloo."""
+    if dist.get_backend(group) == "gloo":
+        dist.monitored_barrier(group, timeout, wait_all_ranks)
+    else:
+        dist.barrier(group)
+
+
+def configure(
+    deepspeed_config: Any = None, enabled: bool | None = None, prof_all: Any = None, prof_ops: Any = None,
+    verbose: Any = None, debug: Any = None,
+) -> None:  # fmt: skip
+    """Accept the settings of DeepSpeed's log of collectives: engines always count theirs."""
+    if enabled:
+        _log.info("collectives of engines are always counted: comm.log_summary() or engine.traffic_report() shows them")
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, dict[str, float]] | None:
+    """Log the traffic of the newest engine by collective and axis, or return it; see ``engine.traffic_report``.
+
+    Raises:
+        RuntimeError: there is no engine whose traffic could be shown.
+    """
+    engine = newest_engine()
+    if engine is None:
+        raise RuntimeError("there is no engine whose collectives could be shown; call this after initialize")
+    found = engine.traffic_report()
+    if return_dict:
+        return found
+    if dist.get_rank() == 0:
+        lines = (f"\n  {name:<28}{row['calls']:>10.0f} calls{row['bytes']:>16.0f} bytes" for name, row in found.items())
+        _log.info("collectives of rank 0 since the last reset:%s", "".join(lines))
+    return None
+
+
+def reset_log() -> None:
+    """Let ``log_summary`` count anew."""
+    engine = newest_engine()
+    if engine is not None:
+        engine.traffic_report(reset=True)
+
+
+def has_comm_data() -> bool:
+    """Return whether any collective has been counted."""
+    engine = newest_engine()
+    return engine is not None and bool(engine.traffic_report())
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
+    """Return a torch DeviceMesh of the current device."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = "cpu" if accelerator is None else accelerator.type
+    return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+
+
+def has_all_gather_into_tensor() -> bool:
+    """Return True: torch has it, as ``has_reduce_scatter_tensor`` and the others ask."""
+    return True
+
+
+has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = has_all_gather_into_tensor

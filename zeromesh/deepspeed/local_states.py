@@ -1,0 +1,112 @@
+"""This rank's own elements of parameters, gradients and optimizer states: ``deepspeed.utils.safe_get_local_*``.
+
+DeepSpeed's partition of a parameter is equal on all ranks, and padded. Here it is what the rank updates, which may be
+all of a parameter, a part of it, or nothing. All functions are collective.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zeromesh import zero
+from zeromesh.engine import Engine
+from zeromesh.model.piece import Piece
+from zeromesh.shard.flat import Flat
+from zeromesh.shard.sharded import Pick
+
+
+def _engine(parameter: nn.Parameter) -> Engine:
+    engine = zero.engine_of(parameter)
+    if engine is None:
+        raise ValueError("the parameter belongs to no engine; pass one of the model that initialize was given")
+    return engine
+
+
+def _local(parameter: nn.Parameter, pick: Pick) -> torch.Tensor | None:
+    """Return a copy of this rank's elements of a state: 1-D, empty if it has none; None for a frozen parameter."""
+    if zero.is_elsewhere(parameter):
+        return None
+    _, flat, index = zero.place_of(parameter)
+    _engine(parameter).sharded.take_changes()
+    flat.load_states()
+    if not flat.layout.trainable:
+        return None
+    found = next((pick(flat, local, piece) for at, local, piece in flat.pieces if at == index), flat.master[:0])
+    return None if found is None else found.detach().reshape(-1).clone()
+
+
+def _set_local(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
+    present = _local(parameter, pick)
+    if present is None:
+        raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has no such state on this rank to be changed")
+    if value.numel() != present.numel():
+        raise ValueError(f"this rank has {present.numel()} elements of the parameter, the value given {value.numel()}")
+    _, flat, index = zero.place_of(parameter)
+    flat.load_states(write=True)
+    for at, local, piece in flat.pieces:
+        target = pick(flat, local, piece) if at == index else None
+        if target is not None:
+            with torch.no_grad():
+                target.view(-1).copy_(value.reshape(-1))
+
+
+def _gradient(flat: Flat, local: slice, piece: Piece) -> torch.Tensor | None:
+    return None if flat.gradient is None or flat.gradient.shard is None else flat.gradient.shard[local]
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's elements of a parameter's master: 1-D, perhaps empty; None if the parameter is frozen."""
+    return _local(param, lambda flat, local, piece: piece.parameter)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's elements of the mean gradient; None where there is none. As ``safe_get_full_grad``."""
+    if zero.is_elsewhere(param):
+        return None
+    engine = _engine(param)
+    if not engine.sharded.reducer.begun:
+        return None
+    engine.sharded.reducer.complete()
+    found = _local(param, _gradient)
+    return None if found is None else found * engine.gradient_factor
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Return this rank's elements of one of the optimizer's states; None before the first update."""
+    return _local(param, lambda flat, local, piece: zero.state_of(param, piece, optim_state_key))
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Change this rank's elements of a parameter and its master. Every rank calls it, each with its own values.
+
+    Raises:
+        ValueError: the number of elements is another one, or the parameter is frozen or another stage's.
+    """
+    _set_local(param, value, lambda flat, local, piece: piece.parameter.data)
+    _engine(param).sharded.publish()
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Change this rank's elements of the mean gradient before ``step``.
+
+    Raises:
+        ValueError: as ``safe_set_local_fp32_param``.
+        RuntimeError: this is not between backward and ``step``.
+    """
+    engine, (_, flat, index) = _engine(param), zero.place_of(param)
+    if not engine.sharded.reducer.begun:
+        raise RuntimeError("there is no gradient to change; call this between backward and step")
+    engine.sharded.reducer.complete()
+    _set_local(param, value / engine.gradient_factor, _gradient)
+    if flat.gradient is not None:
+        flat.gradient.used[index] = True
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Change this rank's elements of one of the optimizer's states.
+
+    Raises:
+        ValueError: as ``safe_set_local_fp32_param``, or the optimizer has no such state yet.
+    """
+    _set_local(param, value, lambda flat, local, piece: zero.state_of(param, piece, optim_state_key))

@@ -1,0 +1,71 @@
+"""``deepspeed.utils.groups``: the ranks along the axes of the newest engine's mesh; before there is one, all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from zeromesh.zero import newest_engine
+
+AXES = {
+    "data_parallel": "data",
+    "sequence_data_parallel": "shard",
+    "model_parallel": "tensor",
+    "tensor_model_parallel": "tensor",
+    "sequence_parallel": "context",
+    "pipeline_parallel": "pipeline",
+}
+"""Group of the mesh for each of DeepSpeed's."""
+
+_EXPERTS = "there are no experts yet, and so no groups of them; train a dense model"
+
+# Groups of one rank, by the default group with which they end.
+_alone: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def _group(kind: str) -> Any:
+    """Return torch's group of this rank along an axis."""
+    engine = newest_engine()
+    if engine is None:
+        found = dist.group.WORLD if kind in ("data_parallel", "sequence_data_parallel") else None
+    else:
+        found = engine.mesh.group(AXES[kind]).process_group
+    if found is None:
+        world = dist.group.WORLD
+        if world is None:
+            raise RuntimeError(f"there is no {kind} group yet; call initialize or init_distributed first")
+        if world not in _alone:
+            # Made by each rank for itself, where an ordinary group needs all of them.
+            _alone[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        found = _alone[world]
+    return found
+
+
+_ANSWERS: dict[str, Callable[[str], Any]] = {
+    "group": _group,
+    "world_size": lambda kind: dist.get_world_size(_group(kind)),
+    "rank": lambda kind: dist.get_rank(_group(kind)),
+    "group_ranks": lambda kind: dist.get_process_group_ranks(_group(kind)),
+    "src_rank": lambda kind: dist.get_process_group_ranks(_group(kind))[0],
+}
+"""Ends of the names of functions; ``get_data_parallel_rank`` is ``get``, one of ``AXES``, and one of these."""
+
+
+def __getattr__(name: str) -> Any:
+    for end in sorted(_ANSWERS, key=len, reverse=True):
+        kind = name.removeprefix("_").removeprefix("get_").removesuffix(f"_{end}")
+        if "get_" in name and name.endswith(f"_{end}"):
+            if kind in AXES:
+                return lambda: _ANSWERS[end](kind)
+            if kind.startswith(("expert", "max_expert")):
+                raise NotImplementedError(f"groups.{name}: {_EXPERTS}")
+    raise AttributeError(f"groups has no {name!r}; it has get_X_Y, X of {', '.join(AXES)}, Y of {', '.join(_ANSWERS)}")
+
+
+def initialize(ep_size: int = 1, mpu: Any = None) -> None:
+    """Accept DeepSpeed's call that makes groups of experts; the mesh has all other groups."""
+    if ep_size != 1 or mpu is not None:
+        raise NotImplementedError(f"groups.initialize(ep_size={ep_size}, mpu={mpu}): {_EXPERTS}")
