@@ -90,7 +90,7 @@ REFUSED = {
     "init_inference": "use an engine for inference, such as vLLM, on what engine.save_16bit_model() writes",
     "InferenceEngine": "use an engine for inference, such as vLLM, on what engine.save_16bit_model() writes",
     "DeepSpeedHybridEngine": "generate with engine.generate() or zero.unwrap_model_for_generation(engine)",
-    "module_inject": f"set {keys.TENSOR_RANKS} in the configuration, which splits the layers of a model (docs/tensor.md)",
+    "module_inject": f"set {keys.TENSOR_RANKS} in the configuration, which splits layers (docs/tensor.md)",
     "replace_transformer_layer": "use the model's own layers, under torch.compile if they should be fused",
     "DeepSpeedTransformerLayer": "use torch.nn.TransformerEncoderLayer, or the model's own layers",
     "DeepSpeedTransformerConfig": "use torch.nn.TransformerEncoderLayer, or the model's own layers",
