@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "batches",
         "computation",
+        "curriculum",
         "reports",
         "training_data",
         "pretrained",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zeromesh import batches
+from zeromesh.curriculum import LengthCurriculum
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import map_tensors
 from zeromesh.model.precision import Precision
@@ -39,11 +40,13 @@ class Computation:
     def __init__(
         self, sharded: ShardedModel, precision: Precision, observer: Observer,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None, sizes: batches.MicroBatchSizes, explain: Callable[[], str],
+        curriculum: LengthCurriculum | None = None,
     ) -> None:  # fmt: skip
         # No reference to the engine: hooks of the model lead here, and the engine goes away with its last user.
         self._sharded, self._model, self._mesh = sharded, sharded.model, sharded.mesh
         self._precision, self._observer, self._loss_fn = precision, observer, loss_fn
         self._sizes, self._explain = sizes, explain
+        self.curriculum = curriculum  # None: samples are used as they are
         self._sharing = [axis for axis in ("tensor", "context") if self._mesh.sizes[axis] > 1]
         self._has_stages = self._mesh.sizes["pipeline"] > 1
         self._has_compared = False
@@ -66,6 +69,8 @@ class Computation:
                 self._note_inputs((args, kwargs))
             if self._model.training and not self._has_stages:
                 self._sizes.compare((args, kwargs))
+        if self.curriculum is not None and self._model.training:
+            args, kwargs = self.curriculum.for_model(args, kwargs)
         args, kwargs = cast_inputs((args, kwargs), self._precision)
         # ``unwinding`` resets the model's hooks where an error leaves its forward in the middle.
         with self._computing(), self._sharded.events.unwinding(), autocast(self._mesh.device, self._precision):
@@ -83,6 +88,8 @@ class Computation:
     def loss(self, batch: Any) -> torch.Tensor:
         """Return the loss of a micro-batch, which is moved to the device; see ``batches.loss_of``."""
         moved = map_tensors(batch, lambda tensor: tensor.to(self._mesh.device, non_blocking=True))
+        if self.curriculum is not None and self._model.training:
+            moved = self.curriculum.cut(moved)  # with the labels of ``loss_fn``, which the model does not see
         return batches.loss_of(moved, self.forward, self._loss_fn, isinstance(self._model, Chain))
 
     def differentiate(

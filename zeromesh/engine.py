@@ -167,6 +167,7 @@ class Engine(Batching, Answers, Saving):
         # Skipped updates count, too, as in DeepSpeed: the micro-batches are used up.
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
+        self._begin_update()
         if self.training_dataloader is not None:
             self.data_position = self.training_dataloader.position
         if self._update.apply(agreement, self.global_steps):

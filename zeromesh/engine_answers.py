@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeromesh import reports
+from zeromesh.curriculum import LengthCurriculum
 from zeromesh.engine_state import EngineState
 from zeromesh.observe.monitors import Monitor
 
@@ -74,6 +75,15 @@ class Batching(EngineState):
 
 class Answers(EngineState):
     """Values of a run so far."""
+
+    @property
+    def curriculum_scheduler_legacy(self) -> LengthCurriculum | None:
+        """Curriculum over the length of samples, whose ``get_current_difficulty()`` is that of the next update."""
+        return self._computation.curriculum
+
+    def curriculum_enabled_legacy(self) -> bool:
+        """Return whether samples are cut to the length of a curriculum."""
+        return self._computation.curriculum is not None
 
     @property
     def monitor(self) -> Monitor:

@@ -113,6 +113,11 @@ class EngineState:
         """Take the counters of a checkpoint."""
         self.global_steps, self.global_samples, self.micro_steps = global_steps, global_samples, micro_steps
         self._update.resume(skipped_steps)
+        self._begin_update()
+
+    def _begin_update(self) -> None:
+        if self._computation.curriculum is not None:
+            self._computation.curriculum.begin(self.global_steps + 1)
 
     def resume_data(self) -> None:
         """Take the loader's position, which a checkpoint has set, as that of the last update."""

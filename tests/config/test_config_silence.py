@@ -42,30 +42,57 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_initialize_names_what_auto_has_become(caplog: pytest.LogCaptureFixture) -> None:
-    config = {
+    config: dict[str, Any] = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": 0.5}},
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.25, "betas": "auto", "weight_decay": 0.5}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
     }
     zeromesh.initialize(model=nn.Linear(2, 1), config=config)
     (message,) = warnings(caplog)
+    assert "\n" not in message
     for line in (
         "train_batch_size = 4",
         "gradient_accumulation_steps = 1",
         "gradient_clipping = 0.0",
-        "bf16.enabled = false",
-        "optimizer.params.lr = 0.001",
+        "fp16.enabled = false",
         "optimizer.params.betas = [0.9, 0.999]",
         "scheduler.params.warmup_num_steps = the default of WarmupLR",
     ):
-        assert f"\n  {line}\n" in message
+        assert f" {line}" in message
     assert "reduce_bucket_size" not in message, "it has no effect, whatever it is"
     assert "micro_batch_size_per_gpu" not in message
+
+
+UNFILLED: list[tuple[dict[str, Any], str]] = [
+    ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr"),
+    ({"bf16": {"enabled": "auto"}}, "bf16.enabled"),
+    ({"fp16": {"enabled": "auto"}}, "fp16.enabled"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}, "scheduler.params.warmup_max_lr"),
+]
+
+
+@pytest.mark.parametrize(("config", "path"), UNFILLED)
+def test_initialize_refuses_what_decides_the_result_and_is_auto(config: dict[str, Any], path: str) -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match=f'{path} = "auto": write .* A Trainer fills in') as caught:
+        zeromesh.initialize(model=model, config=ADAM | config)
+    assert len(caught.value.problems) == 1
+    assert type(model.weight) is nn.Parameter
+
+
+def test_auto_decides_nothing_where_the_user_passes_the_object_itself() -> None:
+    model = nn.Linear(2, 1)
+    config = {"optimizer": UNFILLED[0][0]["optimizer"], "scheduler": UNFILLED[3][0]["scheduler"]}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    _, used, _, schedule = zeromesh.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    assert (used.param_groups[0]["lr"], schedule) == (0.5, scheduler)
 
 
 def test_nothing_is_said_where_nothing_is_auto(caplog: pytest.LogCaptureFixture) -> None:
@@ -79,6 +106,8 @@ ON: list[dict[str, Any]] = [
     {"compression_training": {"enabled": False, "parts": [{"enabled": "yes"}]}},
     {"sparse_attention": {"mode": "fixed", "block": 16}},
     {"sparse_attention": {"enabled": True}},
+    {"sparse_attention": {}},  # DeepSpeed has no switch in it, and takes the mode "fixed"
+    {"sparse_attention": {"enabled": False, "mode": "fixed"}},
     {"zero_optimization": {"stage": 2, "zeropp_loco_param": {"err_beta": 0.8}}},
     {"amp": {"enabled": True}},
     {"vocabulary_size": 50257},
@@ -89,7 +118,6 @@ OFF: list[dict[str, Any]] = [
     {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}},
     {"compression_training": {}},
     {"sparse_attention": None},
-    {"sparse_attention": {"enabled": False, "mode": "fixed"}},
     {"amp": {"opt_level": "O1"}},
     {"elasticity": {"enabled": False}},
     {"vocabulary_size": None},

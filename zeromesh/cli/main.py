@@ -110,6 +110,21 @@ def inspect(
         raise typer.Exit(FAILED)
 
 
+@app.command()
+def config(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="A JSON file in DeepSpeed's format.")],
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Write the file anew, as zeromesh reads it, and each change to stderr.")
+    ] = False,
+) -> None:
+    """Show the settings of a configuration, or make one for DeepSpeed load here."""
+    with _errors():
+        from zeromesh.cli.config import fix as rewrite
+        from zeromesh.cli.config import show
+
+        (rewrite if fix else show)(path)
+
+
 # What follows SCRIPT belongs to it, options too.
 @app.command(context_settings={"allow_interspersed_args": False})
 def launch(

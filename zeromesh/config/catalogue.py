@@ -58,7 +58,7 @@ def children(entries: dict[str, Entry], section: str) -> list[str]:
     return [name for name in paths if "." not in name]
 
 
-def _suggest(entries: dict[str, Entry], path: str) -> str | None:
+def suggest(entries: dict[str, Entry], path: str) -> str | None:
     """Return the known path nearest to an unknown one: in its own section, else anywhere by its last name."""
     section, _, name = path.rpartition(".")
     prefix = f"{section}." if section else ""
@@ -156,7 +156,10 @@ def _sentences(detail: ErrorDetails, entries: dict[str, Entry]) -> list[str]:
 
 
 def _unknown(path: str, entries: dict[str, Entry]) -> str:
-    suggestion = _suggest(entries, path)
+    if path in entries:  # a key of the top level whose name has dots
+        above, _, name = path.rpartition(".")
+        return f"{path} is a path, and keys are nested; write {name} inside of {above}"
+    suggestion = suggest(entries, path)
     if suggestion:
         return f"{path} is not a known key; did you mean {suggestion}?"
     section = path.rpartition(".")[0]

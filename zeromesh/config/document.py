@@ -1,17 +1,24 @@
-"""Reading of a configuration, from a path or a dict: no key twice, one name per key, nothing that means "unset"."""
+"""Reading of a configuration, from a path or a dict: no comments, no key twice, one name per key, nothing "unset"."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zeromesh.config.curriculum import sampled_by_length
 from zeromesh.config.errors import ConfigError, show
 from zeromesh.config.tables import RENAMED, UNSET
 
+SCHEMA = "$schema"  # key by which a file names its schema for the user's editor
 DEEPEST = 50  # levels of objects and lists; far below Python's limit of recursion, which later steps rely on
+
+# Strings come first, so that what looks like a comment inside one stays. A comma may stand before a closing bracket.
+_BEYOND_JSON = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?P<comment>//[^\n]*|#[^\n]*|/\*.*?\*/)', re.DOTALL)
+_LAST_COMMA = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?P<comma>,)(?=\s*[}\]])', re.DOTALL)
 
 _TOO_DEEP = f"is nested more than {DEEPEST} levels deep, or holds itself; keys are at most 6 levels deep"
 
@@ -31,9 +38,9 @@ def read_document(source: str | Path | Mapping[str, Any], overrides: Sequence[st
         ConfigError: no such file, not JSON, not an object, a key twice, or an override that cannot be read.
     """
     document = whole_document(source, overrides)
-    document.pop("$schema", None)  # a file names it for the user's editor
+    document.pop(SCHEMA, None)
     cleaned: dict[str, Any] = _without_unset(document)
-    return cleaned
+    return sampled_by_length(cleaned)
 
 
 def whole_document(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -73,10 +80,20 @@ def read_object(path: Path) -> dict[str, Any]:
     return document
 
 
+def plain_json(text: str) -> str:
+    """Return a text of JSON with blanks for comments (``//``, ``#``, ``/* */``) and last commas, as in Hjson."""
+
+    def blank(found: re.Match[str]) -> str:
+        # Lines keep their numbers and columns, which errors name.
+        return re.sub(r"[^\n]", " ", found[0]) if found.lastgroup else found[0]
+
+    return _LAST_COMMA.sub(blank, _BEYOND_JSON.sub(blank, text))
+
+
 def _parse(text: str, source: str) -> Any:
     """Return the value of a JSON text; raise JSONDecodeError, or ConfigError if its size is a problem."""
     try:
-        value = json.loads(text, object_pairs_hook=_from_pairs)
+        value = json.loads(plain_json(text), object_pairs_hook=_from_pairs)
     except json.JSONDecodeError:
         raise
     except RecursionError:
@@ -107,20 +124,27 @@ def _syntax_problem(text: str, error: json.JSONDecodeError) -> str:
     hint = ""
     if not text[error.pos :].strip():
         hint = "; the text ends too early: a bracket is not closed"
-    elif text[error.pos :].startswith(("//", "#", "/*")) or line.startswith(("//", "#", "/*")):
-        hint = "; JSON has no comments, take this one out"
+    elif text[error.pos :].startswith("/*"):
+        hint = "; this comment is not closed by */"
     elif "double quotes" in error.msg:
-        hint = "; keys are in double quotes, and the last one has no comma after it"
+        hint = "; keys are in double quotes"
     elif text[error.pos :].startswith(("True", "False", "None")):
         hint = "; JSON writes true, false and null"
     return f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}: {show(line)}{hint}"
 
 
 def _from_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Files have several keys that are comments, all of one name.
+    pairs = [(key, value) for key, value in pairs if not _is_comment(key, value)]
     document = _Repeated(pairs)
     keys = [key for key, _ in pairs]
     document.repeated = tuple(dict.fromkeys(key for key in keys if keys.count(key) > 1))
     return document
+
+
+def _is_comment(key: Any, value: Any) -> bool:
+    """Return whether a key of an object is a comment: ``_comment``, ``_comment_batch``, ``//`` or ``comment``."""
+    return str(key).startswith(("_comment", "//")) or (key == "comment" and not isinstance(value, Mapping))
 
 
 def _check_repeated(document: Any, source: str) -> None:
@@ -142,7 +166,7 @@ def _repeated_paths(value: Any, prefix: str) -> list[str]:
 def _copy(value: Any) -> Any:
     # Settings must not change when the caller's dict does.
     if isinstance(value, Mapping):
-        return {str(key): _copy(item) for key, item in value.items()}
+        return {str(key): _copy(item) for key, item in value.items() if not _is_comment(key, item)}
     if isinstance(value, list | tuple):
         return [_copy(item) for item in value]
     return str(value) if isinstance(value, Path) else value

@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
 from zeromesh.config.errors import nearest, show
 
 OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "adagrad", "sgd", "muon")  # ours, in any letter case
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "WSD")  # ours, in any case
 
-# Optimizers of DeepSpeed that are not here, by what to use instead, with the reason why that does as well.
-_INSTEAD = (
-    ("fusedadam cpuadam deepspeedcpuadam", "adam or adamw", "; torch's fused update is taken where there is one"),
-    ("fusedlamb", "lamb", "; torch's fused update is taken where there is one"),
-    ("fusedlion cpulion deepspeedcpulion", "lion", "; torch's fused update is taken where there is one"),
-    ("cpuadagrad deepspeedcpuadagrad", "adagrad", "; torch's fused update is taken where there is one"),
-    ("onebitadam zerooneadam", "adam", "; gradients travel in 16 bits under fp16 or bf16"),
-    ("onebitlamb", "lamb", "; gradients travel in 16 bits under fp16 or bf16"),
-    ("muadam", "adam", ", and pass parameter groups with muP's learning rates to initialize"),
-    ("muadamw", "adamw", ", and pass parameter groups with muP's learning rates to initialize"),
-    ("musgd", "sgd", ", and pass parameter groups with muP's learning rates to initialize"),
+
+class Counterpart(NamedTuple):
+    """The optimizer here that makes the same update as one of DeepSpeed, without its approximations."""
+
+    name: str
+    why: str
+    without: tuple[str, ...] = ()  # arguments that it has no use for
+    params: Mapping[str, Any] = MappingProxyType({})  # arguments that it needs
+
+
+_FUSED = "torch's fused update is taken where there is one"
+_WIRE = "its gradients are exact, and travel in 16 bits under fp16 or bf16"
+_MUP = "pass parameter groups with muP's learning rates to initialize, which sets none"
+_COMPRESSION = (
+    "freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler", "local_step_scaler",
+    "local_step_clipper", "pipeline_enable_split", "bias_correction",
+)  # fmt: skip
+_LAMB = ("coeff_beta", "factor_max", "factor_min", "factor_threshold")
+
+# Adam of the package mup is torch's, whose weight decay is part of the gradient.
+_ROWS = (
+    ("fusedadam cpuadam deepspeedcpuadam", Counterpart("adam", _FUSED)),
+    ("fusedlamb", Counterpart("lamb", _FUSED)),
+    ("fusedlion cpulion deepspeedcpulion", Counterpart("lion", _FUSED)),
+    ("cpuadagrad deepspeedcpuadagrad", Counterpart("adagrad", _FUSED)),
+    ("onebitadam zerooneadam", Counterpart("adam", _WIRE, _COMPRESSION)),
+    ("onebitlamb", Counterpart("lamb", _WIRE, _COMPRESSION + _LAMB)),
+    ("muadam", Counterpart("adam", _MUP, params={"adam_w_mode": False})),
+    ("muadamw", Counterpart("adamw", _MUP)),
+    ("musgd", Counterpart("sgd", _MUP)),
 )
-GONE_OPTIMIZERS = {name: f"use {plain}{why}" for names, plain, why in _INSTEAD for name in names.split()}
+EXACT_OPTIMIZERS = {name: row for names, row in _ROWS for name in names.split()}
+"""Optimizers of DeepSpeed that are not here, in lower case, to what to use instead."""
 
 
 GONE_PARTITIONS = {"time": "use best, which balances counted operations, or list the first block of each stage"}
@@ -38,8 +62,9 @@ def check_optimizer(name: str) -> str:
     # Imported late, because the command line reads settings before anything needs torch.
     import torch
 
-    if name.lower() in GONE_OPTIMIZERS:
-        raise ValueError(f"is not available; {GONE_OPTIMIZERS[name.lower()]}")
+    row = EXACT_OPTIMIZERS.get(name.lower())
+    if row is not None:
+        raise ValueError(f"is not available; use {row.name}: {row.why}")
     return _check(name, OPTIMIZERS, public_classes(torch.optim, torch.optim.Optimizer), "torch.optim")
 
 

@@ -6,18 +6,28 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeromesh.config.automatic import planned_keys
 from zeromesh.config.document import is_unset, whole_document
-from zeromesh.config.errors import show
+from zeromesh.config.errors import ConfigError, show
 from zeromesh.config.section import Section
-from zeromesh.config.tables import UNREAD, look_up, sections_of
+from zeromesh.config.tables import UNREAD, UNSET, look_up, sections_of
+
+if TYPE_CHECKING:
+    from zeromesh.config.settings import Settings
 
 _log = logging.getLogger("zeromesh")
 
 # For these "auto" has a meaning of its own, so that there is nothing to warn of.
 DOCUMENTED = ("model.vocab_size", "data.vocabulary_size", "run.resume")
+
+
+TABLES = ("optimizer.params", "scheduler.params")
+"""Sections of arguments, whose defaults are those of the class."""
+
+
+PRECISIONS = ("fp16.enabled", "bf16.enabled")
 
 
 def jsonable(value: Any) -> Any:
@@ -61,11 +71,50 @@ def changes(before: Section, now: Section, free: Set[str]) -> list[str]:
     ]
 
 
+def autos(source: str | Path | Mapping[str, Any] | Section, overrides: Sequence[str] = ()) -> list[str]:
+    """Return the path of each key that is "auto", has an effect, and is not the planner's."""
+    if isinstance(source, Section):
+        return []  # settings have no such keys any more
+    filled = planned_keys(source, overrides)
+    return [
+        path
+        for path, value in leaves_of(whole_document(source, overrides))
+        if is_unset(value) and path not in DOCUMENTED and path not in filled and sections_of(path).isdisjoint(UNREAD)
+    ]
+
+
+def refuse_unfilled(
+    source: str | Path | Mapping[str, Any] | Section, settings: Settings, overrides: Sequence[str] = (),
+    given: Set[str] = frozenset(),
+) -> None:  # fmt: skip
+    """Raise ConfigError for each key that is "auto" and decides the result: learning rates and the precision.
+
+    Args:
+        source: the configuration, as it was given.
+        settings: made from it.
+        overrides: as given with the configuration.
+        given: sections in whose place the user passed an object: ``optimizer``, ``scheduler``.
+    """
+    unfilled = autos(source, overrides)
+    # Where one precision is on, the others cannot be.
+    decided = settings.fp16.enabled or settings.bf16.enabled or settings.torch_autocast.enabled
+    remedies = dict.fromkeys(() if decided else PRECISIONS, "write true, or false for the dtype that the model has")
+    for path in unfilled:
+        section, _, name = path.rpartition(".")
+        # A warmup begins with 0 by default, as it does where a Trainer fills it in.
+        if section in TABLES and section.split(".")[0] not in given and name.endswith("lr") and name != "warmup_min_lr":
+            remedies[path] = "write the learning rate"
+    found = [f'{path} = "{UNSET}": {remedies[path]}' for path in unfilled if path in remedies]
+    if found:
+        found[-1] += f'. A Trainer fills in what is "{UNSET}"; here nothing does, and results depend on it'
+        raise ConfigError(found, str(source) if isinstance(source, str | Path) else "the configuration")
+
+
 def tell_unset(
     source: str | Path | Mapping[str, Any] | Section, settings: Section, used: Mapping[str, Any],
     overrides: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Warn of each key that is "auto", has an effect, and is not the planner's, with the value that it has now.
+    """Warn of what is "auto" in one line, with the value that each key has now.
 
     Args:
         source: the configuration, as it was given.
@@ -73,25 +122,15 @@ def tell_unset(
         used: values by dotted path that are not in the settings, such as ``optimizer.params.lr``.
         overrides: as given with the configuration.
     """
-    if isinstance(source, Section):
-        return  # settings have no such keys any more
-    values, filled = jsonable(settings.model_dump()), planned_keys(source, overrides)
-    lines = [
-        f"\n  {path} = {_value(path, values, used)}"
-        for path, value in leaves_of(whole_document(source, overrides))
-        if is_unset(value) and path not in DOCUMENTED and path not in filled and sections_of(path).isdisjoint(UNREAD)
-    ]
-    if lines:
-        _log.warning(
-            'these keys of the configuration are "auto", which nothing fills in here; they have their defaults, or '
-            "follow from other keys:%s\nwrite the values that you want",
-            "".join(lines),
-        )
+    values = jsonable(settings.model_dump())
+    listed = ", ".join(f"{path} = {_value(path, values, used)}" for path in autos(source, overrides))
+    if listed:
+        _log.warning('keys that are "auto" have their defaults, or follow from others: %s', listed)
 
 
 def _value(path: str, values: Mapping[str, Any], used: Mapping[str, Any]) -> str:
     if path in used:
         return show(used[path])
-    if path.startswith(("optimizer.params.", "scheduler.params.")):
+    if path.startswith(TABLES):
         return f"the default of {look_up(values, path.split('.')[0] + '.type')[1]}"
     return show(look_up(values, path)[1])

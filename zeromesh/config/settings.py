@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import ValidationError, model_validator
 
 from zeromesh.config import parts, train
 from zeromesh.config.batch import solve_batch, solve_mesh
 from zeromesh.config.catalogue import Entry, catalogue, explain
+from zeromesh.config.curriculum import Curriculum
 from zeromesh.config.document import read_document
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.printing import jsonable
@@ -35,6 +36,7 @@ from zeromesh.config.section import (
 from zeromesh.config.tables import (
     NOT_YET,
     WITHOUT_EFFECT,
+    efficiency_problems,
     gone_problems,
     not_yet_problems,
     without_effect,
@@ -74,6 +76,15 @@ class Settings(Section):
         "Divide gradients by this before they are reduced, and by the rest of the mean after. Null: by the number of "
         "data-parallel ranks where that is exact, else 1 (DeepSpeed's default is 1).",
     )
+    gradient_allreduce_op: Literal["mean", "sum"] = key(
+        "mean", "Gradients of the data-parallel ranks are averaged, or added up as for a loss over all samples."
+    )
+    managed_gradient_accumulation: bool = key(
+        True,
+        "Count the micro-batches of an update. False: every step() is an update, of the sum of the backwards since the "
+        "last one.",
+    )
+    curriculum_learning: Curriculum = Curriculum()
     chunked_loss: bool = key(
         False,
         "Compute the loss of a head over the vocabulary in chunks of tokens, without all logits at once. It is always "
@@ -284,6 +295,15 @@ class Settings(Section):
             found.append("model and huggingface both describe the model to train; keep one of them")
         if self.lora is not None and self.huggingface is None:
             found.append("lora needs a model of transformers; name its folder with huggingface.path")
+        if not self.managed_gradient_accumulation and (self.gradient_accumulation_steps or 1) > 1:
+            found.append(
+                f"managed_gradient_accumulation is false, so that every step() is an update, but "
+                f"gradient_accumulation_steps is {self.gradient_accumulation_steps}; leave it out, or set it to 1"
+            )
+        if self.curriculum_learning.enabled and self.model_sizes["pipeline"] > 1:
+            found.append(
+                "curriculum_learning cuts samples, and stages exchange activations of one size; set mesh.pipeline to 1"
+            )
         if found:
             raise ConfigError(found)
         return self
@@ -326,7 +346,8 @@ def _validate(document: dict[str, Any], source: str) -> Settings:
     except ValidationError as error:
         found = explain(error, entries())
     # All problems come in one error, so that a file is mended once.
-    found = [*found, *gone_problems(document), *not_yet_problems(document, found)]
+    found = [*found, *gone_problems(document), *efficiency_problems(document)]
+    found += not_yet_problems(document, found)
     if found or settings is None:
         raise ConfigError(found, source)
     return settings

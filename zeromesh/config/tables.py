@@ -97,7 +97,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "autotuning": "settings are not searched for",
     "hybrid_engine": "there is no engine for generation",
     "compile": "the compiler passes of DeepSpeed are not here; compile the model's blocks with torch.compile",
-    "data_efficiency": "samples are taken as the loader gives them",
+    "data_efficiency": "samples are taken as the loader gives them, except for a curriculum over their length",
     "expert_parallel": "there is no expert parallelism in this version",
     "tensor_parallel.dtype": "the model keeps its dtype",
     "tensor_parallel.tp_overlap_comm": "communication always overlaps with compute where the backend can",
@@ -190,20 +190,33 @@ NOT_YET: dict[str, NotYet] = {
     "aio.use_gds": NotYet(_OFF, "files that go to a GPU past the host"),
     "weight_quantization": NotYet(({"enabled": False}, None), "quantised weights"),
     "data_types.keep_in_fp32_modules": NotYet((None, []), "modules that stay in fp32 in a 16-bit run"),
-    "gradient_allreduce_op": NotYet(("mean",), "the sum of gradients instead of their mean"),
-    "managed_gradient_accumulation": NotYet((True,), "accumulation left to the training loop"),
     "fp16.fp16_master_weights_and_grads": NotYet(_OFF, "a master in 16 bits"),
     "bf16.bf16_master_weights_and_grads": NotYet(_OFF, "a master in 16 bits"),
     "bf16.bf16_optimizer_states": NotYet(_OFF, "an optimizer state in 16 bits"),
     "data_types.param_dtype": NotYet((None,), "a dtype for parameters beside fp16 and bf16"),
     "checkpoint.load_universal": NotYet(_OFF, "loading DeepSpeed's universal checkpoints (ours load under any layout)"),
     "compile.deepcompile": NotYet(_OFF, "compiler passes on the whole graph"),
-    "data_efficiency.enabled": NotYet(_OFF, "choosing samples and tokens by difficulty"),
     "hybrid_engine.enabled": NotYet(_OFF, "generation between training steps"),
     "autotuning.enabled": NotYet(_OFF, "a search for settings"),
     "datastates_ckpt": NotYet((False, None), "a second writer of checkpoints"),
 }
 """Keys that need something this version does not have; a row goes when it comes."""
+
+_MASTER = "masters and states are kept in fp32, which is exact and takes 4 to 8 bytes more for each parameter"
+
+EXACT: dict[str, str] = {
+    "autotuning.enabled": "train with the values as they stand; zeromesh plan chooses a layout",
+    "compile.deepcompile": "it changes speed alone; compile the model's blocks with torch.compile",
+    "hybrid_engine.enabled": "the model generates between training steps without an engine of its own",
+    "aio.use_gds": "files go to a GPU by way of the host",
+    "zero_optimization.zenflow": "every update is exact here; update_during_backward hides it",
+    "zero_optimization.zeropp_loco_param": "gradients are reduced without it; it corrects their rounding",
+    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights are kept as they are",
+    "fp16.fp16_master_weights_and_grads": _MASTER,
+    "bf16.bf16_master_weights_and_grads": _MASTER,
+    "bf16.bf16_optimizer_states": _MASTER,
+}
+"""Keys that ``adopt`` leaves out, and why a run without them computes the same, or more exactly."""
 
 GONE: dict[str, str] = {
     "fp32_allreduce": "use communication_data_type",
@@ -215,7 +228,6 @@ GONE: dict[str, str] = {
     "sparse_attention": "use attention that is part of the model",
     "elasticity": "set the batch sizes directly",
     "graph_harvesting": "compile the model's blocks with torch.compile",
-    "curriculum_learning": "order the samples in the loader",
     "progressive_layer_drop": "drop layers in the model",
     "zero_optimization.zeropp_loco_param": "use communication_data_type for fewer bits on the wire",
     "zero_optimization.offload_optimizer.inexact_delay_after": "updates are exact; update_during_backward hides them",
@@ -227,7 +239,7 @@ GONE: dict[str, str] = {
 """Keys of DeepSpeed, or of earlier versions, that are refused unless they are switched off, and what to do instead."""
 
 ON_IF_THERE = ("sparse_attention", "zero_optimization.zeropp_loco_param")
-"""Keys of ``GONE`` that are switched on by being there."""
+"""Keys of ``GONE`` that any object switches on, since they have no switch inside."""
 
 # mesh.expert stays: it is an axis of the mesh, whose sizes are multiplied.
 UNREAD = frozenset({*GONE, *WITHOUT_EFFECT, *NOT_YET}) - {"mesh.expert"}
@@ -258,6 +270,24 @@ def not_yet_problems(document: Mapping[str, Any], known: Sequence[str]) -> list[
     return problems
 
 
+_EFFICIENCY = {
+    "data_routing": "random-LTD, which drops tokens in layers, is not available; leave it out",
+    "data_sampling": "choosing samples by difficulty is not available, except a curriculum over the length alone (one "
+    "metric, seqlen, with clustering_type single_cluster); order the samples in the loader",
+}
+
+
+def efficiency_problems(document: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each part of ``data_efficiency`` that is on; none counts unless the section is."""
+    found = look_up(document, "data_efficiency")[1]
+    if not isinstance(found, Mapping):
+        return [f"data_efficiency = {show(found)}: must be an object; leave it out"] if found else []
+    if found.get("enabled") in (None, False):
+        return []
+    on = [name for name in _EFFICIENCY if _enables(found.get(name))]
+    return [f"data_efficiency.{name}: {_EFFICIENCY[name]}" for name in on]
+
+
 def gone_problems(document: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each key that is refused."""
     found = {path: look_up(document, path) for path in GONE}
@@ -273,7 +303,8 @@ def without_unread(section: Mapping[str, Any], prefix: str = "") -> dict[str, An
     return {
         key: without_unread(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
         for key, value in section.items()
-        if f"{prefix}{key}" not in UNREAD
+        # A key with dots is none of them, though its name is the path of one.
+        if f"{prefix}{key}" not in UNREAD or "." in key
     }
 
 
@@ -296,11 +327,10 @@ def look_up(document: Mapping[str, Any], path: str) -> tuple[bool, Any]:
 
 def _switched_off(path: str, value: Any) -> bool:
     """Return whether a section is false or empty, or an object in which nothing is enabled at any depth."""
+    if path in ON_IF_THERE and isinstance(value, Mapping):
+        return False
     if not isinstance(value, Mapping) or not value:
         return not value
-    # DeepSpeed enables these two by their presence, so they must say enabled: false themselves.
-    if path in ON_IF_THERE:
-        return value.get("enabled", True) is False
     return not _enables(value)
 
 

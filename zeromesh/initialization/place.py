@@ -72,7 +72,8 @@ def shard(
     """Place the model's states over the mesh as the configuration says; see ``ShardedModel`` for the arguments."""
     scaler = LossScaler(settings.precision.loss_scale) if settings.precision.loss_scale else None
     slots = Slots(settings.slots.parameter, settings.slots.gradient)
-    sharding = Sharding(settings.row, settings.precision, slots, settings.units, settings.gradient_predivide)
+    summed = settings.gradient_allreduce_op == "sum"
+    sharding = Sharding(settings.row, settings.precision, slots, settings.units, settings.gradient_predivide, summed)
     part = ModelPart(split or {}) if cut is None else ModelPart(split or {}, cut.tied, cut.idle)
     accumulation = Accumulation(settings.gradient_accumulation_steps, scaler)
     return ShardedModel(model, mesh, sharding, part, accumulation, materialise, prepare)

@@ -24,7 +24,8 @@ from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
 from zeromesh.config.keys import OPTIMIZER_PARAMS
-from zeromesh.config.printing import jsonable, lines_of, tell_unset
+from zeromesh.config.printing import jsonable, lines_of, refuse_unfilled, tell_unset
+from zeromesh.curriculum import LengthCurriculum
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
 from zeromesh.initialization import layout, place, prepare
@@ -63,7 +64,10 @@ def read_configuration(
     model = chosen.model
 
     def read() -> Settings:
-        settings = settings_of(model, Settings.load(chosen.config), mesh)
+        loaded = Settings.load(chosen.config)
+        given = {"optimizer": chosen.optimizer, "scheduler": chosen.scheduler}
+        refuse_unfilled(chosen.config, loaded, given={name for name, own in given.items() if own is not None})
+        settings = settings_of(model, loaded, mesh)
         _check_model(model, chosen.scheduler, settings)
         return settings
 
@@ -269,11 +273,13 @@ def make_engine(
     def explain() -> str:
         return reports.explain(reports.memory(sharded, optimizer, store, plan.before), sharded, optimizer, settings)
 
+    chosen_lengths, precision = settings.curriculum_learning, settings.precision
+    lengths = LengthCurriculum(chosen_lengths, plan.model) if chosen_lengths.enabled else None
     engine = kind(
         Parts(
             sharded=sharded,
             config=settings,
-            computation=Computation(sharded, settings.precision, observer, chosen.loss_fn, sizes, explain),
+            computation=Computation(sharded, precision, observer, chosen.loss_fn, sizes, explain, lengths),
             optimizer=optimizer,
             scheduler=scheduler,
             loader=plan.loader,

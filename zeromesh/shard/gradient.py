@@ -67,6 +67,7 @@ class GradientPolicy:
     # Gradients are divided by it as they arrive, before they are summed over the ranks; None divides by the number of
     # ranks where that is exact, so that the mean costs no pass over memory of its own.
     predivide: float | None = None
+    summed: bool = False  # over the data-parallel ranks, instead of averaged
     # Whether slots and shards keep their memory between updates. Where parameters are sharded it is given back, as
     # activations are at their most when there are no gradients; but not on the host, where there are none.
     kept: bool = True

@@ -42,6 +42,7 @@ class Sharding:
     slots: Slots = field(default_factory=Slots)
     targets: Sequence[str] = ()  # modules that become units, see `find_units`
     predivide: float | None = None  # see `GradientPolicy`
+    summed: bool = False  # see `GradientPolicy`
 
 
 @dataclass(frozen=True)

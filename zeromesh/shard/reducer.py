@@ -81,8 +81,9 @@ class Reducer:
 
     @property
     def factor(self) -> float:
-        """The factor that makes the mean over the ranks of what is kept, but for the loss scale."""
-        return self.predivide / (self._mesh.gradients * self._averaged)
+        """The factor that makes the mean over the ranks, or their sum, of what is kept, but for the loss scale."""
+        shares = self._mesh.gradients / (self._mesh.data_size if self.policy.summed else 1)
+        return self.predivide / (shares * self._averaged)
 
     @property
     def waits(self) -> bool:

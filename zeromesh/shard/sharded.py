@@ -73,7 +73,7 @@ class ShardedModel:
         self.names = {id(p): s.name for f in self.flats for p, s in zip(f.parameters, f.layout.segments, strict=True)}
         policy = GradientPolicy.of(
             row, wire=precision.communicate, accumulate=precision.accumulate, slots=slots.gradient,
-            predivide=sharding.predivide,
+            predivide=sharding.predivide, summed=sharding.summed,
         )  # fmt: skip
         self.link = Link(mesh.device)
         gradients = [flat.gradient for flat in self.flats if flat.gradient]

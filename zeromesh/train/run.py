@@ -20,7 +20,7 @@ from zeromesh.comm.detect import may_restart
 from zeromesh.comm.environment import device_of_group, shutdown
 from zeromesh.comm.failure import RankFailure
 from zeromesh.config.keys import RESUME, SAVE_EVERY
-from zeromesh.config.printing import tell_unset
+from zeromesh.config.printing import refuse_unfilled, tell_unset
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display
 from zeromesh.observe.units import scaled_text
@@ -41,7 +41,9 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
     began = time.time()
     ignore_requests()  # a batch system may send the signal before there is an engine
     overrides = [*overrides, *([f"{RESUME}={json.dumps(resume)}"] if resume else [])]
-    settings = planned(config, overrides, _decided(Settings.load(config, overrides)))
+    loaded = Settings.load(config, overrides)
+    refuse_unfilled(config, loaded, overrides)
+    settings = planned(config, overrides, _decided(loaded))
     if is_first():
         tell_unset(config, settings, {}, overrides)
     # Everything that can be refused is refused here, before the text is read and a rank is started.
