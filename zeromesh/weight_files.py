@@ -1,4 +1,4 @@
-"""Safetensors files of a whole model in a folder, one or several with an index: read in parts, or written."""
+"""Files of a whole model in a folder, one or several with an index: safetensors read in parts, or any written."""
 
 from __future__ import annotations
 
@@ -137,7 +137,10 @@ def some(names: Iterable[str]) -> str:
 
 
 class ExportFiles:
-    """Safetensors files in a folder, which appear under their names when all are complete."""
+    """Files of weights in a folder, which appear under their names when all are complete.
+
+    The end of ``name`` says of which kind: ``.safetensors``, or ``.bin``, which is torch's pickle.
+    """
 
     def __init__(self, folder: Path, name: str, largest: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -161,12 +164,12 @@ class ExportFiles:
         """Write the rest and give the files their names; remove files of an earlier, longer export."""
         if self._state or not self._written:
             self._flush()
-        total, stem = len(self._written), self._name.removesuffix(".safetensors")
+        total, (stem, end) = len(self._written), os.path.splitext(self._name)
         index = self._folder / f"{self._name}.index.json"
         places: dict[str, str] = {}
         for number, (part, names) in enumerate(self._written, start=1):
             # Only now is their number known, which is in their names.
-            final = self._name if total == 1 else f"{stem}-{number:05d}-of-{total:05d}.safetensors"
+            final = self._name if total == 1 else f"{stem}-{number:05d}-of-{total:05d}{end}"
             os.replace(part, self._folder / final)
             places |= dict.fromkeys(names, final)
         if total > 1:
@@ -178,7 +181,7 @@ class ExportFiles:
         else:
             index.unlink(missing_ok=True)
         # Files of an earlier, longer export would make two models of one folder.
-        numbered = rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.safetensors"
+        numbered = rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}{re.escape(end)}"
         for path in _named(self._folder, rf"{re.escape(self._name)}|{numbered}"):
             if path.name not in places.values():
                 path.unlink()
@@ -195,7 +198,10 @@ class ExportFiles:
         part = self._folder / f"{self._name}.{len(self._written):05d}.part"
         self._written.append((part, list(self._state)))  # before it is there, so that ``discard`` finds half a file
         try:
-            save_file(self._state, part, {"format": "pt"})
+            if self._name.endswith(".bin"):
+                torch.save(self._state, part)
+            else:
+                save_file(self._state, part, {"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{part} could not be written: {error}; make room, or choose another folder") from None
         # Before the rename: after a loss of power, a name without its data would pass for a model.

@@ -35,6 +35,15 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
+def checkpoint_with(store: ActivationStore | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Checkpoint a call, as ``checkpoint``; its inputs wait in ``store``, where there is one."""
+    if store is None or not store.active():
+        return checkpoint(function, *args, **kwargs)
+    function, tensors = store.keep(function, args, kwargs)
+    del args, kwargs  # which would hold the inputs while the block computes
+    return checkpoint(function, *tensors)
+
+
 def checkpoint_modules(modules: Iterable[nn.Module], store: ActivationStore | None = None) -> None:
     """Have the forward of each module checkpointed, in place; ``store`` is where inputs wait for the backward."""
     # Their forward and not they themselves: their hooks run around it, once.
@@ -60,11 +69,7 @@ def _without_cache(forward: Callable[..., Any], store: ActivationStore | None, /
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
-    if store is None or not store.active():
-        return checkpoint(forward, *args, **kwargs)
-    function, tensors = store.keep(forward, args, kwargs)
-    del args, kwargs  # which would hold the inputs while the block computes
-    return checkpoint(function, *tensors)
+    return checkpoint_with(store, forward, *args, **kwargs)
 
 
 def _is_cache(value: Any) -> bool:

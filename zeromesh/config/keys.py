@@ -34,12 +34,14 @@ HOST_MEMORY_LIMIT = "host_memory_limit"
 
 KEEP_LAST = "checkpoint.keep_last"
 RECOMPUTED = "activation_checkpointing.targets"
+PROFILE = '"profile": {"enabled": true}'
 PARTITION_ACTIVATIONS = "activation_checkpointing.partition_activations"
 SIZES_OF_AXES = '"mesh": {"data": 4, "tensor": 2}'
 RANKS_PER_NODE = "communication.ranks_per_node"
 GATHERED_BITS = "communication.across_nodes_gather"
 REDUCED_BITS = "communication.across_nodes_reduce"
 CONTEXT_RANKS = "mesh.context"
+SPREAD_SEQUENCES = '"mesh": {"context": 2}, "context_parallel": {"strategy": "ulysses"}'
 ONE_CONTEXT_RANK = f"set {CONTEXT_RANKS} to 1"
 
 PIPELINE_RANKS = "mesh.pipeline"

@@ -6,21 +6,39 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import wraps
+from functools import cache, wraps
+from inspect import isfunction
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zeromesh.comm.detect import Environment
-from zeromesh.comm.environment import shutdown
+from zeromesh.signatures import refuse
 from zeromesh.zero import newest_engine
 
 _log = logging.getLogger("zeromesh")
 
-LOGGING = ("prof", "log_name", "debug")  # arguments of DeepSpeed's log of collectives
+LOGGING = ("prof", "log_name", "debug")
+"""Arguments of DeepSpeed's log of collectives."""
+
+# torch 2.13 gave two functions new names, and warns of the old ones.
+_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+_OTHER = {
+    "inference_all_reduce": "all_reduce",
+    **dict.fromkeys(("all_gather_into_tensor", "allgather_fn"), _GATHER),
+    **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_fn"), _SCATTER),
+}
+"""Functions of torch that do what DeepSpeed's of other names do."""
 
 
+def __getattr__(name: str) -> Any:
+    found = getattr(dist, _OTHER.get(name, name))
+    return _logged(found) if isfunction(found) else found
+
+
+@cache
 def _logged(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of torch's that takes the arguments of DeepSpeed's log, too."""
 
@@ -29,43 +47,6 @@ def _logged(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **{name: value for name, value in kwargs.items() if name not in LOGGING})
 
     return call
-
-
-_SAME = (
-    "all_gather", "all_gather_object", "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single",
-    "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "irecv", "isend", "recv", "reduce",
-    "reduce_scatter", "scatter", "send",
-)  # fmt: skip
-"""Functions that are torch's under the same name."""
-
-_OTHER = {"inference_all_reduce": "all_reduce"}
-"""DeepSpeed's functions, and torch's that do the same."""
-
-
-def __getattr__(name: str) -> Any:
-    if name in _SAME or name in _OTHER:
-        return _logged(getattr(dist, _OTHER.get(name, name)))
-    # torch 2.13 gave these two new names, and warns of the old ones.
-    if name in ("all_gather_into_tensor", "allgather_fn"):
-        return _logged(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
-    if name in ("reduce_scatter_tensor", "reduce_scatter_fn"):
-        return _logged(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)
-    raise AttributeError(f"torch.distributed has {name!r}, or nothing has")
-
-
-def is_initialized() -> bool:
-    """Return whether there is a process group."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def get_rank(group: Any = None) -> int:
-    """Return this process's rank; in a group, its place there."""
-    return dist.get_rank(group)
-
-
-def get_world_size(group: Any = None) -> int:
-    """Return the number of ranks."""
-    return dist.get_world_size(group)
 
 
 def get_local_rank() -> int:
@@ -86,19 +67,6 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
     """Return the ranks of a group, by their place in it."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)
-
-
-def new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Return a new group of some ranks, which all ranks make together, as in torch."""
-    return dist.new_group(ranks, *args, **kwargs)
-
-
-def destroy_process_group(group: Any = None) -> None:
-    """End a group, or all of them."""
-    if group is None:
-        shutdown()
-    else:
-        dist.destroy_process_group(group)
 
 
 def monitored_barrier(
@@ -125,7 +93,10 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
     Raises:
         RuntimeError: there is no engine whose traffic could be shown.
+        ValueError: ``show_straggler`` is True.
     """
+    advice = "engines name slow ranks in the log by themselves"
+    refuse("log_summary", "show_straggler", show_straggler, advice, False)
     engine = newest_engine()
     if engine is None:
         raise RuntimeError("there is no engine whose collectives could be shown; call this after initialize")
@@ -145,12 +116,6 @@ def reset_log() -> None:
         engine.traffic_report(reset=True)
 
 
-def has_comm_data() -> bool:
-    """Return whether any collective has been counted."""
-    engine = newest_engine()
-    return engine is not None and bool(engine.traffic_report())
-
-
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
     """Return a torch DeviceMesh of the current device."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -158,11 +123,3 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = "cpu" if accelerator is None else accelerator.type
     return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
-
-
-def has_all_gather_into_tensor() -> bool:
-    """Return True: torch has it, as ``has_reduce_scatter_tensor`` and the others ask."""
-    return True
-
-
-has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = has_all_gather_into_tensor

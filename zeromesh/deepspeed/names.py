@@ -21,7 +21,33 @@ _ENGINE = f"{OWN}.engine"
 _PARAMETERS = f"{OWN}.parameters"
 _ZERO = "zeromesh.zero"
 _PIPE = "zeromesh.pipe"
-_RECOMPUTE = "zeromesh.activation.checkpoint"
+_RECOMPUTE = f"{OWN}.recompute"
+_UTILITIES = f"{OWN}.utilities"
+_DEVICES = f"{OWN}.devices"
+_OPTIMIZERS = f"{OWN}.optimizers"
+_REPORTING = f"{OWN}.reporting"
+_TIMERS = f"{OWN}.timers"
+
+# Rows that a module and one inside of it have in common.
+_ADAM = {_OPTIMIZERS: "FusedAdam DeepSpeedCPUAdam"}
+_ADAGRAD = {_OPTIMIZERS: "DeepSpeedCPUAdagrad"}
+_LION = {_OPTIMIZERS: "FusedLion DeepSpeedCPULion"}
+_LAMB = {_OPTIMIZERS: "FusedLamb"}
+_LOG = {_UTILITIES: "logger log_dist warning_once set_log_level_from_string"}
+_LEAVES = {
+    f"{OWN}.leaves": "set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "
+    "unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter",
+}
+_STATES = {
+    _ZERO: "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
+    "safe_set_full_grad safe_set_full_optimizer_state safe_update_full_grad_vectorized",
+    f"{OWN}.local_states": "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
+    "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state",
+}
+_PROFILER = {
+    _REPORTING: "FlopsProfiler get_model_profile number_to_string flops_to_string macs_to_string params_to_string "
+    "duration_to_string",
+}
 
 HOMES: dict[str, dict[str, str]] = {
     "": {
@@ -33,19 +59,61 @@ HOMES: dict[str, dict[str, str]] = {
         _PIPE: "PipelineModule",
         "zeromesh.config.errors": "DeepSpeedConfigError=ConfigError",
     },
+    "accelerator": {_DEVICES: "get_accelerator DeepSpeedAccelerator=Accelerator"},
+    "accelerator.abstract_accelerator": {_DEVICES: "DeepSpeedAccelerator=Accelerator"},
+    "checkpoint": {},
+    "checkpoint.utils": {_UTILITIES: "clone_tensors_for_torch_save"},
     "comm": {_GROUP: "init_distributed"},
+    "launcher": {},
+    "launcher.runner": {_UTILITIES: "DEEPSPEED_ENVIRONMENT_NAME"},
+    "monitor": {},
+    "monitor.config": {_REPORTING: "get_monitor_config"},
+    "monitor.monitor": {_REPORTING: "MonitorMaster"},
     "ops": {},
-    "ops.adam": {},
+    "ops.adagrad": _ADAGRAD,
+    "ops.adagrad.cpu_adagrad": _ADAGRAD,
+    "ops.adam": _ADAM,
+    "ops.adam.cpu_adam": _ADAM,
+    "ops.adam.fused_adam": _ADAM,
+    "ops.lamb": _LAMB,
+    "ops.lamb.fused_lamb": _LAMB,
+    "ops.lion": _LION,
+    "ops.lion.cpu_lion": _LION,
+    "ops.lion.fused_lion": _LION,
     "pipe": {_PIPE: "PipelineModule LayerSpec TiedLayerSpec"},
+    "profiling": {},
+    "profiling.flops_profiler": _PROFILER,
+    "profiling.flops_profiler.profiler": _PROFILER,
     "runtime": {},
     "runtime.activation_checkpointing": {},
-    "runtime.activation_checkpointing.checkpointing": {_RECOMPUTE: "checkpoint"},
+    "runtime.activation_checkpointing.checkpointing": {
+        _RECOMPUTE: "checkpoint non_reentrant_checkpoint=checkpoint configure is_configured reset set_num_layers "
+        "partition_activations_in_checkpoint CudaRNGStatesTracker get_cuda_rng_tracker "
+        "model_parallel_cuda_manual_seed",
+    },
     "runtime.base_optimizer": {_PARAMETERS: "DeepSpeedOptimizer ZeROOptimizer=DeepSpeedOptimizer"},
     "runtime.config": {"zeromesh.config.errors": "DeepSpeedConfigError=ConfigError"},
+    "runtime.dataloader": {_UTILITIES: "RepeatingLoader"},
     "runtime.engine": {_ENGINE: "DeepSpeedEngine"},
-    "runtime.pipe": {_PIPE: "PipelineModule LayerSpec TiedLayerSpec"},
+    "runtime.lr_schedules": {
+        f"{OWN}.lr_schedules": "VALID_LR_SCHEDULES LR_SCHEDULE LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR "
+        "WARMUP_COSINE_LR WARMUP_TYPE WARMUP_LOG_RATE WARMUP_LINEAR_RATE LRRangeTest OneCycle WarmupLR WarmupDecayLR "
+        "WarmupCosineLR add_tuning_arguments get_config_from_args get_lr_from_config",
+    },
+    "runtime.pipe": {
+        _PIPE: "PipelineModule LayerSpec TiedLayerSpec",
+        f"{OWN}.topology": "ProcessTopology",
+    },
     "runtime.pipe.engine": {_ENGINE: "PipelineEngine"},
     "runtime.pipe.module": {_PIPE: "PipelineModule LayerSpec TiedLayerSpec"},
+    "runtime.pipe.topology": {
+        f"{OWN}.topology": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
+    },
+    "runtime.utils": {
+        _UTILITIES: "see_memory_usage clip_grad_norm_ get_global_norm partition_uniform partition_balanced "
+        "ensure_directory_exists move_to_device",
+        _DEVICES: "set_random_seed",
+    },
     "runtime.zero": {
         _PARAMETERS: "Init=ZeroInit ZeroParamStatus register_external_parameter unregister_external_parameter "
         "unwrap_model_for_generation",
@@ -65,10 +133,25 @@ HOMES: dict[str, dict[str, str]] = {
         "estimate_zero2_model_states_mem_needs_all_live",
     },
     "runtime.zero.tiling": {_ZERO: "TiledLinear"},
-    "runtime.zero.utils": {_PARAMETERS: "is_zero_param"},
+    "runtime.zero.utils": {_PARAMETERS: "is_zero_param", _UTILITIES: "ZeRORuntimeException"},
+    "sequence": {},
+    "sequence.layer": {f"{OWN}.ulysses": "DistributedAttention"},
     "utils": {
-        _ZERO: "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
-        "safe_set_full_grad safe_set_full_optimizer_state",
+        **_STATES,
+        **_LEAVES,
+        _UTILITIES: "logger log_dist set_log_level_from_string RepeatingLoader OnDevice",
+        _DEVICES: "instrument_w_nvtx",
+    },
+    "utils.groups": {f"{OWN}.process_groups": "initialize"},
+    "utils.init_on_device": {_UTILITIES: "OnDevice"},
+    "utils.logging": _LOG,
+    "utils.nvtx": {_DEVICES: "instrument_w_nvtx"},
+    "utils.tensor_fragment": _STATES,
+    "utils.timer": {_TIMERS: "SynchronizedWallClockTimer ThroughputTimer"},
+    "utils.z3_leaf_module": _LEAVES,
+    "utils.zero_to_fp32": {
+        f"{OWN}.fp32_weights": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
+        "convert_zero_checkpoint_to_fp32_state_dict",
     },
 }
 
@@ -80,8 +163,15 @@ SAME = {
 }
 """Modules that are another one of the table."""
 
-REST = {"comm": "torch.distributed"}
+REST = {"comm": f"{OWN}.collectives", "utils.groups": f"{OWN}.process_groups"}
 """Where a module finds the names that its row lacks."""
+
+_EXPERTS = "there are no experts yet; train a dense model, or transformers' own mixture with its experts as leaves"
+_SPREAD = (
+    f"set {keys.SPREAD_SEQUENCES} in the configuration: the engine cuts each batch over these ranks, all of which are "
+    "given the same whole one, and the model returns its loss"
+)
+_RECOMPUTED = "call deepspeed.checkpointing.checkpoint(function, *args)"
 
 REFUSED = {
     "autotuning": "use `zeromesh plan`, which finds the best layout before anything runs (docs/choosing.md)",
@@ -97,6 +187,14 @@ REFUSED = {
     "ops.transformer": "use torch.nn.functional.scaled_dot_product_attention and torch.compile",
     "ops.sparse_attention": "use torch.nn.attention.flex_attention with a block mask",
     "ops.op_builder": "nothing is compiled at run time; kernels come with the package",
+    "linear": "use torch.nn.Linear, and peft or torchao for adapters and quantised weights",
+    "moe": _EXPERTS,
+    "ops.fp_quantizer": "quantise the frozen base with torchao or bitsandbytes",
+    "ops.aio": "offload to NVMe in the configuration, whose files the engine writes itself",
+    "runtime.activation_checkpointing.checkpointing.CheckpointFunction": _RECOMPUTED,
+    "checkpointing.CheckpointFunction": _RECOMPUTED,
+    "runtime.sequence_parallel": _SPREAD,
+    "runtime.zero.muon": 'name {"type": "Muon"} as the optimizer in the configuration',
     "runtime.hybrid_engine": "generate with engine.generate() or zero.unwrap_model_for_generation(engine)",
 }
 """Names and modules that cannot be honoured, and what to use instead."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -54,14 +54,20 @@ _ANSWERS: dict[str, Callable[[str], Any]] = {
 """Ends of the names of functions; ``get_data_parallel_rank`` is ``get``, one of ``AXES``, and one of these."""
 
 
+def split_name(name: str, ends: Iterable[str]) -> tuple[str, str]:
+    """Return ``X`` and ``Y`` of a name ``get_X_Y`` where ``Y`` is one of the ends; empty texts if it is none."""
+    kind = name.removeprefix("_").removeprefix("get_")
+    found = [end for end in ends if "get_" in name and kind.endswith(f"_{end}")]
+    end = max(found, key=len, default="")
+    return kind.removesuffix(f"_{end}") if end else "", end
+
+
 def __getattr__(name: str) -> Any:
-    for end in sorted(_ANSWERS, key=len, reverse=True):
-        kind = name.removeprefix("_").removeprefix("get_").removesuffix(f"_{end}")
-        if "get_" in name and name.endswith(f"_{end}"):
-            if kind in AXES:
-                return lambda: _ANSWERS[end](kind)
-            if kind.startswith(("expert", "max_expert")):
-                raise NotImplementedError(f"groups.{name}: {_EXPERTS}")
+    kind, end = split_name(name, _ANSWERS)
+    if kind in AXES:
+        return lambda: _ANSWERS[end](kind)
+    if kind.startswith(("expert", "max_expert")):
+        raise NotImplementedError(f"groups.{name}: {_EXPERTS}")
     raise AttributeError(f"groups has no {name!r}; it has get_X_Y, X of {', '.join(AXES)}, Y of {', '.join(_ANSWERS)}")
 
 

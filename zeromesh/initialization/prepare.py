@@ -24,7 +24,7 @@ from zeromesh.observe.spans import collective
 from zeromesh.observe.trace import Window
 
 if TYPE_CHECKING:
-    from zeromesh.config.settings import Resolved
+    from zeromesh.config.settings import Resolved, Settings
     from zeromesh.training_data import Loader
 
 BREAKDOWN_EVERY = 10  # updates between breakdowns where ``steps_per_print`` does not say
@@ -174,9 +174,9 @@ def build_loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh, shu
     return Loader(data, sampler, settings.train_micro_batch_size_per_gpu, collate_fn, drop)
 
 
-def open_monitors(plan: Plan) -> Monitor:
+def open_monitors(settings: Settings | Resolved, rank: int) -> Monitor:
     """Open the monitors that are switched on; only the first rank has any."""
-    chosen = {name: getattr(plan.settings, name) for name in ARGUMENTS} if plan.mesh.rank == 0 else {}
+    chosen = {name: getattr(settings, name) for name in ARGUMENTS} if rank == 0 else {}
     sections = {name: section for name, section in chosen.items() if section.enabled}
     return Monitor({name: open_monitor(name, *ARGUMENTS[name](section)) for name, section in sections.items()})
 

@@ -170,7 +170,7 @@ def prepare_run(plan: Plan) -> Prepared:
     chosen, settings = plan.arguments, plan.settings
 
     def made() -> Prepared:
-        monitor = prepare.open_monitors(plan)
+        monitor = prepare.open_monitors(settings, plan.mesh.rank)
         owned = list(prepare.parameter_groups(plan.model, chosen.parameters))
         user = prepare.user_optimizer(plan, owned)
         if user is not None:

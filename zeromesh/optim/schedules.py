@@ -128,7 +128,7 @@ def curves_of(type: str, given: Mapping[str, Any], optimizer: Optimizer) -> tupl
     given, groups = _check_params(type, given, ours), optimizer.param_groups
     if type.lower() == "warmuplr" and given.get("warmup_max_lr") is None:
         given = {**given, "warmup_max_lr": _first_rate(optimizer)}
-    curves = []
+    curves: list[Curve] = []
     for number in range(len(groups)):
         own = {}
         for key, value in given.items():

@@ -1,0 +1,110 @@
+"""``deepspeed.utils.zero_to_fp32``: whole weights from a checkpoint that engines of ZeroMesh wrote, by one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeromesh.checkpoint.boxes import Reader
+from zeromesh.checkpoint.folder import latest, locate
+from zeromesh.signatures import refuse
+from zeromesh.weight_files import ExportFiles
+
+SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+NAMES = {False: "pytorch_model.bin", True: "model.safetensors"}
+"""Name of the weights' file, by whether it is of safetensors."""
+
+
+def _tensors(folder: str | Path, tag: str | None, exclude_frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all parameters and buffers of a checkpoint by name; parameters as their masters, in fp32."""
+    chosen = tag or latest(Path(folder))
+    if chosen is None:
+        raise ValueError(f"{str(folder)!r} holds no checkpoint; give the folder that engine.save_checkpoint was given")
+    reader = Reader(locate(Path(folder), chosen))
+    reader.verify(names={name for name in reader.names if name.startswith(("parameter/", "buffer/"))})
+    parameters: dict[str, Any] = reader.manifest["parameters"]
+    for name, row in parameters.items():
+        if exclude_frozen and not row["trainable"]:
+            continue
+        # Tensors without elements are not in the files.
+        value = reader.tensor(f"parameter/{name}") if f"parameter/{name}" in reader.names else torch.empty(0)
+        value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+        yield name, value
+        yield from ((other, value) for other, own in reader.manifest.get("tied", {}).items() if own == name)
+    for name in sorted(name for name in reader.names if name.startswith("buffer/")):
+        yield name.removeprefix("buffer/"), reader.tensor(name)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Return the whole state dict of a checkpoint, on the host.
+
+    Args:
+        checkpoint_dir: the folder of checkpoints.
+        tag: which one; None is the latest.
+        exclude_frozen_parameters: leave out parameters that are not trained.
+        lazy_mode: False; tensors are read at once.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such checkpoint, or it is damaged.
+    """
+    advice = "convert_zero_checkpoint_to_fp32_state_dict holds one file's tensors at a time"
+    refuse("get_fp32_state_dict_from_zero_checkpoint", "lazy_mode", lazy_mode, advice, False)
+    return dict(_tensors(checkpoint_dir, tag, exclude_frozen_parameters))
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """Load a checkpoint's weights into a model that no engine has, on the CPU; return the model."""
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path, output_dir: str | Path, max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False, tag: str | None = None, exclude_frozen_parameters: bool = False,
+) -> None:  # fmt: skip
+    """Write a checkpoint's weights as files that ``from_pretrained`` of transformers opens.
+
+    Args:
+        checkpoint_dir: the folder of checkpoints.
+        output_dir: folder of the files.
+        max_shard_size: bytes of tensors in one file, also as text such as ``5GB``; None: all in one.
+        safe_serialization: write safetensors in place of torch's pickles.
+        tag: which checkpoint; None is the latest.
+        exclude_frozen_parameters: leave out parameters that are not trained.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such checkpoint, it is damaged, or the size is none.
+        OSError: the files cannot be written.
+    """
+    files = ExportFiles(Path(output_dir), NAMES[safe_serialization], _bytes(max_shard_size))
+    seen: set[int] = set()
+    try:
+        for name, value in _tensors(checkpoint_dir, tag, exclude_frozen_parameters):
+            # Safetensors refuses one tensor under two names; readers tie them again.
+            if not (safe_serialization and value.numel() and value.data_ptr() in seen):
+                files.add({name: value})
+            seen = {value.data_ptr()}
+        files.finish()
+    except BaseException:
+        files.discard()
+        raise
+
+
+def _bytes(size: str | int | None) -> int:
+    if size is None or isinstance(size, int):
+        return size or 2**63
+    found = re.fullmatch(r"([\d.]+)\s*([KMG]i?B)", size, re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"max_shard_size is {size!r}; give a number of bytes, or text such as '5GB' or '500MB'")
+    return int(float(found[1]) * SIZES[found[2].upper()])

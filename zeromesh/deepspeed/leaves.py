@@ -1,0 +1,98 @@
+"""Leaf modules of ``deepspeed.utils``: modules that are fetched whole, with nothing inside fetched by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+
+from zeromesh.shard.find import is_leaf, mark_leaf
+from zeromesh.zero import engine_of
+
+Match = Callable[[str, nn.Module, object], bool]
+
+
+def _by_class(name: str, module: nn.Module, wanted: object) -> bool:
+    if isinstance(wanted, type):
+        return isinstance(module, wanted)
+    kind = type(module)
+    return wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _mark(
+    model: nn.Module, wanted: Iterable[object], leaf: bool, raises: bool, match: Match
+) -> tuple[list[nn.Module], list[object]]:
+    """Mark modules that match, or take the mark away; return them, and what matched none."""
+    named, wanted = list(model.named_modules()), list(wanted)
+    found = [module for name, module in named if any(match(name, module, one) for one in wanted)]
+    missing = [one for one in wanted if not any(match(name, module, one) for name, module in named)]
+    if raises and not found:
+        kinds = sorted({type(module).__name__ for _, module in named})
+        raise ValueError(f"{wanted} match no module of the model; its classes are {', '.join(kinds)}")
+    late = next(
+        (m for m in found if is_leaf(m) != leaf and any(engine_of(p) is not None for p in m.parameters())), None
+    )
+    if late is not None:
+        raise ValueError(
+            f"a {type(late).__name__} belongs to an engine, which has found its units already; call this before "
+            "initialize"
+        )
+    for module in found:
+        mark_leaf(module, leaf)
+    return found, missing
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark modules of these classes, or of classes of these names, as leaves, before ``initialize``; return them.
+
+    Raises:
+        ValueError: no module matches, or the model belongs to an engine.
+    """
+    return _mark(model, leaf_module_classes, True, raise_if_not_found, _by_class)[0]
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take back what ``set_z3_leaf_modules`` did."""
+    return _mark(model, leaf_module_classes, False, raise_if_not_found, _by_class)[0]
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[object]]:
+    """Mark modules by their names in the model; return them, and the names of none."""
+    return _mark(model, module_names, flag, raise_if_not_found, lambda name, module, one: name == one)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[object]]:
+    """Mark modules by the ends of their names in the model; return them, and the ends that match none."""
+    return _mark(
+        model, module_name_suffixes, flag, raise_if_not_found, lambda name, module, one: name.endswith(str(one))
+    )
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark this module as a leaf, or take the mark away."""
+    _mark(model, [""], flag, True, lambda name, module, one: name == one)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that are marked as leaves."""
+    return [module for module in model.modules() if is_leaf(module)]
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Return whether this module is marked as a leaf."""
+    return is_leaf(model)
+
+
+def z3_leaf_parameter(model: nn.Parameter) -> bool:
+    """Return whether a parameter of an engine's model is inside of a leaf."""
+    engine = engine_of(model)
+    leaves = [] if engine is None else get_z3_leaf_modules(engine.module)
+    return any(model is parameter for leaf in leaves for parameter in leaf.parameters())

@@ -1,0 +1,157 @@
+"""``deepspeed.checkpointing``: recomputation of activations by the user's own calls, as ``configure`` says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zeromesh.activation.checkpoint import checkpoint_with
+from zeromesh.config import keys
+from zeromesh.deepspeed.devices import get_accelerator
+from zeromesh.signatures import refuse
+from zeromesh.zero import newest_engine
+
+if TYPE_CHECKING:
+    from zeromesh.activation.store import ActivationStore
+    from zeromesh.comm.collectives import Group
+
+MODEL_PARALLEL = "model-parallel-rng"  # name of the random state that differs between tensor-parallel ranks
+TENSOR_SEED = 2718  # added to the seed of that state, as Megatron-LM does
+
+_configured: dict[str, bool] = {}  # of ``configure``; empty before
+_stores: dict[tuple[bool, Group | None], ActivationStore] = {}  # by host memory, and the ranks that share inputs
+_states: dict[str, torch.Tensor] = {}
+
+
+def configure(
+    mpu_: Any = None, deepspeed_config: Any = None, partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None, num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None, profile: bool | None = None,
+) -> None:  # fmt: skip
+    """Say where ``checkpoint`` keeps its inputs until the backward.
+
+    Args:
+        mpu_: no effect; the mesh of the newest engine says which ranks have the same inputs.
+        deepspeed_config: configuration whose section is taken where an argument below is None.
+        partition_activations: each tensor-parallel rank keeps a part of the inputs.
+        contiguous_checkpointing: no effect; the store of inputs uses its buffers again.
+        num_checkpoints: no effect, as ``contiguous_checkpointing``.
+        checkpoint_in_cpu: inputs wait in host memory.
+        synchronize: None or False.
+        profile: None or False.
+
+    Raises:
+        ValueError: ``synchronize`` or ``profile`` is True, or the configuration is not valid.
+    """
+    refuse("configure", "synchronize", bool(synchronize), "call get_accelerator().synchronize() yourself", False)
+    refuse("configure", "profile", bool(profile), f"set {keys.PROFILE} in the configuration", False)
+    section = None
+    if deepspeed_config is not None:
+        from zeromesh.config.settings import Settings
+
+        section = Settings.load(deepspeed_config).activation_checkpointing
+    chosen = {"partition": partition_activations, "host": checkpoint_in_cpu}
+    written = {"partition": section and section.partition_activations, "host": section and section.cpu_checkpointing}
+    _configured.update({name: bool(written[name] if value is None else value) for name, value in chosen.items()})
+    _stores.clear()
+
+
+def is_configured() -> bool:
+    """Return whether ``configure`` has been called."""
+    return bool(_configured)
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Set ``partition_activations`` of ``configure``."""
+    _configured.update({"host": False, **_configured, "partition": partition_activation})
+    _stores.clear()
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Accept the number of layers, for which DeepSpeed sizes a buffer; there is none here."""
+
+
+def reset() -> None:
+    """Drop the buffers that inputs have waited in."""
+    _stores.clear()
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function and keep only its inputs until the backward, where ``configure`` says."""
+    return checkpoint_with(_store(), function, *args, **kwargs)
+
+
+def _store() -> ActivationStore | None:
+    engine, partition, host = newest_engine(), _configured.get("partition", False), _configured.get("host", False)
+    group = None if engine is None or not partition else engine.mesh.group("tensor")
+    if group is not None and group.size == 1:
+        group = None  # nobody has the same inputs
+    if not host and group is None:
+        return None
+    if (host, group) not in _stores:
+        from zeromesh.activation.store import ActivationStore
+
+        device = torch.device(get_accelerator().current_device_name())
+        _stores[host, group] = ActivationStore(device, host, group)
+    return _stores[host, group]
+
+
+class CudaRNGStatesTracker:
+    """Random states of the device by name, one of which is used inside of ``fork``."""
+
+    def reset(self) -> None:
+        """Forget all states."""
+        _states.clear()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the states by name."""
+        return dict(_states)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Replace all states."""
+        self.reset()
+        _states.update(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Add the state of a seed; raise ValueError for a name that there is already."""
+        if name in _states:
+            raise ValueError(f"there is a random state {name!r} already; choose another name, or reset() first")
+        device = get_accelerator()
+        before = device.get_rng_state()
+        device.manual_seed(seed)
+        _states[name] = device.get_rng_state()
+        device.set_rng_state(before)
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """Draw random numbers from a state of this name in this context; it goes on where it stopped."""
+        if name not in _states:
+            raise ValueError(f"there is no random state {name!r}; call model_parallel_cuda_manual_seed or add() first")
+        device = get_accelerator()
+        before = device.get_rng_state()
+        device.set_rng_state(_states[name])
+        try:
+            yield
+        finally:
+            _states[name] = device.get_rng_state()
+            device.set_rng_state(before)
+
+
+_tracker = CudaRNGStatesTracker()
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """Return the tracker of this process."""
+    return _tracker
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the device alike on tensor-parallel ranks, and the state that ``fork`` uses differently on each."""
+    _tracker.reset()
+    get_accelerator().manual_seed(seed)
+    engine = newest_engine()
+    rank = 0 if engine is None else engine.mesh.group("tensor").rank
+    _tracker.add(MODEL_PARALLEL, seed + TENSOR_SEED + rank)

@@ -1,0 +1,232 @@
+"""``deepspeed.monitor`` and ``deepspeed.profiling``, over ZeroMesh's monitors and its count of operations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeromesh.config.settings import Settings
+from zeromesh.initialization.prepare import open_monitors
+from zeromesh.observe.operations import Operations
+from zeromesh.observe.units import scaled_text
+from zeromesh.signatures import refuse
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> Settings:
+    """Return the settings of the monitors in a configuration."""
+    return Settings.load({name: param_dict[name] for name in param_dict if name in MONITOR_SECTIONS})
+
+
+MONITOR_SECTIONS = ("tensorboard", "csv_monitor", "wandb")
+
+
+class MonitorMaster:
+    """The monitors that a configuration switches on; only the first rank writes.
+
+    Args:
+        monitor_config: what ``get_monitor_config`` returns, or a configuration with the sections of monitors.
+    """
+
+    def __init__(self, monitor_config: Any) -> None:
+        settings = get_monitor_config(monitor_config) if isinstance(monitor_config, Mapping) else monitor_config
+        self._monitor = open_monitors(settings, dist.get_rank() if dist.is_initialized() else 0)
+        self.enabled = any(getattr(settings, name).enabled for name in MONITOR_SECTIONS)
+
+    def write_events(self, event_list: Iterable[tuple[str, Any, int]]) -> None:
+        """Write values, each as (name, value, step)."""
+        for name, value, step in event_list:
+            self._monitor.write({name: value}, step)
+
+
+UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+
+
+def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
+    """Return a number as text such as ``1.23 G``, with the largest fitting unit or a given one."""
+    if units is None:
+        units = next((unit for unit, size in UNITS.items() if abs(num) >= size), "")
+    return f"{round(num / UNITS[units], precision):g} {units}".rstrip()
+
+
+def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
+    """Return a number of operations as text such as ``1.23 GFLOPS``."""
+    return _with_unit(flops, None if units is None else units.removesuffix("FLOPS"), precision, "FLOPS")
+
+
+def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
+    """Return a number of multiplications that are added as text such as ``1.23 GMACs``."""
+    return _with_unit(macs, None if units is None else units.removesuffix("MACs"), precision, "MACs")
+
+
+def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
+    """Return a number of parameters as text such as ``1.23 M``."""
+    return number_to_string(params_num, units, precision)
+
+
+def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
+    """Return seconds as text such as ``1.23 ms``."""
+    return _with_unit(duration, None if units is None else units.removesuffix("s"), precision, "s")
+
+
+def _with_unit(number: float, units: str | None, precision: int, unit: str) -> str:
+    amount, _, prefix = number_to_string(number, units, precision).partition(" ")
+    return f"{amount} {prefix}{unit}"
+
+
+class FlopsProfiler:
+    """Counter of a model's operations between ``start_profile`` and ``stop_profile``.
+
+    Products of matrices, convolutions and attention count, as in ``zeromesh.observe.operations``; unlike DeepSpeed's,
+    what is done element by element does not. A multiplication and an addition are two operations, and one MAC.
+
+    Args:
+        model: the model; for an engine, pass ``engine.module``.
+        ds_engine: no effect.
+        recompute_fwd_factor: 0; operations that are done again are counted as they happen.
+    """
+
+    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        refuse("FlopsProfiler", "recompute_fwd_factor", float(recompute_fwd_factor), "leave it out", 0.0)
+        self.model = model
+        self.started = False
+        self.reset_profile()
+
+    def reset_profile(self) -> None:
+        """Count anew."""
+        self._operations, self._seconds, self._since = Operations(self.model), 0.0, 0.0
+
+    def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
+        """Count from now on; ``ignore_list`` has to be empty."""
+        refuse("start_profile", "ignore_list", ignore_list or None, "leave it out; all operations count")
+        if not self.started:
+            self.reset_profile()
+            self._operations.__enter__()
+            self.started, self._since = True, time.perf_counter()
+
+    def stop_profile(self) -> None:
+        """Count no more; the counts stay."""
+        if self.started:
+            self._seconds += time.perf_counter() - self._since
+            self._operations.__exit__(None, None, None)
+            self.started = False
+
+    def end_profile(self) -> None:
+        """Count no more, and forget the counts."""
+        self.stop_profile()
+        self.reset_profile()
+
+    def get_total_flops(self, as_string: bool = False) -> Any:
+        """Return the operations of forwards."""
+        return flops_to_string(self._operations.forward) if as_string else self._operations.forward
+
+    def get_total_macs(self, as_string: bool = False) -> Any:
+        """Return the multiplications of forwards, each with its addition."""
+        found = self._operations.forward // 2
+        return macs_to_string(found) if as_string else found
+
+    def get_total_params(self, as_string: bool = False) -> Any:
+        """Return the parameters of the model."""
+        found = sum(parameter.numel() for parameter in self.model.parameters())
+        return params_to_string(found) if as_string else found
+
+    def get_total_duration(self, as_string: bool = False) -> Any:
+        """Return the seconds in which was counted, which counting makes longer."""
+        found = self._seconds + (time.perf_counter() - self._since if self.started else 0.0)
+        return duration_to_string(found) if as_string else found
+
+    def print_model_profile(
+        self, profile_step: int = 1, module_depth: int = -1, top_modules: int = 1, detailed: bool = True,
+        output_file: str | Path | None = None,
+    ) -> None:  # fmt: skip
+        """Print, or write to a file, the counts of the model and of its modules.
+
+        Args:
+            profile_step: named in the first line.
+            module_depth: of the modules that are listed at the most; -1: any.
+            top_modules: modules with the most operations at each depth.
+            detailed: list all modules, and not those with the most operations alone.
+            output_file: a file, which is written anew.
+        """
+        text = "\n".join(self._lines(profile_step, module_depth, top_modules, detailed))
+        if output_file is None:
+            print(text)
+        else:
+            Path(output_file).write_text(text + "\n")
+
+    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
+        """Print the modules with the most operations at each depth."""
+        self.print_model_profile(1, module_depth, top_modules, detailed=False)
+
+    def _lines(self, step: int, depth: int, top: int, detailed: bool) -> Iterable[str]:
+        yield f"operations of step {step}: {self.get_total_flops(True)} in {self.get_total_duration(True)}"
+        yield f"parameters: {self.get_total_params(True)}; MACs: {self.get_total_macs(True)}"
+        levels: dict[int, list[str]] = {}
+        for name, _ in self.model.named_modules():
+            levels.setdefault(name.count(".") + 1 if name else 0, []).append(name)
+        counted = self._operations.modules
+        for level, names in levels.items():
+            if 0 <= depth < level:
+                continue
+            listed = names if detailed else sorted(names, key=lambda name: -counted.get(name, 0))[:top]
+            for name in listed:
+                kind = type(self.model.get_submodule(name)).__name__
+                yield f"{'  ' * level}{name or '(model)'} ({kind}): {scaled_text(counted.get(name, 0), 'FLOP')}"
+
+
+def get_model_profile(
+    model: nn.Module, input_shape: Sequence[int] | None = None, args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None, print_profile: bool = True, detailed: bool = True, module_depth: int = -1,
+    top_modules: int = 1, warm_up: int = 1, as_string: bool = True, output_file: str | Path | None = None,
+    ignore_modules: Sequence[type] | None = None, mode: str = "forward",
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """Return the operations, MACs and parameters of one forward of a model, in evaluation mode.
+
+    Args:
+        model: the model.
+        input_shape: shape of the only input, a tensor of ones.
+        args: positional inputs.
+        kwargs: named inputs.
+        print_profile: print the counts by module.
+        detailed: as for ``FlopsProfiler.print_model_profile``.
+        module_depth: as ``detailed``.
+        top_modules: as ``detailed``.
+        warm_up: forwards before the one that is counted.
+        output_file: as ``detailed``.
+        as_string: return texts, such as ``1.23 GFLOPS``.
+        ignore_modules: None; all operations count.
+        mode: ``"forward"``, or ``"generate"`` for the model's method of this name.
+
+    Raises:
+        ValueError: an argument cannot be honoured, or there are no inputs.
+    """
+    if mode not in ("forward", "generate"):
+        raise ValueError(f"get_model_profile: mode = {mode!r} must be 'forward' or 'generate'")
+    inputs, named = list(args), dict(kwargs or {})
+    if input_shape is not None:
+        like = next(model.parameters(), torch.empty(0))
+        inputs.insert(0, torch.ones(tuple(input_shape), dtype=like.dtype, device=like.device))
+    if not (inputs or named):
+        raise ValueError("get_model_profile needs the model's inputs: pass input_shape, args or kwargs")
+    call: Any = model.generate if mode == "generate" else model
+    profiler, training = FlopsProfiler(model), model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for _ in range(warm_up):
+                call(*inputs, **named)
+            profiler.start_profile(ignore_modules)
+            call(*inputs, **named)
+            profiler.stop_profile()
+    finally:
+        profiler.stop_profile()
+        model.train(training)
+    if print_profile:
+        profiler.print_model_profile(1, module_depth, top_modules, detailed, output_file)
+    found = (profiler.get_total_flops(as_string), profiler.get_total_macs(as_string))
+    return *found, profiler.get_total_params(as_string)

@@ -1,0 +1,75 @@
+"""``deepspeed.sequence.layer``: attention of sequences that are spread over ranks, around a user's own attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from zeromesh.signatures import refuse
+
+
+class DistributedAttention(nn.Module):
+    """Gives each rank the whole sequence for some of the heads (Jacobs et al., "DeepSpeed Ulysses", 2023).
+
+    Args:
+        local_attention: from queries, keys and values of whole sequences to the attention's output.
+        sequence_process_group: the ranks that share each sequence.
+        scatter_idx: dim of the heads, which are spread over the ranks for the attention.
+        gather_idx: dim of the sequence, of which each rank has a part.
+        sp_stream: None; collectives have their own stream.
+        num_kv_heads: None, or the heads of keys and values, which the ranks have to divide.
+
+    Raises:
+        ValueError: an argument cannot be honoured.
+    """
+
+    def __init__(
+        self, local_attention: nn.Module, sequence_process_group: dist.ProcessGroup, scatter_idx: int = 2,
+        gather_idx: int = 0, sp_stream: Any = None, num_kv_heads: int | None = None,
+    ) -> None:  # fmt: skip
+        refuse("DistributedAttention", "sp_stream", sp_stream, "leave it out; collectives have their own stream")
+        super().__init__()
+        self.local_attn, self.spg = local_attention, sequence_process_group
+        self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
+        self._require_divisor(num_kv_heads or 0, "num_kv_heads")
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int = 0, rotary_pos_emb: Any = None,
+        *args: Any, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Return this rank's part of the sequence of the attention's output.
+
+        Args:
+            query: this rank's part of the sequence, with all heads.
+            key: the same of the keys, whose heads may be fewer.
+            value: the same of the values.
+            batch_dim_idx: accepted for DeepSpeed's sake; the dims of heads and sequence say all.
+            rotary_pos_emb: None; rotate queries and keys before.
+            args: further arguments of the attention.
+            kwargs: further named arguments of the attention.
+        """
+        refuse("DistributedAttention", "rotary_pos_emb", rotary_pos_emb, "rotate query and key before the call")
+        whole = [self._exchange(part, self.scatter_idx, self.gather_idx) for part in (query, key, value)]
+        return self._exchange(self.local_attn(*whole, *args, **kwargs), self.gather_idx, self.scatter_idx)
+
+    def _exchange(self, x: Tensor, scatter: int, gather: int) -> Tensor:
+        """Spread one dim over the ranks and put another together."""
+        ranks = self._require_divisor(x.shape[scatter], f"dim {scatter} of a tensor of shape {tuple(x.shape)}")
+        if ranks == 1:
+            return x
+        rows = torch.stack(x.chunk(ranks, scatter))
+        found = all_to_all_single_autograd(rows.flatten(), None, None, self.spg).view_as(rows)
+        return torch.cat(found.unbind(), gather)
+
+    def _require_divisor(self, size: int, what: str) -> int:
+        ranks = dist.get_world_size(self.spg)
+        if size % ranks:
+            raise ValueError(
+                f"{what} has {size} elements, which {ranks} ranks cannot share equally; use fewer ranks, or repeat the "
+                "heads of keys and values"
+            )
+        return ranks

@@ -1,0 +1,154 @@
+"""Small functions of ``deepspeed.utils``, ``deepspeed.runtime.utils`` and their neighbours."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeromesh import zero
+from zeromesh.deepspeed.devices import get_accelerator
+from zeromesh.model.containers import map_tensors
+from zeromesh.pipeline.schedule.partition import partition
+from zeromesh.signatures import refuse
+
+logger = logging.getLogger("zeromesh")
+
+# Of DeepSpeed's launcher, beside which accelerate writes variables for other nodes.
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+
+
+class ZeRORuntimeException(Exception):
+    """DeepSpeed's error about what ZeRO cannot do; for ``except`` clauses, as nothing here raises it."""
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on some ranks, all with ``[-1]``; by default on the first."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank in (ranks or (0,)) or list(ranks or ()) == [-1]:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+@functools.cache
+def warning_once(message: str) -> None:
+    """Warn of something once."""
+    logger.warning("%s", message)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level of the log, such as ``"warning"``."""
+    level = logging.getLevelNamesMapping().get(log_level_str.upper())
+    if level is None:
+        raise ValueError(f"{log_level_str!r} is no level of logging; use one of debug, info, warning, error, critical")
+    (custom_logger or logger).setLevel(level)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log the memory in use on the first rank, if ``force``."""
+    if force:
+        device, gib = get_accelerator(), 2**30
+        held, most = device.memory_allocated() / gib, device.max_memory_allocated() / gib
+        free = (device.available_memory() or 0) / gib
+        log_dist(f"{message} | in use {held:.2f} GB, at most {most:.2f} GB, free {free:.2f} GB")
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
+    """Clip gradients: those of an engine's parameters over all ranks, others as torch does. Return their norm."""
+    refuse("clip_grad_norm_", "mpu", mpu, "leave it out; the engine knows which ranks share a model")
+    given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(zero.engine_of(one) is not None or zero.is_elsewhere(one) for one in given):
+        return zero.clip_grad_norm_(given, max_norm, norm_type)
+    return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+
+
+def get_global_norm(norm_list: Iterable[float]) -> float:
+    """Return the norm of a vector from the norms of its parts."""
+    return float(sum(norm**2 for norm in norm_list) ** 0.5)
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Return the bounds of parts of equal sizes, of which the first ones may have one item more."""
+    return [part * (num_items // num_parts) + min(part, num_items % num_parts) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Return the bounds of consecutive parts whose largest sum of weights is as small as possible."""
+    if len(weights) <= num_parts:
+        return partition_uniform(len(weights), num_parts)
+    return [*partition(weights, num_parts), len(weights)]
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the folder of a file."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None) -> Any:
+    """Return a copy of nested containers whose tensors are on a device, or those of a criterion are."""
+    return map_tensors(item, lambda one: one.to(device) if criterion_func is None or criterion_func(one) else one)
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
+    """Return a copy of nested containers whose tensors are clones on a device.
+
+    A tensor that is a view is saved by torch with all of the memory that it is a view of; its clone is not.
+    """
+    return map_tensors(item, lambda one: one.detach().to(device, copy=True))
+
+
+class RepeatingLoader:
+    """An iterator over a loader that begins anew at its end.
+
+    Args:
+        loader: a loader, or anything else that can be iterated again and again.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            # An empty loader raises StopIteration here, and not for ever.
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+
+class OnDevice:
+    """Context in which modules are made on a device, and their floating-point parameters in a dtype.
+
+    Args:
+        dtype: the dtype, such as ``torch.float16``.
+        device: the device; ``"meta"`` makes shapes alone, for weights that are loaded afterwards.
+        enabled: False does nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+        self._entered = ExitStack()
+
+    def __enter__(self) -> OnDevice:
+        if self.enabled:
+            self._entered.callback(torch.set_default_dtype, torch.get_default_dtype())
+            self._entered.enter_context(torch.device(self.device))
+            torch.set_default_dtype(self.dtype)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.close()
