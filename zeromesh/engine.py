@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from zeromesh.engine_state import Parts
 from zeromesh.observe.monitors import learning_values
 from zeromesh.observe.spans import span
 from zeromesh.optim.bound import bind
+from zeromesh.shard import aside
 from zeromesh.signatures import refuse
 
 _log = logging.getLogger("zeromesh")
@@ -34,15 +36,26 @@ class Engine(Batching, Answers, Saving):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         # An optimizer knows the engine by a weak reference, and the engine may live no longer than its model.
+        self._aside = aside.Aside(parts.sharded, parts.optimizer)
         self._unbind: Callable[[], None] | None = None if parts.optimizer is None else bind(parts.optimizer, self)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the model; its methods may use its parameters."""
         if name == "module":
             raise AttributeError(name)
+        # A property of the engine that raised an AttributeError leads here, too, and its own message says more.
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)
+        try:
+            value = getattr(self.module, name)
+        except AttributeError:
+            if hasattr(type(self.module), name):
+                raise
+            raise AttributeError(
+                f"{type(self).__name__!r} has no attribute {name!r}, nor has its module {type(self.module).__name__}"
+            ) from None
         # Methods of the model, such as generate, run with parameters that hooks of its forward
         # would not have fetched.
-        value = getattr(self.module, name)
         return self._computation.method(value) if getattr(value, "__self__", None) is self.module else value
 
     # Forward.
@@ -110,14 +123,12 @@ class Engine(Batching, Answers, Saving):
         """Update the parameters at the accumulation boundary; called after every micro-batch.
 
         Args:
-            lr_kwargs: None; the scheduler's ``step`` is called without arguments.
+            lr_kwargs: named arguments of the scheduler's ``step``.
 
         Raises:
             RuntimeError: no backward came before.
             FloatingPointError: a loss was not finite on some rank, or gradients were not for many updates in a row.
         """
-        advice = "pass no lr_scheduler to initialize, and call its step with these arguments yourself"
-        refuse("step", "lr_kwargs", lr_kwargs or None, advice)
         if not self._accumulation.syncs:
             raise RuntimeError("step() inside no_sync(): leave the context first, the update needs the gradients' sum")
         if not self._accumulation.waits:
@@ -129,7 +140,7 @@ class Engine(Batching, Answers, Saving):
             raise RuntimeError("step() needs an optimizer: name one in the configuration, or pass optimizer=")
         self.micro_steps += self._accumulation.count()
         if self._accumulation.complete:
-            self._step(self.lr_scheduler)
+            self._step(None if self.lr_scheduler is None else partial(self.lr_scheduler.step, **(lr_kwargs or {})))
 
     def update(self) -> None:
         """Update the parameters now, with the gradients that there are: ``step()`` of the engine's optimizer.
@@ -153,14 +164,14 @@ class Engine(Batching, Answers, Saving):
         """
         self._update.ask(number)
 
-    def _step(self, schedule: Any) -> None:
+    def _step(self, schedule: Callable[[], Any] | None) -> None:
         with self._computation.phase("step"):
             self._agree_and_update(schedule)
         # After the phase, whose time it reports.
         self.observer.after_update(self.global_steps)
         record_step(self.global_steps + 1)
 
-    def _agree_and_update(self, schedule: Any) -> None:
+    def _agree_and_update(self, schedule: Callable[[], Any] | None) -> None:
         agreement = self._update.agree(self.global_steps + 1)
         # Those of this update: the schedule and the overflow change them for the next one.
         rates, scale = self.get_lr(), self.loss_scale if self.loss_scaler else None
@@ -173,7 +184,7 @@ class Engine(Batching, Answers, Saving):
         if self._update.apply(agreement, self.global_steps):
             # Not after a skipped update: a schedule counts updates of the parameters.
             if schedule is not None:
-                schedule.step()
+                schedule()
             every = self.config.steps_per_print
             if every and self.global_steps % every == 0 and self.mesh.rank == 0:
                 _log.info("update %d: lr %s, gradient norm %.4g", self.global_steps, self.get_lr(), self._update.norm)
@@ -199,11 +210,7 @@ class Engine(Batching, Answers, Saving):
             StopIteration: there are too few micro-batches left for an update; none was used.
             ValueError: there is no iterator, and no ``training_data``.
         """
-        if data_iter is None:
-            if self.training_dataloader is None:
-                raise ValueError("train_batch() without an iterator: pass one, or training_data= to initialize")
-            # One iterator for all calls, which goes on where the last call stopped.
-            data_iter = self._passes = self._passes or self.training_dataloader.passes()
+        data_iter = self._batches(data_iter)
         self.train()
         # All micro-batches first, because too few of them would leave an update half done.
         given = [next(data_iter) for _ in range(self._accumulation.steps)]
@@ -229,6 +236,17 @@ class Engine(Batching, Answers, Saving):
         if whole and self.global_steps == updates + 1 and mean is not None:  # the update was of just these
             return torch.tensor(mean, dtype=losses[0].dtype, device=losses[0].device)
         return self._mean(losses)
+
+    def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        """Return the micro-batches of an iterator; None: those of ``training_data``."""
+        if data_iter is not None:
+            return data_iter
+        if self._passes is None:
+            if self.training_dataloader is None:
+                raise ValueError("train_batch() without an iterator: pass one, or training_data= to initialize")
+            # One iterator for all calls, which goes on where the last call stopped.
+            self._passes = self.training_dataloader.passes()
+        return self._passes
 
     @property
     def _loss_dtype(self) -> torch.dtype:
@@ -260,6 +278,7 @@ class Engine(Batching, Answers, Saving):
         if count < 1:
             raise ValueError(f"num_micro_batches is {count}; it must be at least 1")
         modes = [(module, module.training) for module in self.module.modules()]
+        data_iter = self._batches(data_iter)
         self.eval()
         try:
             with torch.no_grad():
@@ -301,6 +320,32 @@ class Engine(Batching, Answers, Saving):
         # The first unit is the model itself, whose forward calls those of the others.
         for unit in self.sharded.units[1:]:
             compile_forward(unit.module, **options)
+
+    def offload_states(
+        self, include: Collection[str] = aside.KINDS, pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Move states to host memory until ``reload_states``, or until something needs them. Between updates.
+
+        Args:
+            include: ``"optimizer"``, ``"master"``, ``"parameters"``; parameters that are not sharded stay, and so does
+                a master that is the parameter itself.
+            pin_memory: use page-locked memory on CUDA.
+            non_blocking: copy beside what the device computes.
+
+        Raises:
+            ValueError: there is no such kind of state.
+            RuntimeError: gradients wait for their update.
+        """
+        unknown = [kind for kind in include if kind not in aside.KINDS]
+        if unknown:
+            raise ValueError(f"offload_states: include has {unknown[0]!r}; there are {', '.join(aside.KINDS)}")
+        if self._accumulation.begun:
+            raise RuntimeError("offload_states() between a backward and its update: call it after the step")
+        self._aside.put(include, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move the states back that ``offload_states`` has moved."""
+        self._aside.bring_back(non_blocking)
 
     def destroy(self) -> None:
         """Wait for pending transfers and release the hooks."""

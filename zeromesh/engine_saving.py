@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from zeromesh.comm.agreement import agree_run
 from zeromesh.engine_state import EngineState
 from zeromesh.optim.bound import answer
 from zeromesh.replicas import require_equal_replicas
-from zeromesh.signatures import refuse
 
 
 class Saving(EngineState):
@@ -35,7 +34,7 @@ class Saving(EngineState):
             client_state: what else to keep: numbers, strings, bytes, dates, paths, tensors, arrays, and lists, tuples,
                 sets, namespaces and dicts of them. The first rank's is kept.
             save_latest: whether ``load_checkpoint`` without a tag is to find this one.
-            exclude_frozen_parameters: False; a checkpoint holds the whole model.
+            exclude_frozen_parameters: leave out parameters that are not trained; a model that loads it keeps its own.
 
         Returns:
             Its folder.
@@ -48,8 +47,6 @@ class Saving(EngineState):
             RuntimeError: gradients wait for their update; a checkpoint does not hold them.
             ReplicaMismatch: ranks have different values of what updates keep equal; see ``replica_check``.
         """
-        advice = "a checkpoint holds the whole model; save_16bit_model(folder, name, True) leaves frozen parameters out"
-        refuse("save_checkpoint", "exclude_frozen_parameters", exclude_frozen_parameters, advice, False)
         if save_dir is None or str(save_dir) == "":
             raise ValueError(f"save_dir is {save_dir!r}; pass the folder that checkpoints are to be in")
         if self._accumulation.begun:
@@ -62,12 +59,13 @@ class Saving(EngineState):
             agree_run(self.mesh.group("world"), "save the checkpoint", self.sharded.take_changes)
             if self.config.replica_check.at_saves:
                 require_equal_replicas(self.sharded, f"after update {self.global_steps}")
-            return save.save(self, Path(save_dir), tag, client_state or {}, save_latest)
+            options = {"save_latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
+            return save.save(self, Path(save_dir), tag, client_state or {}, **options)
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, load_module_strict: bool = True,
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
-        custom_load_fn: Any = None, *, load_data_position: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None, *, load_data_position: bool = True,
     ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
         """Continue from a checkpoint of any number of ranks and any ZeRO stage. Collective. See docs/checkpoints.md.
 
@@ -79,7 +77,8 @@ class Saving(EngineState):
             load_lr_scheduler_states: False keeps the scheduler's present state.
             load_module_only: take parameters and buffers alone: no counters, loss scale, random state or position in
                 the data, nor states of the optimizer or scheduler.
-            custom_load_fn: None; each rank reads only its part of each weight, which such a function cannot be given.
+            custom_load_fn: is called with ``src``, the checkpoint's parameters and buffers by name, whole, and ``dst``,
+                the model; it changes the model, and the first rank's values count. None: each rank reads its parts.
             load_data_position: whether the next iterator of ``training_dataloader`` goes on where the checkpoint was
                 written; False leaves the loader where it is.
 
@@ -90,15 +89,13 @@ class Saving(EngineState):
             FileNotFoundError: a file of it is missing.
             ValueError: it does not fit, or is not what was written. Nothing has been loaded then.
         """
-        advice = "load the checkpoint, and then change the values with engine.load_state_dict(state, strict=False)"
-        refuse("load_checkpoint", "custom_load_fn", custom_load_fn, advice)
         # Changes are taken up and then overwritten; later they would overwrite what was loaded.
         self.sharded.take_changes()
         self.sharded.rest()
         states = load_optimizer_states and not load_module_only, load_lr_scheduler_states and not load_module_only
         position = load_data_position and not load_module_only
-        more = {"strict": load_module_strict, "data_position": position, "progress": not load_module_only}
-        loaded = load.load(self, Path(load_dir), tag, *states, **more)
+        parts = load.Taken(*states, position, not load_module_only, load_module_strict, custom_load_fn)
+        loaded = load.load(self, Path(load_dir), tag, parts)
         # Gradients are of the parameters before.
         self.zero_grad()
         answer(self.optimizer, self._update.loss_scale, overflow=False)

@@ -108,6 +108,7 @@ class Update:
             with span("take_changes"):
                 self._sharded.take_changes()
             self._check_groups()
+            self._sharded.store.recall()
             if (limit := self._config.gradient_clipping) > 0:
                 # The constant is torch's clip_grad_norm_.
                 factor *= min(1.0, limit / ((self.norm or 0.0) + 1e-6))

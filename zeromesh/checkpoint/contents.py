@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from zeromesh.training_data import Loader, Position
 
 
+FROZEN_LEFT_OUT = "frozen_left_out"  # entry of the manifest: the checkpoint has no parameters that are not trained
+
+
 class RunState(Protocol):
     """State of an engine that is saved."""
 
@@ -56,12 +59,14 @@ class RunState(Protocol):
         """Take the position of the training data's loader as that of the last update."""
 
 
-def boxes(engine: RunState, read: bool = True) -> Iterator[Box]:
+def boxes(engine: RunState, read: bool = True, exclude_frozen: bool = False) -> Iterator[Box]:
     """Yield the boxes that this rank writes, each valid until the next; without ``read`` their data are any."""
     sharded = engine.sharded
     # Replicas write nothing twice: of each value, one rank is the writer.
     if sharded.mesh.replicate.rank == 0:
         for flat in filter(sharded.is_first, sharded.flats):
+            if exclude_frozen and not flat.layout.trainable:
+                continue
             flat.load_states(read=read)
             # The rank's shard, also where it holds more, as of parameters that are not sharded.
             values, offset = held(sharded, flat)

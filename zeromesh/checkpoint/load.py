@@ -5,13 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.contents import RunState, buffers, held, model_fields, own_buffers, scheduler_name
+from zeromesh.checkpoint.contents import (
+    FROZEN_LEFT_OUT,
+    RunState,
+    buffers,
+    held,
+    model_fields,
+    own_buffers,
+    scheduler_name,
+)
 from zeromesh.checkpoint.folder import latest, locate
 from zeromesh.checkpoint.manifest import some
 from zeromesh.checkpoint.optimizer import load_optimizer, read_held, require_same_optimizer, set_learning_rates
@@ -32,20 +43,35 @@ Shapes = dict[str, tuple[int, ...]]
 MOST_SHOWN = 20  # most tensors of each kind that an error names
 
 
+@dataclass(frozen=True)
+class Taken:
+    """Parts of a checkpoint that are taken."""
+
+    optimizer: bool = True
+    scheduler: bool = True
+    data_position: bool = True
+    progress: bool = True  # counters, loss scale, random numbers
+    strict: bool = True  # all parameters of the model are there, and no others
+    load_model: Callable[..., Any] | None = None  # changes the model in the place of plain reading
+
+    def __str__(self) -> str:
+        taken = f"optimizer: {self.optimizer}\nlr_scheduler: {self.scheduler}\nstrict: {self.strict}\n"
+        return f"{taken}data: {self.data_position}\nprogress: {self.progress}\ncustom: {self.load_model is not None}"
+
+
 def load(
-    engine: RunState, folder: Path, tag: str | None, optimizer_states: bool, scheduler_states: bool, *,
-    strict: bool = True, data_position: bool = True, progress: bool = True,
+    engine: RunState, folder: Path, tag: str | None, parts: Taken
 ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
     """Continue from a checkpoint. Collective; see ``Engine.load_checkpoint``."""
     mesh, world = engine.mesh, engine.mesh.group("world")
-    parts = f"optimizer: {optimizer_states}\nlr_scheduler: {scheduler_states}\nstrict: {strict}\ndata: {data_position}"
-    require_agreement(world, "what load_checkpoint is to take", f"{parts}\nprogress: {progress}")
+    optimizer_states, scheduler_states = parts.optimizer, parts.scheduler
+    require_agreement(world, "what load_checkpoint is to take", str(parts))
     chosen = agree_run(world, "find the latest checkpoint", lambda: latest(folder) if tag is None else str(tag))
     _require_same_tag(world, folder, chosen)
     if chosen is None:
         return None, {}
     optimizer = engine.optimizer if optimizer_states else None
-    loader = engine.training_dataloader if data_position else None
+    loader = engine.training_dataloader if parts.data_position else None
     sharded = engine.sharded
     shapes = {f"parameter/{s.name}": s.held.whole for flat in sharded.flats for s in flat.layout.segments}
     shapes |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in own_buffers(sharded)}
@@ -56,7 +82,8 @@ def load(
         if path != named:
             _log.warning("%s is missing: a process ended as it was replaced; the one before it is loaded", named)
         reader = Reader(path)
-        _require_same_model(engine, reader, wanted, strict)
+        if parts.load_model is None:
+            _require_same_model(engine, reader, wanted, parts.strict)
         # Only after a restart by the launcher, with as many ranks as there are then: who changes their number by hand
         # may mean to change the batch.
         saved, now = reader.manifest.get("train_batch_size"), engine.train_batch_size()
@@ -81,9 +108,12 @@ def load(
     # All of it before the first value: a damaged file must not leave half of another run behind.
     needed = {name for name in reader.names if optimizer_states or not name.startswith("optimizer/")}
     agree_run(world, "read the checkpoint", lambda: reader.verify(mesh.rank, mesh.world_size, needed))
-    agree_run(world, "load the checkpoint", lambda: _load_tensors(sharded, optimizer, reader))
+    plainly = parts.load_model is None
+    agree_run(world, "load the checkpoint", lambda: _load_tensors(sharded, optimizer, reader, plainly))
+    if parts.load_model is not None:
+        _load_by(parts.load_model, sharded, reader)
     sharded.updated()
-    if progress:
+    if parts.progress:
         _load_progress(engine, reader, scheduler_states)
     if engine.optimizer is not None and engine.lr_scheduler is not None and scheduler_states and not optimizer_states:
         set_learning_rates(engine.optimizer, engine.lr_scheduler)
@@ -115,6 +145,9 @@ def _require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict
     # Of a tensor without elements there is nothing to write.
     saved, wanted = ({name: shape for name, shape in found.items() if 0 not in shape} for found in (saved, wanted))
     missing = {name: shape for name, shape in wanted.items() if name not in saved}
+    if reader.manifest.get(FROZEN_LEFT_OUT):
+        trained = reader.manifest["parameters"]
+        missing = {name: s for name, s in missing.items() if trained.get(_bare(name), {}).get("trainable", True)}
     extra = {name: saved[name] for name in sorted(saved) if name not in wanted}
     other = [f"{_bare(name)}: saved {saved[name]}, wanted {shape}" for name, shape in wanted.items()
              if saved.get(name, shape) != shape]  # fmt: skip
@@ -176,8 +209,26 @@ def _require_same_scheduler(engine: RunState, reader: Reader) -> None:
         )
 
 
-def _load_tensors(sharded: ShardedModel, optimizer: Optimizer | None, reader: Reader) -> None:
-    for flat in sharded.flats:
+def _load_by(function: Callable[..., Any], sharded: ShardedModel, reader: Reader) -> None:
+    """Let a function of the user's change the model by the whole tensors of a checkpoint. Collective."""
+    kinds = ("parameter/", "buffer/")
+    source = {_bare(name): reader.tensor(name) for name in reader.names if name.startswith(kinds)}
+    source |= {name: source[own] for name, own in reader.manifest.get("tied", {}).items() if own in source}
+    with sharded.gathered(sharded.units):
+        agree_run(sharded.mesh.group("world"), "load by the user's function", lambda: _call(function, source, sharded))
+        for flat in sharded.flats:
+            for index in range(len(flat.parameters)):
+                # From one rank: replicas have to be equal to the bit.
+                sharded.take_value(flat, index, rank=0)
+
+
+def _call(function: Callable[..., Any], source: dict[str, Any], sharded: ShardedModel) -> None:
+    with torch.no_grad():
+        function(src=source, dst=sharded.model)
+
+
+def _load_tensors(sharded: ShardedModel, optimizer: Optimizer | None, reader: Reader, plainly: bool = True) -> None:
+    for flat in sharded.flats if plainly else ():
         # Of NVMe, too: the values are written back when the states are released.
         flat.load_states(write=True)
         values, low = held(sharded, flat)
@@ -188,7 +239,7 @@ def _load_tensors(sharded: ShardedModel, optimizer: Optimizer | None, reader: Re
                 read_held(reader, name, segment.held, start - segment.start, stop - segment.start, out)
     if optimizer is not None:
         load_optimizer(sharded, optimizer, reader)
-    for name, buffer in buffers(sharded):
+    for name, buffer in buffers(sharded) if plainly else ():
         if f"buffer/{name}" in reader.names:
             buffer.copy_(reader.tensor(f"buffer/{name}"))
 

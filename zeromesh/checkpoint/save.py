@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from zeromesh.checkpoint.boxes import Box, write_shard
-from zeromesh.checkpoint.contents import RunState, boxes, model_fields, parameters, scheduler_name, tied
+from zeromesh.checkpoint.contents import (
+    FROZEN_LEFT_OUT,
+    RunState,
+    boxes,
+    model_fields,
+    parameters,
+    scheduler_name,
+    tied,
+)
 from zeromesh.checkpoint.folder import (
     DRAFT,
     begin,
@@ -37,7 +45,10 @@ MANIFEST_BYTES = 400  # estimated bytes of the manifest for each box
 ONE_FOLDER = "save to a folder that all ranks see"
 
 
-def save(engine: RunState, folder: Path, tag: str | None, client_state: dict[str, Any], save_latest: bool) -> Path:
+def save(
+    engine: RunState, folder: Path, tag: str | None, client_state: dict[str, Any], *, save_latest: bool = True,
+    exclude_frozen: bool = False,
+) -> Path:  # fmt: skip
     """Write a checkpoint; ``folder/latest`` names it afterwards. Collective; see ``Engine.save_checkpoint``."""
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     draft, final = folder / f"{tag}{DRAFT}", folder / tag
@@ -59,12 +70,12 @@ def save(engine: RunState, folder: Path, tag: str | None, client_state: dict[str
             filled = ((name, tensor) for name, tensor in apart.items() if tensor.numel())
             of_client.extend(Box(name, tuple(one.shape), 0, one.numel(), one.flatten()) for name, one in filled)
         # Sizes and names only; data of states on NVMe are read when they are written.
-        mine.extend((*boxes(engine, read=False), *of_client))
+        mine.extend((*boxes(engine, False, exclude_frozen), *of_client))
 
     def write() -> None:
         if not draft.is_dir():
             raise OSError(f"rank {rank} does not see {draft}, which the first rank made; {ONE_FOLDER}")
-        entry = write_shard(draft, rank, mine, chain(boxes(engine), of_client))
+        entry = write_shard(draft, rank, mine, chain(boxes(engine, True, exclude_frozen), of_client))
         numbers = {"shard": entry, "scalars": scalars(engine)}
         if engine.mesh.group("stage").rank == 0:
             numbers |= {"parameters": parameters(engine.sharded), "tied": tied(engine.sharded)}
@@ -72,7 +83,9 @@ def save(engine: RunState, folder: Path, tag: str | None, client_state: dict[str
 
     def finish() -> None:
         if rank == 0:
-            write_manifest(draft, _state(engine, kept) | _merged_entries(draft, world.size))
+            write_manifest(
+                draft, _state(engine, kept) | {FROZEN_LEFT_OUT: exclude_frozen} | _merged_entries(draft, world.size)
+            )
             commit(draft, final)
             if save_latest:
                 write_latest(folder, tag)

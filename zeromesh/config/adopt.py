@@ -68,6 +68,13 @@ def fixed(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], list[
     return document, names + changes
 
 
+def share_layers(document: dict[str, Any], ranks: int) -> None:
+    """Let so many ranks share each layer, unless the document says how many do."""
+    theirs = look_up(document, "tensor_parallel.autotp_size")[1], look_up(document, "mesh.tensor")[1]
+    if not any(value is not None and not is_unset(value) for value in theirs):
+        _set(document, "mesh.tensor", ranks)
+
+
 def warn_of(changes: Sequence[Change]) -> None:
     """Warn of all changes in one message."""
     if changes:

@@ -14,22 +14,32 @@ from zeromesh.config.settings import Settings
 from zeromesh.config.tables import UNSET
 
 _DEFAULTS: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": UNSET,
-    "gradient_accumulation_steps": UNSET,
-    "gradient_clipping": UNSET,
-    "bf16": {"enabled": UNSET},
-    "fp16": {"enabled": UNSET},
     # Libraries look these up, and save whole weights if the second says so.
     "zero_optimization": {"stage": 0, "stage3_gather_16bit_weights_on_model_save": True},
+    "zero_allow_untested_optimizer": False,
 }
-"""Values of keys that a configuration leaves out."""
+_SIZES: dict[str, Any] = {"train_micro_batch_size_per_gpu": UNSET, "gradient_accumulation_steps": UNSET}
+_PRECISION: dict[str, Any] = {"bf16": {"enabled": UNSET}, "fp16": {"enabled": UNSET}}
+
+FILLED: dict[str, dict[str, Any]] = {
+    "transformers": {**_SIZES, **_PRECISION, "gradient_clipping": UNSET},
+    # Its own clipping would be 1, whatever the loop asks for.
+    "accelerate": {**_SIZES, **_PRECISION},
+    # It writes what is absent, and refuses what is there.
+    "lightning": {},
+}
+"""Keys that a library fills in where a configuration leaves them out."""
 
 
-def for_trainer(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+def for_trainer(source: str | Path | Mapping[str, Any], library: str) -> dict[str, Any]:
     """Return a configuration in which a trainer fills in what its own arguments say.
 
     Ranks of one tensor or context group feed the same batch. Libraries know such ranks by ``autotp_size`` alone, which
     becomes the size of both axes together; ``adopt`` takes it back.
+
+    Args:
+        source: path of a JSON file, or a dict of the same form.
+        library: a row of ``FILLED``.
 
     Raises:
         ConfigError: it is wrong, or asks for what a trainer cannot do.
@@ -45,7 +55,7 @@ def for_trainer(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
                 "engine.train_batch (docs/pipeline.md)"
             ]
         )
-    filled = _with_defaults(document, _DEFAULTS)
+    filled = _with_defaults(document, _DEFAULTS | FILLED[library])
     copies = prod(sizes.values())
     if copies > 1:
         total = filled.pop("train_batch_size", None)

@@ -2,33 +2,246 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
 from typing import Any
 
+import torch
 from torch import nn
 
-from zeromesh.deepspeed import parameters as parameters  # gives parameters their attributes
+from zeromesh.config.engine_answers import Asked
+from zeromesh.deepspeed.parameters import ParameterOffload
+from zeromesh.deepspeed.questions import ATTRIBUTES, REFUSED, AnsweredConfig, CallableScale, Throughput, methods
+from zeromesh.deepspeed.weights import Weights
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
+from zeromesh.optim.bound import name_values
+from zeromesh.shard import aside
+from zeromesh.signatures import refuse
+from zeromesh.training_data import Loader, Sampler
 
 
-class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # the engine's own methods count
-    """An engine that is a module around the user's, as DeepSpeed's is: parameters are called ``module.NAME``."""
+class OffloadDeviceEnum(StrEnum):
+    """Memory that states are moved to."""
 
-    def __init__(self, parts: Parts) -> None:
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(StrEnum):
+    """Kinds of states that can be moved."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+_KINDS = {
+    OffloadStateTypeEnum.optim_states: aside.OPTIMIZER,
+    OffloadStateTypeEnum.hp_params: aside.MASTER,
+    OffloadStateTypeEnum.lp_params: aside.PARAMETERS,
+}
+"""Kinds of states that rest between updates; gradients have no memory then that could be moved."""
+
+
+class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the engine's own methods count
+    """An engine that is a module around the user's, as DeepSpeed's is: parameters are called ``module.NAME``.
+
+    Tables in ``questions.py`` have its names that need no method here.
+    """
+
+    def __init__(self, parts: Parts, document: Mapping[str, Any], mpu: Any = None) -> None:
         nn.Module.__init__(self)
+        self._document = dict(document)
         # Also a plain attribute: the engine looks for missing ones in the model, which it must not look for there.
         vars(self)["module"] = parts.sharded.model
         Engine.__init__(self, parts)
+        self.mpu = mpu
+        self.tput_timer = Throughput(self)
+        self.is_compiled = False
+        self._applied = False
+        self._batch_fn: Callable[[Any], Any] | None = None
+        if self.optimizer is not None and self.sharded.sharded:
+            name_values(self.optimizer, parameter_offload=ParameterOffload(self.sharded))
+
+    # The module.
 
     # With the hooks that a user registers on the engine.
     __call__ = nn.Module.__call__
     forward = Engine.__call__
+    train = nn.Module.train
+    eval = nn.Module.eval
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "module":
             self._modules[name] = vars(self)[name] = value
         else:
             super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in REFUSED:
+            raise AttributeError(f"{type(self).__name__}.{name} cannot be honoured: {REFUSED[name]}")
+        return Engine.__getattr__(self, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*nn.Module.__dir__(self), *dir(self.module)})  # type: ignore[no-untyped-call]
+
+    @property
+    def training(self) -> bool:
+        """True if the module is in training mode."""
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        # ``train`` sets it on the engine, and then on the module.
+        pass
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DeepSpeedEngine:
+        """Accept a conversion, as ``engine.to(device)``, that changes nothing; initialize has placed the parameters."""
+        for parameter in self.module.parameters():
+            like = torch.empty(0, dtype=parameter.dtype, device=self.device)
+            made = fn(like)
+            if (made.dtype, made.device) != (like.dtype, like.device):
+                raise ValueError(
+                    f"the engine's parameters are {like.dtype} on {like.device}, and cannot become {made.dtype} on "
+                    f"{made.device}: initialize has placed them; convert the model before it, or set the precision "
+                    "in the configuration"
+                )
+        return self
+
+    # The configuration.
+
+    @property
+    def config(self) -> Any:
+        """The configuration as it was written, as a dict, with the resolved settings as attributes."""
+        return self._config_view
+
+    @config.setter
+    def config(self, settings: Any) -> None:
+        self._settings, self._config_view = settings, AnsweredConfig(self._document, settings)
+
+    @property
+    def asked(self) -> Any:
+        """What the engine's answers about its configuration follow from."""
+        return Asked(self._document, self._settings)
+
+    @property
+    def loss_scale(self) -> CallableScale:
+        """Current loss scale, 1 where the loss is not scaled; called, it returns the configured one."""
+        return CallableScale(self._update.loss_scale, self._settings.fp16.loss_scale)
+
+    # Training.
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Update the parameters at the accumulation boundary; see ``Engine.step``."""
+        before, self._applied = self.global_steps - self.skipped_steps, False
+        super().step(lr_kwargs)
+        self._applied = self.global_steps - self.skipped_steps > before
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last ``step()`` changed the parameters."""
+        return self._applied
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Add up the gradients of several backwards in this context, for the ``step()`` after it."""
+        if not self._accumulation.syncs:
+            raise AssertionError("coalesce_grad_reduction() inside no_sync(): leave that context, this one includes it")
+        with self.no_sync():
+            yield
+
+    def clip_fp32_gradients(self) -> None:
+        """Accept the call: ``step()`` clips gradients by the configured norm."""
+
+    def compile(
+        self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, schedule: Any = None,
+        compiled_autograd_enabled: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
+        """Compile each unit's forward; see ``Engine.compile``."""
+        refuse("compile", "schedule", schedule, "the order of fetches follows from the run; leave it out")
+        name = "compiled_autograd_enabled"
+        refuse("compile", name, compiled_autograd_enabled, "gradients are reduced by hooks; leave it out", False)
+        super().compile(backend, compile_kwargs, **options)
+        self.is_compiled = True
+
+    # Data.
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of a micro-batch, which the caller feeds; as many are accumulated as before."""
+        if self.training_dataloader is not None:
+            raise ValueError(
+                "set_train_micro_batch_size() with a loader of training_data, whose batches have their size; make the "
+                "loader yourself with engine.deepspeed_io(data, micro_batch_size), or initialize anew"
+            )
+        if micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
+        whole = micro_batch_size * self.gradient_accumulation_steps() * self.mesh.data_size
+        sizes = {"train_micro_batch_size_per_gpu": micro_batch_size, "train_batch_size": whole}
+        self.config = self._settings.model_copy(update=sizes)
+
+    def deepspeed_io(
+        self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
+        data_sampler: Any = None, collate_fn: Any = None, num_local_io_workers: int | None = None,
+    ) -> Any:  # fmt: skip
+        """Return a loader that gives each rank its share of a data set.
+
+        Args:
+            dataset: one with a length.
+            batch_size: samples of a micro-batch; None: the configured ones.
+            route: ``train`` shuffles; other routes keep the data set's order.
+            pin_memory: no effect.
+            data_sampler: chooses the samples in place of ours.
+            collate_fn: as in torch's loader.
+            num_local_io_workers: worker processes, where ``data_sampler`` is given.
+        """
+        batch = batch_size or self.train_micro_batch_size_per_gpu()
+        drop = self.config.dataloader_drop_last
+        if data_sampler is not None:
+            workers = num_local_io_workers or 0
+            options: Any = {"collate_fn": collate_fn, "num_workers": workers, "drop_last": drop}
+            return torch.utils.data.DataLoader(dataset, batch, sampler=data_sampler, **options)
+        whole = self.train_batch_size() if drop else 1
+        share = self.mesh.data_size, self.mesh.data_rank
+        sampler = Sampler(dataset, *share, self.config.seed, drop, whole, shuffle=route == "train")
+        return Loader(dataset, sampler, batch, collate_fn, drop)
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Let ``train_batch()`` without an iterator take the micro-batches of a loader, for one pass."""
+        self._passes = iter(loader)
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Let ``train_batch()`` without an iterator take those of this one."""
+        self._passes = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Let ``train_batch`` and ``eval_batch`` take what a function makes of each micro-batch."""
+        self._batch_fn = fn
+
+    def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        found = super()._batches(data_iter)
+        return found if self._batch_fn is None else map(self._batch_fn, found)
+
+    # States.
+
+    def offload_states(  # type: ignore[override]  # with DeepSpeed's third argument
+        self, include: Collection[Any] | None = None, device: Any = OffloadDeviceEnum.cpu, pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:  # fmt: skip
+        """Move states to host memory until ``reload_states``; None: all kinds. See ``Engine.offload_states``."""
+        if OffloadDeviceEnum(device) is not OffloadDeviceEnum.cpu:
+            raise ValueError(f"offload_states: device = {device} cannot be honoured; states go to the host, cpu")
+        chosen = [OffloadStateTypeEnum(kind) for kind in (OffloadStateTypeEnum if include is None else include)]
+        super().offload_states([_KINDS[kind] for kind in chosen if kind in _KINDS], pin_memory, non_blocking)
+
+
+for _name, _method in methods().items():
+    setattr(DeepSpeedEngine, _name, _method)
+for _name, _read in ATTRIBUTES.items():
+    setattr(DeepSpeedEngine, _name, property(_read))
 
 
 class PipelineEngine(DeepSpeedEngine):

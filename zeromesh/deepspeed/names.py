@@ -52,7 +52,7 @@ _PROFILER = {
 HOMES: dict[str, dict[str, str]] = {
     "": {
         OWN + ".finder": "install",
-        _START: "initialize add_config_arguments",
+        _START: "initialize add_config_arguments set_optimizer_flags tp_model_init",
         _GROUP: "init_distributed",
         _ENGINE: "DeepSpeedEngine PipelineEngine",
         _PARAMETERS: "DeepSpeedOptimizer",
@@ -119,6 +119,7 @@ HOMES: dict[str, dict[str, str]] = {
         "unwrap_model_for_generation",
         _ZERO: "GatheredParameters TiledLinear",
     },
+    "runtime.zero.offload_config": {_ENGINE: "OffloadDeviceEnum OffloadStateTypeEnum"},
     "runtime.zero.partition_parameters": {
         _PARAMETERS: "Init=ZeroInit ZeroParamStatus register_external_parameter unregister_external_parameter",
         _ZERO: "GatheredParameters",

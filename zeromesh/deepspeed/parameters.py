@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zeromesh import zero
 from zeromesh.shard.guard import is_unloaded
+from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shard.unit import State
 
 # Parameters that were built under ``ZeroInit``: they are DeepSpeed's kind of parameter before there is an engine.
@@ -115,6 +116,8 @@ def add_attributes() -> None:
     """Give parameters DeepSpeed's attributes; those that are not sharded have none of them."""
     for name, read in _ATTRIBUTES.items():
         setattr(nn.Parameter, name, _reader(name, read))
+    # In a forward a weight is a plain tensor, which programs ask whether they have to gather it.
+    setattr(torch.Tensor, "ds_status", property(lambda tensor: ZeroParamStatus.AVAILABLE))  # noqa: B010  mypy
 
 
 add_attributes()
@@ -140,6 +143,47 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     """In this context all parameters are whole on every rank, to generate with; it yields the model that was given."""
     with zero.GatheredParameters(model.parameters()):
         yield model
+
+
+class _Whole:
+    """The model as DeepSpeed's own functions see it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters of other modules that it uses; they need not be known."""
+        return iter(())
+
+
+class ParameterOffload:
+    """Stands for what gathers parameters in DeepSpeed, whose hooks programs remove before they generate.
+
+    ZeroMesh's hooks do nothing to gathered parameters, so there are none to remove.
+    """
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._sharded = sharded
+        self.module = _Whole(sharded.model)
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Accept what puts DeepSpeed's hooks back."""
+
+    _register_hooks_recursively = _register_deepspeed_module
+
+    def setup_zero_stage3_hooks(self) -> None:
+        """Accept what puts DeepSpeed's hooks back."""
+
+    def empty_partition_cache(self) -> None:
+        """Give up the memory of gathered parameters. Collective."""
+        self._sharded.rest()
+
+    partition_all_parameters = empty_partition_cache
 
 
 class _IsOptimizer(type):

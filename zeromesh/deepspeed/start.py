@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from zeromesh import build
-from zeromesh.comm.environment import init_distributed
+from zeromesh.comm.environment import Environment, init_distributed
 from zeromesh.config import keys
+from zeromesh.config.adopt import adopt, share_layers, warn_of
+from zeromesh.config.document import read_object
+from zeromesh.config.settings import Settings
 from zeromesh.deepspeed.engine import DeepSpeedEngine, PipelineEngine
 from zeromesh.initialization.plan import Arguments
 from zeromesh.pipe import PipelineModule
 from zeromesh.signatures import refuse
+
+# Ranks that share the layers of a model, from ``tp_model_init`` to ``initialize``.
+_WANTED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def initialize(
@@ -30,17 +41,70 @@ def initialize(
     Returns:
         The engine, the optimizer, the loader of ``training_data`` or None, the scheduler or None.
     """
-    sizes = f"set the sizes of the axes in the configuration, as in {keys.SIZES_OF_AXES}"
-    refuse("initialize", "mpu", mpu, sizes)
-    refuse("initialize", "mesh_param", mesh_param, sizes)
+    _accept(mpu, mesh_param)
     model = build.require_module(model)
-    given = build.only_configuration(config, config_params, args)
-    kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
-    chosen = Arguments(model, given, optimizer, model_parameters, lr_scheduler, training_data, collate_fn, None)
+    written, document = _configuration(config, config_params, args)
+    _require_wanted_size(model, document)
+    make = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    chosen = Arguments(model, document, optimizer, model_parameters, lr_scheduler, training_data, collate_fn, None)
     start = partial(init_distributed, distributed_port=distributed_port, dist_init_required=dist_init_required)
-    engine, *others = build.run_steps(chosen, start, kind=kind)
+    engine, *others = build.run_steps(chosen, start, kind=partial(make, document=written, mpu=mpu))
     assert isinstance(engine, DeepSpeedEngine)
     return engine, *others
+
+
+def _accept(mpu: Any, mesh_param: Any) -> None:
+    """Raise ValueError unless these describe ranks that share nothing but the data."""
+    sizes = f"set the sizes of the axes in the configuration, as in {keys.SIZES_OF_AXES}"
+    asked = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size", "get_pipe_parallel_world_size")
+    shared = [name for name in asked if mpu is not None and getattr(mpu, name, lambda: 1)() > 1]
+    # Megatron's object is passed also where ranks share no layers.
+    if mpu is not None and (shared or not any(hasattr(mpu, name) for name in asked)):
+        refuse("initialize", "mpu", mpu, sizes)
+    if mesh_param is not None and (len(mesh_param) < 2 or mesh_param[1] != 1):
+        refuse("initialize", "mesh_param", mesh_param, sizes)
+
+
+def _configuration(config: Any, config_params: Any, args: Any) -> tuple[dict[str, Any], Any]:
+    """Return the configuration as it was written, and as the strict reader takes it; warn of what differs."""
+    if args is not None and getattr(args, "deepscale_config", None) is not None:
+        args = Namespace(deepspeed_config=args.deepscale_config)  # the older name
+    given = build.only_configuration(config, config_params, args)
+    if isinstance(given, Settings):
+        return json.loads(given.to_json()), given
+    document, changes = adopt(given)
+    if Environment.detect().rank == 0:
+        warn_of(changes)
+    return dict(given) if isinstance(given, Mapping) else read_object(Path(given)), document
+
+
+def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
+    """Note that ``initialize`` is to split the layers of a model over ``tp_size`` ranks; return the model.
+
+    Args:
+        model: it is converted to ``dtype``, and split when ``initialize`` places it.
+        tp_size: ranks that share each layer.
+        dtype: of its parameters.
+        config: not needed here; pass it to ``initialize``.
+        kwargs: none; other options of DeepSpeed are refused.
+    """
+    for name, value in kwargs.items():
+        refuse("tp_model_init", name, value, "leave it out; layers are found by themselves (docs/tensor.md)")
+    if tp_size < 1:
+        raise ValueError(f"tp_model_init: tp_size is {tp_size}; it must be at least 1")
+    _WANTED[model] = tp_size
+    return model.to(dtype)
+
+
+def _require_wanted_size(model: nn.Module, document: Any) -> None:
+    """Write the size that ``tp_model_init`` was given into a configuration that has none."""
+    wanted = _WANTED.get(model)
+    if wanted is not None and isinstance(document, dict):
+        share_layers(document, wanted)
+
+
+def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
+    """Accept the call: Muon finds out by itself which parameters are matrices."""
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -28,7 +28,7 @@ class Strategy(DeepSpeedStrategy):  # type: ignore[misc]  # Lightning has no typ
     """
 
     def __init__(self, config: str | Path | Mapping[str, Any], **options: Any) -> None:
-        document = for_trainer(config)
+        document = for_trainer(config, "lightning")
         self._copies = copies_in(document)
         super().__init__(config=document, **options)
 

@@ -94,7 +94,7 @@ def _configure(args: TrainingArguments, config: str | Path | Mapping[str, Any]) 
             f"TrainingArguments see {args.world_size} rank, but the launcher started {ranks}: without an accelerator "
             "transformers trains on one rank unless it is told; pass use_cpu=True"
         )
-    document = for_trainer(config)
+    document = for_trainer(config, "transformers")
     args.deepspeed = document
     args.hf_deepspeed_config = HfTrainerDeepSpeedConfig(document)
     args.hf_deepspeed_config.trainer_config_process(args)

@@ -26,7 +26,7 @@ def plugin(config: str | Path | Mapping[str, Any], **options: Any) -> Any:
     activate()
     from accelerate import DeepSpeedPlugin
 
-    made = DeepSpeedPlugin(hf_ds_config=for_trainer(config), **options)
+    made = DeepSpeedPlugin(hf_ds_config=for_trainer(config, "accelerate"), **options)
     # Accelerate takes the configuration's value without a word.
     wrong = {name: getattr(made, name) for name, value in options.items() if getattr(made, name) != value}
     if wrong:

@@ -58,7 +58,13 @@ def _zero_grad(engine: ref[Updates], set_to_none: bool = True) -> None:
 
 def answer(optimizer: Optimizer | None, scale: float, overflow: bool) -> None:
     """Let ``optimizer.cur_scale``, ``.loss_scale`` and ``.overflow`` tell how the last update went."""
-    # Programs written for DeepSpeed read them. An attribute that the optimizer's own class has is left alone.
-    for name, value in (("cur_scale", scale), ("loss_scale", scale), ("overflow", overflow)):
-        if optimizer is not None and not hasattr(type(optimizer), name):
+    if optimizer is not None:
+        name_values(optimizer, cur_scale=scale, loss_scale=scale, overflow=overflow)
+
+
+def name_values(optimizer: Optimizer, **values: Any) -> None:
+    """Give an optimizer attributes that programs written for DeepSpeed read."""
+    for name, value in values.items():
+        # An attribute that the optimizer's own class has is left alone.
+        if not hasattr(type(optimizer), name):
             setattr(optimizer, name, value)

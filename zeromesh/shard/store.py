@@ -25,13 +25,24 @@ class Tiers:
         self.early, self.states = early, states  # updated during the backward; most optimizer states of a parameter
         self._files = [files for files in (swap, stored) if files is not None]
         self._before_states: list[Callable[[Flat], None]] = []
+        self._bring_back: Callable[[], None] | None = None
 
     def before_states(self, listener: Callable[[Flat], None]) -> None:
         """Call ``listener`` with each flat buffer whose states are about to be loaded."""
         self._before_states.append(listener)
 
+    def put_aside(self, bring_back: Callable[[], None] | None) -> None:
+        """Call ``bring_back`` before any state is used: states have been put aside on the host. None: they are back."""
+        self._bring_back = bring_back
+
+    def recall(self) -> None:
+        """Have the states back that were put aside."""
+        if self._bring_back is not None:
+            self._bring_back()
+
     def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         """Have the master and the optimizer states in memory until those of another flat buffer are loaded."""
+        self.recall()
         for listener in self._before_states:
             listener(flat)  # early updates use the same regions of the file, and give way
         if self.swap is not None and flat in self.swap:
@@ -41,6 +52,7 @@ class Tiers:
 
     def load_shard(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         """Have this rank's parameters in memory until those of another flat buffer are loaded; see ``load_states``."""
+        self.recall()
         if self.swap is not None:
             self.swap.release(flat)  # a joined master is split first: one half of it is the parameter
         self._load_stored(flat, write, read)
@@ -59,6 +71,7 @@ class Tiers:
 
     def stream(self, flats: Sequence[Flat], write: bool) -> Generator[Flat]:
         """Yield each flat buffer in order, with its master and states loaded until the next one is asked for."""
+        self.recall()
         streamed = nullcontext(iter(flats)) if self.swap is None else closing(self.swap.stream(flats, write))
         with streamed as present:
             yield from present

@@ -1,0 +1,167 @@
+"""Answers of DeepSpeed's engine to questions about the configuration: a table from its methods to keys.
+
+A row has the path of a key and DeepSpeed's default, or a function of the settings where the answer is ours to resolve.
+Keys that have no effect here are answered as they were written: a program may act on them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zeromesh.config.document import is_unset
+from zeromesh.config.settings import Resolved
+from zeromesh.config.tables import RENAMED, look_up
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A configuration as it was written, and the settings that it led to."""
+
+    document: Mapping[str, Any]
+    settings: Resolved
+
+    def value(self, path: str, default: Any) -> Any:
+        """Return what was written under a key, or one of its other names; ``default`` if nothing was."""
+        names = [path, *(old for old, new in RENAMED.items() if new == path)]
+        found = (look_up(dict(self.document), name) for name in names)
+        return next((value for there, value in found if there and not is_unset(value)), default)
+
+
+Answer = tuple[str, Any] | Callable[[Asked], Any]
+
+_ZERO = "zero_optimization"
+_PROFILER = "flops_profiler"
+_TUNER = "autotuning"
+
+
+def _compute(asked: Asked, name: str) -> bool:
+    section = getattr(asked.settings, name)
+    return bool(section.enabled)
+
+
+def _section(section: Any) -> Any:
+    """Return a section as a dict; None stays None."""
+    return None if section is None else section.model_dump()
+
+
+def _scale_options(asked: Asked) -> dict[str, Any] | None:
+    own = asked.settings.fp16
+    if own.loss_scale:
+        return None
+    window, least = own.loss_scale_window, own.min_loss_scale
+    start = 2**own.initial_scale_power
+    return {"init_scale": start, "scale_window": window, "delayed_shift": own.hysteresis, "min_scale": least}
+
+
+ANSWERS: dict[str, Answer] = {
+    "fp16_enabled": lambda asked: _compute(asked, "fp16"),
+    "bfloat16_enabled": lambda asked: _compute(asked, "bf16"),
+    "torch_autocast_enabled": lambda asked: _compute(asked, "torch_autocast"),
+    "torch_autocast_dtype": lambda asked: asked.settings.precision.autocast,
+    "torch_autocast_lower_precision_safe_modules": ("torch_autocast.lower_precision_safe_modules", []),
+    "fp16_auto_cast": lambda asked: asked.settings.fp16.auto_cast if asked.settings.fp16.enabled else None,
+    "fp16_master_weights_and_gradients": ("fp16.fp16_master_weights_and_grads", False),
+    "bf16_master_weights_and_gradients": ("bf16.bf16_master_weights_and_grads", False),
+    "bf16_optimizer_states": ("bf16.bf16_optimizer_states", False),
+    "dynamic_loss_scale": lambda asked: asked.settings.fp16.loss_scale == 0,
+    "initial_dynamic_scale": lambda asked: 2**asked.settings.fp16.initial_scale_power,
+    "dynamic_loss_scale_args": _scale_options,
+    "gradient_clipping": lambda asked: asked.settings.gradient_clipping,
+    "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
+    "postscale_gradients": lambda asked: not asked.settings.prescale_gradients,
+    "managed_gradient_accumulation": ("managed_gradient_accumulation", True),
+    "steps_per_print": lambda asked: asked.settings.steps_per_print,
+    "wall_clock_breakdown": lambda asked: asked.settings.wall_clock_breakdown,
+    "memory_breakdown": ("memory_breakdown", False),
+    "dump_state": ("dump_state", False),
+    "log_level": ("log_level", None),
+    "is_sanity_checks_enabled": ("enable_sanity_checks", False),
+    "dataloader_drop_last": lambda asked: asked.settings.dataloader_drop_last,
+    "optimizer_name": lambda asked: asked.settings.optimizer and asked.settings.optimizer.type.lower(),
+    "optimizer_params": lambda asked: asked.settings.optimizer and dict(asked.settings.optimizer.params),
+    "optimizer_legacy_fusion": ("optimizer.legacy_fusion", False),
+    "scheduler_name": lambda asked: asked.settings.scheduler and asked.settings.scheduler.type,
+    "scheduler_params": lambda asked: asked.settings.scheduler and dict(asked.settings.scheduler.params),
+    "checkpoint_tag_validation_enabled": lambda asked: asked.value("checkpoint.tag_validation", "Warn") != "Ignore",
+    "checkpoint_tag_validation_fail": lambda asked: asked.value("checkpoint.tag_validation", "Warn") == "Fail",
+    "load_universal_checkpoint": ("checkpoint.load_universal", False),
+    "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
+    "checkpoint_serialization_enabled": ("checkpoint.checkpoint_serialization", True),
+    "checkpoint_writer_enabled": lambda asked: asked.value("checkpoint.writer", None) is not None,
+    "data_efficiency_enabled": ("data_efficiency.enabled", False),
+    "data_efficiency_config": ("data_efficiency", {}),
+    "data_sampling_enabled": ("data_efficiency.data_sampling.enabled", False),
+    "data_sampling_config": ("data_efficiency.data_sampling", {}),
+    "curriculum_learning_enabled": ("data_efficiency.data_sampling.curriculum_learning.enabled", False),
+    "curriculum_learning_config": ("data_efficiency.data_sampling.curriculum_learning", {}),
+    "random_ltd_enabled": ("data_efficiency.data_routing.random_ltd.enabled", False),
+    "random_ltd_config": ("data_efficiency.data_routing.random_ltd", {}),
+    "flops_profiler_enabled": (f"{_PROFILER}.enabled", False),
+    "flops_profiler_recompute_fwd_factor": (f"{_PROFILER}.recompute_fwd_factor", 0.0),
+    "flops_profiler_profile_step": (f"{_PROFILER}.profile_step", 1),
+    "flops_profiler_module_depth": (f"{_PROFILER}.module_depth", -1),
+    "flops_profiler_top_modules": (f"{_PROFILER}.top_modules", 1),
+    "flops_profiler_detailed": (f"{_PROFILER}.detailed", True),
+    "flops_profiler_output_file": (f"{_PROFILER}.output_file", None),
+    "autotuning_enabled": (f"{_TUNER}.enabled", False),
+    "autotuning_start_profile_step": (f"{_TUNER}.start_profile_step", 3),
+    "autotuning_end_profile_step": (f"{_TUNER}.end_profile_step", 5),
+    "autotuning_metric": (f"{_TUNER}.metric", "throughput"),
+    "autotuning_metric_path": (f"{_TUNER}.metric_path", None),
+    "autotuning_model_info_path": (f"{_TUNER}.model_info_path", None),
+    "autotuning_profile_model_info": lambda asked: asked.value(f"{_TUNER}.model_info", {}).get("profile", False),
+    "zero_optimization": lambda asked: asked.settings.zero_optimization.stage > 0,
+    "zero_optimization_stage": lambda asked: asked.settings.zero_optimization.stage,
+    "zero_optimization_partition_gradients": lambda asked: asked.settings.zero_optimization.stage >= 2,
+    "zero_optimization_partition_weights": lambda asked: asked.settings.zero_optimization.stage >= 3,
+    "zero_allow_untested_optimizer": lambda asked: asked.settings.zero_allow_untested_optimizer,
+    "zero_force_ds_cpu_optimizer": ("zero_force_ds_cpu_optimizer", True),
+    "zero_offload_optimizer": lambda asked: _section(asked.settings.zero_optimization.offload_optimizer),
+    "zero_offload_param": lambda asked: _section(asked.settings.zero_optimization.offload_param),
+    "zero_use_cpu_optimizer": lambda asked: asked.settings.zero_optimization.optimizer_device != "none",
+    "zero_cpu_offload": lambda asked: asked.settings.zero_optimization.optimizer_device == "cpu",
+    "zero_nvme_offload_optimizer": lambda asked: asked.settings.zero_optimization.optimizer_device == "nvme",
+    "zero_partial_offload": lambda asked: asked.settings.zero_optimization.offload_ratio,
+    "super_offload": lambda asked: asked.settings.zero_optimization.row_options.super_offload,
+    "cpuadam_cores_perc": (f"{_ZERO}.offload_optimizer.cpuadam_cores_perc", 0.8),
+    "zero_sub_group_size": (f"{_ZERO}.sub_group_size", 10**9),
+    "zero_reduce_scatter": (f"{_ZERO}.reduce_scatter", True),
+    "zero_overlap_comm": lambda asked: asked.value(f"{_ZERO}.overlap_comm", asked.settings.zero_optimization.stage > 2),
+    "zero_reduce_bucket_size": (f"{_ZERO}.reduce_bucket_size", 5 * 10**8),
+    "zero_allgather_bucket_size": (f"{_ZERO}.allgather_bucket_size", 5 * 10**8),
+    "zero_allgather_partitions": (f"{_ZERO}.allgather_partitions", True),
+    "zero_allgather_sequential": (f"{_ZERO}.allgather_sequential", False),
+    "zero_multi_rank_bucket_allreduce": (f"{_ZERO}.use_multi_rank_bucket_allreduce", True),
+    "zero_round_robin_gradients": (f"{_ZERO}.round_robin_gradients", False),
+    "zero_contiguous_gradients": (f"{_ZERO}.contiguous_gradients", True),
+    "zero_load_from_fp32_weights": (f"{_ZERO}.load_from_fp32_weights", True),
+    "zero_elastic_checkpoint": (f"{_ZERO}.elastic_checkpoint", False),
+    "zero_ignore_unused_parameters": (f"{_ZERO}.ignore_unused_parameters", True),
+    "zero_legacy_stage1": (f"{_ZERO}.legacy_stage1", False),
+    "zero_log_trace_cache_warnings": (f"{_ZERO}.log_trace_cache_warnings", False),
+    "zero_max_live_parameters": (f"{_ZERO}.stage3_max_live_parameters", 10**9),
+    "zero_max_reuse_distance": (f"{_ZERO}.stage3_max_reuse_distance", 10**9),
+    "zero_prefetch_bucket_size": (f"{_ZERO}.stage3_prefetch_bucket_size", 5 * 10**7),
+    "zero_module_granularity_threshold": (f"{_ZERO}.stage3_module_granularity_threshold", 0),
+    "zero_param_persistence_threshold": (f"{_ZERO}.stage3_param_persistence_threshold", 10**5),
+    "zero_model_persistence_threshold": (f"{_ZERO}.stage3_model_persistence_threshold", sys.maxsize),
+    "zero_gather_16bit_weights_on_model_save": (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save", False),
+    "zero_hpz_partition_size": lambda asked: asked.settings.zero_optimization.zero_hpz_partition_size,
+    "zero_quantized_weights": lambda asked: asked.settings.zero_optimization.zero_quantized_weights,
+    "zero_quantized_gradients": lambda asked: asked.settings.zero_optimization.zero_quantized_gradients,
+    "zero_quantized_nontrainable_weights": (f"{_ZERO}.zero_quantized_nontrainable_weights", False),
+    "aio_config": lambda asked: _section(asked.settings.aio),
+    "tensor_parallel_config": lambda asked: _section(asked.settings.tensor_parallel),
+    "autotp_size": lambda asked: (
+        asked.settings.model_sizes["tensor"] if asked.settings.model_sizes["tensor"] > 1 else 0
+    ),
+}
+
+
+def answer(name: str, asked: Asked) -> Any:
+    """Return the answer to one of DeepSpeed's questions."""
+    row = ANSWERS[name]
+    return asked.value(*row) if isinstance(row, tuple) else row(asked)

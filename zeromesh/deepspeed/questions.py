@@ -1,0 +1,198 @@
+"""Names of DeepSpeed's engine that need no method of their own: tables of attributes, questions, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zeromesh.comm.detect import Environment
+from zeromesh.config import keys
+from zeromesh.config.engine_answers import ANSWERS, answer
+from zeromesh.deepspeed import process_groups
+
+Engine = Any  # a DeepSpeedEngine, which is made with these tables
+
+ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
+    "local_rank": lambda engine: Environment.detect().local_rank,
+    "global_rank": lambda engine: engine.mesh.rank,
+    "world_size": lambda engine: engine.mesh.world_size,
+    "dp_world_size": lambda engine: engine.mesh.data_size,
+    "mp_world_size": lambda engine: engine.mesh.sizes["tensor"],
+    "sequence_parallel_size": lambda engine: engine.mesh.sizes["context"],
+    "seq_dp_world_size": lambda engine: engine.mesh.gradients,
+    "data_parallel_group": lambda engine: process_groups.get_data_parallel_group(engine),
+    "seq_data_parallel_group": lambda engine: process_groups.get_sequence_data_parallel_group(engine),
+    "pipeline_parallelism": lambda engine: engine.pipelined is not None,
+    "inside_no_sync_ctxt": lambda engine: not engine._accumulation.syncs,
+    "communication_data_type": lambda engine: engine.config.precision.communicate or _data_type(engine),
+    "gradient_average": lambda engine: True,
+    "enable_backward_allreduce": lambda engine: True,
+    "has_moe_layers": lambda engine: False,
+    "num_experts": lambda engine: [],
+    "basic_optimizer": lambda engine: engine.optimizer,
+    "param_names": lambda engine: {parameter: name for name, parameter in engine.module.named_parameters()},
+    "num_stages": lambda engine: engine.mesh.sizes["pipeline"],
+    "stage_id": lambda engine: engine.mesh.group("pipeline").rank,
+    "micro_batches": lambda engine: engine.gradient_accumulation_steps(),
+    "micro_batch_size": lambda engine: engine.train_micro_batch_size_per_gpu(),
+}
+"""Attributes of the engine."""
+
+
+def _data_type(engine: Engine) -> torch.dtype:
+    return engine.config.precision.compute or torch.float32
+
+
+def _data_types(engine: Engine) -> tuple[torch.dtype, torch.dtype]:
+    own = _data_type(engine)
+    return own, engine.config.precision.accumulate or own
+
+
+def _per_group(engine: Engine, name: str) -> list[Any]:
+    return [group.get(name, 0.0) for group in engine.optimizer.param_groups] if engine.optimizer else []
+
+
+def _momenta(engine: Engine) -> list[Any]:
+    # Of an optimizer without betas, its momentum.
+    return _per_group(engine, "betas" if any(_per_group(engine, "betas")) else "momentum")
+
+
+def _times(engine: Engine) -> dict[str, float]:
+    """Return the milliseconds of each phase of an update; empty unless the breakdown of time is on."""
+    found = engine.observer.breakdown()
+    return {} if found is None else {name: 1e3 * seconds for name, seconds in found.phases.items()}
+
+
+QUESTIONS: dict[str, Callable[[Engine], Any]] = {
+    "get_batch_info": lambda engine: (
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+    ),
+    "get_mom": _momenta,
+    "get_type": lambda engine: _per_group(engine, "type"),
+    "get_loss_scale": lambda engine: float(engine.loss_scale),
+    "get_data_types": _data_types,
+    "get_data_parallel_rank": lambda engine: engine.mesh.data_rank,
+    "get_tensor_parallel_rank": lambda engine: engine.mesh.group("tensor").rank,
+    "get_model_parallel_rank": lambda engine: engine.mesh.group("tensor").rank,
+    "get_pipeline_parallel_rank": lambda engine: engine.mesh.group("pipeline").rank,
+    "get_sequence_parallel_group": lambda engine: process_groups.get_sequence_parallel_group(engine),
+    "get_wall_clock_timers": _times,
+    "is_first_stage": lambda engine: engine.mesh.group("pipeline").rank == 0,
+    "is_last_stage": lambda engine: engine.mesh.group("pipeline").rank == engine.mesh.sizes["pipeline"] - 1,
+    "is_first_weights_partition_group": lambda engine: engine.mesh.replicate.rank == 0,
+    "is_deepcompile_enabled": lambda engine: False,
+    "is_deepcompile_active": lambda engine: False,
+    "get_additional_losses": lambda engine: None,
+    # Gradients are reduced as the backward goes on, and nothing is left to do.
+    "allreduce_gradients": lambda engine: None,
+    "empty_partition_cache": lambda engine: engine.sharded.rest(),
+    # Shapes of activations may always change.
+    "reset_activation_shape": lambda engine: None,
+    "collect_python_gc": lambda engine: None,
+}
+"""Methods without arguments that count; any are accepted."""
+
+_COLLECTIVES = "use torch.distributed, with engine.data_parallel_group"
+_CURRICULUM = "write the curriculum into the configuration (docs/configuration.md)"
+
+REFUSED = {
+    **dict.fromkeys(
+        (
+            "allreduce_bucket", "allreduce_and_copy", "allreduce_no_retain", "buffered_allreduce_fallback",
+            "sparse_allreduce_no_retain", "sparse_allreduce_bucket", "sparse_allreduce", "sparse_all_gather",
+            "all_gather_scalar",
+        ),
+        _COLLECTIVES,
+    ),
+    "set_data_post_process_func": "pass collate_fn to initialize, or engine.set_batch_fn(function)",
+    "set_custom_curriculum_learning_schedule": _CURRICULUM,
+    "random_ltd_initialize": "tokens are not dropped here; leave random_ltd out",
+    "load_moe_state_dict": "a checkpoint holds all experts; call engine.load_checkpoint(folder)",
+    "register_compile_pass": "pass a backend of your own to engine.compile(backend=...)",
+    "get_deepcompile_backend": "call engine.compile(), which compiles each unit",
+    "set_has_attention_mask": "the stages of a pipeline exchange tensors of any dtype; leave the call out",
+    "_config": f"engine.config has the settings and what was written, as in engine.config[{keys.MICRO_BATCH!r}]",
+}  # fmt: skip
+"""Names that cannot be honoured, and what to use instead."""
+
+
+def methods() -> dict[str, Callable[..., Any]]:
+    """Return the methods of the tables, by name."""
+
+    def ask(name: str, engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        return QUESTIONS[name](engine)
+
+    def ask_config(name: str, engine: Engine) -> Any:
+        return answer(name, engine.asked)
+
+    return {name: _method(ask, name) for name in QUESTIONS} | {name: _method(ask_config, name) for name in ANSWERS}
+
+
+def _method(ask: Callable[..., Any], name: str) -> Callable[..., Any]:
+    # A function and not a partial, which would not be bound to the engine.
+    def method(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        return ask(name, self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+class AnsweredConfig(dict[str, Any]):
+    """The configuration as it was written, as a dict; its attributes are those of the settings."""
+
+    def __init__(self, document: dict[str, Any], settings: Any) -> None:
+        super().__init__(document)
+        self.settings = settings
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "settings":
+            raise AttributeError(name)
+        return getattr(self.settings, name)
+
+
+class CallableScale(float):
+    """The loss scale as a number, which DeepSpeed's programs call to get the configured one; 0 means dynamic."""
+
+    configured: float
+
+    def __new__(cls, value: float, configured: float) -> CallableScale:
+        """Make the number."""
+        made = super().__new__(cls, value)
+        made.configured = configured
+        return made
+
+    def __call__(self) -> float:
+        """Return the configured scale."""
+        return self.configured
+
+
+class Throughput:
+    """The engine's speed, as DeepSpeed's timer tells it; the engine measures by itself."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.epoch_count = 0
+
+    @property
+    def global_step_count(self) -> int:
+        """Updates so far."""
+        return int(self._engine.global_steps)
+
+    def start(self) -> None:
+        """Accept that a step begins."""
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """Accept that a step ends."""
+
+    def update_epoch_count(self) -> None:
+        """Count a pass over the data."""
+        self.epoch_count += 1
+
+    def avg_samples_per_sec(self) -> float:
+        """Return samples of all ranks per second, by the median update; minus infinity before the second one."""
+        seconds = self._engine.observer.step_seconds
+        return self._engine.train_batch_size() / seconds if seconds else float("-inf")
