@@ -29,6 +29,9 @@ ABOVE: dict[str, dict[str, int]] = {
     "lines of a file": {},
     "methods of a class": {},
     "arguments of a constructor": {
+        "deepspeed/optimizers.py:DeepSpeedCPUAdam": 9,
+        "deepspeed/optimizers.py:FusedAdam": 9,
+        "deepspeed/optimizers.py:FusedLamb": 11,
         "optim/lamb.py:Lamb": 10,
         "optim/muon.py:Muon": 15,
         "pipe.py:PipelineModule": 12,

@@ -14,8 +14,9 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from zeromesh.config.catalogue import Entry, Schema, children, section_of
 from zeromesh.config.errors import show
+from zeromesh.config.names import EXACT_OPTIMIZERS
 from zeromesh.config.settings import Settings, entries
-from zeromesh.config.tables import GONE, NOT_YET, OURS, RENAMED, UNREAD, UNSET, WITHOUT_EFFECT, sections_of
+from zeromesh.config.tables import EXACT, GONE, NOT_YET, OURS, RENAMED, UNREAD, UNSET, WITHOUT_EFFECT, sections_of
 
 COMMAND = "python tools/config_reference.py"
 DIFFERENCES_SHOWN = 20
@@ -29,8 +30,11 @@ unchanged, or are refused with the reason. [config.schema.json](config.schema.js
 completes and checks a file that starts with `"$schema": "path/to/config.schema.json"`.
 
 - Unknown keys, at any depth, and keys that stand twice are errors. Sections without effect may hold anything.
-- `"{UNSET}"` means: as if the key were not there. It may stand anywhere; `initialize` warns of such keys, with the
-  values that they have then.
+- Comments (`//`, `#`, `/* */`) and a comma after the last entry may stand in a file. Keys named `comment`, `//` or
+  `_comment...` are comments, too.
+- `"{UNSET}"` means: as if the key were not there. It may stand anywhere; `initialize` lists such keys in one line, with
+  the values that they have then. Learning rates, and `enabled` of `fp16` and `bf16` where no other precision is on, are
+  errors: a Trainer fills them in, and results depend on them.
 - Nothing is converted: `"32"` is not a number, `1` is not `true`. Whole numbers may be written like `5e8`.
 - A list of strings may be written as one string.
 - On the command line, `--set zero_optimization.stage=3` changes one key. The value is JSON; what is not is a string.
@@ -40,6 +44,31 @@ completes and checks a file that starts with `"$schema": "path/to/config.schema.
 
 The last column says where a key comes from: *DeepSpeed*, or *ours*; and which keys are accepted but have
 *no effect* here, or are *not yet* possible with other values than those named.
+"""
+
+
+ADOPTED = """## Files for DeepSpeed
+
+`zeromesh config --fix old.json > new.json` writes a file for DeepSpeed as one that loads here and means the same. Each
+change goes to standard error, with its reason; a file that loads already is written as it is. `zeromesh.deepspeed`
+reads configurations in the same way, and warns of the changes. In Python:
+
+```python
+from zeromesh.config.adopt import adopt, warn_of
+
+document, changes = adopt({"seed": 1, "cuda_visible_devices": 0, "zero_optimization.stage": 2})
+warn_of(changes)
+assert document == {"seed": 1, "zero_optimization": {"stage": 2}}
+```
+
+- Unknown keys are left out, except inside `zero_optimization`, where DeepSpeed refuses them, too.
+- Keys of the top level that have dots are paths. A value in the section itself takes precedence.
+- 0, 1, `"true"` and `"false"` are read where a key is true or false.
+- `offload_param` below stage 3, and `offload_optimizer` at stage 0, are left out.
+- These are left out or replaced. A run computes the same without them, or more exactly, unless the row says otherwise:
+
+| key | becomes | why |
+|---|---|---|
 """
 
 
@@ -53,7 +82,8 @@ def page() -> str:
     """Return the reference as Markdown."""
     known = entries()
     sections = ["", *(path for path, entry in known.items() if entry.section)]
-    parts = [INTRODUCTION, *(_section(section, known) for section in sections), _other_names(), _refused()]
+    tables = [_section(section, known) for section in sections]
+    parts = [INTRODUCTION, *tables, _other_names(), _refused(), _adopted()]
     return "\n".join(parts)
 
 
@@ -125,6 +155,16 @@ def _refused() -> str:
         "nothing enabled inside.\n"
     )
     return f"{head}\n| key | instead |\n|---|---|\n{rows}\n"
+
+
+def _adopted() -> str:
+    """Return what ``adopt`` leaves out or replaces, after its own description."""
+    rows = [f"| `{path}` | left out | {why} |" for path, why in EXACT.items()]
+    rows += [
+        f'| `"optimizer": {{"type": "{name}"}}` | `"{row.name}"` | {row.why} |'
+        for name, row in EXACT_OPTIMIZERS.items()
+    ]
+    return ADOPTED + "\n".join(rows) + "\n"
 
 
 def _describe(part: Schema, definitions: dict[str, Schema], prefix: str) -> None:

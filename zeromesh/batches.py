@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zeromesh.config.errors import counted
 from zeromesh.model.containers import tensors_of
 
 _log = logging.getLogger("zeromesh")
@@ -125,7 +126,7 @@ class MicroBatchSizes:
 
     def __init__(self, configured: int | None) -> None:
         self._configured = configured  # samples per rank and micro-batch; None where this rank is not to warn
-        self._was_small = False
+        self._was_small = True  # so that a smaller one is warned of at once, if it is the first
 
     def compare(self, inputs: Any) -> None:
         """Compare one micro-batch of training: the model's arguments, in any containers."""
@@ -134,13 +135,13 @@ class MicroBatchSizes:
         size = _samples_in(inputs, self._configured)
         if size is None:
             return
-        # A single smaller one is the last of a pass over the data: only the second in a row is warned of.
+        # A single smaller one later on is the last of a pass over the data: only two in a row are warned of.
         if size > self._configured or (size < self._configured and self._was_small):
             _log.warning(
-                "the model is given %d samples at a time (the first dimension of its inputs), but "
+                "the model is given %s at a time (the first dimension of its inputs), but "
                 "train_micro_batch_size_per_gpu is %d; gradients are right, but samples are counted, and "
                 "train_batch_size is, as configured: feed %d, or set train_micro_batch_size_per_gpu to %d",
-                size,
+                counted(size, "sample"),
                 self._configured,
                 self._configured,
                 size,

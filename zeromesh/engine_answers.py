@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeromesh import reports
+from zeromesh.config.errors import counted
 from zeromesh.curriculum import LengthCurriculum
 from zeromesh.engine_state import EngineState
 from zeromesh.observe.monitors import Monitor
@@ -48,7 +49,7 @@ class Batching(EngineState):
             nearest = max(1, round(train_batch_size / each)) * each
             raise ValueError(
                 f"train_batch_size {train_batch_size} is not a multiple of micro-batch {each // self.data_size} x "
-                f"{self.data_size} ranks = {each}; the nearest is {nearest}"
+                f"{counted(self.data_size, 'rank')} = {each}; the nearest is {nearest}"
             )
         self._accumulation.set_steps(train_batch_size // each)
         sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": self._accumulation.steps}

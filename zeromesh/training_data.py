@@ -11,6 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from zeromesh.config.errors import counted
+
 _log = logging.getLogger(__name__)
 
 
@@ -85,8 +87,8 @@ class Loader(DataLoader[Any]):
         if not (each // batch_size if drop_last else sampler.length):
             left_out = ", and dataloader_drop_last leaves out what fills none" if drop_last else ""
             raise ValueError(
-                f"training_data has {sampler.length} samples, which gives no batch of {batch_size} for each of "
-                f"{sampler.num_replicas} ranks{left_out}; add samples"
+                f"training_data has {counted(sampler.length, 'sample')}, which gives no batch of {batch_size} for "
+                f"each of {counted(sampler.num_replicas, 'rank')}{left_out}; add samples"
                 + (", lower train_micro_batch_size_per_gpu, or set dataloader_drop_last to false" if drop_last else "")
             )
 

@@ -194,7 +194,7 @@ def sound_machine(folder: Path) -> dict[str, Any]:
         ("disk", {"free_bytes": 1 << 30}, "1024 MiB are free in"),
         ("disk", {"error": "Read-only file system"}, "cannot be written: Read-only file system"),
         ("versions", {"torch": "2.10.1+cu128"}, "torch is 2.10.1+cu128, and ZeroMesh needs 2.11"),
-        (None, {"unused_gpus": 2}, "the machine has 2 Nvidia device(s), and torch"),
+        (None, {"unused_gpus": 2}, "the machine has 2 Nvidia devices, and torch"),
     ],
 )
 def test_lacking_resources_are_problems(tmp_path, part, change, problem) -> None:

@@ -90,7 +90,7 @@ def test_verify_finds_damage_which_the_exit_code_tells(saved: Path, tmp_path: Pa
     folder = tmp_path / "checkpoints"
     shutil.copytree(saved / "checkpoints", folder)
     assert call(folder, "--verify").exit_code == 0
-    assert "2 of 2 checkpoints hold what was written" in call(folder, "--verify").stdout
+    assert "verified 2 of 2 checkpoints" in call(folder, "--verify").stdout
     file = folder / "global_step2" / "rank_00001.safetensors"
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
@@ -98,7 +98,7 @@ def test_verify_finds_damage_which_the_exit_code_tells(saved: Path, tmp_path: Pa
     assert call(folder).exit_code == 0, "without --verify the files are not read"
     result = call(folder, "--verify")
     assert result.exit_code == 1
-    assert "1 of 2 checkpoints hold" in result.stdout
+    assert "verified 1 of 2 checkpoints" in result.stdout
     assert "global_step2: not what was written (SHA-256 differs)" in result.stdout
     assert "rank_00001.safetensors, of which" in result.stdout
     assert as_json(folder, "--verify")["shown"]["path"].endswith("global_step1"), "what can be used is shown"

@@ -126,7 +126,7 @@ def fail_on(failing: int, port: int) -> str:
     leave()
     original = module.device_for
     if rank == failing:
-        module.device_for = lambda *_: (_ for _ in ()).throw(ValueError("this node has 1 cuda device(s)"))
+        module.device_for = lambda *_: (_ for _ in ()).throw(ValueError("this node has 1 cuda device"))
     try:
         return error_of_start(two_ranks(rank, port))
     finally:
@@ -136,8 +136,8 @@ def fail_on(failing: int, port: int) -> str:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_of_one_rank_at_the_start_reaches_the_others(failing: int) -> None:
     said = run_ranks(fail_on, 2, failing, free_port())
-    assert said[failing] == "ValueError: this node has 1 cuda device(s)"
-    expected = f"StartError: rank {failing} on {socket.gethostname()} cannot start: this node has 1 cuda device(s)"
+    assert said[failing] == "ValueError: this node has 1 cuda device"
+    expected = f"StartError: rank {failing} on {socket.gethostname()} cannot start: this node has 1 cuda device"
     assert said[1 - failing] == expected
 
 
@@ -359,11 +359,11 @@ def test_all_ranks_of_a_node_with_too_few_devices_hear_of_it(monkeypatch: pytest
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     four = Environment(local_rank, local_rank, 0, 4, 4, launcher="slurm")
-    with pytest.raises(ValueError, match=f"SLURM_LOCALID is {local_rank}, but this node has 1 cuda .* at most 1 ranks"):
+    with pytest.raises(ValueError, match=f"SLURM_LOCALID is {local_rank}, but this node has 1 cuda .* at most 1 rank"):
         device_for(four, "nccl")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # as Slurm gives each task a device of its own
     assert device_for(four, "nccl") == torch.device("cuda", 0)
-    with pytest.raises(ValueError, match="at most 1 ranks"):
+    with pytest.raises(ValueError, match="at most 1 rank"):
         device_for(replace(four, launcher="torchrun"), "nccl")
 
 

@@ -110,8 +110,8 @@ def test_the_mesh_fills_the_world(document: dict[str, object], world_size: int, 
 @pytest.mark.parametrize(
     ("document", "world_size", "expected"),
     [
-        ({"mesh": {"data": 3}}, 4, "data = 3, but 4 ranks are running"),
-        ({"mesh": {"data": 2, "replicate": 3}}, 4, "replicate x data = 3 x 2 = 6, but 4 ranks"),
+        ({"mesh": {"data": 3}}, 4, "data = 3, but the run has 4 ranks"),
+        ({"mesh": {"data": 2, "replicate": 3}}, 4, "replicate x data = 3 x 2 = 6, but the run has 4 ranks"),
         (
             {"mesh": {"replicate": 3}},
             4,
@@ -123,7 +123,11 @@ def test_the_mesh_fills_the_world(document: dict[str, object], world_size: int, 
             4,
             "mics_shard_size = 2, but mesh.data = 4",
         ),
-        ({"zero_optimization": {"mics_shard_size": 2}, "mesh": {"replicate": 3}}, 4, "3 x 2 = 6, but 4 ranks"),
+        (
+            {"zero_optimization": {"mics_shard_size": 2}, "mesh": {"replicate": 3}},
+            4,
+            "3 x 2 = 6, but the run has 4 ranks",
+        ),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_with_the_arithmetic(document, world_size, expected) -> None:

@@ -154,7 +154,8 @@ class Any2d(nn.Module):
 
 
 FED: list[tuple[list[tuple[int, ...]], int | None]] = [
-    ([(4, 3)], 4),
+    ([(4, 3), (4, 3)], 4),
+    ([(1, 3), (1, 3)], 1),
     ([(16, 3), (16, 3)], None),
     ([(16, 3), (4, 3), (16, 3), (4, 3)], None),  # the last of a pass
     ([(16, 3), (4, 3), (5, 3)], 5),
@@ -169,8 +170,6 @@ FED: list[tuple[list[tuple[int, ...]], int | None]] = [
 @pytest.mark.parametrize(("shapes", "told"), FED)
 def test_a_fed_micro_batch_is_compared_with_the_configured_one(shapes, told, caplog) -> None:
     engine = zeromesh.initialize(model=Any2d(), config={**ADAM, "train_micro_batch_size_per_gpu": 16})[0]
-    if shapes == [(4, 3)]:
-        shapes = shapes * 3
     engine.eval()
     engine(torch.ones(99, 3))
     engine.train()
@@ -184,9 +183,17 @@ def test_a_fed_micro_batch_is_compared_with_the_configured_one(shapes, told, cap
         assert warnings(caplog) == []
     else:
         (message,) = warnings(caplog)
-        assert f"is given {told} samples at a time" in message
+        assert f"is given {told} sample{'s' * (told > 1)} at a time" in message
         assert "train_micro_batch_size_per_gpu is 16; gradients are right" in message
         assert f"feed 16, or set train_micro_batch_size_per_gpu to {told}" in message
+
+
+def test_a_first_micro_batch_that_is_smaller_is_told_of_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = zeromesh.initialize(model=Any2d(), config={**ADAM, "train_micro_batch_size_per_gpu": 16})[0]
+    engine(torch.ones(4, 3))
+    engine(torch.ones(5, 3))
+    (message,) = warnings(caplog)
+    assert "is given 4 samples at a time" in message
 
 
 def test_without_configured_sizes_there_is_nothing_to_compare(caplog: pytest.LogCaptureFixture) -> None:

@@ -161,7 +161,7 @@ def mistakes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[s
         ("has no len", {}, {"training_data": iter([])}),
         ("training_data has 0 samples, which gives no batch", {}, {"training_data": [], "optimizer": optimizer}),
         (
-            "has 1 samples, which gives no batch .* or set dataloader_drop_last to false",
+            "has 1 sample, which gives no batch .* or set dataloader_drop_last to false",
             {"dataloader_drop_last": True, "train_micro_batch_size_per_gpu": 2},
             {"training_data": [1], "optimizer": optimizer},
         ),

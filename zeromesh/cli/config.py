@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zeromesh.config.adopt import fixed
 from zeromesh.config.document import plain_json
+from zeromesh.config.errors import ConfigError
 from zeromesh.config.printing import autos
 from zeromesh.config.settings import Settings
 from zeromesh.train.screen import write
@@ -22,7 +23,10 @@ def fix(path: Path) -> None:
     """Write a file as one that loads strictly and means the same; each change goes to standard error."""
     document, changes = fixed(path)
     # Before anything is written: what cannot be expressed here must not become a file.
-    Settings.load(document)
+    try:
+        Settings.load(document)
+    except ConfigError as error:
+        raise ConfigError(error.problems, str(path)) from None
     text = path.read_text(encoding="utf-8-sig")
     if plain_json(text) != text or "_comment" in text:
         print("comments are left out: JSON has none", file=sys.stderr)

@@ -34,6 +34,7 @@ from zeromesh.comm.environment import (
 )
 from zeromesh.comm.launchers import MPI
 from zeromesh.comm.links import SPEED, measure, mesh_of_nodes
+from zeromesh.config.errors import counted
 from zeromesh.launcher.launch import RankFailure, default_ranks, launch
 from zeromesh.observe.machine import inventory, problems
 from zeromesh.observe.units import bytes_text
@@ -69,7 +70,7 @@ def doctor(folder: Path, ranks: int, as_json: bool, save: Path | None = None) ->
         alone = environment is not None and environment.world_size == 1
         if alone and ranks > 1:
             # First, as this process holds memory of each accelerator once it has asked for its size.
-            say(f"starting {ranks} ranks and measuring their {measured}")
+            say(f"starting {counted(ranks, 'rank')} and measuring their {measured}")
             report |= _local_links(ranks, disk, found)
         say("measuring memory and disk")
         # Once on each node: ranks that measured at the same time would share its memory and disk.
@@ -151,7 +152,7 @@ def _local_links(ranks: int, disk: Path | None, found: list[Problem]) -> dict[st
         result: dict[str, Any] = launch(_measure_here, ranks, disk)[0]
         return result
     except RankFailure as error:
-        found.append({"problem": f"{ranks} ranks here: {error.summary}", "remedy": "see the message"})
+        found.append({"problem": f"{counted(ranks, 'rank')} here: {error.summary}", "remedy": "see the message"})
         return {}
 
 
@@ -188,7 +189,7 @@ def _wrong_with(report: Mapping[str, Any]) -> list[Problem]:
     if node and node["devices"] and here > len(node["devices"]):
         found.append(
             {
-                "problem": f"{here} ranks are on this node, which has {len(node['devices'])} device(s)",
+                "problem": f"this node has {counted(here, 'rank')}, and {counted(len(node['devices']), 'device')}",
                 "remedy": "start as many ranks as devices, or use the backend gloo",
             }
         )
@@ -253,7 +254,7 @@ def _show_node(console: Console, node: Mapping[str, Any]) -> None:
     ]  # fmt: skip
     instructions = ", ".join(cores["instructions"]) or "none of those that matter"
     rows += [
-        ("processor", f"{cores['model']}, {cores['cores']} cores"),
+        ("processor", f"{cores['model']}, {counted(cores['cores'], 'core')}"),
         ("instructions", instructions),
         ("update on the host", node["kernels"]["instructions"] or node["kernels"]["missing"]),
         ("memory", f"{_bytes(have['total_bytes'])}, {_bytes(have['available_bytes'])} available"),

@@ -14,6 +14,7 @@ from rich.table import Table
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.folder import LATEST, is_left
 from zeromesh.checkpoint.manifest import MANIFEST
+from zeromesh.config.errors import counted
 from zeromesh.model.placement import ROWS
 from zeromesh.observe.units import bytes_text
 from zeromesh.train.screen import make_console, write
@@ -134,7 +135,8 @@ def _show(console: Console, listed: list[dict[str, Any]], details: dict[str, Any
             console.print(f"{row['tag']}: {row['problem']}")
     if verify:
         sound = sum(row["problem"] is None for row in listed)
-        console.print(f"{sound} of {len(listed)} checkpoints hold what was written: all hashes (SHA-256) agree")
+        total = counted(len(listed), "checkpoint")
+        console.print(f"verified {sound} of {total}: they hold what was written, by their hashes (SHA-256)")
     if details is not None:
         _show_details(console, details)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import typer
 
+from zeromesh.config.errors import counted
 from zeromesh.launcher.launch import default_ranks, python_rank, threads
 
 DROP_IN = "zeromesh.deepspeed"  # module that runs a script in which it is deepspeed
@@ -154,7 +155,7 @@ def _ranks(options: LaunchOptions) -> int:
 
 def _announcement(options: LaunchOptions, ranks: int, variables: dict[str, str]) -> str:
     """Return a line about what the user has not set."""
-    parts = [f"{ranks} rank{'s' if ranks > 1 else ''}"]
+    parts = [counted(ranks, "rank")]
     if options.ranks is None:
         parts.append("one for each accelerator" if ranks > 1 else "--nproc sets how many")
     parts += [f"{name}={value} for each; set it to change that" for name, value in variables.items() if ranks > 1]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.cli.plan_model import SCRIPT, AskedModel, asked_model
+from zeromesh.config.errors import counted
 from zeromesh.config.settings import Settings
 from zeromesh.observe.units import bytes_text, scaled_text
 from zeromesh.plan.answer import PlanAnswer, answer, layout_text, reason_of, seconds_text, sentences
@@ -157,8 +158,9 @@ def _header(result: PlanResult) -> None:
     cost = request.source.at(1, request.sequence, 1)
     _paragraphs(
         [
-            f"{request.source.name}: {scaled_text(cost.parameters)} parameters, batches of {request.batch} samples of "
-            f"{request.sequence} tokens, on {machine.name or 'the machine'}",
+            f"{request.source.name}: {scaled_text(cost.parameters)} parameters, batches of "
+            f"{counted(request.batch, 'sample')} of {counted(request.sequence, 'token')}, "
+            f"on {machine.name or 'the machine'}",
             *(f"note: {note}" for note in machine.notes if "taken as" in note),
             f"{result.considered} layouts: {result.too_large} have states that do not fit, the memory of "
             f"{result.weighed} and the time of {result.computed} were computed",
@@ -180,7 +182,7 @@ def _line(number: int, candidate: PlanCandidate) -> None:
         f"{number:<3}{seconds_text(candidate.time.seconds):>8} {speed:>9} {candidate.mfu:>6.1%}  "
         f"{bar(used / limit)} {bytes_text(used):>8}{hosts}{disks}\n"
     )
-    runs = f"{layout.accumulation} x {layout.micro_batch} samples"
+    runs = f"{layout.accumulation} x {counted(layout.micro_batch, 'sample')}"
     text = f"{layout_text(layout)}; {runs}; {reason_of(candidate)}"
     write(textwrap.fill(text, _width(), initial_indent="   ", subsequent_indent="   ", break_on_hyphens=False) + "\n")
 

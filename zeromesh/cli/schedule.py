@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from zeromesh.config.errors import counted
 from zeromesh.pipeline.schedule import picture
 from zeromesh.pipeline.schedule.actions import LAST, Schedule, ScheduleError, parse
 from zeromesh.pipeline.schedule.execution import execute, most_held_by_rank, most_held_by_stage
@@ -66,7 +67,8 @@ def show(
     write(picture.grid(timeline, shutil.get_terminal_size().columns) + "\n")
     write(f"time    {timeline.makespan:g}\nbubble  {timeline.bubble:.2%}{_formula(name, shape)}\n")
     write(_held(schedule))
-    _write(files, timeline, f"{name}: {stages} stages, {ranks} ranks, {microbatches} micro-batches")
+    counts = (counted(stages, "stage"), counted(ranks, "rank"), counted(microbatches, "micro-batch"))
+    _write(files, timeline, f"{name}: {', '.join(counts)}")
 
 
 def check(file: Path) -> None:
@@ -74,7 +76,8 @@ def check(file: Path) -> None:
     schedule = parse(file.read_text(encoding="utf-8"))
     training = any(kind in LAST for kind, _, _ in schedule.present)
     validate(schedule, training=training)
-    write(f"valid: {schedule.stages} stages on {len(schedule.ranks)} ranks, {schedule.microbatches} micro-batches\n")
+    stages, ranks = counted(schedule.stages, "stage"), counted(len(schedule.ranks), "rank")
+    write(f"valid: {stages} on {ranks}, {counted(schedule.microbatches, 'micro-batch')}\n")
     # A backend may let a send wait for its receive, and a schedule that passes otherwise may then stand still.
     try:
         execute(schedule, rendezvous=True)

@@ -22,6 +22,7 @@ from zeromesh.comm.failure import StartError
 from zeromesh.comm.launchers import MPI, TORCHRUN, names_of
 from zeromesh.comm.mpi import backend as mpi
 from zeromesh.comm.rendezvous import join_rendezvous, start_limit
+from zeromesh.config.errors import counted
 
 __all__ = [
     "VARIABLES", "Environment", "StartError", "backends", "default_backend", "device_for", "device_of_group",
@@ -64,9 +65,10 @@ def device_for(environment: Environment, backend: str) -> torch.device:
     if environment.local_world_size > devices and backend != "gloo" and not own:
         row = names_of(environment.launcher)
         raise ValueError(
-            f"{row.local_rank[0]} is {environment.local_rank}, but this node has {devices} {accelerator.type} "
-            f"device(s) for {row.local_size[0]} = {environment.local_world_size}, and {backend} needs one for each "
-            f"rank; start at most {devices} ranks per node, or use the backend gloo"
+            f"{row.local_rank[0]} is {environment.local_rank}, but this node has "
+            f"{counted(devices, f'{accelerator.type} device')} for {row.local_size[0]} = "
+            f"{environment.local_world_size}, and {backend} needs one for each rank; "
+            f"start at most {counted(devices, 'rank')} per node, or use the backend gloo"
         )
     return torch.device(accelerator.type, environment.local_rank % devices)
 
@@ -166,8 +168,8 @@ def init_distributed(
     found = _checked(found, backend, device)
     if verbose and found.rank == 0:
         _log.info(
-            "%d ranks on %d nodes, started by %s, backend %s",
-            found.world_size, found.node_count, found.launcher, backend,
+            "%s on %s, started by %s, backend %s",
+            counted(found.world_size, "rank"), counted(found.node_count, "node"), found.launcher, backend,
         )  # fmt: skip
     return found
 

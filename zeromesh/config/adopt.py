@@ -143,7 +143,7 @@ def _optimizer(document: dict[str, Any]) -> Iterator[Change]:
     params = section.setdefault("params", {})
     if isinstance(params, dict):
         for name in [name for name in params if name in row.without]:
-            yield Change(f"optimizer.params.{name}", params.pop(name), None, f"{row.name} has none")
+            yield Change(f"optimizer.params.{name}", params.pop(name), None, f"{row.name} takes no such argument")
         params |= row.params
 
 

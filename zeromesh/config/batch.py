@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import isqrt, prod
 from typing import NamedTuple
 
-from zeromesh.config.errors import ConfigError
+from zeromesh.config.errors import ConfigError, counted
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -148,11 +148,12 @@ def _mesh_problem(sizes: Mapping[str, int], filled: str, product: int, world_siz
     arithmetic = " x ".join(named) + " = " + " x ".join(str(sizes[axis]) for axis in named)
     arithmetic += f" = {product}" if len(named) > 1 else ""
     if not filled:
-        return f"mesh: {arithmetic}, but {world_size} ranks are running; start {product}, or set mesh.data to -1"
+        running = counted(world_size, "rank")
+        return f"mesh: {arithmetic}, but the run has {running}; start {product}, or set mesh.data to -1"
     below, above = world_size // product * product, (world_size // product + 1) * product
     nearest = f"{below} or {above}" if below else str(above)
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
     return (
-        f"mesh: {arithmetic}, which does not divide the {world_size} ranks that are running; "
+        f"mesh: {arithmetic}, which does not divide the {counted(world_size, 'rank')} of the run; "
         f"its product must be one of {', '.join(map(str, divisors))}; or start {nearest} ranks"
     )

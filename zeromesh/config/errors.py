@@ -44,6 +44,12 @@ def show(value: object) -> str:
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the singular for 1: ``1 rank``, ``2 micro-batches``."""
+    plural = f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that ``word`` was most likely meant to be, or None; letter case does not matter."""
     by_lower: dict[str, str] = {}

@@ -23,10 +23,11 @@ class Counterpart(NamedTuple):
 
 _FUSED = "torch's fused update is taken where there is one"
 _WIRE = "its gradients are exact, and travel in 16 bits under fp16 or bf16"
+_BIAS = "torch's Adam always corrects the bias of its moments"
 _MUP = "pass parameter groups with muP's learning rates to initialize, which sets none"
 _COMPRESSION = (
     "freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler", "local_step_scaler",
-    "local_step_clipper", "pipeline_enable_split", "bias_correction",
+    "local_step_clipper", "pipeline_enable_split",
 )  # fmt: skip
 _LAMB = ("coeff_beta", "factor_max", "factor_min", "factor_threshold")
 
@@ -36,7 +37,7 @@ _ROWS = (
     ("fusedlamb", Counterpart("lamb", _FUSED)),
     ("fusedlion cpulion deepspeedcpulion", Counterpart("lion", _FUSED)),
     ("cpuadagrad deepspeedcpuadagrad", Counterpart("adagrad", _FUSED)),
-    ("onebitadam zerooneadam", Counterpart("adam", _WIRE, _COMPRESSION)),
+    ("onebitadam zerooneadam", Counterpart("adam", f"{_WIRE}; {_BIAS}", (*_COMPRESSION, "bias_correction"))),
     ("onebitlamb", Counterpart("lamb", _WIRE, _COMPRESSION + _LAMB)),
     ("muadam", Counterpart("adam", _MUP, params={"adam_w_mode": False})),
     ("muadamw", Counterpart("adamw", _MUP)),

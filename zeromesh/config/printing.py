@@ -6,16 +6,13 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zeromesh.config.automatic import planned_keys
 from zeromesh.config.document import is_unset, whole_document
 from zeromesh.config.errors import ConfigError, show
 from zeromesh.config.section import Section
 from zeromesh.config.tables import UNREAD, UNSET, look_up, sections_of
-
-if TYPE_CHECKING:
-    from zeromesh.config.settings import Settings
 
 _log = logging.getLogger("zeromesh")
 
@@ -84,7 +81,7 @@ def autos(source: str | Path | Mapping[str, Any] | Section, overrides: Sequence[
 
 
 def refuse_unfilled(
-    source: str | Path | Mapping[str, Any] | Section, settings: Settings, overrides: Sequence[str] = (),
+    source: str | Path | Mapping[str, Any] | Section, settings: Section, overrides: Sequence[str] = (),
     given: Set[str] = frozenset(),
 ) -> None:  # fmt: skip
     """Raise ConfigError for each key that is "auto" and decides the result: learning rates and the precision.
@@ -97,7 +94,7 @@ def refuse_unfilled(
     """
     unfilled = autos(source, overrides)
     # Where one precision is on, the others cannot be.
-    decided = settings.fp16.enabled or settings.bf16.enabled or settings.torch_autocast.enabled
+    decided = any(look_up(settings.model_dump(), path)[1] for path in (*PRECISIONS, "torch_autocast.enabled"))
     remedies = dict.fromkeys(() if decided else PRECISIONS, "write true, or false for the dtype that the model has")
     for path in unfilled:
         section, _, name = path.rpartition(".")

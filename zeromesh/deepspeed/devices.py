@@ -18,7 +18,7 @@ VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 """Variable that says which devices a process sees, by the type of device."""
 
 
-class Accelerator:
+class DeviceInterface:
     """The device of this process.
 
     Names that are not methods here are those of torch's module for the device, such as ``torch.cuda.Event``; on a CPU,
@@ -46,6 +46,10 @@ class Accelerator:
         raise AttributeError(
             f"get_accelerator() has no {name!r}, nor has torch.{self._name}; call torch's own function"
         )
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        # A module cannot be pickled, and the process that reads it may have another device.
+        return get_accelerator, ()
 
     # The device.
 
@@ -232,7 +236,7 @@ _REFUSED: dict[str, str] = {
 
 
 @cache
-def get_accelerator() -> Accelerator:
+def get_accelerator() -> DeviceInterface:
     """Return the accelerator of this process: torch's where there is one, else the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     wanted = os.environ.get("DS_ACCELERATOR")
@@ -240,7 +244,7 @@ def get_accelerator() -> Accelerator:
         raise ValueError(
             f"DS_ACCELERATOR is {wanted!r}, but this machine has {found}; set it to 'cpu', or leave it out"
         )
-    return Accelerator("cpu" if found is None or wanted == "cpu" else found.type)
+    return DeviceInterface("cpu" if found is None or wanted == "cpu" else found.type)
 
 
 def set_random_seed(seed: int) -> None:

@@ -45,7 +45,7 @@ _STATES = {
     "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state",
 }
 _PROFILER = {
-    _REPORTING: "FlopsProfiler get_model_profile number_to_string flops_to_string macs_to_string params_to_string "
+    _REPORTING: "FlopsProfiler=OperationProfiler get_model_profile number_to_string flops_to_string macs_to_string params_to_string "
     "duration_to_string",
 }
 
@@ -59,8 +59,8 @@ HOMES: dict[str, dict[str, str]] = {
         _PIPE: "PipelineModule",
         "zeromesh.config.errors": "DeepSpeedConfigError=ConfigError",
     },
-    "accelerator": {_DEVICES: "get_accelerator DeepSpeedAccelerator=Accelerator"},
-    "accelerator.abstract_accelerator": {_DEVICES: "DeepSpeedAccelerator=Accelerator"},
+    "accelerator": {_DEVICES: "get_accelerator DeepSpeedAccelerator=DeviceInterface"},
+    "accelerator.abstract_accelerator": {_DEVICES: "DeepSpeedAccelerator=DeviceInterface"},
     "checkpoint": {},
     "checkpoint.utils": {_UTILITIES: "clone_tensors_for_torch_save"},
     "comm": {_GROUP: "init_distributed"},
@@ -107,7 +107,8 @@ HOMES: dict[str, dict[str, str]] = {
     "runtime.pipe.engine": {_ENGINE: "PipelineEngine"},
     "runtime.pipe.module": {_PIPE: "PipelineModule LayerSpec TiedLayerSpec"},
     "runtime.pipe.topology": {
-        f"{OWN}.topology": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
+        f"{OWN}.topology": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology "
+        "PipelineParallelGrid",
     },
     "runtime.utils": {
         _UTILITIES: "see_memory_usage clip_grad_norm_ get_global_norm partition_uniform partition_balanced "
@@ -123,6 +124,9 @@ HOMES: dict[str, dict[str, str]] = {
     "runtime.zero.partition_parameters": {
         _PARAMETERS: "Init=ZeroInit ZeroParamStatus register_external_parameter unregister_external_parameter",
         _ZERO: "GatheredParameters",
+        _DEVICES: "get_accelerator",
+        _UTILITIES: "zero_wrapper_for_fp_tensor_constructor",
+        "torch": "_orig_torch_arange=arange",
     },
     "runtime.zero.stage3": {
         _PARAMETERS: "unwrap_model_for_generation",

@@ -26,9 +26,9 @@ _EXPERTS = "there are no experts yet, and so no groups of them; train a dense mo
 _alone: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
-def _group(kind: str) -> Any:
-    """Return torch's group of this rank along an axis."""
-    engine = newest_engine()
+def group_of(kind: str, engine: Any = None) -> Any:
+    """Return torch's group of this rank along an axis of an engine's mesh; by default of the newest one's."""
+    engine = newest_engine() if engine is None else engine
     if engine is None:
         found = dist.group.WORLD if kind in ("data_parallel", "sequence_data_parallel") else None
     else:
@@ -45,11 +45,11 @@ def _group(kind: str) -> Any:
 
 
 _ANSWERS: dict[str, Callable[[str], Any]] = {
-    "group": _group,
-    "world_size": lambda kind: dist.get_world_size(_group(kind)),
-    "rank": lambda kind: dist.get_rank(_group(kind)),
-    "group_ranks": lambda kind: dist.get_process_group_ranks(_group(kind)),
-    "src_rank": lambda kind: dist.get_process_group_ranks(_group(kind))[0],
+    "group": group_of,
+    "world_size": lambda kind: dist.get_world_size(group_of(kind)),
+    "rank": lambda kind: dist.get_rank(group_of(kind)),
+    "group_ranks": lambda kind: dist.get_process_group_ranks(group_of(kind)),
+    "src_rank": lambda kind: dist.get_process_group_ranks(group_of(kind))[0],
 }
 """Ends of the names of functions; ``get_data_parallel_rank`` is ``get``, one of ``AXES``, and one of these."""
 

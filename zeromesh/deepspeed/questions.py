@@ -10,7 +10,7 @@ import torch
 from zeromesh.comm.detect import Environment
 from zeromesh.config import keys
 from zeromesh.config.engine_answers import ANSWERS, answer
-from zeromesh.deepspeed import process_groups
+from zeromesh.deepspeed.process_groups import group_of
 
 Engine = Any  # a DeepSpeedEngine, which is made with these tables
 
@@ -22,8 +22,8 @@ ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
     "mp_world_size": lambda engine: engine.mesh.sizes["tensor"],
     "sequence_parallel_size": lambda engine: engine.mesh.sizes["context"],
     "seq_dp_world_size": lambda engine: engine.mesh.gradients,
-    "data_parallel_group": lambda engine: process_groups.get_data_parallel_group(engine),
-    "seq_data_parallel_group": lambda engine: process_groups.get_sequence_data_parallel_group(engine),
+    "data_parallel_group": lambda engine: group_of("data_parallel", engine),
+    "seq_data_parallel_group": lambda engine: group_of("sequence_data_parallel", engine),
     "pipeline_parallelism": lambda engine: engine.pipelined is not None,
     "inside_no_sync_ctxt": lambda engine: not engine._accumulation.syncs,
     "communication_data_type": lambda engine: engine.config.precision.communicate or _data_type(engine),
@@ -79,7 +79,7 @@ QUESTIONS: dict[str, Callable[[Engine], Any]] = {
     "get_tensor_parallel_rank": lambda engine: engine.mesh.group("tensor").rank,
     "get_model_parallel_rank": lambda engine: engine.mesh.group("tensor").rank,
     "get_pipeline_parallel_rank": lambda engine: engine.mesh.group("pipeline").rank,
-    "get_sequence_parallel_group": lambda engine: process_groups.get_sequence_parallel_group(engine),
+    "get_sequence_parallel_group": lambda engine: group_of("sequence_parallel", engine),
     "get_wall_clock_timers": _times,
     "is_first_stage": lambda engine: engine.mesh.group("pipeline").rank == 0,
     "is_last_stage": lambda engine: engine.mesh.group("pipeline").rank == engine.mesh.sizes["pipeline"] - 1,

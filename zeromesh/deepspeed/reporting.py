@@ -79,7 +79,7 @@ def _with_unit(number: float, units: str | None, precision: int, unit: str) -> s
     return f"{amount} {prefix}{unit}"
 
 
-class FlopsProfiler:
+class OperationProfiler:
     """Counter of a model's operations between ``start_profile`` and ``stop_profile``.
 
     Products of matrices, convolutions and attention count, as in ``zeromesh.observe.operations``; unlike DeepSpeed's,
@@ -193,7 +193,7 @@ def get_model_profile(
         args: positional inputs.
         kwargs: named inputs.
         print_profile: print the counts by module.
-        detailed: as for ``FlopsProfiler.print_model_profile``.
+        detailed: as for ``OperationProfiler.print_model_profile``.
         module_depth: as ``detailed``.
         top_modules: as ``detailed``.
         warm_up: forwards before the one that is counted.
@@ -214,7 +214,7 @@ def get_model_profile(
     if not (inputs or named):
         raise ValueError("get_model_profile needs the model's inputs: pass input_shape, args or kwargs")
     call: Any = model.generate if mode == "generate" else model
-    profiler, training = FlopsProfiler(model), model.training
+    profiler, training = OperationProfiler(model), model.training
     model.eval()
     try:
         with torch.no_grad():

@@ -104,6 +104,18 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
     return map_tensors(item, lambda one: one.detach().to(device, copy=True))
 
 
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype
+) -> Callable[..., torch.Tensor]:
+    """Return a constructor of tensors on this process's device, whose floating-point ones have a dtype."""
+
+    def construct(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = fn(*args, **{"device": get_accelerator().current_device_name(), **kwargs})
+        return made.to(target_fp_dtype) if made.is_floating_point() else made
+
+    return construct
+
+
 class RepeatingLoader:
     """An iterator over a loader that begins anew at its end.
 

@@ -23,8 +23,10 @@ from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
+from zeromesh.config.errors import counted
 from zeromesh.config.keys import OPTIMIZER_PARAMS
 from zeromesh.config.printing import jsonable, lines_of, refuse_unfilled, tell_unset
+from zeromesh.config.written import row_name
 from zeromesh.curriculum import LengthCurriculum
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
@@ -149,8 +151,8 @@ def _tell_batch(settings: Settings, resolved: Resolved, ranks: int) -> None:
     ]
     if changes:
         said, batch = " and ".join(changes), resolved.train_batch_size
-        plural = "s" * (ranks > 1)
-        _log.info("%s: train_batch_size = %d is kept on %d data-parallel rank%s", said, batch, ranks, plural)
+        where = counted(ranks, "data-parallel rank")
+        _log.info("%s: train_batch_size = %d is kept on %s", said, batch, where)
 
 
 def _warn_of_sparse(model: nn.Module) -> None:
@@ -292,6 +294,8 @@ def make_engine(
     )
     zero.register(engine)
     if first:
-        text = json.dumps(jsonable(settings.model_dump(exclude_defaults=True)))
-        _log.info("%d ranks, %d units; what is not a default: %s", mesh.world_size, len(sharded.units), text)
+        size, units = counted(mesh.world_size, "rank"), counted(len(sharded.units), "unit")
+        # A line for each key: as one JSON object it is longer than a screen is wide.
+        chosen_keys = "".join(f"\n  {line}" for line in lines_of(jsonable(settings.model_dump(exclude_defaults=True))))
+        _log.info("%s on %s, %s; settings that are no defaults:%s", row_name(settings.row), size, units, chosen_keys)
     return engine, optimizer, plan.loader, scheduler

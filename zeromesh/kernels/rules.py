@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
@@ -98,10 +99,15 @@ def update_class(cls: type[Optimizer]) -> type[Optimizer]:
     """Return the class whose ``step`` an optimizer class has: itself, or a base if it only adds a constructor."""
     # Those of torch and ours are known one by one: torch's AdamW is an Adam with another constructor.
     while not cls.__module__.startswith(("torch.optim.", "zeromesh.optim.")) and len(cls.__bases__) == 1:
-        methods = {name for name, value in vars(cls).items() if isinstance(value, FunctionType | property)}
-        if not methods <= {"__init__"}:
+        base: Any = cls.__bases__[0]
+        methods: dict[str, Any] = {
+            name: value for name, value in vars(cls).items() if isinstance(value, FunctionType | property)
+        }
+        # Torch puts a wrapper of the base's ``step`` into a class when its first object is made.
+        own = [name for name, value in methods.items() if unwrap(value) is not unwrap(getattr(base, name, unwrap))]
+        if own not in ([], ["__init__"]):
             break
-        cls = cls.__bases__[0]
+        cls = base
     return cls
 
 

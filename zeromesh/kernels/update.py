@@ -158,7 +158,7 @@ _ANY = tuple(TYPES)
 def _check(piece: UpdatePiece) -> None:
     elements, names = piece.master.numel(), RULES[piece.step.rule].states(piece.step.group)
     if len(piece.states) != len(names):
-        raise ValueError(f"{piece.step.rule} has {len(names)} state(s), {names}, and {len(piece.states)} are given")
+        raise ValueError(f"{piece.step.rule} has the states {names}, and {len(piece.states)} are given")
     if piece.new_states and len(piece.new_states) != len(names):
         raise ValueError(f"{len(names)} states are read, and {len(piece.new_states)} are to be written; name as many")
     wide = piece.master.dtype is torch.float64

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zeromesh.config.errors import counted
 from zeromesh.observe.spans import Clock, Span, Spans
 
 # Time between phases: waiting for a batch where a forward follows, else the user's own code.
@@ -52,7 +53,8 @@ class Breakdown:
         def line(name: str, seconds: float) -> str:
             return f"{name:<24}{1e3 * seconds:>10.2f}{seconds / self.total if self.total > 0 else 0.0:>8.1%}"
 
-        lines = [f"{self.updates} updates, {1e3 * self.total:.2f} ms each", f"  {'phase':<22}{'ms':>10}{'share':>8}"]
+        updates = counted(self.updates, "update")
+        lines = [f"{updates}, {1e3 * self.total:.2f} ms each", f"  {'phase':<22}{'ms':>10}{'share':>8}"]
         for phase, seconds in self.phases.items():
             lines.append(line(f"  {phase}", seconds))
             parts = sorted(self.inside.get(phase, {}).items(), key=lambda part: -part[1])

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from zeromesh.config.errors import counted
 from zeromesh.kernels.native import examine
 from zeromesh.observe.devices import find_accelerator
 
@@ -195,7 +196,7 @@ def problems(found: Mapping[str, Any]) -> list[dict[str, str]]:
         ),
         (
             gpus > 0,
-            f"the machine has {gpus} Nvidia device(s), and torch {torch_version} cannot use them",
+            f"the machine has {counted(gpus, 'Nvidia device')}, and torch {torch_version} cannot use them",
             "install a torch built for CUDA, and a driver that is as new; nvidia-smi shows the driver",
         ),
         (

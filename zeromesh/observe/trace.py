@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from zeromesh.config.errors import counted
 from zeromesh.observe.spans import PREFIX, Spans
 
 _log = logging.getLogger("zeromesh")
@@ -72,7 +73,8 @@ class Trace:
             _log.warning("the trace of rank %d was not written: %s", self._rank, error)
             return
         table = span_table(found.events(), self._window.steps)
-        _log.info("%d updates were recorded in %s; spans of rank %d:\n%s", self._window.steps, path, self._rank, table)
+        steps = counted(self._window.steps, "update")
+        _log.info("recorded %s in %s; spans of rank %d:\n%s", steps, path, self._rank, table)
 
     def close(self) -> None:
         """Write what was recorded so far, if something was."""

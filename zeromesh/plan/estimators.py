@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from zeromesh.config.errors import counted
 from zeromesh.config.keys import OPTIMIZER_DEVICE, PARAMETER_DEVICE
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
 from zeromesh.plan.conventions import ZEROMESH
@@ -152,7 +153,10 @@ def estimate_zero3_model_states_mem_needs_all_live(
 
 
 def _show_heading(model: str, gpus: int, nodes: int) -> None:
-    print(f"Memory of parameters, gradients and optimizer states: {model}, {nodes} nodes with {gpus} devices each")
+    print(
+        f"Memory of parameters, gradients and optimizer states: {model}, {counted(nodes, 'node')} with "
+        f"{counted(gpus, 'device')} each"
+    )
     print("  host of a node |   each device | options")
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from zeromesh.config.errors import counted
 from zeromesh.config.keys import MACHINE
 from zeromesh.config.settings import Settings
 from zeromesh.observe.machine import devices, measured_flops, memory, memory_bandwidth, processor
@@ -66,8 +67,8 @@ def _part(machine: Machine, ranks: int, nodes: int, path: str) -> Machine:
         if node.devices >= ranks and count >= nodes:
             return replace(machine, nodes=((replace(node, devices=ranks), nodes),))
     raise ValueError(
-        f"{MACHINE} = {path!r} has {machine.devices} devices, too few for {ranks} ranks on {nodes} node(s); measure "
-        f"with as many, zeromesh doctor --ranks {ranks} --save FILE, or leave the variable out"
+        f"{MACHINE} = {path!r} has {machine.devices} devices, too few for {ranks} ranks on {counted(nodes, 'node')}; "
+        f"measure with as many, zeromesh doctor --ranks {ranks} --save FILE, or leave the variable out"
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from zeromesh.config.errors import counted
 from zeromesh.observe.devices import find_accelerator
 from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
 from zeromesh.plan.presets import find_link
@@ -163,8 +164,9 @@ def _node(alike: Sequence[NodeFacts], inside: LinkSpeed | None) -> tuple[Node, l
         # A copy reads and writes, and all ranks share the memory.
         host = LinkSpeed(bandwidth / 2, device.launch, efficiency=1.0, shared=count)
         notes.append(
-            f"a device is one of {count} rank(s) with {first.ranks[0]['threads']} thread(s): an equal part of the"
-            " host's memory, which is the host tier's too; its bandwidth was measured with all ranks at once"
+            f"a device is one of {counted(count, 'rank')} with {counted(first.ranks[0]['threads'], 'thread')}: "
+            "an equal part of the host's memory, which is the host tier's too; its "
+            "bandwidth was measured with all ranks at once"
         )
     waits = [rank["busy_latency"] for node in alike for rank in node.ranks if rank["busy_latency"] is not None]
     if inside is not None and waits:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from zeromesh.config.batch import divisors_of
+from zeromesh.config.errors import counted
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
 from zeromesh.pipeline.schedule.generators import shape_of
 from zeromesh.plan.bounds import TimeBound, devices_of_a_node
@@ -196,7 +197,8 @@ def refuse_batch(request: PlanRequest, one: LayoutSpace) -> list[LayoutSpace]:
     nearest = f"{below} or {above}" if below else str(above)
     fewer = _fewer(request)
     raise ValueError(
-        f"a batch of {request.batch} samples cannot be shared out evenly to {total} devices: the model divides over "
+        f"a batch of {counted(request.batch, 'sample')} cannot be shared out evenly to "
+        f"{counted(total, 'device')}: the model divides over "
         f"{total // ways} of them at most, which leaves a multiple of {ways} data-parallel ranks; the nearest batches "
         f"that work: {nearest}" + (f"; or use {fewer} devices" if fewer else "")
     )

@@ -11,6 +11,7 @@ from torch import nn
 from zeromesh import Environment, Settings
 from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.config import keys
+from zeromesh.config.errors import counted
 from zeromesh.config.printing import changes
 from zeromesh.config.settings import Resolved
 from zeromesh.config.train import RunSettings, TextData
@@ -176,9 +177,9 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     wanted = _resolved(job).train_batch_size
     if samples < wanted:
         raise ValueError(
-            f"{keys.SOURCES} gives {samples} samples of {job.language.section}.sequence_length = {length} tokens, "
-            f"fewer than the {wanted} of one step (train_batch_size); add text, or make the batch or the sequence "
-            "smaller"
+            f"{keys.SOURCES} gives {counted(samples, 'sample')} of "
+            f"{job.language.section}.sequence_length = {length} tokens, fewer than the "
+            f"{wanted} of one step (train_batch_size); add text, or make the batch or the sequence smaller"
         )
     return prepared
 

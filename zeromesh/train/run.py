@@ -19,6 +19,7 @@ from zeromesh.comm.agreement import agree_run, world_group
 from zeromesh.comm.detect import may_restart
 from zeromesh.comm.environment import device_of_group, shutdown
 from zeromesh.comm.failure import RankFailure
+from zeromesh.config.errors import counted
 from zeromesh.config.keys import RESUME, SAVE_EVERY
 from zeromesh.config.printing import refuse_unfilled, tell_unset
 from zeromesh.observe.metrics import MetricsLog
@@ -85,7 +86,7 @@ def _how_to_go_on(job: Job) -> str:
         return f"{job.folder.path} has the checkpoint {checkpoint}; the same command with --resume goes on from there"
     every = job.run.save_every
     return f"{job.folder.path} has no checkpoint yet, and the same command starts from the beginning; " + (
-        f"{SAVE_EVERY} = {every} writes the first after {every} steps"
+        f"{SAVE_EVERY} = {every} writes the first after {counted(every, 'step')}"
         if every
         else f"{SAVE_EVERY} = 0 writes none before the end"
     )
@@ -95,7 +96,7 @@ def _text_line(prepared: PreparedData) -> str:
     sides = []
     for name, parts in (("training", prepared.train), ("held out", prepared.validation)):
         documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
-        sides.append(f"{name}: {documents} documents with {scaled_text(tokens)} tokens")
+        sides.append(f"{name}: {counted(documents, 'document')} with {scaled_text(tokens)} tokens")
     dropped = f"{prepared.dropped} longer than a sample, " if prepared.dropped else ""
     capped = ", as many as the text gives" if prepared.capped else ""
     return (

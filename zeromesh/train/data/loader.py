@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from zeromesh.config.errors import counted
 from zeromesh.config.keys import SEQUENCE_LENGTH
 from zeromesh.train.data.order import Blend, Permutation, pack, seed_of
 from zeromesh.train.data.store import PreparedData, TokenSet
@@ -107,8 +108,8 @@ class Packed:
         places = np.maximum(bounds[numbers + 1] - bounds[numbers] - 1, 1)
         if places.max(initial=0) > length:
             raise ValueError(
-                f"{str(part.prefix)!r}: document {numbers[places.argmax()]} has {places.max() + 1} tokens, and a "
-                f"sample of {SEQUENCE_LENGTH} = {length} holds {length + 1} with its last label; make it longer"
+                f"{str(part.prefix)!r}: document {numbers[places.argmax()]} has {counted(places.max() + 1, 'token')}, "
+                f"and a sample of {SEQUENCE_LENGTH} = {length} holds {length + 1} with its last label; make it longer"
             )
         rows = pack(places, length) if packing == "pack" else np.arange(len(places))
         self._members = np.argsort(rows, kind="stable")

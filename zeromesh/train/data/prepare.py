@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from zeromesh.config.errors import counted
 from zeromesh.config.keys import HELD_OUT, OUTPUT, SOURCES, TOKENIZER, TOO_LONG
 from zeromesh.config.train import TextData
 from zeromesh.observe.progress import ReadingBar
@@ -185,7 +186,7 @@ def _make(
             validation += [held] if held.documents else []
             dropped += lost
     if dropped:
-        _log.info("left out %d records with more tokens than a sample has, as %s says", dropped, TOO_LONG)
+        _log.info("left out %s with more tokens than a sample has, as %s says", counted(dropped, "record"), TOO_LONG)
     if not validation and data.validation_fraction > 0:
         _log.warning("%s is too short to hold anything out; there will be no validation", SOURCES)
     return PreparedData(
@@ -271,6 +272,6 @@ def _write_part(
             f"{unlearned} as having no token to learn; add some"
         )
     if unlearned:
-        _log.warning("left out %d records of %s that have no token to learn", unlearned, part.wanted)
+        _log.warning("left out %s of %s without a token to learn", counted(unlearned, "record"), part.wanted)
     tokenizer = encoder.tokenizer if encoder else None
     return *divide(part.name, prefix, documents, part.fraction, tokenizer, folder), dropped

@@ -1,0 +1,99 @@
+"""The classes of ``deepspeed.runtime.lr_schedules``, and their arguments."""
+
+import argparse
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import zeromesh.deepspeed as deepspeed
+from zeromesh.optim import schedules
+
+lr_schedules: Any = deepspeed.runtime.lr_schedules
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "LRRangeTest": {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 3},
+    "OneCycle": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 4},
+    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 5, "warmup_type": "linear"},
+    "WarmupDecayLR": {"total_num_steps": 12, "warmup_max_lr": 0.1, "warmup_num_steps": 5},
+    "WarmupCosineLR": {"total_num_steps": 12, "warmup_num_steps": 5, "warmup_min_ratio": 0.1},
+}
+
+SIGNATURES = {
+    "LRRangeTest": "optimizer lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate "
+    "lr_range_test_staircase last_batch_iteration",
+    "OneCycle": "optimizer cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
+    "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom "
+    "decay_mom_rate last_batch_iteration",
+    "WarmupLR": "optimizer warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration",
+    "WarmupDecayLR": "optimizer total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type "
+    "last_batch_iteration",
+    "WarmupCosineLR": "optimizer total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type "
+    "last_batch_iteration",
+}
+
+
+def make_optimizer(groups: int = 2) -> torch.optim.AdamW:
+    members = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.1 * (n + 1)} for n in range(groups)]
+    return torch.optim.AdamW(members)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_class_schedules_as_the_configuration_of_its_name(name: str) -> None:
+    mine, other = make_optimizer(), make_optimizer()
+    schedule = getattr(lr_schedules, name)(mine, **PARAMS[name])
+    expected = schedules.build(name, PARAMS[name], other)
+    assert list(inspect.signature(type(schedule)).parameters) == SIGNATURES[name].split()
+    for _ in range(20):
+        rates = [group["lr"] for group in other.param_groups]
+        assert [group["lr"] for group in mine.param_groups] == rates
+        assert schedule.get_lr() == schedule.get_last_lr() == rates
+        schedule.step()
+        expected.step()
+    resumed = getattr(lr_schedules, name)(make_optimizer(), **PARAMS[name])
+    resumed.load_state_dict(schedule.state_dict())
+    assert resumed.get_last_lr() == schedule.get_last_lr()
+    resumed.step(3)
+    assert resumed.last_batch_iteration == 3
+
+
+def test_arguments_go_by_position_and_a_list_has_one_value_per_group() -> None:
+    schedule = lr_schedules.WarmupLR(make_optimizer(), [0.0, 0.1], [0.1, 0.5], 10, "linear")
+    assert (schedule.min_lrs, schedule.max_lrs, schedule.warmup_type) == ([0.0, 0.1], [0.1, 0.5], "linear")
+    schedule.step(5)
+    assert schedule.get_lr() == pytest.approx([0.05, 0.3])
+    cosine = lr_schedules.WarmupCosineLR(make_optimizer(), 10, 0.2, 4)
+    assert (cosine.min_lrs, cosine.max_lrs) == (pytest.approx([0.02, 0.04]), [0.1, 0.2])
+    cosine.step(9)
+    assert cosine.get_lr_ratio() == pytest.approx(0.0001)
+    with pytest.raises(TypeError, match="total_num_steps"):
+        lr_schedules.WarmupDecayLR(make_optimizer())
+    with pytest.raises(ValueError, match="warmup_type is 'slow'"):
+        lr_schedules.WarmupLR(make_optimizer(), warmup_type="slow")
+    with pytest.raises(TypeError, match="no torch optimizer|is not a torch optimizer"):
+        lr_schedules.WarmupLR(object())
+
+
+def test_one_cycle_moves_the_momentum_unless_told_not_to() -> None:
+    params = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 4, "cycle_min_mom": 0.8}
+    schedule = lr_schedules.OneCycle(make_optimizer(), **params, cycle_max_mom=0.9)
+    schedule.step(3)
+    assert schedule.get_mom() == [(pytest.approx(0.8), 0.99)] * 2
+    assert lr_schedules.OneCycle(make_optimizer(), 0.01, 0.1, cycle_momentum=False).get_mom() is None
+
+
+def test_arguments_of_the_command_line_become_a_configuration() -> None:
+    parser = lr_schedules.add_tuning_arguments(argparse.ArgumentParser())
+    words = "--lr_schedule WarmupLR --warmup_max_lr 0.2 --warmup_num_steps 7 --warmup_type linear"
+    config, error = lr_schedules.get_config_from_args(parser.parse_args(words.split()))
+    params = {"warmup_max_lr": 0.2, "warmup_num_steps": 7, "warmup_type": "linear"}
+    assert (config, error) == ({"type": "WarmupLR", "params": params}, None)
+    assert lr_schedules.get_lr_from_config(config) == (0.2, "")
+    cycle = {"type": "OneCycle", "params": {"cycle_max_lr": [0.3, 0.4]}}
+    assert lr_schedules.get_lr_from_config(cycle) == (0.3, "")
+    assert "not specified" in lr_schedules.get_config_from_args(parser.parse_args([]))[1]
+    assert "not supported" in lr_schedules.get_config_from_args(parser.parse_args(["--lr_schedule", "Slow"]))[1]
+    assert lr_schedules.get_lr_from_config({"type": "Slow", "params": {}})[0] is None
+    flags = parser.parse_args(["--lr_schedule", "OneCycle", "--cycle_momentum", "false", "--cycle_min_lr", "0.1"])
+    assert lr_schedules.get_config_from_args(flags)[0]["params"] == {"cycle_momentum": False, "cycle_min_lr": 0.1}
