@@ -183,21 +183,22 @@ def trl_dpo(folder: Path, config: Config) -> Result:
     return outcome(trainer, folder)
 
 
-def trl_grpo(folder: Path, config: Config) -> Result:
-    """Generation on gathered weights; greedy, as ranks draw other numbers than one process."""
+def trl_grpo(folder: Path, config: Config, **more: Any) -> Result:
+    """Generation on gathered weights; ranks draw the same numbers with and without ZeroMesh."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [float(len(set(completion.split()))) for completion in completions]
 
-    start = folder.parent / "start"
-    if not dist.is_initialized():
+    start = folder.parent / f"start{config is None}"
+    if dist.get_rank() == 0:
         model().save_pretrained(start)
+    dist.barrier()
     rows = Dataset.from_list([{"prompt": text(4, number)} for number in range(16)])
     synced = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}
-    short = {"num_generations": 2, "max_completion_length": 6, "top_k": 1}
-    args = GRPOConfig(str(folder), **synced, **short, **arguments(config, max_steps=3))
+    short = {"num_generations": 2, "max_completion_length": 6}
+    args = GRPOConfig(str(folder), **synced, **short, **arguments(config, max_steps=3, **more))
     chosen = {"train_dataset": rows, "processing_class": tokenizer()}
     trainer = GRPOTrainer(str(start), reward, args, **chosen)
     trainer.train()
@@ -231,7 +232,7 @@ def lightning_module(folder: Path, config: Config) -> Result:
 
         chosen = {"strategy": Strategy({"zero_optimization": config["zero_optimization"]}), "devices": ranks()}
     module = Module()
-    short = {"max_steps": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "accelerator": "cpu"}
+    short = {"max_epochs": 1, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "accelerator": "cpu"}
     quiet = {"enable_progress_bar": False, "logger": False, "enable_model_summary": False}
     trainer = lightning.Trainer(default_root_dir=folder, **short, **quiet, **chosen)
     data = DataLoader(samples(24), batch_size=BATCH // ranks()), DataLoader(samples(8, 2), batch_size=2)
@@ -255,7 +256,7 @@ def own_trainer(folder: Path, config: Config, batch: int = BATCH, **more: Any) -
     often = {"eval_strategy": "steps", "eval_steps": 2, "use_cpu": True, "max_grad_norm": 0.5}
     args = transformers.TrainingArguments(str(folder), **arguments(None, **{**sizes, **often, **more}))
     kind, chosen = (transformers.Trainer, {}) if config is None else (zeromesh.hf.Trainer, {"zeromesh": dict(config)})
-    trainer = kind(model(), args, train_dataset=samples(64), eval_dataset=samples(7, 2), **chosen)
+    trainer = kind(model(), args, train_dataset=samples(64), eval_dataset=samples(8, 2), **chosen)
     trainer.train()
     return outcome(trainer, folder)
 

@@ -77,6 +77,11 @@ def _with_defaults(document: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     return merged | {name: _with_defaults(document[name], defaults[name]) for name in both}
 
 
+def context_in(document: Mapping[str, Any]) -> int:
+    """Return the number of ranks that share each sequence, of a document that ``for_trainer`` made."""
+    return int(document.get("mesh", {}).get("context", 1))
+
+
 def copies_in(document: Mapping[str, Any]) -> int:
     """Return the number of ranks that feed the same batch, of a document that ``for_trainer`` made."""
     return int(document.get("tensor_parallel", {}).get("autotp_size", 1))

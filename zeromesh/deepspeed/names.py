@@ -45,8 +45,8 @@ _STATES = {
     "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state",
 }
 _PROFILER = {
-    _REPORTING: "FlopsProfiler=OperationProfiler get_model_profile number_to_string flops_to_string macs_to_string params_to_string "
-    "duration_to_string",
+    _REPORTING: "FlopsProfiler=OperationProfiler get_model_profile number_to_string flops_to_string macs_to_string "
+    "params_to_string duration_to_string",
 }
 
 HOMES: dict[str, dict[str, str]] = {

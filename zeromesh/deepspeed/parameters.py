@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -37,6 +38,8 @@ class ZeroInit(zero.Init):
     """``zeromesh.zero.Init``, under which parameters have ``ds_id`` and the other attributes at once."""
 
     def __enter__(self) -> ZeroInit:
+        if _transformers_loads():
+            self.defers = False
         super().__enter__()
         # Small tensors are real ones even here, so that only their registration tells where they were built.
         if self.defers:
@@ -47,6 +50,16 @@ class ZeroInit(zero.Init):
         if self.defers:
             self._entered.pop().__exit__(*error)
         super().__exit__(*error)
+
+
+def _transformers_loads() -> bool:
+    """Return whether transformers loads weights as under ZeRO-3: the first rank writes them into gathered parameters.
+
+    Parameters are whole on each rank then. Memory of a rank that nothing is written to is not allocated, and
+    ``initialize`` takes the first rank's values, so that one rank reads the files, once.
+    """
+    integration = sys.modules.get("transformers.integrations.deepspeed")
+    return integration is not None and bool(integration.is_deepspeed_zero3_enabled())
 
 
 def _note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -12,7 +12,7 @@ from zeromesh.config.trainers import copies_in, for_trainer
 deepspeed.install()  # the class below asks for it
 
 from lightning.fabric.utilities.seed import reset_seed  # noqa: E402
-from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy  # noqa: E402
 
 
 class Strategy(DeepSpeedStrategy):  # type: ignore[misc]  # Lightning has no types here
@@ -33,11 +33,11 @@ class Strategy(DeepSpeedStrategy):  # type: ignore[misc]  # Lightning has no typ
         super().__init__(config=document, **options)
 
     def setup_environment(self) -> None:
-        """Set up ranks and devices; unlike Lightning's, also without a GPU."""
-        ParallelStrategy.setup_environment(self)
+        """Set up devices and ranks, and start the process group; unlike Lightning's, also without a GPU."""
+        DDPStrategy.setup_environment(self)
 
     def setup_distributed(self) -> None:
-        """Start the process group; a processor has no index that could be wrong."""
+        """Start the process group. A processor has no index that Lightning could compare."""
         if self.root_device.type != "cpu":
             super().setup_distributed()
             return

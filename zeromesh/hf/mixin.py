@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeromesh.config.trainers import copies_in, for_trainer
+from zeromesh.config.trainers import context_in, copies_in, for_trainer
 from zeromesh.engine import Engine
 from zeromesh.hf.late import activate
 from zeromesh.zero import engine_of
@@ -34,18 +34,38 @@ class TrainerMixin:
     """
 
     def __init__(self, *args: Any, zeromesh: str | Path | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._copies = 1
+        self._copies, self._context = 1, 1
+        self._gathers: Any = None
         if zeromesh is not None:
             _refuse_engines(kwargs.get("model", args[0] if args else None))
             activate()
-            self._copies = _configure(_arguments_in(*args, *kwargs.values()), zeromesh)
+            document = _configure(_arguments_in(*args, *kwargs.values()), zeromesh)
+            self._copies, self._context = copies_in(document), context_in(document)
         super().__init__(*args, **kwargs)
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator; metrics count the batch of ranks that share it once."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        if self._copies > 1:
-            self.gather_function = self._gather
+    @property
+    def gather_function(self) -> Any:
+        """Function that collects values of an evaluation from all ranks; a batch that ranks share counts once."""
+        return self._gathers if self._copies == 1 else self._gather
+
+    @gather_function.setter
+    def gather_function(self, value: Any) -> None:
+        self._gathers = value  # transformers sets it anew after each evaluation
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
+        """Compute the loss as the trainer does; under context parallelism the model gives the mean over its labels."""
+        labels = inputs.get("labels")
+        if self._context == 1 or num_items_in_batch is None or labels is None:
+            chosen = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+            return super().compute_loss(model, inputs, **chosen, **kwargs)  # type: ignore[misc]
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)  # type: ignore[misc]
+        # Whole sequences are fed, so that the labels of the micro-batch can be counted here. The engine takes the mean
+        # over the shares of the data.
+        shares = self.accelerator.num_processes // self._copies  # type: ignore[attr-defined]
+        loss = loss * (labels[..., 1:] != -100).sum() * shares / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
 
     def _gather(self, values: Any, use_gather_object: bool = False) -> Any:
         from accelerate.utils import recursively_apply
@@ -81,13 +101,15 @@ def _arguments_in(*values: Any) -> TrainingArguments:
     return found[0]
 
 
-def _configure(args: TrainingArguments, config: str | Path | Mapping[str, Any]) -> int:
-    """Give the arguments a configuration as ``deepspeed=`` would; return the number of ranks that share a batch."""
+def _configure(args: TrainingArguments, config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Give the arguments a configuration as ``deepspeed=`` would, and return it."""
     from accelerate.utils import DeepSpeedPlugin
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     if args.deepspeed:
-        raise ValueError(f"the trainer was given two configurations: deepspeed={args.deepspeed!r} and zeromesh=; pass one")
+        raise ValueError(
+            f"the trainer was given two configurations: deepspeed={args.deepspeed!r} and zeromesh=; pass one"
+        )
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if args.world_size != ranks:
         raise ValueError(
@@ -99,4 +121,4 @@ def _configure(args: TrainingArguments, config: str | Path | Mapping[str, Any]) 
     args.hf_deepspeed_config = HfTrainerDeepSpeedConfig(document)
     args.hf_deepspeed_config.trainer_config_process(args)
     args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=args.hf_deepspeed_config)
-    return copies_in(document)
+    return document
