@@ -16,6 +16,7 @@ PACKAGE = "zeromesh"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
+    ("hf",),
     ("train", "deepspeed"),
     ("__init__",),
     ("build",),

@@ -117,8 +117,10 @@ def _configure(args: TrainingArguments, config: str | Path | Mapping[str, Any]) 
             "transformers trains on one rank unless it is told; pass use_cpu=True"
         )
     document = for_trainer(config, "transformers")
-    args.deepspeed = document
-    args.hf_deepspeed_config = HfTrainerDeepSpeedConfig(document)
-    args.hf_deepspeed_config.trainer_config_process(args)
-    args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=args.hf_deepspeed_config)
+    filled = HfTrainerDeepSpeedConfig(document)
+    filled.trainer_config_process(args)
+    # The three attributes that ``deepspeed=`` would have set, as the trainer itself sets them before each trial of a
+    # search for hyperparameters.
+    plugin = DeepSpeedPlugin(hf_ds_config=filled)
+    vars(args).update(deepspeed=document, hf_deepspeed_config=filled, deepspeed_plugin=plugin)
     return document
