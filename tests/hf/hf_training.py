@@ -277,6 +277,8 @@ LIBRARIES: dict[str, Callable[..., Result]] = {
 def fresh_libraries() -> Any:
     """Forget what Accelerate and transformers keep for the whole process, also for the tests that come after."""
     before = dict(os.environ)
+    # Processors only, as ranks of tests have no other backend than gloo.
+    os.environ.update(ACCELERATE_TORCH_DEVICE="cpu", CUDA_VISIBLE_DEVICES="")
     try:
         yield
     finally:
@@ -296,7 +298,6 @@ def train(library: str, folder: Path, config: Config, **more: Any) -> Result:
     from zeromesh.hf.late import activate
 
     with fresh_libraries():
-        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         if config is not None:
             activate()
         return LIBRARIES[library](folder, config, **more)
