@@ -85,7 +85,10 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
     def __getattr__(self, name: str) -> Any:
         if name in REFUSED:
             raise AttributeError(f"{type(self).__name__}.{name} cannot be honoured: {REFUSED[name]}")
-        return Engine.__getattr__(self, name)
+        try:
+            return nn.Module.__getattr__(self, name)  # a module or a parameter that a user has put on the engine
+        except AttributeError:
+            return Engine.__getattr__(self, name)
 
     def __dir__(self) -> list[str]:
         return sorted({*nn.Module.__dir__(self), *dir(self.module)})  # type: ignore[no-untyped-call]

@@ -6,10 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from inspect import signature
 from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
@@ -35,11 +37,30 @@ class ZeroParamStatus(Enum):
 
 
 class ZeroInit(zero.Init):
-    """``zeromesh.zero.Init``, under which parameters have ``ds_id`` and the other attributes at once."""
+    """``zeromesh.zero.Init``, under which parameters have ``ds_id`` and the other attributes at once.
+
+    A ``dtype`` is that of the parameters which are made. Groups are accepted that are all ranks.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = signature(zero.Init).bind(*args, **kwargs).arguments
+        self._dtype, self._before = given.pop("dtype", None), torch.get_default_dtype()
+        if isinstance(self._dtype, str):
+            raise ValueError(f"zero.Init: dtype is {self._dtype!r}; pass a dtype of torch, such as torch.bfloat16")
+        for name in ("data_parallel_group", "zero_param_parallel_group", "sequence_data_parallel_group"):
+            group = given.get(name)
+            if isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():
+                del given[name]
+        super().__init__(**given)
+        for parameter in given["module"].parameters() if given.get("module") is not None else ():
+            _BUILT[parameter] = True
 
     def __enter__(self) -> ZeroInit:
         if _transformers_loads():
             self.defers = False
+        self._before = torch.get_default_dtype()
+        if self.defers and self._dtype is not None:
+            torch.set_default_dtype(self._dtype)
         super().__enter__()
         # Small tensors are real ones even here, so that only their registration tells where they were built.
         if self.defers:
@@ -48,6 +69,7 @@ class ZeroInit(zero.Init):
 
     def __exit__(self, *error: Any) -> None:
         if self.defers:
+            torch.set_default_dtype(self._before)
             self._entered.pop().__exit__(*error)
         super().__exit__(*error)
 

@@ -137,7 +137,6 @@ def _method(ask: Callable[..., Any], name: str) -> Callable[..., Any]:
     def method(self: Engine, *args: Any, **kwargs: Any) -> Any:
         return ask(name, self, *args, **kwargs)
 
-    method.__name__ = name
     return method
 
 
