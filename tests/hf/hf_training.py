@@ -62,11 +62,11 @@ def text(length: int, seed: int) -> str:
     return " ".join(f"w{number}" for number in numbers.tolist())
 
 
-def samples(count: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:
-    """Sequences, some of whose tokens have no labels: means over samples are none over tokens."""
+def samples(count: int, seed: int = 1, ignored: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Sequences; every third has so many tokens without labels, so that the mean over samples is none over tokens."""
     made = torch.randint(TOKENS, (count, 16), generator=torch.Generator().manual_seed(seed))
     labels = made.clone()
-    labels[::3, :5] = -100
+    labels[::3, :ignored] = -100
     return [{"input_ids": row, "labels": learned} for row, learned in zip(made, labels, strict=True)]
 
 
@@ -102,7 +102,7 @@ def transformers_trainer(folder: Path, config: Config, resume: Path | None = Non
     rates = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "max_grad_norm": 0.5}
     sizes = {"gradient_accumulation_steps": 2, "per_device_eval_batch_size": 2, "load_best_model_at_end": True}
     args = TrainingArguments(str(folder), **arguments(config, **often, **rates, **sizes, **more))
-    trainer = Trainer(model(), args, train_dataset=samples(64), eval_dataset=samples(8, 2))
+    trainer = Trainer(model(), args, train_dataset=samples(64, ignored=5), eval_dataset=samples(8, 2))
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return outcome(trainer, folder)
 
@@ -217,7 +217,7 @@ def lightning_module(folder: Path, config: Config) -> Result:
 
         def training_step(self, batch: Any, _: int) -> torch.Tensor:
             loss = self.inner(**batch).loss
-            self.losses.append(float(loss))
+            self.losses.append(float(loss.detach()))
             return loss
 
         def validation_step(self, batch: Any, _: int) -> None:
@@ -256,7 +256,7 @@ def own_trainer(folder: Path, config: Config, batch: int = BATCH, **more: Any) -
     often = {"eval_strategy": "steps", "eval_steps": 2, "use_cpu": True, "max_grad_norm": 0.5}
     args = transformers.TrainingArguments(str(folder), **arguments(None, **{**sizes, **often, **more}))
     kind, chosen = (transformers.Trainer, {}) if config is None else (zeromesh.hf.Trainer, {"zeromesh": dict(config)})
-    trainer = kind(model(), args, train_dataset=samples(64), eval_dataset=samples(8, 2), **chosen)
+    trainer = kind(model(), args, train_dataset=samples(64, ignored=5), eval_dataset=samples(8, 2), **chosen)
     trainer.train()
     return outcome(trainer, folder)
 

@@ -18,14 +18,22 @@ def init_distributed(*args: Any, **kwargs: Any) -> Environment:
     return found
 
 
-def _tell_accelerate() -> None:
-    """Let Accelerate count the ranks of a run on processors, where it starts the group under DeepSpeed.
+def is_initialized() -> bool:
+    """Return whether there is a process group; Accelerate asks before it would start one."""
+    there = bool(dist.is_initialized())
+    if there:
+        _tell_accelerate()
+    return there
 
-    It looks for a backend before the group starts, finds none without an accelerator, and would take each rank for a
+
+def _tell_accelerate() -> None:
+    """Let Accelerate count the ranks of a run on processors, where it looks for the group under DeepSpeed.
+
+    It looks for a backend before that, finds none without an accelerator, and would take each rank for a
     run of its own. ``InitProcessGroupKwargs(backend="gloo")`` and ``TrainingArguments(use_cpu=True)`` say the same.
     """
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
-    # While it is being made, as it is when it starts the group, its state is there, and has no number of processes.
+    # While it is being made, as it is when it asks for the group, its state is there, and has no number of processes.
     shared = {} if state is None else state._shared_state
     if "backend" in shared and shared["backend"] is None and "num_processes" not in shared:
         shared["backend"] = dist.get_backend()

@@ -63,7 +63,7 @@ HOMES: dict[str, dict[str, str]] = {
     "accelerator.abstract_accelerator": {_DEVICES: "DeepSpeedAccelerator=DeviceInterface"},
     "checkpoint": {},
     "checkpoint.utils": {_UTILITIES: "clone_tensors_for_torch_save"},
-    "comm": {_GROUP: "init_distributed"},
+    "comm": {_GROUP: "init_distributed is_initialized"},
     "launcher": {},
     "launcher.runner": {_UTILITIES: "DEEPSPEED_ENVIRONMENT_NAME"},
     "monitor": {},

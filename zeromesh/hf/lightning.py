@@ -45,6 +45,10 @@ class Strategy(DeepSpeedStrategy):  # type: ignore[misc]  # Lightning has no typ
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing: the engine writes the weights of a checkpoint, each rank its own."""
+        return {}
+
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """This rank's share of the data: ranks of one tensor or context group get the same one."""
