@@ -134,7 +134,8 @@ def accelerate_loop(folder: Path, config: Config) -> Result:
     accelerator.save_state(str(folder / "state"))
     with torch.no_grad():
         accelerator.load_state(str(folder / "state"))
-    return losses, {name: value.clone() for name, value in accelerator.get_state_dict(net).items()}
+    state = accelerator.get_state_dict(net) or {}  # at stage 3 the first rank alone has it
+    return losses, {name: value.clone() for name, value in state.items()}
 
 
 def adapted() -> Any:
@@ -233,10 +234,12 @@ def lightning_module(folder: Path, config: Config) -> Result:
         chosen = {"strategy": Strategy({"zero_optimization": config["zero_optimization"]}), "devices": ranks()}
     module = Module()
     short = {"max_epochs": 1, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "accelerator": "cpu"}
-    quiet = {"enable_progress_bar": False, "logger": False, "enable_model_summary": False}
+    quiet = {"enable_progress_bar": False, "logger": False, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
     trainer = lightning.Trainer(default_root_dir=folder, **short, **quiet, **chosen)
-    data = DataLoader(samples(24), batch_size=BATCH // ranks()), DataLoader(samples(8, 2), batch_size=2)
-    trainer.fit(module, *data)
+    # In order, where Lightning's own sampler would shuffle.
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    train, values = samples(24)[rank :: ranks()], samples(8, 2)[rank :: ranks()]
+    trainer.fit(module, DataLoader(train, batch_size=BATCH // ranks()), DataLoader(values, batch_size=2))
     trainer.save_checkpoint(folder / "checkpoint")
     losses = torch.tensor(module.losses)
     if config is None:

@@ -129,6 +129,7 @@ _ATTRIBUTES: dict[str, Callable[[nn.Parameter], Any]] = {
     "ds_shape": lambda parameter: parameter.shape,
     "ds_numel": lambda parameter: parameter.numel(),
     "ds_status": _status,
+    "partition_numel": lambda parameter: lambda: _part(parameter).numel(),
     "ds_tensor": _part,
     # Modules that compute with it now: programs clear it before they generate.
     "ds_active_sub_modules": lambda parameter: set(),

@@ -10,11 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zeromesh.hf.accelerated import plugin
     from zeromesh.hf.mixin import TrainerMixin
-    from zeromesh.hf.plugin import plugin
     from zeromesh.hf.trainer import Trainer
 
-_HOMES = {"Trainer": "trainer", "TrainerMixin": "mixin", "plugin": "plugin"}
+_HOMES = {"Trainer": "trainer", "TrainerMixin": "mixin", "plugin": "accelerated"}
 
 __all__ = ["Trainer", "TrainerMixin", "plugin"]
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zeromesh import deepspeed
 from zeromesh.config.trainers import copies_in, for_trainer
 
@@ -44,6 +46,11 @@ class Strategy(DeepSpeedStrategy):  # type: ignore[misc]  # Lightning has no typ
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute gradients. Lightning has divided the loss by the accumulated batches, so the engine must not."""
+        loss: torch.Tensor = super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+        return loss
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return nothing: the engine writes the weights of a checkpoint, each rank its own."""
