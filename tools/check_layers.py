@@ -17,6 +17,7 @@ PACKAGE = "zeromesh"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
+    ("hf",),
     ("train", "deepspeed"),
     ("__init__",),
     ("build",),

@@ -9,7 +9,7 @@ them, and change nothing. What several stages have, such as tied embeddings, is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -180,7 +180,7 @@ def GatheredParameters(
     """In this context the parameters are whole on every rank, to be read; or to be changed on one rank.
 
     Args:
-        params: parameters of one model; those of any other module are left alone, as they are whole anyway.
+        params: parameters; those of no engine's model are left alone, as they are whole anyway.
         modifier_rank: the rank whose changes every rank takes at the end. Of a model that is cut into stages, one of
             ``engine.mesh.stage_ranks``, which are others on each stage.
         fwd_module: no effect: the engine finds out by itself which module uses which parameters.
@@ -195,7 +195,14 @@ def GatheredParameters(
     if not members:
         yield
         return
-    sharded = _owner(members[0]).sharded
+    if len(owners := list(dict.fromkeys(map(_owner, members)))) > 1:
+        with ExitStack() as stack:
+            for owner in owners:
+                own = [parameter for parameter in members if _owner(parameter) is owner]
+                stack.enter_context(GatheredParameters(own, modifier_rank))
+            yield
+        return
+    sharded = owners[0].sharded
     found = [_find(parameter) for parameter in members]
     mesh, place = sharded.mesh, None
     if modifier_rank is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ def adopt(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], list[
     """
     document = whole_document(source)
     # Unknown keys are known only after all others have their place.
-    steps = (_dotted, _switches, _optimizer, _exact, _offload, _profiler, _unknown)
+    steps = (_copies, _dotted, _switches, _optimizer, _exact, _offload, _profiler, _unknown)
     return document, [change for step in steps for change in step(document)]
 
 
@@ -108,6 +109,15 @@ def _dotted(document: dict[str, Any]) -> Iterator[Change]:
             yield Change(name, value, "moved into its section", "a key with dots at the top level is the path of a key")
         else:
             yield Change(name, value, None, "its section is no object")
+
+
+def _copies(document: dict[str, Any]) -> Iterator[Change]:
+    """Take back the number of ranks that share a batch, which ``for_trainer`` writes in place of a tensor group's."""
+    sizes = [look_up(document, path)[1] for path in ("mesh.tensor", "mesh.context")]
+    path = "tensor_parallel.autotp_size"
+    if all(type(size) is int for size in sizes) and look_up(document, path)[1] == prod(sizes):
+        _drop(document, path, "mesh has the sizes")
+    return iter(())  # nothing that the user wrote has changed
 
 
 def _switches(document: dict[str, Any]) -> Iterator[Change]:

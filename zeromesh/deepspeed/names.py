@@ -15,7 +15,7 @@ from zeromesh.config import keys
 OWN = "zeromesh.deepspeed"
 ALIAS = "deepspeed"
 
-_ENVIRONMENT = "zeromesh.comm.environment"
+_GROUP = f"{OWN}.group"
 _START = f"{OWN}.start"
 _ENGINE = f"{OWN}.engine"
 _PARAMETERS = f"{OWN}.parameters"
@@ -53,7 +53,7 @@ HOMES: dict[str, dict[str, str]] = {
     "": {
         OWN + ".finder": "install",
         _START: "initialize add_config_arguments set_optimizer_flags tp_model_init",
-        _ENVIRONMENT: "init_distributed",
+        _GROUP: "init_distributed",
         _ENGINE: "DeepSpeedEngine PipelineEngine",
         _PARAMETERS: "DeepSpeedOptimizer",
         _PIPE: "PipelineModule",
@@ -63,7 +63,7 @@ HOMES: dict[str, dict[str, str]] = {
     "accelerator.abstract_accelerator": {_DEVICES: "DeepSpeedAccelerator=DeviceInterface"},
     "checkpoint": {},
     "checkpoint.utils": {_UTILITIES: "clone_tensors_for_torch_save"},
-    "comm": {_ENVIRONMENT: "init_distributed"},
+    "comm": {_GROUP: "init_distributed is_initialized"},
     "launcher": {},
     "launcher.runner": {_UTILITIES: "DEEPSPEED_ENVIRONMENT_NAME"},
     "monitor": {},

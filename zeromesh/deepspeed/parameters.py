@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -55,6 +56,8 @@ class ZeroInit(zero.Init):
             _BUILT[parameter] = True
 
     def __enter__(self) -> ZeroInit:
+        if _transformers_loads():
+            self.defers = False
         self._before = torch.get_default_dtype()
         if self.defers and self._dtype is not None:
             torch.set_default_dtype(self._dtype)
@@ -69,6 +72,16 @@ class ZeroInit(zero.Init):
             torch.set_default_dtype(self._before)
             self._entered.pop().__exit__(*error)
         super().__exit__(*error)
+
+
+def _transformers_loads() -> bool:
+    """Return whether transformers loads weights as under ZeRO-3: the first rank writes them into gathered parameters.
+
+    Parameters are whole on each rank then. Memory of a rank that nothing is written to is not allocated, and
+    ``initialize`` takes the first rank's values, so that one rank reads the files, once.
+    """
+    integration = sys.modules.get("transformers.integrations.deepspeed")
+    return integration is not None and bool(integration.is_deepspeed_zero3_enabled())
 
 
 def _note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -116,6 +129,7 @@ _ATTRIBUTES: dict[str, Callable[[nn.Parameter], Any]] = {
     "ds_shape": lambda parameter: parameter.shape,
     "ds_numel": lambda parameter: parameter.numel(),
     "ds_status": _status,
+    "partition_numel": lambda parameter: lambda: _part(parameter).numel(),
     "ds_tensor": _part,
     # Modules that compute with it now: programs clear it before they generate.
     "ds_active_sub_modules": lambda parameter: set(),
@@ -138,6 +152,8 @@ def add_attributes() -> None:
     """Give parameters DeepSpeed's attributes; those that are not sharded have none of them."""
     for name, read in _ATTRIBUTES.items():
         setattr(nn.Parameter, name, _reader(name, read))
+    # In a forward a weight is a plain tensor, which programs ask whether they have to gather it.
+    setattr(torch.Tensor, "ds_status", property(lambda tensor: ZeroParamStatus.AVAILABLE))  # noqa: B010  mypy
 
 
 add_attributes()

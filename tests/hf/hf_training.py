@@ -1,0 +1,313 @@
+"""Short trainings by other libraries, each as its users write it; one process without ZeroMesh is the reference.
+
+Each takes a folder and the configuration, or None for the plain library, and returns its losses and final weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+Result = tuple[list[float], dict[str, torch.Tensor]]
+Config = Mapping[str, Any] | None
+
+TOKENS = 64
+BATCH = 4
+RATE = 1e-2
+# With the usual eps, Adam would make a whole step of the rounding of a gradient that is zero.
+EPS = 1e-4
+
+
+def stage(number: int, **more: Any) -> dict[str, Any]:
+    """A configuration as it is written for transformers and Accelerate."""
+    zero = {"stage": number, "stage3_gather_16bit_weights_on_model_save": True}
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    return {"zero_optimization": zero, **dict.fromkeys(auto, "auto"), "bf16": {"enabled": "auto"}, **more}
+
+
+def ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=TOKENS, num_key_value_heads=2, **sizes, **ends))
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{number}" for number in range(TOKENS - 4))]
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    ends = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **ends)
+
+
+def text(length: int, seed: int) -> str:
+    numbers = torch.randint(TOKENS - 4, (length,), generator=torch.Generator().manual_seed(seed))
+    return " ".join(f"w{number}" for number in numbers.tolist())
+
+
+def samples(count: int, seed: int = 1, ignored: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Sequences; every third has so many tokens without labels, so that the mean over samples is none over tokens."""
+    made = torch.randint(TOKENS, (count, 16), generator=torch.Generator().manual_seed(seed))
+    labels = made.clone()
+    labels[::3, :ignored] = -100
+    return [{"input_ids": row, "labels": learned} for row, learned in zip(made, labels, strict=True)]
+
+
+def arguments(config: Config, **more: Any) -> dict[str, Any]:
+    """Arguments that all trainers of transformers and TRL share."""
+    plain = {"learning_rate": RATE, "adam_epsilon": EPS, "max_steps": 4, "logging_steps": 1, "seed": 3}
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "bf16": False}
+    sizes = {"per_device_train_batch_size": BATCH // ranks(), "dataloader_pin_memory": False}
+    return {**plain, **quiet, **sizes, "deepspeed": None if config is None else dict(config), **more}
+
+
+def outcome(trainer: Any, folder: Path) -> Result:
+    """Losses that a trainer logged, and the weights that it saved."""
+    trainer.save_model(str(folder / "final"))
+    if dist.is_initialized():
+        dist.barrier()
+    names = ("loss", "eval_loss", "grad_norm")
+    return [row[name] for row in trainer.state.log_history for name in names if name in row], saved(folder / "final")
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    (file,) = folder.glob("*model.safetensors")
+    return load_file(file)
+
+
+def transformers_trainer(folder: Path, config: Config, resume: Path | None = None, **more: Any) -> Result:
+    """Evaluation, saving, the best model, accumulation, clipping and a schedule of transformers."""
+    from transformers import Trainer, TrainingArguments
+
+    often = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    rates = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "max_grad_norm": 0.5}
+    sizes = {"gradient_accumulation_steps": 2, "per_device_eval_batch_size": 2, "load_best_model_at_end": True}
+    args = TrainingArguments(str(folder), **arguments(config, **often, **rates, **sizes, **more))
+    trainer = Trainer(model(), args, train_dataset=samples(64, ignored=5), eval_dataset=samples(8, 2))
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return outcome(trainer, folder)
+
+
+def accelerate_loop(folder: Path, config: Config) -> Result:
+    from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
+    from torch.utils.data import DataLoader
+
+    # Accelerate clips under DeepSpeed as the configuration says.
+    plugin = None if config is None else DeepSpeedPlugin(hf_ds_config={**config, "gradient_clipping": 0.5})
+    loading = DataLoaderConfiguration(split_batches=True)
+    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2, dataloader_config=loading)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, eps=EPS)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    loader = DataLoader(samples(32), batch_size=BATCH)
+    net, optimizer, loader, schedule = accelerator.prepare(net, optimizer, loader, schedule)
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(net):
+            loss = net(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.gather(loss.detach().reshape(1)).mean()))
+    accelerator.save_state(str(folder / "state"))
+    with torch.no_grad():
+        accelerator.load_state(str(folder / "state"))
+    state = accelerator.get_state_dict(net) or {}  # at stage 3 the first rank alone has it
+    return losses, {name: value.clone() for name, value in state.items()}
+
+
+def adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    made = get_peft_model(model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    torch.manual_seed(1)
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:  # at zero, those of the other factor have no gradient
+            nn.init.normal_(parameter, std=0.1)
+    return made
+
+
+def peft_adapters(folder: Path, config: Config) -> Result:
+    """Adapters of PEFT, with checkpoints of a model that is mostly frozen."""
+    from transformers import Trainer, TrainingArguments
+
+    args = TrainingArguments(str(folder), **arguments(config, save_strategy="steps", save_steps=2))
+    trainer = Trainer(adapted(), args, train_dataset=samples(32))
+    trainer.train()
+    return outcome(trainer, folder)
+
+
+def trl_sft(folder: Path, config: Config) -> Result:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = Dataset.from_list([{"text": text(12, number)} for number in range(16)])
+    args = SFTConfig(str(folder), max_length=32, **arguments(config))
+    trainer = SFTTrainer(model(), args, train_dataset=rows, processing_class=tokenizer())
+    trainer.train()
+    return outcome(trainer, folder)
+
+
+def trl_dpo(folder: Path, config: Config) -> Result:
+    """A reference model of its own, which takes part of the weights every second update."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    rows = [{"prompt": text(4, n), "chosen": text(5, 100 + n), "rejected": text(5, 200 + n)} for n in range(16)]
+    synced = {"sync_ref_model": True, "ref_model_sync_steps": 2}
+    args = DPOConfig(str(folder), max_length=32, **synced, **arguments(config))
+    chosen = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer()}
+    trainer = DPOTrainer(model(), model(), args, **chosen)
+    trainer.train()
+    return outcome(trainer, folder)
+
+
+def trl_grpo(folder: Path, config: Config, **more: Any) -> Result:
+    """Generation on gathered weights; ranks draw the same numbers with and without ZeroMesh."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(set(completion.split()))) for completion in completions]
+
+    start = folder.parent / f"start{config is None}"
+    if dist.get_rank() == 0:
+        model().save_pretrained(start)
+    dist.barrier()
+    rows = Dataset.from_list([{"prompt": text(4, number)} for number in range(16)])
+    synced = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}
+    short = {"num_generations": 2, "max_completion_length": 6}
+    args = GRPOConfig(str(folder), **synced, **short, **arguments(config, max_steps=3, **more))
+    chosen = {"train_dataset": rows, "processing_class": tokenizer()}
+    trainer = GRPOTrainer(str(start), reward, args, **chosen)
+    trainer.train()
+    return outcome(trainer, folder)
+
+
+def lightning_module(folder: Path, config: Config) -> Result:
+    import lightning
+    from torch.utils.data import DataLoader
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model()
+            self.losses: list[float] = []
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            loss = self.inner(**batch).loss
+            self.losses.append(float(loss.detach()))
+            return loss
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.log("value", self.inner(**batch).loss, sync_dist=True)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=RATE, eps=EPS)
+
+    chosen: dict[str, Any] = {}
+    if config is not None:
+        from zeromesh.hf.lightning import Strategy
+
+        chosen = {"strategy": Strategy({"zero_optimization": config["zero_optimization"]}), "devices": ranks()}
+    module = Module()
+    short = {"max_epochs": 1, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "accelerator": "cpu"}
+    quiet = {"enable_progress_bar": False, "logger": False, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
+    trainer = lightning.Trainer(default_root_dir=folder, **short, **quiet, **chosen)
+    # In order, where Lightning's own sampler would shuffle.
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    train, values = samples(24)[rank :: ranks()], samples(8, 2)[rank :: ranks()]
+    trainer.fit(module, DataLoader(train, batch_size=BATCH // ranks()), DataLoader(values, batch_size=2))
+    trainer.save_checkpoint(folder / "checkpoint")
+    losses = torch.tensor(module.losses)
+    if config is None:
+        return [*losses.tolist(), float(trainer.callback_metrics["value"])], module.state_dict()
+    dist.all_reduce(losses)
+    weights = trainer.strategy.model.gathered_state_dict()
+    return [*(losses / ranks()).tolist(), float(trainer.callback_metrics["value"])], weights
+
+
+def own_trainer(folder: Path, config: Config, batch: int = BATCH, **more: Any) -> Result:
+    """``zeromesh.hf.Trainer``: no word of DeepSpeed, and as many samples per rank as there are shares of the data."""
+    import transformers
+
+    import zeromesh.hf
+
+    sizes = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": batch, "per_device_eval_batch_size": 2}
+    often = {"eval_strategy": "steps", "eval_steps": 2, "use_cpu": True, "max_grad_norm": 0.5}
+    args = transformers.TrainingArguments(str(folder), **arguments(None, **{**sizes, **often, **more}))
+    kind, chosen = (transformers.Trainer, {}) if config is None else (zeromesh.hf.Trainer, {"zeromesh": dict(config)})
+    trainer = kind(model(), args, train_dataset=samples(64, ignored=5), eval_dataset=samples(8, 2), **chosen)
+    trainer.train()
+    return outcome(trainer, folder)
+
+
+LIBRARIES: dict[str, Callable[..., Result]] = {
+    "transformers": transformers_trainer,
+    "accelerate": accelerate_loop,
+    "peft": peft_adapters,
+    "trl-sft": trl_sft,
+    "trl-dpo": trl_dpo,
+    "trl-grpo": trl_grpo,
+    "lightning": lightning_module,
+    "own": own_trainer,
+}
+
+
+@contextmanager
+def fresh_libraries() -> Any:
+    """Forget what Accelerate and transformers keep for the whole process, also for the tests that come after."""
+    before = dict(os.environ)
+    # Processors only, as ranks of tests have no other backend than gloo.
+    os.environ.update(ACCELERATE_TORCH_DEVICE="cpu", CUDA_VISIBLE_DEVICES="")
+    try:
+        yield
+    finally:
+        from accelerate.state import AcceleratorState, GradientState
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        unset_hf_deepspeed_config()
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def train(library: str, folder: Path, config: Config, **more: Any) -> Result:
+    """Run one training in this process, or as one of its ranks."""
+    from zeromesh.hf.late import activate
+
+    with fresh_libraries():
+        if config is not None:
+            activate()
+        return LIBRARIES[library](folder, config, **more)
+
+
+def write(folder: Path, config: Config) -> str:
+    """Return the path of a configuration's file."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(config))
+    return str(file)

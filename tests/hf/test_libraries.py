@@ -1,0 +1,91 @@
+"""Trainings by other libraries on two ranks equal those by the same libraries alone."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness import run_ranks
+from hf_training import BATCH, Result, stage, train
+
+pytest.importorskip("accelerate")
+
+RANKS = 2
+TOLERANCE = 1e-5
+"""Losses are computed in fp32; sums over ranks have another order than those of one process."""
+LIMIT = 300
+NEEDS = {"trl-sft": "trl", "trl-dpo": "trl", "trl-grpo": "trl", "lightning": "lightning", "peft": "peft"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("libraries")
+
+
+@cache
+def alone(library: str, folder: Path) -> Result:
+    """The training by the library itself: in this process, or on as many ranks where it draws random numbers."""
+    if library == "trl-grpo":
+        return run_ranks(train, RANKS, library, folder / library / "plain", None, timeout=LIMIT, use_cpu=True)[0]
+    return train(library, folder / library / "plain", None)
+
+
+def assert_equal(found: Result, wanted: Result) -> None:
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(wanted[0]), rtol=TOLERANCE, atol=TOLERANCE)
+    assert found[1].keys() == wanted[1].keys()
+    torch.testing.assert_close(found[1], dict(wanted[1]), rtol=TOLERANCE, atol=TOLERANCE)  # it names what differs
+
+
+def assert_trains_alike(library: str, number: int, folder: Path, **more: Any) -> None:
+    wanted = alone(library, folder)
+    config = stage(number, **more)
+    (found, *_) = run_ranks(train, RANKS, library, folder / library / str(number), config, timeout=LIMIT)
+    assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize(("library", "number"), [("transformers", 3), ("accelerate", 2)])
+def test_a_trainer_and_a_loop_equal_the_plain_ones(library: str, number: int, folders: Path) -> None:
+    assert_trains_alike(library, number, folders)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize(
+    "library", ["transformers", "accelerate", "peft", "trl-sft", "trl-dpo", "trl-grpo", "lightning"]
+)
+def test_every_library_trains_as_it_does_alone(library: str, number: int, folders: Path) -> None:
+    if library in NEEDS:
+        pytest.importorskip(NEEDS[library])
+    assert_trains_alike(library, number, folders)
+
+
+@pytest.mark.full
+def test_a_run_goes_on_with_fewer_ranks_and_another_stage(tmp_path: Path) -> None:
+    wanted = train("transformers", tmp_path / "plain", None)
+    run_ranks(train, RANKS, "transformers", tmp_path / "begun", stage(3), timeout=LIMIT)
+    rest = {"resume": tmp_path / "begun" / "checkpoint-2"}
+    (found,) = run_ranks(train, 1, "transformers", tmp_path / "resumed", stage(2), timeout=LIMIT, **rest)
+    assert_equal(found, wanted)
+
+
+MESHES = {
+    "data": (2, {}, BATCH // 2),
+    "tensor": (2, {"mesh": {"tensor": 2}}, BATCH),
+    "tensor and data": (4, {"mesh": {"tensor": 2}}, BATCH // 2),
+    "context": (2, {"mesh": {"context": 2}}, BATCH),
+    "context and tensor": (4, {"mesh": {"context": 2, "tensor": 2}}, BATCH),
+}
+"""Ranks, what the configuration says of them, and samples for each share of the data."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("name", MESHES)
+def test_our_trainer_trains_on_every_mesh(name: str, number: int, folders: Path) -> None:
+    ranks, mesh, batch = MESHES[name]
+    config = {"zero_optimization": {"stage": number}, **mesh}
+    folder = folders / f"{name}-{number}"
+    (found, *_) = run_ranks(train, ranks, "own", folder, config, timeout=LIMIT, batch=batch)
+    assert_equal(found, alone("own", folders))

@@ -1,0 +1,128 @@
+"""What a trainer cannot be given is an error that names it, before anything trains."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zeromesh
+from harness import run_ranks
+from hf_training import arguments, fresh_libraries, model, samples, stage
+
+pytest.importorskip("accelerate")
+
+THREE = {"zero_optimization": {"stage": 3}}
+
+
+def trainer(folder: Path, config: Any, given: Any = None, **more: Any) -> None:
+    import transformers
+
+    import zeromesh.hf
+
+    args = transformers.TrainingArguments(str(folder), **arguments(None, use_cpu=True, **more))
+    zeromesh.hf.Trainer(given or model(), args, train_dataset=samples(8), zeromesh=config).train()
+
+
+def plugin(folder: Path, config: Any, **options: Any) -> None:
+    import zeromesh.hf
+
+    zeromesh.hf.plugin(config, **options)
+
+
+def engine_as_model(folder: Path) -> None:
+    trainer(folder, THREE, zeromesh.initialize(model(), config={"train_batch_size": 1})[0])
+
+
+def initialised_model(folder: Path) -> None:
+    given = model()
+    engine, *_ = zeromesh.initialize(given, config={"train_batch_size": 1})
+    trainer(folder, THREE, given)
+    engine.destroy()
+
+
+def no_arguments(folder: Path) -> None:
+    import zeromesh.hf
+
+    zeromesh.hf.Trainer(model(), zeromesh=THREE)
+
+
+def two_configurations(folder: Path) -> None:
+    trainer(folder, THREE, deepspeed=stage(2))
+
+
+def of_trainer(config: Any, **more: Any) -> Callable[[Path], None]:
+    return lambda folder: trainer(folder, config, **more)
+
+
+def of_plugin(config: Any, **options: Any) -> Callable[[Path], None]:
+    return lambda folder: plugin(folder, config, **options)
+
+
+CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "an engine": (engine_as_model, ("TypeError", "given an engine; pass the model itself")),
+    "a model of an engine": (initialised_model, ("ValueError", "belongs to an engine already", "engine.destroy()")),
+    "no arguments": (no_arguments, ("TypeError", "needs TrainingArguments")),
+    "two configurations": (two_configurations, ("ValueError", "two configurations", "pass one")),
+    "another clipping": (
+        of_trainer({**THREE, "gradient_clipping": 0.5}),
+        ("ValueError", "gradient_clipping=0.5", "max_grad_norm=1.0"),
+    ),
+    "another micro-batch": (
+        of_trainer({**THREE, "train_micro_batch_size_per_gpu": 3}),
+        ("ValueError", "train_micro_batch_size_per_gpu=3", "per_device_train_batch_size=4"),
+    ),
+    "stages": (of_trainer({**THREE, "mesh": {"pipeline": 2}}), ("ConfigError", "mesh.pipeline is 2", "train_batch")),
+    "a batch of shared ranks": (
+        of_trainer({**THREE, "train_batch_size": 4, "mesh": {"tensor": 2}}),
+        ("ConfigError", "train_batch_size is 4", "leave it out"),
+    ),
+    "a plugin of two stages": (of_plugin(THREE, zero_stage=2), ("ValueError", "zero_stage=2", "has 3", "one place")),
+    "a plugin of two clippings": (
+        of_plugin({**THREE, "gradient_clipping": 1.0}, gradient_clipping=0.5),
+        ("ValueError", "gradient_clipping=0.5", "has 1.0"),
+    ),
+}
+
+
+def messages(folder: Path) -> dict[str, str]:
+    """The error of each case, with the name of its class."""
+    found = {}
+    for name, (attempt, _) in CASES.items():
+        with fresh_libraries():
+            try:
+                attempt(folder)
+                found[name] = "nothing"
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def one_of_two(folder: Path) -> str:
+    """Arguments that see one rank of two, as transformers does without an accelerator and without use_cpu."""
+    import transformers
+
+    import zeromesh.hf
+
+    with fresh_libraries():
+        args = transformers.TrainingArguments(str(folder), **arguments(None))
+        try:
+            zeromesh.hf.Trainer(model(), args, zeromesh=THREE)
+        except ValueError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_what_a_trainer_cannot_take_is_named(tmp_path: Path) -> None:
+    (found,) = run_ranks(messages, 1, tmp_path)
+    missing = {
+        (name, part): found[name] for name, (_, parts) in CASES.items() for part in parts if part not in found[name]
+    }
+    assert not missing
+
+
+@pytest.mark.full
+def test_arguments_that_see_one_rank_of_two_are_refused(tmp_path: Path) -> None:
+    for found in run_ranks(one_of_two, 2, tmp_path):
+        assert "the launcher started 2" in found
+        assert "use_cpu=True" in found

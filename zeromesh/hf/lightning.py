@@ -1,0 +1,62 @@
+"""Strategy for Lightning: ``Trainer(strategy=zeromesh.hf.lightning.Strategy("config.json"))``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeromesh import deepspeed
+from zeromesh.config.trainers import copies_in, for_trainer
+
+deepspeed.install()  # the class below asks for it
+
+from lightning.fabric.utilities.seed import reset_seed  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy  # noqa: E402
+
+
+class Strategy(DeepSpeedStrategy):  # type: ignore[misc]  # Lightning has no types here
+    """Lightning's strategy for DeepSpeed on any device, with a ZeroMesh configuration.
+
+    Args:
+        config: path of a JSON file, or a dict of the same form. The micro-batch is the data loader's, accumulation and
+            clipping are the trainer's.
+        options: of ``lightning.pytorch.strategies.DeepSpeedStrategy``.
+
+    Raises:
+        ConfigError: the configuration is wrong, or asks for what a trainer cannot do.
+    """
+
+    def __init__(self, config: str | Path | Mapping[str, Any], **options: Any) -> None:
+        document = for_trainer(config, "lightning")
+        self._copies = copies_in(document)
+        super().__init__(config=document, **options)
+
+    def setup_environment(self) -> None:
+        """Set up devices and ranks, and start the process group; unlike Lightning's, also without a GPU."""
+        DDPStrategy.setup_environment(self)
+
+    def setup_distributed(self) -> None:
+        """Start the process group. A processor has no index that Lightning could compare."""
+        if self.root_device.type != "cpu":
+            super().setup_distributed()
+            return
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute gradients. Lightning has divided the loss by the accumulated batches, so the engine must not."""
+        loss: torch.Tensor = super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+        return loss
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing: the engine writes the weights of a checkpoint, each rank its own."""
+        return {}
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """This rank's share of the data: ranks of one tensor or context group get the same one."""
+        return {"num_replicas": self.world_size // self._copies, "rank": self.global_rank // self._copies}

@@ -1,0 +1,126 @@
+"""Mixin that gives transformers' and TRL's trainers a ZeroMesh configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zeromesh.config.trainers import context_in, copies_in, for_trainer
+from zeromesh.engine import Engine
+from zeromesh.hf.late import activate
+from zeromesh.zero import engine_of
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+class TrainerMixin:
+    """Adds ``zeromesh="config.json"`` to a trainer: ``class MySFT(zeromesh.hf.TrainerMixin, SFTTrainer)``.
+
+    Args:
+        args: positional arguments of the trainer; ``TrainingArguments`` are among them, or in ``kwargs``.
+        zeromesh: the configuration: path of a JSON file, or a dict. None trains without ZeroMesh.
+        kwargs: other arguments of the trainer.
+
+    Raises:
+        ConfigError: the configuration is wrong, or asks for what a trainer cannot do.
+        TypeError: the trainer was given an engine, or no ``TrainingArguments``.
+        ValueError: the model belongs to an engine, or an argument contradicts the configuration.
+    """
+
+    def __init__(self, *args: Any, zeromesh: str | Path | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._copies, self._context = 1, 1
+        self._gathers: Any = None
+        if zeromesh is not None:
+            _refuse_engines(kwargs.get("model", args[0] if args else None))
+            activate()
+            document = _configure(_arguments_in(*args, *kwargs.values()), zeromesh)
+            self._copies, self._context = copies_in(document), context_in(document)
+        super().__init__(*args, **kwargs)
+
+    @property
+    def gather_function(self) -> Any:
+        """Function that collects values of an evaluation from all ranks; a batch that ranks share counts once."""
+        return self._gathers if self._copies == 1 else self._gather
+
+    @gather_function.setter
+    def gather_function(self, value: Any) -> None:
+        self._gathers = value  # transformers sets it anew after each evaluation
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
+        """Compute the loss as the trainer does; under context parallelism the model gives the mean over its labels."""
+        labels = inputs.get("labels")
+        if self._context == 1 or num_items_in_batch is None or labels is None:
+            chosen = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+            return super().compute_loss(model, inputs, **chosen, **kwargs)  # type: ignore[misc]
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)  # type: ignore[misc]
+        # Whole sequences are fed, so that the labels of the micro-batch can be counted here. The engine takes the mean
+        # over the shares of the data.
+        shares = self.accelerator.num_processes // self._copies  # type: ignore[attr-defined]
+        loss = loss * (labels[..., 1:] != -100).sum() * shares / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+    def _gather(self, values: Any, use_gather_object: bool = False) -> Any:
+        from accelerate.utils import recursively_apply
+
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        ranks, state = accelerator.num_processes, accelerator.gradient_state
+
+        def once(gathered: torch.Tensor) -> torch.Tensor:
+            each = gathered.reshape(ranks, -1, *gathered.shape[1:])[:: self._copies].flatten(0, 1)
+            # The last batch was filled up with samples of the first one.
+            return each[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else each
+
+        return recursively_apply(once, accelerator.gather(values))
+
+
+def _refuse_engines(model: object) -> None:
+    if isinstance(model, Engine):
+        raise TypeError("the trainer was given an engine; pass the model itself, from which the trainer makes one")
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    if any(engine_of(parameter) is not None for parameter in parameters):
+        raise ValueError(
+            "the model belongs to an engine already; pass it to the trainer before zeromesh.initialize, or call "
+            "engine.destroy() first"
+        )
+
+
+def _arguments_in(*values: Any) -> TrainingArguments:
+    from transformers import TrainingArguments
+
+    found = [value for value in values if isinstance(value, TrainingArguments)]
+    if not found:
+        raise TypeError("zeromesh= needs TrainingArguments; pass args=, with the sizes of batches in it")
+    return found[0]
+
+
+def _configure(args: TrainingArguments, config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Give the arguments a configuration as ``deepspeed=`` would, and return it."""
+    from accelerate.utils import DeepSpeedPlugin
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    if args.deepspeed:
+        raise ValueError(
+            f"the trainer was given two configurations: deepspeed={args.deepspeed!r} and zeromesh=; pass one"
+        )
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if args.world_size != ranks:
+        raise ValueError(
+            f"TrainingArguments see {args.world_size} rank, but the launcher started {ranks}: without an accelerator "
+            "transformers trains on one rank unless it is told; pass use_cpu=True"
+        )
+    document = for_trainer(config, "transformers")
+    filled = HfTrainerDeepSpeedConfig(document)
+    filled.trainer_config_process(args)
+    # The three attributes that ``deepspeed=`` would have set, as the trainer itself sets them before each trial of a
+    # search for hyperparameters.
+    plugin = DeepSpeedPlugin(hf_ds_config=filled)
+    vars(args).update(deepspeed=document, hf_deepspeed_config=filled, deepspeed_plugin=plugin)
+    return document
