@@ -17,7 +17,7 @@ from lightning.fabric.utilities.seed import reset_seed  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy  # noqa: E402
 
 
-class Strategy(DeepSpeedStrategy):  # type: ignore[misc]  # Lightning has no types here
+class Strategy(DeepSpeedStrategy):  # Lightning has no types here
     """Lightning's strategy for DeepSpeed on any device, with a ZeroMesh configuration.
 
     Args:

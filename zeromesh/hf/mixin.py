@@ -117,8 +117,8 @@ def _configure(args: TrainingArguments, config: str | Path | Mapping[str, Any]) 
             "transformers trains on one rank unless it is told; pass use_cpu=True"
         )
     document = for_trainer(config, "transformers")
-    filled = HfTrainerDeepSpeedConfig(document)
-    filled.trainer_config_process(args)
+    filled = HfTrainerDeepSpeedConfig(document)  # type: ignore[no-untyped-call]
+    filled.trainer_config_process(args)  # type: ignore[no-untyped-call]
     # The three attributes that ``deepspeed=`` would have set, as the trainer itself sets them before each trial of a
     # search for hyperparameters.
     plugin = DeepSpeedPlugin(hf_ds_config=filled)

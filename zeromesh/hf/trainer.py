@@ -7,5 +7,5 @@ import transformers
 from zeromesh.hf.mixin import TrainerMixin
 
 
-class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]  # transformers has no types here
+class Trainer(TrainerMixin, transformers.Trainer):  # transformers has no types here
     """``transformers.Trainer`` with ``zeromesh="config.json"``; see ``TrainerMixin``."""
