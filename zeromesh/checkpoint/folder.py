@@ -31,7 +31,7 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     write_json(folder / MANIFEST, signed(content))
 
 
-def _is_readable(folder: Path) -> bool:
+def is_readable(folder: Path) -> bool:
     """Return whether it is a checkpoint with a manifest as it was written."""
     try:
         return bool(read_manifest(folder))
@@ -127,7 +127,7 @@ def require_free(final: Path) -> None:
     """Raise FileExistsError if a checkpoint would take the place of what is none."""
     for folder in (final, final.with_name(final.name + OLD), final.with_name(final.name + DRAFT)):
         # Nothing of a user's is deleted; what a save of ours has left may be.
-        looked_at = folder.is_dir() and not _is_readable(folder)
+        looked_at = folder.is_dir() and not is_readable(folder)
         strange = [path.name for path in folder.iterdir() if not _is_ours(path)] if looked_at else []
         if folder.is_file() or strange:
             held = f"holds {', '.join(sorted(strange)[:3])}, and" if strange else "is a file, and"
@@ -205,7 +205,7 @@ def latest(folder: Path) -> str | None:
             _log.warning("%s has no file %r; the newest complete checkpoint is taken: %r", folder, LATEST, newest)
         return newest
     tag = path.read_text(encoding="utf-8", errors="replace").strip()
-    if tag and _is_readable(locate(folder, tag)):
+    if tag and is_readable(locate(folder, tag)):
         return tag
     # A kill may leave the file empty, or with the name of what was not written to its end.
     newest = _newest(folder)

@@ -26,7 +26,7 @@ from zeromesh.checkpoint.contents import (
     scheduler_name,
     tied,
 )
-from zeromesh.checkpoint.folder import latest, locate
+from zeromesh.checkpoint.folder import is_readable, latest, locate
 from zeromesh.checkpoint.formats.detect import foreign
 from zeromesh.checkpoint.manifest import some
 from zeromesh.checkpoint.optimizer import load_optimizer, read_held, require_same_optimizer, set_learning_rates
@@ -138,9 +138,12 @@ def load(
 
 def _find(folder: Path, tag: str | None) -> str | None:
     """Return the tag to load; None if there is no checkpoint. Raise ValueError for one of another library."""
-    if remedy := foreign(folder, None if tag is None else str(tag)):
+    chosen = latest(folder) if tag is None else str(tag)
+    # Trainers of transformers write their own files beside ours.
+    ours = chosen is not None and is_readable(locate(folder, chosen))
+    if not ours and (remedy := foreign(folder, None if tag is None else str(tag))):
         raise ValueError(remedy)
-    return latest(folder) if tag is None else str(tag)
+    return chosen
 
 
 def _require_same_tag(world: Group, folder: Path, tag: str | None) -> None:
