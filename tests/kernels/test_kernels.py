@@ -411,7 +411,7 @@ def piece(**changes: Any) -> UpdatePiece:
         ({"gradient": torch.ones(8)[::2]}, "strides"),
         ({"gradient": torch.ones(2, 2)}, "shape"),
         ({"gradient": torch.ones(4, device="meta")}, "is on meta"),
-        ({"states": (torch.zeros(4),)}, r"2 state\(s\).*1 are given"),
+        ({"states": (torch.zeros(4),)}, r"states \('exp_avg', 'exp_avg_sq'\), and 1 are given"),
         ({"states": (torch.zeros(4), torch.zeros(4).half())}, "exp_avg_sq is torch.float16"),
         ({"output": torch.ones(4, dtype=torch.int16)}, "output is torch.int16"),
         ({"new_states": (torch.zeros(4),)}, "2 states are read, and 1"),

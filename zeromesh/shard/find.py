@@ -175,17 +175,19 @@ def check_parameters(model: nn.Module) -> None:
     if model._compiled_call_impl is not None or "_orig_mod" in model._modules:
         raise ValueError(f"the model is compiled as a whole; {_PASS_PLAIN}")
     devices: dict[torch.device, str] = {}
+    # Its module is slow to import; where nobody has, there is none.
+    spread = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, spread):
+            raise ValueError(
+                f"parameter {name} is a DTensor, which somebody has spread over ranks; pass the model with plain "
+                "parameters, and say in the configuration how it is to be spread"
+            )
     for name, parameter in stored(model):
         if not is_deferred(parameter):
             devices.setdefault(parameter.device, name)
         if parameter.layout is not torch.strided:
             raise ValueError(f"parameter {name} has layout {parameter.layout}; only dense parameters can be sharded")
-        distributed = sys.modules.get("torch.distributed.tensor")  # it is slow to import, and else there are none
-        if distributed is not None and isinstance(parameter, distributed.DTensor):
-            raise ValueError(
-                f"parameter {name} is a DTensor, which somebody has spread over ranks; pass the model with plain "
-                "parameters, and say in the configuration how it is to be spread"
-            )
         if nn.parameter.is_lazy(parameter):
             raise ValueError(f"parameter {name} is lazy and has no shape yet; run one batch through the model first")
     for path, module in model.named_modules():
