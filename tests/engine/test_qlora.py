@@ -22,11 +22,19 @@ from zeromesh.weight_files import FileTensor
 
 pytestmark = [
     pytest.mark.skipif(
-        any(find_spec(name) is None for name in ("peft", "bitsandbytes", "torchao")),
-        reason="peft, bitsandbytes or torchao is not installed",
+        any(find_spec(name) is None for name in ("peft", "bitsandbytes")),
+        reason="peft or bitsandbytes is not installed",
     ),
     pytest.mark.usefixtures("one_rank"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _torchao(request: pytest.FixtureRequest) -> None:
+    cases = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    if str(cases.get("kind")).startswith("torchao"):
+        pytest.importorskip("torchao")
+
 
 LIMIT = 120
 STEPS = 3
@@ -275,10 +283,12 @@ def test_what_cannot_be_trained_is_refused(folder: Path) -> None:
     dora = pytest.raises(RuntimeError, match=r"has no values yet; .* DoRA, works with .*deferred=False")
     with dora, zeromesh.zero.Init():
         adapted(zeromesh.from_pretrained(folder, quantization_config=quantization("nf4")), "dora")
+
+
+@pytest.mark.parametrize("kind", ["torchao 8"])
+def test_a_base_of_another_dtype_is_refused(kind: str, folder: Path) -> None:
     with pytest.raises(ValueError, match=r"stands for torch.float32, and the run computes in torch.bfloat16; .*dtype="):
-        zeromesh.initialize(
-            model=adapted(loaded(folder, "torchao 8")), config=settings(3) | {"bf16": {"enabled": True}}
-        )
+        zeromesh.initialize(model=adapted(loaded(folder, kind)), config=settings(3) | {"bf16": {"enabled": True}})
 
 
 def along_the_tensor_axis(folder: Path) -> str:
