@@ -134,8 +134,11 @@ def accelerate_loop(folder: Path, config: Config) -> Result:
     accelerator.save_state(str(folder / "state"))
     with torch.no_grad():
         accelerator.load_state(str(folder / "state"))
-    state = accelerator.get_state_dict(net) or {}  # at stage 3 the first rank alone has it
-    return losses, {name: value.clone() for name, value in state.items()}
+    state = accelerator.get_state_dict(net)
+    chosen = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save, "state_dict": state}
+    accelerator.unwrap_model(net).save_pretrained(folder / "final", **chosen)
+    accelerator.wait_for_everyone()
+    return losses, saved(folder / "final")
 
 
 def adapted() -> Any:

@@ -73,10 +73,12 @@ class Weights(Saving):
         named = self.module.named_parameters(remove_duplicate=False)
         return {name for name, parameter in named if excluded and not parameter.requires_grad}
 
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """Return the module's whole state on the CPU of the first rank, in the dtype of the run; None elsewhere."""
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Return the module's whole state on the CPU of the first rank, in the dtype of the run; empty elsewhere."""
+        # Not None, as in DeepSpeed: transformers' save_pretrained, which all ranks call with it, would then read the
+        # module's own weights, which are in parts.
         frozen, state = self._frozen(exclude_frozen_parameters), self.gathered_state_dict()
-        return {name: value for name, value in state.items() if name not in frozen} if self.mesh.rank == 0 else None
+        return {name: value for name, value in state.items() if name not in frozen}
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
@@ -96,7 +98,7 @@ class Weights(Saving):
         state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
         def write() -> None:
-            if state is not None:
+            if self.mesh.rank == 0:
                 Path(save_dir).mkdir(parents=True, exist_ok=True)
                 torch.save(state, Path(save_dir) / save_filename)
 
