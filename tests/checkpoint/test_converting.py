@@ -296,6 +296,16 @@ def test_an_engine_names_the_command_for_a_checkpoint_of_another_library(kind: s
 
 
 @on_ranks(1)
+def test_weights_beside_the_checkpoints_of_a_run_are_no_checkpoint(tmp_path: Path) -> None:
+    engine = zeromesh.initialize(model=foreign.Small(), config={"optimizer": {"type": "AdamW"}})[0]
+    engine.save_16bit_model(tmp_path / "run")
+    assert engine.load_checkpoint(tmp_path / "run") == (None, {})
+    path = engine.save_checkpoint(tmp_path / "run")
+    assert engine.load_checkpoint(tmp_path / "run")[0] == str(path)
+    assert zeromesh.convert_checkpoint(tmp_path / "run", tmp_path / "again").name == path.name
+
+
+@on_ranks(1)
 def test_states_of_another_kind_of_optimizer_are_refused(tmp_path: Path) -> None:
     written("zero-2", tmp_path / "theirs")
     zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")

@@ -1,8 +1,8 @@
 """Ranks of the real DeepSpeed: train, save, and resume from a universal checkpoint. Run by its own environment.
 
-``deepspeed_writer.py STAGE PRECISION FOLDER FROZEN [UNIVERSAL]`` under torchrun, on two CPU ranks. It saves into FOLDER
+``deepspeed_writer.py STAGE PRECISION FOLDER [UNIVERSAL]`` under torchrun, on two CPU ranks. It saves into FOLDER
 after four updates, with what DeepSpeed holds then in ``held.pt``, and after six in ``end.pt``. With UNIVERSAL it loads
-that instead of the first four updates. FROZEN is True for a model with frozen parameters.
+that instead of the first four updates.
 """
 
 from __future__ import annotations
@@ -48,12 +48,11 @@ def held(engine: Any, stage: int) -> dict[str, Any]:
     return found | {"steps": engine.global_steps, "rates": engine.get_lr()}
 
 
-def main(stage: int, precision: str, folder: Path, frozen: bool, universal: str | None) -> None:
+def main(stage: int, precision: str, folder: Path, universal: str | None) -> None:
     import deepspeed
 
     torch.manual_seed(5)
     model = Small()
-    model.frozen.requires_grad_(not frozen)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage} | ({"sub_group_size": 60} if stage == 3 else {}),
@@ -91,10 +90,4 @@ def main(stage: int, precision: str, folder: Path, frozen: bool, universal: str 
 
 
 if __name__ == "__main__":
-    main(
-        int(sys.argv[1]),
-        sys.argv[2],
-        Path(sys.argv[3]),
-        sys.argv[4] == "True",
-        sys.argv[5] if len(sys.argv) > 5 else None,
-    )
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else None)

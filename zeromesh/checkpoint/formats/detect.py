@@ -47,8 +47,8 @@ def detect(path: Path, tag: str | None = None) -> tuple[CheckpointFormat, Path] 
     """
     for folder in _candidates(path, tag):
         for one in FORMATS:
-            if folder.is_dir() and (found := sorted(folder.glob(one.pattern))):
-                return one, _only(found) if one.in_file else folder
+            if folder.is_dir() and any(folder.glob(one.pattern)):
+                return one, folder
             if folder.is_file() and folder.match(one.pattern):
                 return one, folder if one.in_file else folder.parent
     return None
@@ -69,13 +69,14 @@ def _candidates(path: Path, tag: str | None) -> Iterator[Path]:
     if tag is not None:
         yield from (locate(folder, tag) for folder in folders)
         return
-    yield path
     for folder in folders:
         for file in (folder / name for name in _LATEST):
             if file.is_file():
                 named = file.read_text(encoding="utf-8", errors="replace").strip()
-                # Megatron keeps the bare number of its iteration.
-                yield locate(folder, f"iter_{int(named):07d}" if named.isdigit() else named)
+                # Megatron's file, the only .txt, has the bare number of its iteration.
+                yield locate(folder, f"iter_{named:0>7}" if file.suffix else named)
+    # Last: beside checkpoints there may be an exported model.
+    yield path
 
 
 def require_format(path: Path, tag: str | None) -> tuple[CheckpointFormat, Path]:
@@ -85,13 +86,15 @@ def require_format(path: Path, tag: str | None) -> tuple[CheckpointFormat, Path]
         looked = "; ".join(f"{one.title} ({one.pattern})" for one in FORMATS)
         what = "does not exist" if not path.exists() else "has no checkpoint" + (f" {tag!r}" if tag else "")
         raise ValueError(f"{str(path)!r} {what}; looked for {looked}. Name a folder that has one of these files")
-    return found
+    one, place = found
+    return one, _only(sorted(place.glob(one.pattern))) if one.in_file and place.is_dir() else place
 
 
 def foreign(path: Path, tag: str | None) -> str | None:
     """Return the remedy where a folder has a checkpoint of another library; None otherwise."""
     found = detect(path, tag)
-    if found is None or found[0].name == "zeromesh":
+    # Weights alone are no checkpoint of a run, which may keep its first one beside them.
+    if found is None or found[0].name in ("zeromesh", "hf"):
         return None
     return (
         f"{found[1]} is {found[0].title}: run `zeromesh convert {path} FOLDER` first, which writes one that loads on "
