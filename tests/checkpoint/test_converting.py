@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,19 @@ def test_data_of_a_distributed_checkpoint_that_are_cut_off_or_elsewhere_are_name
         zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
     data.unlink()
     with pytest.raises(ValueError, match="__0_0.distcp, which is not in"):
+        zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+
+
+def test_a_checkpoint_whose_files_do_not_say_where_parameters_lie_is_refused(tmp_path: Path) -> None:
+    written("zero-1", tmp_path / "theirs")
+    # Older versions of DeepSpeed write no such entry.
+    for file in (tmp_path / "theirs").rglob("*optim_states.pt"):
+        with zipfile.ZipFile(file) as archive:
+            entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, content in entries.items():
+                archive.writestr(name, content.replace(b"param_slice_mappings", b"another_entry_of_it_"))
+    with pytest.raises(ValueError, match="no param_slice_mappings, so that nothing says where"):
         zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
 
 

@@ -189,18 +189,19 @@ def test_autocast_saves_what_it_does_on_the_cpu(name: str) -> None:
     assert saved(cost) == expected[""]
 
 
-def test_checkpointed_blocks_keep_their_inputs() -> None:
+@pytest.mark.parametrize("policy", [Recompute.BLOCKS, Recompute.PRODUCTS])
+def test_checkpointed_blocks_keep_their_inputs_and_what_the_policy_says(policy: Recompute) -> None:
     model, inputs = made("gpt")
     cost, given = on_cpu(model, inputs).at(4, 32), real(inputs, 4, 32)
     blocks = [module for name, module in model.named_modules() if name in {u.name for u in cost.units if u.block}]
-    checkpoint_modules(blocks)
+    checkpoint_modules(blocks, selective=policy is Recompute.PRODUCTS)
     loss_of(model, given)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         loss = loss_of(model, given)
     live = sum(e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]")
     # Beside, there are the loss and for each block the state of the random numbers.
     others = loss.nbytes + len(blocks) * torch.get_rng_state().nbytes
-    assert live == saved(cost, Recompute.BLOCKS) - sum(x.nbytes for x in given.values()) + others
+    assert live == saved(cost, policy) - sum(x.nbytes for x in given.values()) + others
 
 
 @pytest.mark.parametrize("name", ["gpt", pytest.param("Llama", marks=pytest.mark.full)])

@@ -129,7 +129,7 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
 
     @property
     def asked(self) -> Any:
-        """What the engine's answers about its configuration follow from."""
+        """Values that the answers about the configuration follow from."""
         return Asked(self._document, self._settings)
 
     @property

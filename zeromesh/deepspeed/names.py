@@ -169,7 +169,7 @@ SAME = {
 """Modules that are another one of the table."""
 
 REST = {"comm": f"{OWN}.collectives", "utils.groups": f"{OWN}.process_groups"}
-"""Where a module finds the names that its row lacks."""
+"""Modules that have the names that a module's row lacks."""
 
 _EXPERTS = "there are no experts yet; train a dense model, or transformers' own mixture with its experts as leaves"
 _SPREAD = (

@@ -176,7 +176,7 @@ def _require(call: str, parameter: object) -> None:
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """In this context all parameters are whole on every rank, to generate with; it yields the model that was given."""
+    """Yield the model that was given, with all parameters whole on every rank, to generate with."""
     with zero.GatheredParameters(model.parameters()):
         yield model
 

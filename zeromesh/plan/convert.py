@@ -23,7 +23,7 @@ PRECISIONS = {
 
 POLICIES = {"full": Recompute.BLOCKS, "selective": Recompute.PRODUCTS}
 GRANULARITY = {policy: name for name, policy in POLICIES.items()}
-"""What the engine computes again, and the configuration's word for it."""
+"""Policies of recomputation by the configuration's word, and the words by policy."""
 
 
 def precision_for(device: Device) -> str:

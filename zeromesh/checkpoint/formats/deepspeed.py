@@ -96,6 +96,11 @@ def _loss_scale(scaler: Any) -> dict[str, Any] | None:
 
 def _read_stage_1(contents: Contents, model: Mapping[str, Any], optimizer: list[Any]) -> None:
     """Take the groups of stages 1 and 2, each one buffer of whole parameters that is cut without regard to them."""
+    if any("param_slice_mappings" not in state for state in optimizer):
+        raise ValueError(
+            "the optimizer's files have no param_slice_mappings, so that nothing says where parameters lie; load "
+            "the checkpoint with a DeepSpeed that writes them, save it again, and convert that"
+        )
     for number, shapes in enumerate(model["param_shapes"]):
         done: dict[str, int] = dict.fromkeys(shapes, 0)
         for state in optimizer:
