@@ -96,6 +96,9 @@ def initialize(
 
 def require_module(model: object) -> nn.Module:
     """Return the model that ``initialize`` was given; raise ValueError if it is none."""
+    # The drop-in's is a module, too.
+    if isinstance(model, Engine):
+        raise ValueError("initialize was given an engine, which trains already; pass the model itself")
     if not isinstance(model, nn.Module):
         named = "" if model is None else f", not a {type(model).__name__}"
         raise ValueError(f"initialize needs a model: pass model= with a torch.nn.Module{named}")

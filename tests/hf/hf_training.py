@@ -83,7 +83,7 @@ def outcome(trainer: Any, folder: Path) -> Result:
     trainer.save_model(str(folder / "final"))
     if dist.is_initialized():
         dist.barrier()
-    names = ("loss", "eval_loss", "grad_norm")
+    names = ("loss", "eval_loss", "eval_spread", "grad_norm")
     return [row[name] for row in trainer.state.log_history for name in names if name in row], saved(folder / "final")
 
 
@@ -162,32 +162,48 @@ def peft_adapters(folder: Path, config: Config) -> Result:
     return outcome(trainer, folder)
 
 
-def trl_sft(folder: Path, config: Config) -> Result:
+def by_mixin(kind: Any, config: Config, mixin: bool, **more: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """A trainer's class, shared arguments and more: the configuration is ``deepspeed``'s, or the mixin's."""
+    if not mixin or config is None:
+        return kind, arguments(config, **more), {}
+    import zeromesh.hf
+
+    mixed = type(f"Mixed{kind.__name__}", (zeromesh.hf.TrainerMixin, kind), {})
+    return (
+        mixed,
+        arguments(None, use_cpu=True, **more),
+        {"zeromesh": {"zero_optimization": config["zero_optimization"]}},
+    )
+
+
+def trl_sft(folder: Path, config: Config, mixin: bool = False) -> Result:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     rows = Dataset.from_list([{"text": text(12, number)} for number in range(16)])
-    args = SFTConfig(str(folder), max_length=32, **arguments(config))
-    trainer = SFTTrainer(model(), args, train_dataset=rows, processing_class=tokenizer())
+    kind, shared, chosen = by_mixin(SFTTrainer, config, mixin)
+    args = SFTConfig(str(folder), max_length=32, **shared)
+    trainer = kind(model(), args, train_dataset=rows, processing_class=tokenizer(), **chosen)
     trainer.train()
     return outcome(trainer, folder)
 
 
-def trl_dpo(folder: Path, config: Config) -> Result:
+def trl_dpo(folder: Path, config: Config, mixin: bool = False) -> Result:
     """A reference model of its own, which takes part of the weights every second update."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
     rows = [{"prompt": text(4, n), "chosen": text(5, 100 + n), "rejected": text(5, 200 + n)} for n in range(16)]
     synced = {"sync_ref_model": True, "ref_model_sync_steps": 2}
-    args = DPOConfig(str(folder), max_length=32, **synced, **arguments(config))
-    chosen = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer()}
-    trainer = DPOTrainer(model(), model(), args, **chosen)
+    kind, shared, chosen = by_mixin(DPOTrainer, config, mixin)
+    args = DPOConfig(str(folder), max_length=32, **synced, **shared)
+    chosen |= {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer()}
+    trainer = kind(model(), model(), args, **chosen)
     trainer.train()
     return outcome(trainer, folder)
 
 
-def trl_grpo(folder: Path, config: Config, **more: Any) -> Result:
+def trl_grpo(folder: Path, config: Config, mixin: bool = False, **more: Any) -> Result:
     """Generation on gathered weights; ranks draw the same numbers with and without ZeroMesh."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -202,14 +218,18 @@ def trl_grpo(folder: Path, config: Config, **more: Any) -> Result:
     rows = Dataset.from_list([{"prompt": text(4, number)} for number in range(16)])
     synced = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}
     short = {"num_generations": 2, "max_completion_length": 6}
-    args = GRPOConfig(str(folder), **synced, **short, **arguments(config, max_steps=3, **more))
-    chosen = {"train_dataset": rows, "processing_class": tokenizer()}
-    trainer = GRPOTrainer(str(start), reward, args, **chosen)
+    kind, shared, chosen = by_mixin(GRPOTrainer, config, mixin, max_steps=3, **more)
+    args = GRPOConfig(str(folder), **synced, **short, **shared)
+    chosen |= {"train_dataset": rows, "processing_class": tokenizer()}
+    trainer = kind(str(start), reward, args, **chosen)
     trainer.train()
     return outcome(trainer, folder)
 
 
-def lightning_module(folder: Path, config: Config) -> Result:
+def lightning_module(
+    folder: Path, config: Config, epochs: int = 1, resume: Path | None = None, said: Mapping[str, Any] | None = None
+) -> Result:
+    """A module with accumulation, clipping and validation; ``said`` is in the configuration of the strategy, too."""
     import lightning
     from torch.utils.data import DataLoader
 
@@ -234,15 +254,17 @@ def lightning_module(folder: Path, config: Config) -> Result:
     if config is not None:
         from zeromesh.hf.lightning import Strategy
 
-        chosen = {"strategy": Strategy({"zero_optimization": config["zero_optimization"]}), "devices": ranks()}
+        document = {"zero_optimization": config["zero_optimization"], **(said or {})}
+        chosen = {"strategy": Strategy(document), "devices": ranks()}
     module = Module()
-    short = {"max_epochs": 1, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "accelerator": "cpu"}
+    short = {"max_epochs": epochs, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "accelerator": "cpu"}
     quiet = {"enable_progress_bar": False, "logger": False, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
     trainer = lightning.Trainer(default_root_dir=folder, **short, **quiet, **chosen)
     # In order, where Lightning's own sampler would shuffle.
     rank = dist.get_rank() if dist.is_initialized() else 0
     train, values = samples(24)[rank :: ranks()], samples(8, 2)[rank :: ranks()]
-    trainer.fit(module, DataLoader(train, batch_size=BATCH // ranks()), DataLoader(values, batch_size=2))
+    loaders = DataLoader(train, batch_size=BATCH // ranks()), DataLoader(values, batch_size=2)
+    trainer.fit(module, *loaders, ckpt_path=None if resume is None else str(resume))
     trainer.save_checkpoint(folder / "checkpoint")
     losses = torch.tensor(module.losses)
     if config is None:
@@ -262,7 +284,10 @@ def own_trainer(folder: Path, config: Config, batch: int = BATCH, **more: Any) -
     often = {"eval_strategy": "steps", "eval_steps": 2, "use_cpu": True, "max_grad_norm": 0.5}
     args = transformers.TrainingArguments(str(folder), **arguments(None, **{**sizes, **often, **more}))
     kind, chosen = (transformers.Trainer, {}) if config is None else (zeromesh.hf.Trainer, {"zeromesh": dict(config)})
-    trainer = kind(model(), args, train_dataset=samples(64, ignored=5), eval_dataset=samples(8, 2), **chosen)
+    chosen["compute_metrics"] = lambda found: {"spread": float(found.predictions.std())}
+    # The last update of an epoch has one micro-batch, not two.
+    data = {"train_dataset": samples(5 * BATCH, ignored=5), "eval_dataset": samples(8, 2)}
+    trainer = kind(model(), args, **data, **chosen)
     trainer.train()
     return outcome(trainer, folder)
 

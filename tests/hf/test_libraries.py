@@ -62,6 +62,29 @@ def test_every_library_trains_as_it_does_alone(library: str, number: int, folder
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("library", ["trl-sft", "trl-dpo", "trl-grpo"])
+def test_trainers_of_trl_take_the_mixin(library: str, folders: Path) -> None:
+    pytest.importorskip("trl")
+    wanted = alone(library, folders)
+    folder = folders / library / "mixin"
+    (found, *_) = run_ranks(train, RANKS, library, folder, stage(3), timeout=LIMIT, mixin=True)
+    assert_equal(found, wanted)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "number"), [(2, 3), (1, 2)])
+def test_a_run_of_lightning_goes_on(ranks: int, number: int, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    losses, weights = train("lightning", tmp_path / "plain", None, epochs=2)
+    # The schedule and accumulation of the whole run, of which the first half was made before.
+    (begun, *_) = run_ranks(train, RANKS, "lightning", tmp_path / "begun", stage(3), timeout=LIMIT)
+    rest = {"epochs": 2, "resume": tmp_path / "begun" / "checkpoint"}
+    (found, *_) = run_ranks(train, ranks, "lightning", tmp_path / "rest", stage(number), timeout=LIMIT, **rest)
+    # Each ends with the value of its last validation.
+    assert_equal(([*begun[0][:-1], *found[0]], found[1]), (losses, weights))
+
+
+@pytest.mark.full
 def test_a_run_goes_on_with_fewer_ranks_and_another_stage(tmp_path: Path) -> None:
     wanted = train("transformers", tmp_path / "plain", None)
     run_ranks(train, RANKS, "transformers", tmp_path / "begun", stage(3), timeout=LIMIT)
@@ -75,6 +98,8 @@ MESHES = {
     "tensor": (2, {"mesh": {"tensor": 2}}, BATCH),
     "tensor and data": (4, {"mesh": {"tensor": 2}}, BATCH // 2),
     "context": (2, {"mesh": {"context": 2}}, BATCH),
+    "pipeline": (2, {"mesh": {"pipeline": 2}}, BATCH),
+    "pipeline and data": (4, {"mesh": {"pipeline": 2}}, BATCH // 2),
     "context and tensor": (4, {"mesh": {"context": 2, "tensor": 2}}, BATCH),
 }
 """Ranks, what the configuration says of them, and samples for each share of the data."""

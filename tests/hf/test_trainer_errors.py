@@ -1,6 +1,8 @@
 """What a trainer cannot be given is an error that names it, before anything trains."""
 
+import sys
 from collections.abc import Callable
+from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,10 @@ import pytest
 
 import zeromesh
 from harness import run_ranks
-from hf_training import arguments, fresh_libraries, model, samples, stage
+from hf_training import LIBRARIES, arguments, fresh_libraries, model, samples, stage
+from zeromesh.deepspeed.finder import Finder, install
+from zeromesh.deepspeed.plugin_check import HOME
+from zeromesh.hf.late import activate
 
 pytest.importorskip("accelerate")
 
@@ -28,6 +33,22 @@ def plugin(folder: Path, config: Any, **options: Any) -> None:
     import zeromesh.hf
 
     zeromesh.hf.plugin(config, **options)
+
+
+def engine() -> Any:
+    import zeromesh.deepspeed
+
+    return zeromesh.deepspeed.initialize(model=model(), config={"train_batch_size": 1})[0]
+
+
+def taken() -> Any:
+    """A model that has an engine."""
+    given = model()
+    _kept.append(zeromesh.initialize(given, config={"train_batch_size": 1})[0])
+    return given
+
+
+_kept: list[Any] = []
 
 
 def engine_as_model(folder: Path) -> None:
@@ -59,6 +80,44 @@ def of_plugin(config: Any, **options: Any) -> Callable[[Path], None]:
     return lambda folder: plugin(folder, config, **options)
 
 
+def by_alias(given: Callable[[], Any]) -> Callable[[Path], None]:
+    """transformers' own Trainer under the alias."""
+
+    def attempt(folder: Path) -> None:
+        import transformers
+
+        activate()
+        args = transformers.TrainingArguments(str(folder), **arguments(stage(2)))
+        transformers.Trainer(given(), args, train_dataset=samples(8)).train()
+
+    return attempt
+
+
+def own_plugin(config: Any, **options: Any) -> Callable[[Path], None]:
+    """Accelerate's own plugin under the alias, as the import of Accelerate there finds it."""
+
+    def attempt(_: Path) -> None:
+        import accelerate.utils
+
+        install()
+        (finder,) = (one for one in sys.meta_path if isinstance(one, Finder))
+        spec = finder.find_spec(HOME, accelerate.utils.__path__)
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.DeepSpeedPlugin(hf_ds_config={"train_micro_batch_size_per_gpu": 2, **config}, **options)
+
+    return attempt
+
+
+def of_lightning(said: Any) -> Callable[[Path], None]:
+    def attempt(folder: Path) -> None:
+        LIBRARIES["lightning"](folder, stage(2), said=said)
+
+    return attempt
+
+
 CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "an engine": (engine_as_model, ("TypeError", "given an engine; pass the model itself")),
     "a model of an engine": (initialised_model, ("ValueError", "belongs to an engine already", "engine.destroy()")),
@@ -72,7 +131,7 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         of_trainer({**THREE, "train_micro_batch_size_per_gpu": 3}),
         ("ValueError", "train_micro_batch_size_per_gpu=3", "per_device_train_batch_size=4"),
     ),
-    "stages": (of_trainer({**THREE, "mesh": {"pipeline": 2}}), ("ConfigError", "mesh.pipeline is 2", "train_batch")),
+    "stages": (of_plugin({**THREE, "mesh": {"pipeline": 2}}), ("ConfigError", "mesh.pipeline is 2", "train_batch")),
     "a batch of shared ranks": (
         of_trainer({**THREE, "train_batch_size": 4, "mesh": {"tensor": 2}}),
         ("ConfigError", "train_batch_size is 4", "leave it out"),
@@ -82,6 +141,47 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         of_plugin({**THREE, "gradient_clipping": 1.0}, gradient_clipping=0.5),
         ("ValueError", "gradient_clipping=0.5", "has 1.0"),
     ),
+    "a plugin with an option that has no key": (
+        of_plugin(THREE, gradient_clipping=0.5),
+        ("ValueError", "gradient_clipping=0.5", "has no gradient_clipping"),
+    ),
+    "Accelerate's plugin of two stages": (own_plugin(THREE, zero_stage=2), ("ValueError", "zero_stage=2", "has 3")),
+    "Accelerate's plugin of two accumulations": (
+        own_plugin({**THREE, "gradient_accumulation_steps": 2}, gradient_accumulation_steps=4),
+        ("ValueError", "gradient_accumulation_steps=4", "has 2"),
+    ),
+    "Accelerate's plugin with accumulation alone": (
+        own_plugin(THREE, gradient_accumulation_steps=4),
+        ("ValueError", "gradient_accumulation_steps=4", "has 1"),  # Accelerate writes it
+    ),
+    "Accelerate's plugin with offload alone": (
+        own_plugin(THREE, offload_param_device="cpu"),
+        ("ValueError", "offload_param_device='cpu'", "has no zero_optimization.offload_param.device"),
+    ),
+    "Accelerate's plugin that agrees": (
+        own_plugin(
+            {"zero_optimization": {"stage": "auto"}, "gradient_clipping": 0.5},
+            zero_stage=3,
+            gradient_clipping=0.5,
+            offload_optimizer_device="none",
+        ),
+        ("nothing",),
+    ),
+    "an engine under the alias": (by_alias(engine), ("ValueError", "was given an engine", "the model itself")),
+    "a model of an engine under the alias": (by_alias(taken), ("ValueError", "belongs to an engine", "destroy()")),
+    "Lightning's other clipping": (
+        of_lightning({"gradient_clipping": 1.0}),
+        ("ValueError", "gradient_clip_val=0.5", "has gradient_clipping 1.0"),
+    ),
+    "Lightning's other precision": (
+        of_lightning({"bf16": {"enabled": True}}),
+        ("ValueError", "precision='32-true'", "has bf16.enabled true"),
+    ),
+    "Lightning's other accumulation": (
+        of_lightning({"gradient_accumulation_steps": 4}),
+        ("MisconfigurationException", "gradient_accumulation_steps", "accumulate_grad_batches"),
+    ),
+    "Lightning that agrees": (of_lightning({"gradient_clipping": 0.5, "bf16": {"enabled": "auto"}}), ("nothing",)),
 }
 
 

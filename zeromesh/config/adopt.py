@@ -113,7 +113,7 @@ def _dotted(document: dict[str, Any]) -> Iterator[Change]:
 
 def _copies(document: dict[str, Any]) -> Iterator[Change]:
     """Take back the number of ranks that share a batch, which ``for_trainer`` writes in place of a tensor group's."""
-    sizes = [look_up(document, path)[1] for path in ("mesh.tensor", "mesh.context")]
+    sizes = [look_up(document, f"mesh.{axis}")[1] for axis in ("tensor", "context", "pipeline")]
     path = "tensor_parallel.autotp_size"
     if all(type(size) is int for size in sizes) and look_up(document, path)[1] == prod(sizes):
         _drop(document, path, "mesh has the sizes")

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from zeromesh.deepspeed import names
+from zeromesh.deepspeed import names, plugin_check
 from zeromesh.deepspeed.names import ALIAS, OWN
 
 VERSION = "0.19.8+zeromesh"
@@ -69,6 +69,8 @@ class Finder(DistributionFinder, MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return how to import a module of the table; raise ImportError for one that is refused."""
+        if fullname == plugin_check.HOME and self._answers_alias:
+            return plugin_check.find(path)
         if fullname == ALIAS or fullname.startswith(f"{ALIAS}."):
             if not self._answers_alias:
                 return None

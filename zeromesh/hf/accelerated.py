@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zeromesh.config.trainers import for_trainer
+from zeromesh.config.trainers import PLUGIN_OPTIONS, for_trainer, require_agreement
 from zeromesh.hf.late import activate
 
 
@@ -26,10 +26,7 @@ def plugin(config: str | Path | Mapping[str, Any], **options: Any) -> Any:
     activate()
     from accelerate import DeepSpeedPlugin
 
-    made = DeepSpeedPlugin(hf_ds_config=for_trainer(config, "accelerate"), **options)
-    # Accelerate takes the configuration's value without a word.
-    wrong = {name: getattr(made, name) for name, value in options.items() if getattr(made, name) != value}
-    if wrong:
-        lines = (f"{name}={options[name]!r}, but the configuration has {now!r}" for name, now in wrong.items())
-        raise ValueError(f"the plugin contradicts the configuration: {'; '.join(lines)}; say it in one place")
+    document = for_trainer(config, "accelerate")
+    made = DeepSpeedPlugin(hf_ds_config=document, **options)
+    require_agreement(made.deepspeed_config, {name: options.get(name) for name in PLUGIN_OPTIONS})
     return made

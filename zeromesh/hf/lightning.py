@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zeromesh import deepspeed
-from zeromesh.config.trainers import copies_in, for_trainer
+from zeromesh.config.trainers import copies_in, for_trainer, require_lightning
 
 deepspeed.install()  # the class below asks for it
 
@@ -33,6 +33,11 @@ class Strategy(DeepSpeedStrategy):  # Lightning has no types here
         document = for_trainer(config, "lightning")
         self._copies = copies_in(document)
         super().__init__(config=document, **options)
+
+    def setup(self, trainer: Any) -> None:
+        """Make the engine; raise ValueError if the trainer's arguments contradict the configuration."""
+        require_lightning(self.config, trainer.gradient_clip_val, self.precision_plugin.precision)
+        super().setup(trainer)
 
     def setup_environment(self) -> None:
         """Set up devices and ranks, and start the process group; unlike Lightning's, also without a GPU."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zeromesh.config.trainers import context_in, copies_in, for_trainer
+from zeromesh.config.keys import ONE_STAGE, PIPELINE_RANKS
+from zeromesh.config.trainers import copies_in, for_trainer, ranks_in
 from zeromesh.engine import Engine
 from zeromesh.hf.late import activate
+from zeromesh.hf.stages import StagedSteps, outputs_of
 from zeromesh.zero import engine_of
 
 if TYPE_CHECKING:
@@ -35,12 +38,16 @@ class TrainerMixin:
 
     def __init__(self, *args: Any, zeromesh: str | Path | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._copies, self._context = 1, 1
+        self._stages: StagedSteps | None = None
         self._gathers: Any = None
         if zeromesh is not None:
             _refuse_engines(kwargs.get("model", args[0] if args else None))
             activate()
             document = _configure(_arguments_in(*args, *kwargs.values()), zeromesh)
-            self._copies, self._context = copies_in(document), context_in(document)
+            self._copies, self._context = copies_in(document), ranks_in(document, "context")
+            if ranks_in(document, "pipeline") > 1:
+                _refuse_exchanges(type(self))
+                self._stages = StagedSteps()
         super().__init__(*args, **kwargs)
 
     @property
@@ -51,6 +58,22 @@ class TrainerMixin:
     @gather_function.setter
     def gather_function(self, value: Any) -> None:
         self._gathers = value  # transformers sets it anew after each evaluation
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Compute gradients of a micro-batch; a model in stages does so for all of an update with its last one."""
+        if self._stages is None:
+            step: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            return step
+        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        return self._stages.step(self, model, inputs, num_items_in_batch)
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        """Return loss, predictions and labels; a model in stages gives its outputs to all its ranks."""
+        if self._stages is not None:
+            # Trainer evaluates the model itself, not the engine.
+            engine = self.model_wrapped  # type: ignore[attr-defined]
+            model = partial(outputs_of, engine, ("loss",) if prediction_loss_only else None)
+        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
@@ -89,6 +112,17 @@ def _refuse_engines(model: object) -> None:
         raise ValueError(
             "the model belongs to an engine already; pass it to the trainer before zeromesh.initialize, or call "
             "engine.destroy() first"
+        )
+
+
+def _refuse_exchanges(trainer: type) -> None:
+    """Raise ValueError for a trainer whose loss waits for other ranks, which compute another stage meanwhile."""
+    owners = (kind for kind in trainer.__mro__ if kind.__module__.startswith("trl."))
+    owner = next((kind for kind in owners if {"compute_loss", "training_step"} & vars(kind).keys()), None)
+    if owner is not None:
+        raise ValueError(
+            f"{PIPELINE_RANKS}: {owner.__name__} exchanges values between ranks in each loss, but ranks of a pipeline "
+            f"compute losses at different times; {ONE_STAGE}, or train with zeromesh.hf.Trainer"
         )
 
 
