@@ -1,4 +1,7 @@
-"""Ranks read the files of a pretrained model once between them, whichever library asks for it."""
+"""Ranks read the files of a pretrained model once between them, whichever library asks transformers for it.
+
+``tests/checkpoint/test_pretrained.py`` counts the reads of ``zeromesh.from_pretrained``.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -94,15 +97,7 @@ def by_lightning(folder: Path) -> Any:
         return strategy, transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
-def by_ours(folder: Path) -> Any:
-    """Function of ZeroMesh, before zeromesh.hf.Trainer or a strategy; shards are read by ``initialize``."""
-    import zeromesh
-
-    made = zeromesh.from_pretrained(folder / "model")
-    return zeromesh.initialize(made, config={"train_batch_size": 2, "zero_optimization": {"stage": 3}})
-
-
-WAYS = {"transformers": by_transformers, "accelerate": by_accelerate, "lightning": by_lightning, "ours": by_ours}
+WAYS = {"transformers": by_transformers, "accelerate": by_accelerate, "lightning": by_lightning}
 
 
 def bytes_read(way: str, folder: Path) -> dict[str, int]:
@@ -126,5 +121,4 @@ def test_ranks_read_each_weight_once_between_them(way: str, tmp_path: Path) -> N
     ranks = run_ranks(bytes_read, 2, way, tmp_path, timeout=200)
     total = sum(map(Counter, ranks), Counter())
     for name, parameter in whole.named_parameters():
-        # Shards end at whole elements of one flat unit, never in the middle of a row twice.
         assert total[name] == parameter.nbytes, (name, ranks)

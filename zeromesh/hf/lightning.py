@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,19 @@ class Strategy(DeepSpeedStrategy):  # Lightning has no types here
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Build modules without memory at stage 3; ``from_pretrained`` of transformers reads files on one rank."""
+        held = None
+        if self.zero_stage_3 and find_spec("transformers") is not None:
+            from transformers.integrations import HfDeepSpeedConfig
+
+            # transformers finds the configuration as long as this name holds it.
+            held = HfDeepSpeedConfig(self.config)
+        with super().model_sharded_context():
+            yield
+        del held
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute gradients. Lightning has divided the loss by the accumulated batches, so the engine must not."""

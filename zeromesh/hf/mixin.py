@@ -15,7 +15,8 @@ from zeromesh.config.keys import ONE_STAGE, PIPELINE_RANKS
 from zeromesh.config.trainers import copies_in, for_trainer, ranks_in
 from zeromesh.engine import Engine
 from zeromesh.hf.late import activate
-from zeromesh.hf.stages import StagedSteps, outputs_of
+from zeromesh.hf.stages import StagedSteps, outputs_of, whole_sequences
+from zeromesh.model.containers import map_tensors
 from zeromesh.zero import engine_of
 
 if TYPE_CHECKING:
@@ -73,7 +74,12 @@ class TrainerMixin:
             # Trainer evaluates the model itself, not the engine.
             engine = self.model_wrapped  # type: ignore[attr-defined]
             model = partial(outputs_of, engine, ("loss",) if prediction_loss_only else None)
-        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
+        found = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
+        if self._context == 1 or prediction_loss_only:
+            return found
+        group = self.model_wrapped.mesh.group("context")  # type: ignore[attr-defined]
+        # Each rank has the predictions of its part, and all labels.
+        return found[0], map_tensors(found[1], partial(whole_sequences, group=group)), found[2]
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any

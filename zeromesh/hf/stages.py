@@ -1,4 +1,4 @@
-"""Steps of transformers' Trainer for a model in pipeline stages, which no rank can call alone."""
+"""Steps of transformers' Trainer for a model in pipeline stages, and outputs that ranks have in parts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.batches import WithLoss
+from zeromesh.comm.collectives import Group
+from zeromesh.context.order import gathered_order
 
 
 @dataclass(frozen=True)
@@ -95,3 +97,12 @@ def outputs_of(engine: Any, names: tuple[str, ...] | None, **inputs: Any) -> dic
     dist.all_gather_object(gathered, found, group=group.process_group)
     (output,) = (one for rank in gathered for one in rank)
     return {name: value.to(engine.device) for name, value in output.items()}
+
+
+def whole_sequences(part: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return an output of one entry per token for all tokens, of the ranks that share sequences. Collective."""
+    parts = [torch.empty_like(part) for _ in range(group.size)]
+    dist.all_gather(parts, part.contiguous(), group=group.process_group)
+    chunks = [chunk for one in parts for chunk in one.chunk(2, 1)]
+    order = gathered_order(group.size)
+    return torch.cat([chunks[order.index(number)] for number in range(len(order))], 1)
