@@ -34,6 +34,7 @@ TORCHRUN = {
     "MASTER_ADDR": "node0",
     "MASTER_PORT": "29500",
 }
+RAY = {"NODE_RANK" if name == "GROUP_RANK" else name: value for name, value in TORCHRUN.items()}
 SHORT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
@@ -47,6 +48,9 @@ def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
     ("variables", "expected", "one_node"),
     [
         (TORCHRUN, Environment(5, 1, 2, 8, 2, "node0", 29500), False),
+        # Ray's workers; it has another name for the number of the node.
+        (TORCHRUN | {"NODE_RANK": "0"}, Environment(5, 1, 2, 8, 2, "node0", 29500), False),
+        (RAY, Environment(5, 1, 2, 8, 2, "node0", 29500), False),
         ({"PATH": "/bin"}, Environment(), True),
         (SHORT, Environment(1, 1, 0, 2, 2, "localhost", 29500), True),  # on the loopback interface
     ],

@@ -68,6 +68,16 @@ def no_arguments(folder: Path) -> None:
     zeromesh.hf.Trainer(model(), zeromesh=THREE)
 
 
+def stages_of_trl(folder: Path) -> None:
+    import trl
+
+    import zeromesh.hf
+
+    kind = type("Mixed", (zeromesh.hf.TrainerMixin, trl.SFTTrainer), {})
+    args = trl.SFTConfig(str(folder), **arguments(None, use_cpu=True))
+    kind(model(), args, zeromesh={**THREE, "mesh": {"pipeline": 2}})
+
+
 def two_configurations(folder: Path) -> None:
     trainer(folder, THREE, deepspeed=stage(2))
 
@@ -132,6 +142,14 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         ("ValueError", "train_micro_batch_size_per_gpu=3", "per_device_train_batch_size=4"),
     ),
     "stages": (of_plugin({**THREE, "mesh": {"pipeline": 2}}), ("ConfigError", "mesh.pipeline is 2", "train_batch")),
+    "stages and smoothed labels": (
+        of_trainer({**THREE, "mesh": {"pipeline": 2}}, label_smoothing_factor=0.1),
+        ("ValueError", "mesh.pipeline", "label_smoothing_factor=0.1", "compute_loss_func="),
+    ),
+    "stages and TRL": (
+        stages_of_trl,
+        ("ValueError", "mesh.pipeline", "SFTTrainer exchanges", "set mesh.pipeline to 1"),
+    ),
     "a batch of shared ranks": (
         of_trainer({**THREE, "train_batch_size": 4, "mesh": {"tensor": 2}}),
         ("ConfigError", "train_batch_size is 4", "leave it out"),

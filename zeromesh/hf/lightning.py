@@ -38,7 +38,7 @@ class Strategy(DeepSpeedStrategy):  # Lightning has no types here
 
     def setup(self, trainer: Any) -> None:
         """Make the engine; raise ValueError if the trainer's arguments contradict the configuration."""
-        require_lightning(self.config, trainer.gradient_clip_val, self.precision_plugin.precision)
+        require_lightning(self.config or {}, trainer.gradient_clip_val, self.precision_plugin.precision)
         super().setup(trainer)
 
     def setup_environment(self) -> None:
@@ -59,10 +59,10 @@ class Strategy(DeepSpeedStrategy):  # Lightning has no types here
         """Build modules without memory at stage 3; ``from_pretrained`` of transformers reads files on one rank."""
         held = None
         if self.zero_stage_3 and find_spec("transformers") is not None:
-            from transformers.integrations import HfDeepSpeedConfig
+            from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
             # transformers finds the configuration as long as this name holds it.
-            held = HfDeepSpeedConfig(self.config)
+            held = HfDeepSpeedConfig(self.config)  # type: ignore[no-untyped-call]
         with super().model_sharded_context():
             yield
         del held

@@ -44,10 +44,11 @@ class TrainerMixin:
         if zeromesh is not None:
             _refuse_engines(kwargs.get("model", args[0] if args else None))
             activate()
-            document = _configure(_arguments_in(*args, *kwargs.values()), zeromesh)
+            chosen = _arguments_in(*args, *kwargs.values())
+            document = _configure(chosen, zeromesh)
             self._copies, self._context = copies_in(document), ranks_in(document, "context")
             if ranks_in(document, "pipeline") > 1:
-                _refuse_exchanges(type(self))
+                _refuse_stages(type(self), chosen)
                 self._stages = StagedSteps()
         super().__init__(*args, **kwargs)
 
@@ -121,8 +122,13 @@ def _refuse_engines(model: object) -> None:
         )
 
 
-def _refuse_exchanges(trainer: type) -> None:
-    """Raise ValueError for a trainer whose loss waits for other ranks, which compute another stage meanwhile."""
+def _refuse_stages(trainer: type, args: TrainingArguments) -> None:
+    """Raise ValueError if losses need other ranks, which compute another stage meanwhile, or the model's class."""
+    if args.label_smoothing_factor:
+        raise ValueError(
+            f"{PIPELINE_RANKS}: label_smoothing_factor={args.label_smoothing_factor} asks for the model's class, which "
+            f"a stage does not have; {ONE_STAGE}, or pass compute_loss_func= with the smoothed loss"
+        )
     owners = (kind for kind in trainer.__mro__ if kind.__module__.startswith("trl."))
     owner = next((kind for kind in owners if {"compute_loss", "training_step"} & vars(kind).keys()), None)
     if owner is not None:
