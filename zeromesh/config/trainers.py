@@ -19,7 +19,7 @@ _DEFAULTS: dict[str, Any] = {
     "zero_optimization": {"stage": 0, "stage3_gather_16bit_weights_on_model_save": True},
     "zero_allow_untested_optimizer": False,
 }
-_OFF = (None, "none", False, 0)
+_OFF = ("none", False, 0)  # of options
 _FORMATS = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}  # of Lightning
 _SIZES: dict[str, Any] = {"train_micro_batch_size_per_gpu": UNSET, "gradient_accumulation_steps": UNSET}
 _PRECISION: dict[str, Any] = {"bf16": {"enabled": UNSET}, "fp16": {"enabled": UNSET}}
@@ -88,8 +88,8 @@ def require_lightning(document: Mapping[str, Any], clipping: float | None, preci
 def for_trainer(source: str | Path | Mapping[str, Any], library: str) -> dict[str, Any]:
     """Return a configuration in which a trainer fills in what its own arguments say.
 
-    Ranks of one tensor or context group feed the same batch. Libraries know such ranks by ``autotp_size`` alone, which
-    becomes the size of both axes together; ``adopt`` takes it back.
+    Ranks of one tensor, context or pipeline group feed the same batch. Libraries know such ranks by ``autotp_size``
+    alone, which becomes the size of these axes together; ``adopt`` takes it back.
 
     Args:
         source: path of a JSON file, or a dict of the same form.
