@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from zeromesh.config.errors import nearest
 from zeromesh.model.hub import is_model_id as is_model_id
 from zeromesh.model.hub import model_folder as model_folder
 from zeromesh.model.hub import reason_of as reason_of
+from zeromesh.model.quantized import is_quantized
 from zeromesh.quantized import quantize
 from zeromesh.shard.deferred import Source, read_from, recording, source_of
 from zeromesh.weight_files import FileTensor, checkpoint_tensors, some
@@ -111,7 +112,8 @@ def from_pretrained(
         dtype: of the parameters. Where the run's own configuration switches 16 bits on, fp32 is right, since it is what
             the masters are made of; no value of the checkpoint is rounded on its way into them.
         quantization_config: of transformers, for bitsandbytes or torchao: linear layers get frozen weights in 4 or 8
-            bits. Each is read, quantized and cut into shards before the next one.
+            bits. Each is read, quantized and cut into shards before the next one. Leave it out for a folder that was
+            saved quantized by bitsandbytes: each rank reads its share of the bytes.
         deferred: False makes quantized weights now, whole on each rank; adapters that are made of them, such as DoRA's,
             need that.
         config: values that replace those of config.json, or arguments of the model's class.
@@ -121,11 +123,38 @@ def from_pretrained(
     """
     path = _local(folder, weights)
     model = build(path, model_class, dtype, draws=not (weights and strict), **config)
-    if weights:
+    saved = saved_quantization(model.config)
+    if saved is not None:
+        if quantization_config is not None or not weights:
+            raise ValueError(
+                f"{str(path)!r} is quantized already; leave quantization_config and weights=False out, or name the "
+                "folder of the original weights"
+            )
+        files = quantize(model, saved, deferred, list(checkpoint_tensors(path)))
+        _load(model, path, files, strict)
+    elif weights:
         load_pretrained(model, path, strict=strict)
     if quantization_config is not None:
         quantize(model, quantization_config, deferred)
     return model
+
+
+def saved_quantization(settings: PretrainedConfig) -> Any:
+    """Return how the weights of a folder are quantized, by its configuration; None: they are not.
+
+    Raises:
+        ValueError: another library than bitsandbytes did it.
+    """
+    given = getattr(settings, "quantization_config", None)
+    if given is None:
+        return None
+    kind = given.get("quant_method") if isinstance(given, dict) else type(given).__name__
+    if kind not in ("bitsandbytes", "BitsAndBytesConfig"):
+        raise ValueError(
+            f"{settings.name_or_path!r} is quantized ({kind}), which cannot be trained; use the original weights, "
+            "which quantization_config quantizes as they are read"
+        )
+    return require_transformers().BitsAndBytesConfig.from_dict(given) if isinstance(given, dict) else given
 
 
 def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **config: Any) -> PreTrainedModel:
@@ -153,7 +182,8 @@ def configuration(path: Path, **config: Any) -> tuple[PretrainedConfig, dict[str
     """Return a folder's config.json with some values replaced, and the values that it has no place for.
 
     Raises:
-        ValueError: there is none, it needs code of the folder's own, or is of quantized weights or of adapters.
+        ValueError: there is none, it needs code of the folder's own, or is of weights that another library than
+            bitsandbytes has quantized, or of adapters.
     """
     transformers = require_transformers()
     if config.pop("trust_remote_code", False):
@@ -171,13 +201,7 @@ def configuration(path: Path, **config: Any) -> tuple[PretrainedConfig, dict[str
         )
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"{str(path)!r} holds no configuration that transformers can read: {error}") from None
-    method = getattr(settings, "quantization_config", None)
-    if method is not None:
-        kind = method.get("quant_method") if isinstance(method, dict) else type(method).__name__
-        raise ValueError(
-            f"{str(path)!r} is quantized ({kind}), which cannot be trained; use the original weights, "
-            "which quantization_config quantizes as they are read"
-        )
+    saved_quantization(settings)
     return settings, arguments
 
 
@@ -197,10 +221,15 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
             different values, or, with ``strict``, a tensor is missing.
     """
     path = _local(folder)
-    files = list(checkpoint_tensors(path))
+    return _load(model, path, list(checkpoint_tensors(path)), strict)
+
+
+def _load(model: nn.Module, path: Path, files: Sequence[FileTensor], strict: bool) -> Loaded:
+    """Give a model the weights of files in a folder, but for those that are quantized; see ``load_pretrained``."""
     sources, unexpected, doubles = _sources(model, files)
     kept = model.state_dict(keep_vars=True)
-    targets = dict(model.named_parameters()) | {n: buffer for n, buffer in model.named_buffers() if n in kept}
+    targets: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not is_quantized(p)}
+    targets |= {n: buffer for n, buffer in model.named_buffers() if n in kept}
     _require_shapes(path, targets, sources)
     _require_floats(path, targets, sources)
     for name, one, other in doubles:

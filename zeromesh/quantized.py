@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zeromesh.model.quantized import EIGHT_BIT, FOUR_BIT, change, is_transposed, is_wrapper, layers, parts, weight_of
-from zeromesh.shard.deferred import compute_later, replayed
+from zeromesh.shard.deferred import compute_later, read_from, replayed
 from zeromesh.shard.materialise import replace
+from zeromesh.weight_files import FileTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,11 +44,22 @@ class Unmade:
         )
 
 
-def quantize(model: PreTrainedModel, config: Any, deferred: bool) -> None:
+def quantize(
+    model: PreTrainedModel, config: Any, deferred: bool, files: Sequence[FileTensor] | None = None
+) -> list[FileTensor]:
     """Quantize the weights that transformers would, with the same result; see ``from_pretrained``.
 
+    Args:
+        model: without memory.
+        config: of transformers.
+        deferred: see ``from_pretrained``.
+        files: of a model that was saved quantized; None: the weights are made of the model's.
+
+    Returns:
+        The files of other tensors than quantized weights.
+
     Raises:
-        ValueError: the library is not installed, or does not have this kind of quantization.
+        ValueError: the library is not installed, does not have this kind of quantization, or a file is missing.
     """
     library = str(getattr(getattr(config, "quant_method", None), "value", ""))
     if library not in LIBRARIES:
@@ -57,8 +69,10 @@ def quantize(model: PreTrainedModel, config: Any, deferred: bool) -> None:
         )
     require_library(library)
     plain = {path: module for path, module in model.named_modules() if weight_of(module) is not None}
+    saved, other = _by_layer(files or [])
     try:
-        quantizer = import_module("transformers.quantizers").AutoHfQuantizer.from_config(config, pre_quantized=False)
+        find = import_module("transformers.quantizers").AutoHfQuantizer.from_config
+        quantizer = find(config, pre_quantized=files is not None)
         quantizer.validate_environment()
         # Layers of bitsandbytes take the places of plain ones; both are without memory.
         quantizer.preprocess_model(model, device_map={"": "cpu"})
@@ -66,16 +80,33 @@ def quantize(model: PreTrainedModel, config: Any, deferred: bool) -> None:
             if path in plain and quantizer.param_needs_quantization(model, f"{path}.weight"):
                 if library == "torchao":
                     _use_torchao(module, path, config.get_apply_tensor_subclass())
+                elif files is None:
+                    _use_bitsandbytes(module, plain[path], *_made(module, path, plain[path]))
                 else:
-                    _use_bitsandbytes(module, path, plain[path])
+                    _use_bitsandbytes(module, plain[path], *_read(module, path, saved.pop(path, {})))
     except (ImportError, RuntimeError, NotImplementedError) as error:
         raise ValueError(f"{library} cannot quantize like this here: {error}") from None
     quantizer.postprocess_model(model)
     change(model, hf_quantizer=quantizer)  # PEFT asks it how to quantize
+    other += [file for left in saved.values() for file in left.values()]
     if not deferred:
         for _, layer in layers(model):
             for _, part in parts(layer.weight):
                 replace(part, replayed(part))  # type: ignore[arg-type]
+    return other
+
+
+def _by_layer(files: Sequence[FileTensor]) -> tuple[dict[str, dict[str, FileTensor]], list[FileTensor]]:
+    """Return weights and their scales by the layer's path and the rest of their names, and files of other tensors."""
+    saved: dict[str, dict[str, FileTensor]] = {}
+    other = []
+    for file in files:
+        path = file.key.rpartition(".weight")[0] or file.key.rpartition(f".{EIGHT_BIT}")[0]
+        if path:
+            saved.setdefault(path, {})[file.key.removeprefix(f"{path}.")] = file
+        else:
+            other.append(file)
+    return saved, other
 
 
 @contextmanager
@@ -104,8 +135,39 @@ def _device() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def _use_bitsandbytes(layer: Any, path: str, old: Any) -> None:
-    """Let a layer of bitsandbytes have a weight that is made of a plain layer's when it is needed."""
+def _use_bitsandbytes(layer: Any, old: Any, packed: torch.Tensor, known: Mapping[str, Any]) -> None:
+    """Let a layer of bitsandbytes have a deferred weight, with some attributes, in the place of a plain layer."""
+    weight = type(layer.weight)(packed, requires_grad=False, **vars(layer.weight))
+    change(weight, **known)
+    bias = None if old.bias is None else nn.Parameter(old.bias.detach(), requires_grad=False)
+    change(layer, weight=weight, bias=bias)
+
+
+def _read(layer: Any, path: str, files: dict[str, FileTensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return a deferred weight whose bytes are in a file, and its scales."""
+    four = FOUR_BIT in vars(layer.weight)
+    try:
+        weight = files.pop("weight")
+        if four:
+            scales = {key: file.whole() for key, file in files.items()}
+            make = import_module("bitsandbytes.functional").QuantState.from_dict
+            known = {FOUR_BIT: make(scales, device=torch.device("cpu")), "bnb_quantized": True}
+        else:
+            known = {EIGHT_BIT: files[EIGHT_BIT].whole()}
+    except (KeyError, ValueError, AssertionError) as error:
+        raise ValueError(
+            f"{path}.weight is quantized by config.json, and its files lack the weight or its scales ({error}); save "
+            "the model again with save_pretrained of transformers"
+        ) from None
+    with _disable_current_modes():
+        dtype = layer.weight.quant_storage if four else torch.int8
+        packed = torch.empty(weight.shape, dtype=dtype, device="meta")
+        read_from(packed, weight)
+    return packed, known
+
+
+def _made(layer: Any, path: str, old: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return a weight that is made of a plain layer's when it is needed, and what stands for its scales until then."""
     like, plain = layer.weight, old.weight
     kind, options = type(like), dict(vars(like))
     four = FOUR_BIT in options
@@ -125,11 +187,9 @@ def _use_bitsandbytes(layer: Any, path: str, old: Any) -> None:
         dtype = like.quant_storage
         shape = (-(-like.numel() // (2 * dtype.itemsize)), 1)
         known["bnb_quantized"] = True  # type: ignore[assignment]
-    packed = compute_later(torch.empty(shape, dtype=dtype, device="meta"), make)
-    bias = None if old.bias is None else nn.Parameter(old.bias.detach(), requires_grad=False)
-    change(layer, weight=kind(packed, requires_grad=False, **options | known), bias=bias)
     # PEFT copies a layer before it reads its values.
-    change(layer.weight, __deepcopy__=Unmade(path).refuse)
+    known["__deepcopy__"] = Unmade(path).refuse  # type: ignore[assignment]
+    return compute_later(torch.empty(shape, dtype=dtype, device="meta"), make), known
 
 
 def _use_torchao(layer: Any, path: str, config: Any) -> None:

@@ -253,7 +253,7 @@ def test_units_follow_the_forward_and_split_parameters_add_up() -> None:
 def test_the_share_that_is_trained_and_its_work_follow_from_what_is_frozen() -> None:
     model, inputs = made("frozen")
     units = on_cpu(model, inputs).at(2, 8).units
-    assert [unit.trained for unit in units if unit.block] == [0.0, 0.0, 1.0]
+    assert [unit.parameters.on() > 0 for unit in units if unit.block] == [False, False, True]
     assert not units[1].weight
     assert not units[1].input
     assert units[3].weight
@@ -373,7 +373,7 @@ def test_adapters_keep_less_and_a_model_that_recomputes_by_itself_does() -> None
     cost, given = on_cpu(model, IDS).at(4, 32), real(IDS, 4, 32)
     assert saved(cost) == saved_on_cpu(model, given, [])[""]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    assert round(sum(unit.trained * unit.parameters.on() for unit in cost.units)) == trained
+    assert round(sum(unit.parameters.on() for unit in cost.units)) == trained
     peak = peak_on_cpu(model, given) + sum(tensor.nbytes for tensor in given.values())
     assert highest(cost) == pytest.approx(peak, rel=2e-4)
     recomputing, plain = llama(), llama()

@@ -67,6 +67,7 @@ def reset(environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(1)  # more of them add up in another order
     torch.set_grad_enabled(True)
     torch.manual_seed(0)
     random.seed(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,18 @@ import torch
 
 from zeromesh.config.errors import nearest
 from zeromesh.config.settings import Settings
+from zeromesh.config.train import Quantization
 from zeromesh.config.written import completed_document, trains_itself, with_folder
 from zeromesh.model.hub import is_model_id, model_folder
 from zeromesh.plan.cost import CostSource
 from zeromesh.plan.models import MODELS, limits_of, limits_of_decoder, shape_named
+from zeromesh.plan.packed import packing_of
 from zeromesh.plan.passes import TraceOptions
 from zeromesh.plan.shape import TransformerCost
 from zeromesh.plan.source import configuration_of, hugging_face_cost, limits_of_configuration, token_inputs
 from zeromesh.plan.space import ModelLimits
 from zeromesh.plan.trace import TracedCost
+from zeromesh.pretrained import saved_quantization
 
 TRAIN = "-m zeromesh.cli.main train"
 SCRIPT = "train.py"  # of the user, with the five lines of the README
@@ -87,22 +90,36 @@ def _of_transformers(path: Path) -> bool:
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+def _saved(described: Any) -> Quantization | None:
+    """Return how the weights of a folder are quantized; None: they are not."""
+    found = saved_quantization(described)
+    if found is None or found.load_in_8bit:
+        return found and Quantization(bits=8)
+    return Quantization(type=found.bnb_4bit_quant_type, double=found.bnb_4bit_use_double_quant)
+
+
 def _configured(path: Path, precision: str) -> AskedModel:
     """Return the model of a configuration, with its batch and its sequence."""
+    # Imported late: a model by its name needs nothing that trains.
+    from zeromesh.train.model import Transformer, language_model
+
     settings, options = Settings.load(path), TraceOptions(DTYPES[precision])
     own = json.loads(path.read_text(encoding="utf-8-sig"))
     if settings.huggingface is not None:
         folder, chosen = model_folder(settings.huggingface.path, weights=False), settings.huggingface
-        found = hugging_face_cost(folder, options, attention=chosen.attention or "")
-        limits = limits_of_configuration(configuration_of(folder))
+        described = configuration_of(folder)
+        limits = limits_of_configuration(described)
+        if (quantization := chosen.quantization or _saved(described)) is not None:
+            options = replace(options, packing=packing_of(quantization, DTYPES[precision].itemsize))
+            limits = replace(limits, heads=0, kv_heads=0)  # no tensor ranks
+        adapt = Transformer(chosen, settings.lora).adapted
+        found = hugging_face_cost(folder, options, attention=chosen.attention or "", adapt=adapt)
         return AskedModel(found, limits, settings.train_batch_size, chosen.sequence_length, own)
     if settings.model is None:
         raise ValueError(
             f"{str(path)!r} describes no model: it has neither a section 'model' nor 'huggingface'; name the model "
             "first, and the file with --explain"
         )
-    from zeromesh.train.model import language_model
-
     shape = settings.model
     if shape.vocab_size is None:  # of a tokenizer that is trained later
         size = settings.data.vocabulary_size if settings.data is not None else 4096

@@ -45,6 +45,9 @@ class ModelShape(Section):
         return self
 
 
+GROUP = 32  # weights of torchao in 4 bits that share a scale; divides the width of most models
+
+
 class Quantization(Section):
     """Frozen weights in few bits, on which adapters are trained (QLoRA)."""
 

@@ -79,11 +79,11 @@ def _kinds(cost: ModelCost) -> _Kinds:
     same: dict[tuple[object, ...], list[UnitCost]] = {}
     for unit in cost.units:
         parts = unit.block, unit.forward, unit.input, unit.weight, unit.saved, unit.parameters, unit.output
-        same.setdefault((*map(id, parts), unit.joins, unit.trained), []).append(unit)
+        same.setdefault((*map(id, parts), unit.joins, unit.frozen), []).append(unit)
     found: dict[tuple[object, ...], list[UnitCost]] = {}
     for unit, *others in same.values():
         kernels = unit.forward, unit.input, unit.weight
-        key = *kernels, unit.block, unit.parameters, unit.trained, unit.joins, unit.output, *unit.saved.items()
+        key = *kernels, unit.block, unit.parameters, unit.frozen, unit.joins, unit.output, *unit.saved.items()
         found.setdefault(key, []).extend([unit, *others])
     units = tuple(alike[0] for alike in found.values())
     return _Kinds(replace(cost, units=units), tuple(map(len, found.values())))
@@ -100,7 +100,7 @@ class TimeBound:
         self._moves: dict[tuple[object, ...], _Moves] = {}
         self._known: dict[tuple[int, int], _Kinds] = {}
         self._saved: dict[tuple[object, ...], float] = {}
-        self._parameters: dict[int, tuple[float, float]] = {}
+        self._parameters: dict[int, tuple[float, float, float, float]] = {}
         self._device = slowest(machine)
 
     def _at(self, micro_batch: int, context: int) -> _Kinds:
@@ -165,15 +165,17 @@ class TimeBound:
     def states(self, layout: ParallelLayout) -> float:
         """Return bytes on the device that states alone take on the average rank, with the context of the device."""
         row, widths, group = layout.row, layout.widths, layout.data * layout.context
-        whole, block = self._elements(layout.tensor)
+        whole, block, frozen, frozen_block = self._elements(layout.tensor)
         own = whole / layout.pipeline
         left = 1.0 if row.optimizer_tier is Tier.DEVICE else 1.0 - row.offloaded
         total = own * (widths.master + widths.states) * left / (group if row.optimizer is Placement.SHARDED else 1)
         if row.parameter_tier is Tier.DEVICE:
-            total += own * widths.parameter / (group if row.parameter is Placement.SHARDED else 1)
+            shares = group if row.parameter is Placement.SHARDED else 1
+            total += (own * widths.parameter + frozen / layout.pipeline) / shares
         if row.parameter is Placement.SHARDED:
             # Gradients grow as activations shrink, so they are left out; gathered blocks are there all the time.
-            total += min(layout.parameter_slots, self.blocks // layout.pipeline) * block * widths.parameter
+            kept = min(layout.parameter_slots, self.blocks // layout.pipeline)
+            total += kept * (block * widths.parameter + frozen_block)
         elif row.gradient is Placement.REPLICATED:
             total += own * min(widths.gradient, widths.wire)
         elif row.gradient_tier is Tier.DEVICE:
@@ -196,13 +198,17 @@ class TimeBound:
         in_flight = held(layout) / layout.chunks
         return self._saved[key] / layout.pipeline * max(1.0, 0.8 * in_flight)
 
-    def _elements(self, tensor: int) -> tuple[float, float]:
-        """Return elements of the parameters of the model and of its smallest block on one tensor rank."""
+    def _elements(self, tensor: int) -> tuple[float, float, float, float]:
+        """Return elements of the model and of its smallest block on a tensor rank, and bytes of frozen ones of both."""
         if tensor not in self._parameters:
             cost, counts = self._at(1, 1)
             sizes = [unit.parameters.on(tensor) for unit in cost.units]
-            block = min((size for size, unit in zip(sizes, cost.units, strict=True) if unit.block), default=0.0)
-            self._parameters[tensor] = sum(map(mul, sizes, counts)), block
+            frozen = [unit.frozen.sharded.on(tensor) for unit in cost.units]
+            found: list[float] = []
+            for own in (sizes, frozen):
+                least = min((size for size, unit in zip(own, cost.units, strict=True) if unit.block), default=0.0)
+                found += [sum(map(mul, own, counts)), least]
+            self._parameters[tensor] = found[0], found[1], found[2], found[3]
         return self._parameters[tensor]
 
     def _passes_of(self, layout: ParallelLayout) -> _Passes:

@@ -43,6 +43,27 @@ class Divided(NamedTuple):
 NONE = Divided()
 
 
+class Frozen(NamedTuple):
+    """Parameters without gradients: their elements, and bytes."""
+
+    elements: float = 0.0
+    sharded: Divided = NONE  # bytes that rest, and are gathered, as parameters with gradients are
+    resident: Divided = NONE  # of those, the root's, which stay gathered
+    whole: float = 0.0  # bytes on every rank in any case: scales of bitsandbytes
+    unpacked: float = 0.0  # bytes of the largest quantized one as a product reads it
+    packed: float = 0.0  # bytes of all quantized ones as products read them
+
+    def plus(self, other: Frozen) -> Frozen:
+        """Return both together."""
+        return Frozen(
+            self.elements + other.elements, self.sharded.plus(other.sharded), self.resident.plus(other.resident),
+            self.whole + other.whole, max(self.unpacked, other.unpacked), self.packed + other.packed,
+        )  # fmt: skip
+
+
+ALL_TRAINED = Frozen()
+
+
 class WorkKind(StrEnum):
     """Kind of operation, which decides what bounds it."""
 
@@ -73,8 +94,8 @@ class UnitCost:
 
     name: str
     block: bool  # true for one of a stack of like blocks, between which a pipeline can be cut
-    parameters: Divided  # elements
-    trained: float = 1.0  # share of them that gets gradients
+    parameters: Divided  # elements with gradients
+    frozen: Frozen = ALL_TRAINED
     largest: Divided = NONE  # elements of the largest of them, whose gradient autograd makes at once
     shared: Divided = NONE  # elements that an earlier unit counts; a pipeline rank without that unit has a copy
     saved: Mapping[Recompute, Divided] = field(default_factory=dict)  # bytes kept for the backward, by policy
@@ -114,8 +135,8 @@ class ModelCost:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters; tied ones count once."""
-        return round(sum(unit.parameters.on() for unit in self.units))
+        """Number of parameters, trained or frozen; tied ones count once."""
+        return round(sum(unit.parameters.on() + unit.frozen.elements for unit in self.units))
 
     @property
     def flops(self) -> float:

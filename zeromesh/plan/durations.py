@@ -86,14 +86,14 @@ class Durations:
 
     def units(self, cost: ModelCost) -> list[UnitTime]:
         """Return the seconds of all units, in the order of the forward."""
-        total = cost.parameters
+        total = sum(unit.parameters.on() for unit in cost.units)
         done, found = 0.0, []
         for unit in cost.units:
             # The first units, up to the share of the model that is offloaded, have their states off the device.
             away = done < self.layout.row.offloaded * total
             done += unit.parameters.on()
             # Blocks of a stack share their tuples of kernels; one of them is computed.
-            key = (id(unit.forward), id(unit.weight), unit.parameters, unit.trained, unit.joins, unit.output, away)
+            key = (id(unit.forward), id(unit.weight), unit.parameters, unit.frozen, unit.joins, unit.output, away)
             if key not in self._known:
                 self._known[key] = self._unit(unit, away)
             known = self._known[key]
@@ -112,7 +112,7 @@ class Durations:
         states = self._states(unit, away) | {"saved_out": self._saved_out(unit)}
         # A weight's gradient is read and added to the sum over micro-batches.
         widths = layout.widths
-        moved = unit.parameters.on(layout.tensor) * unit.trained * (widths.parameter + 2 * widths.gradient)
+        moved = unit.parameters.on(layout.tensor) * (widths.parameter + 2 * widths.gradient)
         weight += device.streaming_seconds(moved)
         # Hidden sums take the time of the computation that they lie beside, if there is so much of it.
         visible = max(join * (1 - self.habits.joins_hidden), join - forward)
@@ -163,17 +163,18 @@ class Durations:
         layout, row, widths, node = self.layout, self.layout.row, self.layout.widths, self.node
         elements = unit.parameters.on(layout.tensor)
         ranks = self.shard.size if self.split else 1
-        trained, own = elements * unit.trained, elements * unit.trained / ranks
+        own, frozen = elements / ranks, unit.frozen.sharded.on(layout.tensor)
         found: dict[str, float] = {}
-        found["gather"] = self.shard.all_gather(elements * widths.parameter) if self.split else 0.0
-        wires = trained * widths.wire
+        gathered = elements * widths.parameter + (frozen if self.sharded else 0.0)
+        found["gather"] = self.shard.all_gather(gathered) if self.split else 0.0
+        wires = elements * widths.wire
         found["reduce"] = self.shard.reduce_scatter(wires) if self.split else self.shard.all_reduce(wires)
         if node.device.processor:
-            found["reduce"] += self._sums(trained)
+            found["reduce"] += self._sums(elements)
         found["replicas"] = self.replicas.all_reduce(own * widths.wire)
         sharing = min(node.devices, layout.ranks)
         if self.sharded and row.parameter_tier is not Tier.DEVICE:
-            size = elements / self.shard.size * widths.parameter
+            size = (elements * widths.parameter + frozen) / self.shard.size
             found["fetch"] = self._copy(size)
             if row.parameter_tier is Tier.NVME:
                 found["read"] = _disk(node.disk_read, size * sharing, node.name)

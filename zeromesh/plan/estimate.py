@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from zeromesh.plan.cost import NONE, Divided, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
+from zeromesh.plan.cost import ALL_TRAINED, NONE, Divided, Frozen, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
 from zeromesh.plan.live import ParameterCut, TensorShare, divide
+from zeromesh.plan.packed import Packing, frozen_of, packed_weights
 from zeromesh.plan.passes import cuts_of, is_block
 from zeromesh.shard.find import assign, find_units
 from zeromesh.tensor.plan import is_transposed, kind_of
@@ -17,8 +18,9 @@ LOSS_BYTES = 4  # of an element of the logits in the loss, which is computed in 
 
 
 def estimate(
-    model: nn.Module, name: str, micro_batch: int, sequence: int, dtype: torch.dtype | None, reason: str
-) -> ModelCost:
+    model: nn.Module, name: str, micro_batch: int, sequence: int, dtype: torch.dtype | None, reason: str,
+    packing: Packing | None = None,
+) -> ModelCost:  # fmt: skip
     """Return a cost by formula: each token goes once through every layer, and autograd keeps what layers read.
 
     Convolutions, and attention's products of activations, are left out.
@@ -30,11 +32,13 @@ def estimate(
         sequence: tokens of a sample.
         dtype: of parameters and activations; None: that of the first parameter.
         reason: why there is no trace, which the cost's note repeats.
+        packing: of frozen weights of linear layers; None: they are not quantized.
     """
     width = (dtype or next((p.dtype for p in model.parameters()), torch.float32)).itemsize
     modules, tokens = dict(model.named_modules()), micro_batch * sequence
     names, cuts = [name for name, _ in find_units(model)], cuts_of(model)
     owned = assign(model, names)
+    packed = packed_weights(model) if packing is not None else set()
     # The root's tables come before the units, and its layers after them.
     tables = {path for path, _ in owned[""] if isinstance(modules[path.rpartition(".")[0]], nn.Embedding)}
     parts = [(unit, unit, owned[unit]) for unit in names]
@@ -47,12 +51,15 @@ def estimate(
             continue
         if number:
             layers.add(modules[unit], unit, [] if unit else names)
-        elements, trained = NONE, 0
+        elements, frozen = NONE, ALL_TRAINED
         for path, parameter in parameters:
             share = TensorShare.SPLIT if path in cuts else TensorShare.WHOLE
-            elements = elements.plus(divide(parameter.numel(), share))
-            trained += parameter.numel() if parameter.requires_grad else 0
-        units.append(layers.unit(title, bool(unit) and is_block(unit, modules), elements, trained, not unit))
+            if parameter.requires_grad:
+                elements = elements.plus(divide(parameter.numel(), share))
+            else:
+                form = packing if id(parameter) in packed else None
+                frozen = frozen.plus(frozen_of(parameter, width, divide(1, share), not unit, form))
+        units.append(layers.unit(title, bool(unit) and is_block(unit, modules), elements, frozen, not unit))
     note = f"estimated from the shapes of layers, since the model could not be traced: {reason}"
     return ModelCost(name, micro_batch, sequence, 1, tuple(units), exact=False, note=note)
 
@@ -101,14 +108,14 @@ class _Layers:
             moved = divide(self.width * (self.tokens * (inputs + outputs) + inputs * outputs), TensorShare.TOKENS)
             self.works.append(KernelWork(WorkKind.PRODUCT, flops, moved, (self.tokens, outputs, inputs)))
 
-    def unit(self, name: str, block: bool, elements: Divided, trained: int, root: bool) -> UnitCost:
+    def unit(self, name: str, block: bool, elements: Divided, frozen: Frozen, root: bool) -> UnitCost:
         """Return the unit's cost."""
-        works, total = tuple(self.works), elements.on()
+        works = tuple(self.works)
         inputs = Divided(tokens=self.hidden.on()) if block else self.saved
         # A gradient beside the largest activation; of logits, the loss computes in fp32.
         loss = self.largest.times(LOSS_BYTES / self.width) if not block else NONE
         return UnitCost(
-            name, block, elements, trained / total if total else 1.0,
+            name, block, elements, frozen,
             saved=dict.fromkeys(Recompute, self.saved) | {Recompute.BLOCKS: inputs},
             output=self.hidden, forward_peak=self.largest.plus(loss),
             backward_peak=self.largest.times(2.0).plus(loss), forward=works, input=works, weight=works,

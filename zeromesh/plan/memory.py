@@ -98,7 +98,10 @@ class _Profile(NamedTuple):
 
     name: str
     block: bool
-    parameters: float  # elements
+    parameters: float  # elements with gradients
+    frozen: float  # bytes of others that rest, and are gathered, with them
+    stays: float  # of those, the root's
+    whole: float  # bytes of them on every rank
     resident: float  # of them, those that stay gathered
     single: bool  # the others are one tensor, which the engine does not pad
     largest: float  # elements
@@ -120,7 +123,8 @@ def _profiles(units: Sequence[UnitCost], layout: ParallelLayout, convention: Con
     alike: dict[tuple[object, ...], _Profile] = {}  # those of equal amounts are one object, too
     found = []
     for unit in units:
-        key = (id(unit.saved), id(unit.parameters), id(unit.forward_peak), id(unit.backward_peak), unit.block)
+        amounts = unit.saved, unit.parameters, unit.forward_peak, unit.backward_peak
+        key = (*map(id, amounts), unit.frozen, unit.block)
         profile = made.get(key)
         if profile is None:
             profile = _profile(unit, layout)
@@ -147,7 +151,8 @@ def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
     )
     single = unit.single and not is_padded(unit.parameters.on(tensor) - unit.resident.on(tensor), layout)
     return _Profile(
-        unit.name, unit.block, unit.parameters.on(tensor), unit.resident.on(tensor), single, unit.largest.on(tensor),
+        unit.name, unit.block, unit.parameters.on(tensor), unit.frozen.sharded.on(tensor),
+        unit.frozen.resident.on(tensor), unit.frozen.whole, unit.resident.on(tensor), single, unit.largest.on(tensor),
         unit.shared.on(tensor), saved, max(0.0, again), unit.forward_peak.on(tensor, sequence),
         unit.backward_peak.on(tensor, sequence), unit.early_peak.on(tensor, sequence),
         unit.gradient_peak.on(tensor, sequence), late,
@@ -190,11 +195,14 @@ def _elements(chunks: Sequence[_Runs]) -> tuple[UnitElements, ...]:
     outside = [unit for unit, _ in units if not unit.block]
     copy = sum(unit.shared for unit in outside) if len(outside) == 1 else 0.0
     rest = [
-        UnitElements(unit.parameters - unit.resident, count, unit.single)
+        UnitElements(unit.parameters - unit.resident, count, unit.single, unit.frozen - unit.stays)
         for unit, count in units
-        if unit.parameters > unit.resident
+        if unit.parameters > unit.resident or unit.frozen > unit.stays
     ]
-    return UnitElements(sum(unit.resident * count for unit, count in units) + copy, 1), *rest
+    first, stays, whole = (
+        sum(getattr(unit, name) * count for unit, count in units) for name in ("resident", "stays", "whole")
+    )
+    return UnitElements(first + copy, 1, False, stays, whole), *rest
 
 
 class _Rank:

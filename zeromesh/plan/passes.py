@@ -16,9 +16,10 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 from zeromesh.plan.casts import autocast_of
-from zeromesh.plan.cost import NONE, Divided, KernelWork, Recompute
+from zeromesh.plan.cost import ALL_TRAINED, NONE, Divided, Frozen, KernelWork, Recompute, WorkKind
 from zeromesh.plan.live import ParameterCut, TensorShare, TracedProduct, TracedStorage, TraceRecorder, divide
 from zeromesh.plan.meta_kernels import kernels_of
+from zeromesh.plan.packed import Packing, frozen_of, packed_weights
 from zeromesh.plan.values import give, invented, literals
 from zeromesh.shard.find import CONTAINERS, assign, find_units
 from zeromesh.tensor.derive import derive
@@ -43,6 +44,7 @@ class TraceOptions:
     dtype: torch.dtype | None = None  # of parameters and floating-point inputs; None leaves them as they are
     autocast: torch.dtype | None = None  # of ``torch.autocast`` around the forward
     kernels: str = "cuda"  # device whose kernels are used: "cuda" or "cpu"
+    packing: Packing | None = None  # of the frozen weights of linear layers
 
 
 @dataclass
@@ -53,7 +55,7 @@ class TracedUnit:
     block: bool
     parameters: Divided = NONE
     resident: Divided = NONE
-    trained: float = 0.0  # elements
+    frozen: Frozen = ALL_TRAINED
     saved: dict[Recompute, Divided] = field(default_factory=dict)
     output: Divided = NONE
     joins: float = 0.0
@@ -63,14 +65,22 @@ class TracedUnit:
     backward: list[Divided] = field(default_factory=list)
     gradients: list[Divided] = field(default_factory=list)  # of parameters, at the moments of ``backward``
     begun: int | None = None  # number of those moments before the first gradient was accumulated
-    tensors: int = 0  # parameters that are not the root's
+    tensors: int = 0  # parameters with gradients that are not the root's
 
-    def add_parameters(self, amount: Divided, root: bool, trained: bool) -> None:
-        """Add elements; those of the root stay in memory."""
+    def add_parameters(self, amount: Divided, root: bool) -> None:
+        """Add elements with gradients; those of the root stay in memory."""
         self.parameters = self.parameters.plus(amount)
         self.resident = self.resident.plus(amount) if root else self.resident
         self.tensors += not root
-        self.trained += amount.on() if trained else 0
+
+    def add_frozen(self, found: Frozen) -> None:
+        """Add elements without gradients; each product reads quantized ones, and writes them in full."""
+        self.frozen = self.frozen.plus(found)
+        if found.packed:
+            moved = found.sharded.plus(Divided(whole=found.whole + found.packed))
+            work = KernelWork(WorkKind.ELEMENTWISE, Divided(whole=found.elements), moved)
+            self.works["forward"].append(work)
+            self.works["input"].append(work)
 
     def accumulate(self) -> None:
         """Note that a gradient was accumulated after the moments of the backward so far."""
@@ -287,6 +297,7 @@ class _Trace:
 
     def _add_parameters(self, units: Sequence[TracedUnit]) -> None:
         by_name = {unit.name: unit for unit in units}
+        packed = packed_weights(self.model) if self.options.packing is not None else set()
         reads = self.recorder.first_reads
         for name, owned in self.owned.items():
             for _, parameter in owned:
@@ -294,8 +305,12 @@ class _Trace:
                 slot = reads.get(tensor.untyped_storage()._cdata)
                 # The root's belong to the unit that reads them first.
                 unit = by_name[name] if name else units[self.places[slot] if slot is not None else 0]
-                amount = divide(tensor.numel(), TensorShare.SPLIT if id(tensor) in self.cuts else TensorShare.WHOLE)
-                unit.add_parameters(amount, not name, tensor.requires_grad)
+                share = TensorShare.SPLIT if id(tensor) in self.cuts else TensorShare.WHOLE
+                if tensor.requires_grad:
+                    unit.add_parameters(divide(tensor.numel(), share), not name)
+                    continue
+                form = self.options.packing if id(parameter) in packed else None
+                unit.add_frozen(frozen_of(tensor, tensor.element_size(), divide(1, share), not name, form))
 
     def _add_saved(self, units: Sequence[TracedUnit], kept: Sequence[TracedStorage]) -> None:
         everything: dict[int, list[TracedStorage]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,17 @@ _LABEL_OF_SAMPLE = ("ForSequenceClassification", "ForImageClassification", "ForA
 _POSITIONS = ("start_positions", "end_positions")
 
 
-def hugging_face_cost(source: Any, options: TraceOptions | None = None, *, attention: str = "") -> TracedCost:
+def hugging_face_cost(
+    source: Any, options: TraceOptions | None = None, *, attention: str = "",
+    adapt: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> TracedCost:  # fmt: skip
     """Return the cost of a model of transformers, which is made on the meta device when a trace is needed.
 
     Args:
         source: a configuration, a folder with a ``config.json``, such a file, or a name on the Hugging Face hub.
         options: dtypes and kernels.
         attention: "sdpa" or "eager"; by default the first where the model has it.
+        adapt: adds adapters to the model.
 
     Raises:
         ValueError: transformers is missing, or does not know the model.
@@ -41,7 +46,7 @@ def hugging_face_cost(source: Any, options: TraceOptions | None = None, *, atten
 
     def make() -> nn.Module:
         with torch.device("meta"):
-            return kind(config)
+            return adapt(kind(config))
 
     name = str(getattr(config, "name_or_path", "") or kind.__name__)
     return TracedCost(make, _of_class(kind, config), options, name=name)

@@ -21,11 +21,13 @@ Resting = dict[tuple[str, str], float]  # bytes by state and tier
 
 
 class UnitElements(NamedTuple):
-    """Elements of a unit, and the number of such units."""
+    """Elements of a unit with gradients, and the number of such units."""
 
     size: float
     number: int
     single: bool = False  # they are one parameter's, without padding
+    frozen: float = 0.0  # bytes of parameters without gradients
+    whole: float = 0.0  # bytes beside those, on every rank
 
 
 class GradientBuffers(NamedTuple):
@@ -74,15 +76,16 @@ def states_of(
         return _engine_states(units, layout, messages)
     row, widths, ranks = layout.row, convention.widths, shards_of(layout, convention)
     resting: Resting = {}
-    total = sum(size * count for size, count, _ in units)
+    total = sum(unit.size * unit.number for unit in units)
     share = {Placement.SHARDED: 1 / ranks, Placement.REPLICATED: 1.0}
     sharded = row.parameter is Placement.SHARDED
     if not (sharded and convention.in_master):
         _add(resting, "parameter", row.parameter_tier, total * widths.parameter * share[row.parameter])
+    _place_frozen(resting, units, row, ranks)
     _add(resting, "gradient", row.gradient_tier, total * widths.gradient * share[row.gradient])
     _add(resting, "optimizer", row.optimizer_tier, total * (widths.master + widths.states) * share[row.optimizer])
     gathered, working = 0.0, convention.bucket * widths.wire
-    apart = bytes_of(largest(((size, count) for size, count, _ in units[1:]), convention.gathered))
+    apart = bytes_of(largest(((unit.size, unit.number) for unit in units[1:]), convention.gathered))
     if sharded and convention.whole_in_pipeline and layout.pipeline > 1:
         gathered = total
         _add(resting, "gradient", Tier.DEVICE, total * widths.gradient)
@@ -95,10 +98,10 @@ def states_of(
 
 def _rows(units: Sequence[UnitElements], row: PlacementRow) -> list[tuple[UnitElements, PlacementRow]]:
     """Return units with their rows; the first ones stay on the device where a share is offloaded."""
-    stays = (1 - row.offloaded) * sum(size * count for size, count, _ in units)
+    stays = (1 - row.offloaded) * sum(unit.size * unit.number for unit in units)
     found = []
     for unit in units:
-        size, count, _ = unit
+        size, count = unit.size, unit.number
         if not size:
             continue
         here = min(count, int(stays // size + 1e-9)) if row.offloaded < 1 else 0
@@ -127,10 +130,10 @@ def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, messag
     files: list[tuple[float, int]] = []  # bytes of units in files: states, and parameters
     stored: list[tuple[float, int]] = []
     sizes = []
-    for (whole, count, single), own_row in _rows(units, row):
-        size = _pad(whole, widths.parameter, ranks)
-        sizes.append((UnitElements(size, count, single), own_row))
-        own = whole / ranks if row.optimizer is Placement.SHARDED else whole
+    for unit, own_row in _rows(units, row):
+        count, size = unit.number, _pad(unit.size, widths.parameter, ranks)
+        sizes.append((unit._replace(size=size), own_row))
+        own = unit.size / ranks if row.optimizer is Placement.SHARDED else unit.size
         for (state, tier), nbytes in _place(size, own, own_row, widths, ranks).items():
             _add(resting, state, Tier(tier), nbytes * count)
             if tier == Tier.NVME.value:
@@ -140,6 +143,7 @@ def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, messag
             copied = 0 if in_files else (widths.master or widths.parameter) + widths.states
             copied += widths.parameter if widths.master else 0
             _add(resting, "slot", Tier.HOST, layout.early * own * copied * count)
+    stored += _place_frozen(resting, units, row, ranks)
     if any(_splits(own_row, widths) for _, own_row in sizes):
         # One split master at a time is joined in memory of its own, during the update.
         _add(resting, "temporary", Tier.HOST, max(unit.size for unit, _ in sizes) / ranks * widths.master)
@@ -148,12 +152,28 @@ def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, messag
     gathered = spare = 0.0
     sharded = row.parameter is Placement.SHARDED
     if sharded:
-        outside = _pad(units[0].size, widths.parameter, ranks) if units[0].size else 0.0
-        blocks = [(_pad(size, widths.parameter, ranks), count) for size, count, _ in units[1:]]
-        gathered = (bytes_of(largest(blocks, layout.parameter_slots)) + outside) * widths.parameter
-        spare = gathered - (bytes_of(largest(blocks, 1)) + outside) * widths.parameter
+        full = [(_pad(u.size, widths.parameter, ranks) * widths.parameter + u.frozen, u.number) for u in units]
+        outside, blocks = full[0][0], full[1:]
+        gathered = bytes_of(largest(blocks, layout.parameter_slots)) + outside
+        spare = gathered - bytes_of(largest(blocks, 1)) - outside
     working, lent = _place_gradients(resting, sizes, layout, ranks, messages)
     return RankStates(resting, gathered, spare, working, lent)
+
+
+def _place_frozen(
+    found: Resting, units: Sequence[UnitElements], row: PlacementRow, ranks: int
+) -> list[tuple[float, int]]:
+    """Count parameters without gradients; return bytes and numbers of units that have some in files."""
+    tier = row.parameter_tier
+    _add(found, "buffer", Tier.DEVICE, sum(unit.whole * unit.number for unit in units))
+    stored: list[tuple[float, int]] = []
+    for unit in units:
+        size = unit.frozen / (ranks if row.parameter is Placement.SHARDED else 1)
+        if size and tier is Tier.NVME:
+            size = ceil(size / swap_file.ALIGNMENT) * swap_file.ALIGNMENT
+            stored.append((size, unit.number))
+        _add(found, "parameter", tier, size * unit.number)
+    return stored
 
 
 def _place(size: float, elements: float, row: PlacementRow, widths: Widths, ranks: int) -> Resting:
@@ -205,7 +225,8 @@ def _place_gradients(
     rules = PoolRules(sharded, owned, accumulates, layout.gradient_slots if sharded else None)
     width = widths.wire if rules.narrow else widths.gradient
     alone = ranks * layout.replicate == 1 and not accumulates
-    for (size, count, _), own_row in units:
+    for unit, own_row in units:
+        size, count = unit.size, unit.number
         tier, own = own_row.gradient_tier, size / ranks if owned else size
         in_full = tier is Tier.DEVICE and width == widths.gradient and not sharded
         kept = width if tier is not Tier.DEVICE and alone and width <= widths.gradient else widths.gradient
@@ -214,14 +235,14 @@ def _place_gradients(
     received = (ranks - 1 if messages else 1) if ranks > 1 else 0
     gradients = [
         FullGradient(
-            full=size * width,
-            adopted=adopts and single,
-            wire=size * widths.wire if ranks > 1 and width != widths.wire else 0.0,
-            receive=size / ranks * received * widths.wire,
-            landing=size / ranks * widths.gradient if ranks > 1 and one.gradient_tier is not Tier.DEVICE else 0.0,
-            number=number,
+            full=unit.size * width,
+            adopted=adopts and unit.single,
+            wire=unit.size * widths.wire if ranks > 1 and width != widths.wire else 0.0,
+            receive=unit.size / ranks * received * widths.wire,
+            landing=unit.size / ranks * widths.gradient if ranks > 1 and one.gradient_tier is not Tier.DEVICE else 0.0,
+            number=unit.number,
         )
-        for (size, number, single), one in units
+        for unit, one in units
     ]
     pools = gradient_pools(gradients, rules)
     full = bytes_of(pools.slots) + bytes_of(pools.adopted)

@@ -110,7 +110,7 @@ class TracedCost:
         try:
             traces = [trace(model, self._inputs(batch, sequence), options, self._loss) for batch in batches]
         except TraceError as error:
-            cost = estimate(model, self.name, micro_batch, sequence, options.dtype, str(error))
+            cost = estimate(model, self.name, micro_batch, sequence, options.dtype, str(error), options.packing)
             return CostTable((micro_batch,), (cost,))
         if len(traces) == 2 and not _aligned(
             traces[0].units, traces[1].units
@@ -190,13 +190,11 @@ def _table(
         peaks = _moments(same, batches)
         moments.append(peaks)
         for number, unit in enumerate(same):
-            elements = unit.parameters.on()
             covers: dict[str, Any] = {key: _cover([pair[number] for pair in pairs]) for key, pairs in peaks.items()}
             costs[number].append(
                 UnitCost(
-                    unit.name, unit.block, unit.parameters, unit.trained / elements if elements else 1.0,
-                    saved=unit.saved, output=unit.output, joins=unit.joins, resident=unit.resident,
-                    single=unit.tensors == 1,
+                    unit.name, unit.block, unit.parameters, unit.frozen, saved=unit.saved,
+                    output=unit.output, joins=unit.joins, resident=unit.resident, single=unit.tensors == 1,
                     **covers, **works[number],
                 )
             )  # fmt: skip
@@ -218,7 +216,8 @@ def _moments(same: Sequence[TracedUnit], batches: Sequence[int]) -> dict[str, tu
                 begun = len(beyond) if unit.begun is None else unit.begun
                 # What is accumulated first is there beside the memory that it is copied into.
                 beyond = beyond[:begun] if name == "early_peak" else beyond[max(0, begun - 1) :]
-            each.append(beyond or [NONE])
+            full = Divided(whole=unit.frozen.unpacked)  # one quantized weight at a time is there in full
+            each.append([moment.plus(full) for moment in beyond] or [NONE])
         table = torch.tensor(each, dtype=torch.float64)  # (traces, moments, shares)
         rows = [table[0]]
         if len(batches) == 2:

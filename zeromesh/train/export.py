@@ -115,8 +115,7 @@ def _export_built_in(language: BuiltIn, reader: Reader, folder: RunFolder, outpu
 
 
 def _export_transformer(language: Transformer, reader: Reader, output: Path, dtype: torch.dtype, merge: bool) -> None:
-    coded = language.source.quantization is not None
-    if merge and coded:
+    if merge and language.quantized:
         # A checkpoint has no scales of quantized weights: they are made of the base's files once more.
         model: Any = language.build()
     else:

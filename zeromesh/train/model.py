@@ -19,16 +19,14 @@ import zeromesh
 from zeromesh import Settings
 from zeromesh.config import keys
 from zeromesh.config.errors import nearest
-from zeromesh.config.train import HuggingFace, Lora, ModelShape, Quantization
+from zeromesh.config.train import GROUP, HuggingFace, Lora, ModelShape, Quantization
 from zeromesh.model.lengths import positions
-from zeromesh.pretrained import build, configuration, is_model_id, model_folder
+from zeromesh.pretrained import build, configuration, is_model_id, model_folder, saved_quantization
 from zeromesh.quantized import require_library
 from zeromesh.train.architectures.decoder import Decoder
 from zeromesh.train.architectures.flops import training_cost, training_flops_per_token
 from zeromesh.train.data.loader import Batch
 from zeromesh.train.data.tokenizer import load_tokenizer
-
-GROUP = 32  # weights of torchao in 4 bits that share a scale; divides the width of most models
 
 
 @dataclass(frozen=True)
@@ -129,6 +127,13 @@ class Transformer:
             return int(configuration(self.folder)[0].get_text_config().vocab_size)
 
     @property
+    def quantized(self) -> bool:
+        """True if linear layers have frozen weights in few bits, which are made here or are in the folder."""
+        with self._explained():
+            made = self.source.quantization is not None
+            return made or saved_quantization(configuration(self.folder)[0]) is not None
+
+    @property
     def _options(self) -> dict[str, Any]:
         return {} if self.source.attention is None else {"attn_implementation": self.source.attention}
 
@@ -147,6 +152,10 @@ class Transformer:
         quiet()
         with self._explained():
             model = build(self.folder, None, dtype, draws=False, **self._options)
+        return self.adapted(model)
+
+    def adapted(self, model: nn.Module) -> nn.Module:
+        """Return a model with the adapters of the configuration, if it has any."""
         return model if self.lora is None else _with_adapters(model, self.lora)
 
     def build(self) -> nn.Module:
@@ -154,11 +163,11 @@ class Transformer:
         quiet()
         with self._explained():
             options = self._options
-            if self.source.quantization is not None:
+            if self.quantized:
                 # DoRA's magnitudes are made of the weights' values.
-                deferred = self.lora is None or not self.lora.use_dora
-                quantization = quantization_config(self.source.quantization, self.dtype)
-                options |= {"quantization_config": quantization, "dtype": self.dtype, "deferred": deferred}
+                options |= {"dtype": self.dtype, "deferred": self.lora is None or not self.lora.use_dora}
+            if self.source.quantization is not None:
+                options["quantization_config"] = quantization_config(self.source.quantization, self.dtype)
             model = zeromesh.from_pretrained(self.folder, weights=self.has_weights, **options)
         if is_model_id(self.source.path):
             model.name_or_path = self.source.path  # adapters name their model so, and not by a folder of the cache
@@ -174,7 +183,7 @@ class Transformer:
                 f"{keys.LONGEST_SEQUENCE} = {self.sequence_length} is longer than the {longest} positions of the "
                 f"model in {keys.MODEL_FOLDER} = {self.source.path!r}; set it to {longest} or less"
             )
-        return model if self.lora is None else _with_adapters(model, self.lora)
+        return self.adapted(model)
 
     def require_tokenizer(self, named: str | None, size: int) -> None:
         """Refuse a tokenizer that the weights were not trained with; ``named`` is None for one that the run trained."""
@@ -197,7 +206,7 @@ class Transformer:
         """Return the operations of forward and backward per token, for the model that was built."""
         length = self.sequence_length
         tokens = _tokens(1, length)
-        if self.source.quantization is not None:  # counted on plain layers, which torch knows
+        if self.quantized:  # counted on plain layers, which torch knows
             with torch.device("meta"):
                 model = self.unfilled(self.dtype)
         # With a whole mask, the model does not read the tokens to find where documents begin.
