@@ -11,8 +11,8 @@ features change speed or memory alone. ``adopt`` is how its alias and ``zeromesh
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from zeromesh.config.document import SCHEMA, is_unset, read_object, whole_docume
 from zeromesh.config.errors import show
 from zeromesh.config.names import EXACT_OPTIMIZERS
 from zeromesh.config.settings import entries
-from zeromesh.config.tables import EXACT, GONE, RENAMED, UNREAD, WITHOUT_EFFECT, look_up, sections_of
+from zeromesh.config.tables import EXACT, GONE, RENAMED, UNREAD, UNSET, WITHOUT_EFFECT, look_up, sections_of
 
 _log = logging.getLogger("zeromesh")
 
@@ -51,8 +51,9 @@ def adopt(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], list[
         ConfigError: as ``document.read_document``.
     """
     document = whole_document(source)
+    _take_copies_back(document)  # no change of what the user wrote
     # Unknown keys are known only after all others have their place.
-    steps = (_copies, _dotted, _switches, _optimizer, _exact, _offload, _profiler, _unknown)
+    steps = (_dotted, _switches, _optimizer, _idle, _unknown)
     return document, [change for step in steps for change in step(document)]
 
 
@@ -111,13 +112,12 @@ def _dotted(document: dict[str, Any]) -> Iterator[Change]:
             yield Change(name, value, None, "its section is no object")
 
 
-def _copies(document: dict[str, Any]) -> Iterator[Change]:
+def _take_copies_back(document: dict[str, Any]) -> None:
     """Take back the number of ranks that share a batch, which ``for_trainer`` writes in place of a tensor group's."""
     sizes = [look_up(document, f"mesh.{axis}")[1] for axis in ("tensor", "context", "pipeline")]
     path = "tensor_parallel.autotp_size"
     if all(type(size) is int for size in sizes) and look_up(document, path)[1] == prod(sizes):
         _drop(document, path, "mesh has the sizes")
-    return iter(())  # nothing that the user wrote has changed
 
 
 def _switches(document: dict[str, Any]) -> Iterator[Change]:
@@ -147,36 +147,44 @@ def _optimizer(document: dict[str, Any]) -> Iterator[Change]:
         params |= row.params
 
 
-def _exact(document: dict[str, Any]) -> Iterator[Change]:
-    """Leave out what changes speed or memory alone, or makes results less exact."""
-    for path, why in EXACT.items():
+def _idle(document: dict[str, Any]) -> Iterator[Change]:
+    """Leave out what changes speed or memory alone, makes results less exact, or is not read by DeepSpeed either."""
+    for path, is_idle, why in _IDLE:
         there, value = look_up(document, path)
-        if there and value not in (None, False) and not is_unset(value):
+        if there and not is_unset(value) and is_idle(value, document):
             yield _drop(document, path, why)
 
 
-def _offload(document: dict[str, Any]) -> Iterator[Change]:
-    """Leave out what is offloaded at a stage that does not shard it: DeepSpeed does not look there."""
-    zero = document.get(_ZERO)
-    if not isinstance(zero, dict) or not isinstance(zero.get("stage", 0), int):
-        return
-    for name, old, least in (("offload_optimizer", "cpu_offload", 1), ("offload_param", "cpu_offload_param", 3)):
-        for key in (name, old):
-            value = zero.get(key)
-            on = value.get("device") in ("cpu", "nvme") if isinstance(value, dict) else value is True
-            if on and zero.get("stage", 0) < least:
-                yield _drop(document, f"{_ZERO}.{key}", f"DeepSpeed reads it only if {_ZERO}.stage is {least} or more")
+_Test = Callable[[Any, Mapping[str, Any]], bool]
 
 
-def _profiler(document: dict[str, Any]) -> Iterator[Change]:
-    section = document.get("flops_profiler")
-    step = section.get("profile_step") if isinstance(section, dict) else None
-    # No update has such a number, so DeepSpeed never profiles.
-    if isinstance(section, dict) and type(step) is int and step < 1:
-        yield _drop(document, "flops_profiler.profile_step", "no update has this number")
-        if section.get("enabled"):
-            section["enabled"] = False
-            yield Change("flops_profiler.enabled", True, "false", "no update is profiled")
+def _number(section: Any, name: str) -> float:
+    value = section.get(name) if isinstance(section, dict) else None
+    return value if type(value) is int else inf
+
+
+def _offloads_below(least: int) -> _Test:
+    def test(value: Any, document: Mapping[str, Any]) -> bool:
+        on = value is True or (isinstance(value, dict) and value.get("device") in ("cpu", "nvme"))
+        return on and _number({"stage": 0} | document[_ZERO], "stage") < least
+
+    return test
+
+
+_UNSHARDED = f"DeepSpeed reads it only if {_ZERO}.stage is {{}} or more"
+_LEAST = {"offload_optimizer": 1, "cpu_offload": 1, "offload_param": 3, "cpu_offload_param": 3}
+
+_IDLE: tuple[tuple[str, _Test, str], ...] = (
+    *((path, lambda value, _: value not in (None, False), why) for path, why in EXACT.items()),
+    *((f"{_ZERO}.{name}", _offloads_below(n), _UNSHARDED.format(n)) for name, n in _LEAST.items()),
+    ("flops_profiler", lambda section, _: _number(section, "profile_step") < 1, "no update has this profile_step"),
+    (
+        "fp16.hysteresis",
+        lambda value, document: value == 0 and look_up(document, "fp16.loss_scale")[1] not in (None, 0, UNSET),
+        "fp16.loss_scale is fixed",
+    ),
+)
+"""Keys, the values with which a run does not need them, and why."""
 
 
 def _unknown(document: dict[str, Any]) -> Iterator[Change]:
@@ -189,9 +197,10 @@ def _unknown(document: dict[str, Any]) -> Iterator[Change]:
         if not path.startswith(f"{_ZERO}."):
             hint = f"; did you mean {near}?" if near else ""
             yield _drop(document, path, f"no key has this name, so DeepSpeed ignores it{hint}")
-        elif near in WITHOUT_EFFECT:
+        elif near in WITHOUT_EFFECT or value in (None, False, "none"):
             # Whatever was meant changes nothing here.
-            yield _drop(document, path, f"no key has this name, and {near} has no effect")
+            reason = f"{near} has no effect" if near in WITHOUT_EFFECT else f"{show(value)} asks for nothing"
+            yield _drop(document, path, f"no key has this name, and {reason}")
 
 
 def _keys(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, dict[str, Any]]]:

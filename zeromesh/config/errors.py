@@ -55,5 +55,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     by_lower: dict[str, str] = {}
     for candidate in known:
         by_lower.setdefault(candidate.lower(), candidate)
-    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    # The same parts in another order are far apart as letters: comm_overlap for overlap_comm.
+    parts = sorted(word.lower().split("_"))
+    matches = [other for other in by_lower if sorted(other.split("_")) == parts]
+    matches = matches or difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[matches[0]] if matches else None

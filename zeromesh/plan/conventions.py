@@ -1,4 +1,4 @@
-"""How frameworks and papers keep states and activations: rows of two tables."""
+"""Conventions of frameworks and papers for states and activations: rows of two tables."""
 
 from __future__ import annotations
 

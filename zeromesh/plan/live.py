@@ -27,7 +27,7 @@ NO_NODE = 1 << 62  # sequence numbers of autograd's nodes that accumulate gradie
 
 
 class TensorShare(IntEnum):
-    """How the ranks of the tensor axis divide a tensor; the larger one wins where two meet."""
+    """Division of a tensor over the ranks of the tensor axis; the larger one wins where two meet."""
 
     WHOLE = 0
     TOKENS = 1
