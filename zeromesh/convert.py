@@ -18,8 +18,7 @@ from zeromesh.checkpoint.contents import own_names
 from zeromesh.checkpoint.formats.detect import FORMATS, require_format
 from zeromesh.checkpoint.formats.form import Contents
 from zeromesh.checkpoint.formats.huggingface import states
-from zeromesh.checkpoint.manifest import some
-from zeromesh.config.errors import nearest
+from zeromesh.config.errors import nearest, some
 from zeromesh.export import write_model
 from zeromesh.observe.progress import ReadingBar
 from zeromesh.pretrained import build, first_names
@@ -40,7 +39,7 @@ DRAFT = ".draft"
 
 def convert_checkpoint(
     source: str | Path, target: str | Path, to: str = "zeromesh", *, tag: str | None = None,
-    model: nn.Module | str | Path | None = None, strip: str = "", weights_only: bool = False,
+    model: nn.Module | str | Path | None = None, strip: str = "", weights_only: bool = False, ranks: int = 0,
     console: Console | None = None,
 ) -> Path:  # fmt: skip
     """Write a checkpoint of any known format in another format, by one process, about one tensor at a time.
@@ -55,6 +54,8 @@ def convert_checkpoint(
             config.json of transformers. It tells parameters from buffers, and names are compared with it.
         strip: beginning of all names that the model does not have, such as ``model.`` of a Lightning module.
         weights_only: leave out the states of the optimizer and the scheduler, and the counters.
+        ranks: ranks of the DeepSpeed run that will load a ``deepspeed-universal`` checkpoint at stage 3; 0 leaves out
+            their files, without which it loads at stages 1 and 2.
         console: shows progress; None shows none.
 
     Returns:
@@ -69,6 +70,8 @@ def convert_checkpoint(
     path = Path(target)
     if to != "zeromesh" and path.exists() and (path.is_file() or any(path.iterdir())):
         raise FileExistsError(f"{str(path)!r} is there already, and is not overwritten; choose another folder")
+    if ranks < 0 or (ranks and to != "deepspeed-universal"):
+        raise ValueError(f"ranks = {ranks} is not for {to}: only deepspeed-universal has files of ranks; leave it out")
     kind, place = require_format(Path(source), tag)
     known = _model(model)
 
@@ -76,11 +79,11 @@ def convert_checkpoint(
         return _WRAPPERS.sub("", name).removeprefix(strip)
 
     reader = import_module(f"zeromesh.checkpoint.formats.{kind.module}")
-    if known is not None and kind.name in ("lightning", "dcp"):
-        parameters = dict(known.named_parameters())
-        contents: Contents = reader.read(place, lambda name: rename(name) in parameters)
-    else:
-        contents = reader.read(place)
+    more = []
+    if known is not None and kind.numbers:
+        trained = {name: parameter.requires_grad for name, parameter in known.named_parameters()}
+        more = [lambda name: trained.get(rename(name))]
+    contents: Contents = reader.read(place, *more)
     if weights_only:
         contents.without_states()
     contents.renamed(rename)
@@ -93,12 +96,15 @@ def convert_checkpoint(
         "%s is %s: %d tensors, %s bytes", place, contents.source, len({p.name for p in contents.parts}), f"{total:,}"
     )
     with ReadingBar(console, f"writing {path.name}", total) as bar:
-        written = _write(contents, path, to, known, bar.advance)
+        written = _write(contents, path, to, known, bar.advance, {"ranks": ranks} if ranks else {})
     _log.info("written: %s", written)
     return written
 
 
-def _write(contents: Contents, path: Path, to: str, model: nn.Module | None, advance: Callable[[int], None]) -> Path:
+def _write(
+    contents: Contents, path: Path, to: str, model: nn.Module | None, advance: Callable[[int], None],
+    more: Mapping[str, int],
+) -> Path:  # fmt: skip
     module = next(one.module for one in FORMATS if one.name == to)
     write = import_module(f"zeromesh.checkpoint.formats.{module}").write
     if to == "zeromesh":  # which has drafts of its own
@@ -111,7 +117,7 @@ def _write(contents: Contents, path: Path, to: str, model: nn.Module | None, adv
             # Under the names under which transformers publishes it, and with its configuration.
             write_model(model, states(contents, advance), draft, SINGLE)
         else:
-            write(contents, draft, advance)
+            write(contents, draft, advance, **more)
         draft.replace(path)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)

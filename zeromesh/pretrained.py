@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeromesh.config.errors import nearest
+from zeromesh.config.errors import nearest, some
 from zeromesh.model.hub import is_model_id as is_model_id
 from zeromesh.model.hub import model_folder as model_folder
 from zeromesh.model.hub import reason_of as reason_of
 from zeromesh.model.quantized import is_quantized
 from zeromesh.quantized import quantize
 from zeromesh.shard.deferred import Source, read_from, recording, source_of
-from zeromesh.weight_files import FileTensor, checkpoint_tensors, some
+from zeromesh.weight_files import FileTensor, checkpoint_tensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from zeromesh.config.errors import some
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 OPEN_FILES = 64
-
-MOST_NAMED = 8  # number of tensors of each kind that are named where a checkpoint does not fit
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,6 @@ def _handle(file: Path, *state: int) -> Any:
         raise ValueError(f"{str(file)!r} cannot be opened ({error})") from None
     except SafetensorError as error:
         raise ValueError(f"{str(file)!r} is truncated or not a safetensors file ({error}); copy it again") from None
-
-
-def some(names: Iterable[str]) -> str:
-    """Return the first names, for a message, and how many more there are."""
-    listed = list(names)
-    more = len(listed) - MOST_NAMED
-    return ", ".join(listed[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 class ExportFiles:

@@ -45,12 +45,29 @@ def converted(path: Path) -> dict[str, torch.Tensor]:
     return {name: reader.tensor(name) for name in reader.names if not name.startswith("buffer/")}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+def require_scale(path: Path, wanted: dict[str, Any], precision: str) -> None:
+    found = Reader(path).manifest["loss_scaler"]
+    if precision != "fp16":
+        assert found is None
+        return
+    scale = wanted["scale"]
+    assert scale["cur_scale"] != 2**16, "the scale is as it began"
+    good = scale["cur_iter"] - scale["last_overflow_iter"] - 1
+    assert (found["scale"], found["good_steps"], found["window"]) == (scale["cur_scale"], good, 3)
+    assert found["hysteresis"] == (scale["cur_hysteresis"] or 1)  # stage 0 has none
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_masters_and_states_are_those_that_deepspeed_holds(stage: int, precision: str, tmp_path: Path) -> None:
     wanted = run(stage, precision, tmp_path / "theirs")["held"]
-    path = zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    # Stage 0 numbers its parameters, and one of them is frozen.
+    model = Small() if stage == 0 else None
+    path = zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours", model=model)
     assert_same(converted(path), tensors_of(wanted))
+    require_scale(path, wanted, precision)
+    if stage == 0:
+        return
     # The tool fails on checkpoints of stages 1 and 2 whose writer did not prepare for it.
     more = [] if stage == 3 else ["--inject_missing_state"]
     source, target = tmp_path / "theirs" / "global_step4", tmp_path / "universal" / "global_step4"
@@ -59,18 +76,20 @@ def test_masters_and_states_are_those_that_deepspeed_holds(stage: int, precision
     deepspeed("-m", "deepspeed.checkpoint.ds_to_universal", *folders, *more)
     path = zeromesh.convert_checkpoint(tmp_path / "universal", tmp_path / "again")
     assert_same(converted(path), tensors_of(wanted))
+    require_scale(path, wanted, precision)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_goes_on_from_an_exported_universal_checkpoint(stage: int, precision: str, tmp_path: Path) -> None:
     wanted = run(stage, precision, tmp_path / "theirs")
     zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
-    zeromesh.convert_checkpoint(tmp_path / "ours", tmp_path / "universal", "deepspeed-universal")
+    zeromesh.convert_checkpoint(tmp_path / "ours", tmp_path / "universal", "deepspeed-universal", ranks=2)
     again = run(stage, precision, tmp_path / "resumed", tmp_path / "universal")
     for name, found in wanted.items():
         assert_same(tensors_of(again[name]), tensors_of(found))
-        assert {key: again[name][key] for key in ("steps", "rates")} == {key: found[key] for key in ("steps", "rates")}
+        for key in ("steps", "rates", "scale"):
+            assert again[name][key] == found[key], key
 
 
 def resume(folder: str) -> None:

@@ -35,8 +35,15 @@ def held(engine: Any, stage: int) -> dict[str, Any]:
             found[f"parameter/{name}"] = safe_get_full_fp32_param(p).clone()
             found |= {f"optimizer/{key}/{name}": safe_get_full_optimizer_state(p, key).clone() for key in STATES}
     optimizer = engine.optimizer
+    if stage == 0:
+        masters = [p for group in getattr(optimizer, "fp32_groups", ()) for p in group]
+        trained = [p for group in groups(engine.module) for p in group["params"]]
+        for p, master in zip(trained, masters or trained, strict=True):
+            state = getattr(optimizer, "optimizer", optimizer).state[master]
+            found[f"parameter/{names[id(p)]}"] = master.detach().clone()
+            found |= {f"optimizer/{key}/{names[id(p)]}": state[key].clone() for key in STATES}
     # Its own functions fail where a parameter lies on one rank alone, so that the groups are gathered by hand.
-    for number, flat in enumerate(optimizer.single_partition_of_fp32_groups if stage < 3 else ()):
+    for number, flat in enumerate(optimizer.single_partition_of_fp32_groups if 0 < stage < 3 else ()):
         state = optimizer.optimizer.state[flat]
         for kind, value in {"parameter": flat.detach(), **{f"optimizer/{key}": state[key] for key in STATES}}.items():
             parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
@@ -45,11 +52,14 @@ def held(engine: Any, stage: int) -> dict[str, Any]:
             for p in optimizer.round_robin_bit16_groups[number]:
                 found[f"{kind}/{names[id(p)]}"] = whole[at : at + p.numel()].view(p.shape).clone()
                 at += p.numel()
-    return found | {"steps": engine.global_steps, "rates": engine.get_lr()}
+    scaler = optimizer.state_dict() if stage == 0 else vars(optimizer.loss_scaler)
+    scale = {key: scaler.get(key, 0) for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")}
+    return found | {"steps": engine.global_steps, "rates": engine.get_lr(), "scale": scale}
 
 
 def main(stage: int, precision: str, folder: Path, universal: str | None) -> None:
     import deepspeed
+    from deepspeed.accelerator import get_accelerator
 
     torch.manual_seed(5)
     model = Small()
@@ -65,6 +75,12 @@ def main(stage: int, precision: str, folder: Path, universal: str | None) -> Non
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
+    if precision == "fp16":
+        # Updates overflow until the scale fits; its CPU accelerator says that it has no fp16, but it computes in it.
+        config["fp16"] = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 3, "hysteresis": 2}
+        kind = type(get_accelerator())
+        kind.is_fp16_supported = lambda _: True
+        kind.supported_dtypes = lambda _: [torch.float32, torch.bfloat16, torch.float16]
     engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups(model), lr=0.01), config=config)[0]
 
     def train(updates: range) -> None:

@@ -111,13 +111,17 @@ def write_zero(folder: Path, stage: int, ranks: int, model: nn.Module, optimizer
         "dp_world_size": ranks, "ds_version": "0.19.8", "best": 0.5,
     }  # fmt: skip
     config = {"scheduler": {"type": "WarmupLR", "params": {}}}
+    steps = next(iter(optimizer.state.values()))["step"]
+    if stage == 0:
+        more = {"module": module, "optimizer": optimizer.state_dict(), "param_shapes": None, "shared_params": None}
+        torch.save({**common, **more, "ds_config": config}, path / "mp_rank_00_model_states.pt")
+        return
     for rank in range(ranks):
         flats = [_flat(group["params"], optimizer, rank, ranks, stage) for group in optimizer.param_groups]
         own = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         base = {
             "state": {
-                number: {"step": torch.tensor(3.0), **{key: flat[key] for key in STATES}}
-                for number, (flat, _) in enumerate(flats)
+                number: {"step": steps, **{key: flat[key] for key in STATES}} for number, (flat, _) in enumerate(flats)
             },
             "param_groups": [{**group, "params": [number]} for number, group in enumerate(own)],
         }

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from zeromesh.checkpoint.folder import another_offered
-from zeromesh.checkpoint.manifest import CODES, dtype_name, read_manifest, require_files, require_sound, some
+from zeromesh.checkpoint.manifest import CODES, dtype_name, read_manifest, require_files, require_sound
+from zeromesh.config.errors import some
 
 PART = 16 * 1024**2  # bytes that are written, hashed and brought to the host at a time
 

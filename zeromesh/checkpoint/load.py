@@ -28,7 +28,6 @@ from zeromesh.checkpoint.contents import (
 )
 from zeromesh.checkpoint.folder import is_readable, latest, locate
 from zeromesh.checkpoint.formats.detect import foreign
-from zeromesh.checkpoint.manifest import some
 from zeromesh.checkpoint.optimizer import load_optimizer, read_held, require_same_optimizer, set_learning_rates
 from zeromesh.checkpoint.packing import unpack
 from zeromesh.checkpoint.random_state import derive_random_state, restore_random_state, share_random_state
@@ -37,7 +36,7 @@ from zeromesh.comm.agreement import agree_run, require_agreement, texts
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.detect import may_restart
 from zeromesh.config.batch import TRAIN
-from zeromesh.config.errors import nearest
+from zeromesh.config.errors import nearest, some
 from zeromesh.shard.sharded import ShardedModel
 
 _log = logging.getLogger(__name__)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from zeromesh.config.errors import some
 
 # Format of manifests that are written; format 1 is read, too. It rises when a version of this code that reads the
 # present one would read a new manifest wrongly. A new key that may be missing does not raise it.
@@ -117,13 +118,6 @@ def require_files(folder: Path, manifest: dict[str, Any]) -> None:
         if size < wanted:
             lost = some([box["key"] for box in boxes if box["bytes"][1] > size])
             raise ValueError(f"{path} is cut off after {size:,} of {wanted:,} bytes, and lacks {lost}")
-
-
-def some(items: Iterable[str], what: str = "", separator: str = ", ", most: int = 6) -> str:
-    """Return the first of them, and how many more there are."""
-    shown = list(items)
-    more = [f"and {len(shown) - most} more {what}".rstrip()] if len(shown) > most else []
-    return separator.join(shown[:most] + more)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

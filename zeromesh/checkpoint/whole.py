@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from zeromesh.checkpoint.contents import own_buffers, tied
-from zeromesh.checkpoint.manifest import dtype_name, some
+from zeromesh.checkpoint.manifest import dtype_name
 from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
+from zeromesh.config.errors import some
 from zeromesh.shard.sharded import ShardedModel
 
 State = dict[str, torch.Tensor]

@@ -111,6 +111,7 @@ def convert(
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="Leave out optimizer, scheduler and counters.")
     ] = False,
+    ranks: Annotated[int, typer.Option(help="Ranks that will load deepspeed-universal into sharded parameters.")] = 0,
 ) -> None:
     """Turn a checkpoint of another library into one of ZeroMesh, or one of ZeroMesh into another format."""
     with _errors():
@@ -118,8 +119,9 @@ def convert(
         from zeromesh.train.screen import make_console
 
         convert_checkpoint(
-            source, target, to, tag=tag, model=model, strip=strip, weights_only=weights_only, console=make_console()
-        )
+            source, target, to, tag=tag, model=model, strip=strip, weights_only=weights_only, ranks=ranks,
+            console=make_console(),
+        )  # fmt: skip
 
 
 @app.command()

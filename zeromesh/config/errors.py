@@ -50,6 +50,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else plural}"
 
 
+def some(items: Iterable[str], what: str = "", separator: str = ", ", most: int = 6) -> str:
+    """Return the first of them, and how many more there are."""
+    shown = list(items)
+    more = [f"and {len(shown) - most} more {what}".rstrip()] if len(shown) > most else []
+    return separator.join(shown[:most] + more)
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that ``word`` was most likely meant to be, or None; letter case does not matter."""
     by_lower: dict[str, str] = {}

@@ -59,7 +59,10 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run starts from."""
-        return {"scale": self._scale, "hysteresis": self._hysteresis, "good_steps": self._good_steps}
+        # The last two are settings, for libraries that keep them with the state.
+        window, minimum = self._policy.window, self._policy.minimum
+        state = {"scale": self._scale, "hysteresis": self._hysteresis, "good_steps": self._good_steps}
+        return state | {"window": window, "minimum": minimum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()``."""

@@ -1,9 +1,9 @@
-"""Checkpoints that DeepSpeed's ZeRO stages write: flat groups of fp32 values, cut into one range per rank."""
+"""Checkpoints that DeepSpeed writes: flat groups of fp32 values, cut into one range per rank; at stage 0 none are."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options
+from zeromesh.checkpoint.formats.lightning import IsTrained, add_numbered, shared_names
 from zeromesh.checkpoint.formats.pickles import Inert, read_tensors
 
 MODEL, OPTIMIZER = "model_states.pt", "optim_states.pt"
@@ -26,26 +27,35 @@ _OWN = frozenset({
 })  # fmt: skip
 
 
-def read(folder: Path) -> Contents:
-    """Return the contents of a ZeRO-1, 2 or 3 checkpoint."""
+def read(folder: Path, is_trained: IsTrained = bool) -> Contents:
+    """Return the contents of a checkpoint of any stage."""
     if strange := next((path.name for path in sorted(folder.glob("*.pt")) if _OTHER_AXES.search(path.name)), None):
         raise ValueError(
             f"{folder} has {strange}, of tensor, pipeline or expert parallelism: run DeepSpeed's ds_to_universal.py on "
             "it first, and convert what that writes"
         )
+    if not any(folder.glob(f"*{OPTIMIZER}")):
+        return _read_stage_0(by_rank(folder, MODEL)[0], is_trained)
     states = [read_tensors(path) for path in by_rank(folder, OPTIMIZER)]
     optimizer = [state["optimizer_state_dict"] for state in states]
     stage = int(optimizer[0].get("zero_stage", 0))
-    _require_all(folder, optimizer)
     models = [read_tensors(path) for path in by_rank(folder, MODEL)]
+    _require_all(folder, optimizer, models)
     contents = Contents(f"a DeepSpeed ZeRO-{stage} checkpoint")
     read_model_states(contents, models[0], states[0].get("ds_config", {}))
-    contents.loss_scale = _loss_scale(optimizer[0].get("loss_scaler"))
+    contents.loss_scale = loss_scale(optimizer[0].get("loss_scaler"))
     base = optimizer[0]["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
     contents.groups = [group_options(group) for group in base["param_groups"]]
     if stage == 3:
         _read_stage_3(contents, models, optimizer)
     else:
+        if "param_slice_mappings" not in optimizer[0] and (
+            states[0].get("ds_config", {}).get("zero_optimization", {}).get("round_robin_gradients")
+        ):
+            raise ValueError(
+                f"{folder} was written with round_robin_gradients and has no param_slice_mappings, so that nothing "
+                "says where parameters lie; load it with a DeepSpeed that writes them, save it again, and convert that"
+            )
         _read_stage_1(contents, models[0], optimizer)
     add_frozen(contents, models)
     return contents
@@ -59,21 +69,52 @@ def by_rank(folder: Path, ending: str) -> list[Path]:
     return sorted(paths, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
 
-def _require_all(folder: Path, optimizer: list[Any]) -> None:
+def _require_all(folder: Path, optimizer: list[Any], models: list[Any]) -> None:
     counts = optimizer[0]["partition_count"]
     wanted = max(counts) if isinstance(counts, list) else counts
     if len(optimizer) != wanted:
         raise ValueError(f"{folder} has {OPTIMIZER} of {len(optimizer)} of {wanted} ranks; copy the others, too")
+    held = [state.get("base_optimizer_state") or state["optimizer_state_dict"] for state in optimizer]
+    steps = [float(one["state"][0]["step"]) for one in held if "step" in one["state"].get(0, ())]
+    for what, found in (("updates", [model["global_steps"] for model in models]), ("steps of the optimizer", steps)):
+        if len(set(found)) > 1:
+            raise ValueError(
+                f"{folder} mixes files of several checkpoints: the {what} by rank are {', '.join(map(str, found))}; "
+                "copy all files of one of them"
+            )
+
+
+def _read_stage_0(path: Path, is_trained: IsTrained) -> Contents:
+    """Return the contents of the file of stage 0, whose optimizer is torch's own or one around it for 16 bits."""
+    model, contents = read_tensors(path), Contents("a DeepSpeed checkpoint without ZeRO")
+    held = model["optimizer"]
+    if held is None or "fp32_groups_flat" in held:
+        raise ValueError(
+            f"{path} has {'no states of an optimizer' if held is None else 'fp32_groups_flat, without names'}, and no "
+            f"file beside it ends in {OPTIMIZER}; copy those, or load it in DeepSpeed and save it with ZeRO"
+        )
+    module, buffers = model["module"], model.get("buffer_names") or ()
+    contents.take(tied=shared_names(module), loss_scale=loss_scale(held))
+    state = {name: value for name, value in module.items() if name not in {*buffers, *contents.tied}}
+    masters = [value for group in held.get("fp32_groups", ()) for value in group]
+    values = add_numbered(contents, state, held.get("optimizer_state_dict", held), is_trained, masters)
+    for name in contents.members:
+        contents.add(f"parameter/{name}", values.get(name, state[name]))
+    read_model_states(contents, model, model.get("ds_config") or {})
+    add_frozen(contents, [model])
+    return contents
 
 
 def read_model_states(contents: Contents, model: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Take what all kinds of DeepSpeed's checkpoints keep beside the tensors that are sharded."""
     module: Mapping[str, torch.Tensor] = model["module"]
-    tied = {name: own for name, own in (model.get("shared_params") or {}).items() if name != own}
+    # Stage 0 writes neither; there they are known already.
+    tied = {name: own for name, own in (model.get("shared_params") or contents.tied).items() if name != own}
+    shapes = [contents.members] if model["param_shapes"] is None else model["param_shapes"]
     buffers = set(model.get("buffer_names") or ())
     for name in sorted(buffers & module.keys()):
         contents.add(f"buffer/{name}", module[name])
-    trained = {name for shapes in model["param_shapes"] for name in shapes}
+    trained = {name for names in shapes for name in names}
     frozen = set(module) - trained - buffers - tied.keys()
     contents.take(
         tied=tied,
@@ -86,28 +127,23 @@ def read_model_states(contents: Contents, model: Mapping[str, Any], config: Mapp
         contents.take(scheduler=(model["lr_scheduler"], (config.get("scheduler") or {}).get("type")))
 
 
-def _loss_scale(scaler: Any) -> dict[str, Any] | None:
-    fields = scaler.fields if isinstance(scaler, Inert) else {}
-    if not isinstance(fields, dict) or not fields.get("dynamic"):
+def loss_scale(scaler: Any) -> dict[str, Any] | None:
+    """Return the state of a dynamic loss scale; None for any other."""
+    fields = scaler.fields if isinstance(scaler, Inert) else scaler
+    if not isinstance(fields, dict) or not (fields.get("dynamic") or fields.get("dynamic_loss_scale")):
         return None
     good = fields["cur_iter"] - fields["last_overflow_iter"] - 1
-    return {"scale": fields["cur_scale"], "hysteresis": fields.get("cur_hysteresis", 1), "good_steps": max(0, good)}
+    found = {"scale": fields["cur_scale"], "hysteresis": fields.get("cur_hysteresis", 1), "good_steps": max(0, good)}
+    return found | {"window": fields["scale_window"], "minimum": fields.get("min_scale", 1)}
 
 
 def _read_stage_1(contents: Contents, model: Mapping[str, Any], optimizer: list[Any]) -> None:
     """Take the groups of stages 1 and 2, each one buffer of whole parameters that is cut without regard to them."""
-    if any("param_slice_mappings" not in state for state in optimizer):
-        raise ValueError(
-            "the optimizer's files have no param_slice_mappings, so that nothing says where parameters lie; load "
-            "the checkpoint with a DeepSpeed that writes them, save it again, and convert that"
-        )
     for number, shapes in enumerate(model["param_shapes"]):
         done: dict[str, int] = dict.fromkeys(shapes, 0)
-        for state in optimizer:
+        for rank, state in enumerate(optimizer):
             # A fragment lies at its start within the rank's range, and in the parameter behind the ranks before.
-            for name, address in state["param_slice_mappings"][number].items():
-                fields = address.fields if isinstance(address, Inert) else {}
-                start, count = fields["start"], fields["numel"]
+            for name, start, count in _fragments(optimizer, rank, number, shapes):
                 values = {
                     "parameter": state["single_partition_of_fp32_groups"][number],
                     **state["base_optimizer_state"]["state"][number],
@@ -115,6 +151,24 @@ def _read_stage_1(contents: Contents, model: Mapping[str, Any], optimizer: list[
                 _add_range(contents, name, shapes[name], done[name], count, values, start)
                 done[name] += count
         contents.members.update(dict.fromkeys(shapes, number))
+
+
+def _fragments(
+    optimizer: list[Any], rank: int, number: int, shapes: Mapping[str, torch.Size]
+) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, the start and the number of elements of each piece of a parameter in a rank's range."""
+    if "param_slice_mappings" in optimizer[rank]:
+        for name, address in optimizer[rank]["param_slice_mappings"][number].items():
+            yield name, address.fields["start"], address.fields["numel"]
+        return
+    # Older versions leave it to the reader: parameters in their order, in ranges as long as that of the first rank,
+    # which alone is never padded unless it holds all.
+    size, at = optimizer[0]["single_partition_of_fp32_groups"][number].numel(), 0
+    for name, shape in shapes.items():
+        low, high = max(at, rank * size), min(at + prod(shape), (rank + 1) * size)
+        if low < high:
+            yield name, low - rank * size, high - low
+        at += prod(shape)
 
 
 def _read_stage_3(contents: Contents, models: list[Any], optimizer: list[Any]) -> None:
@@ -129,7 +183,7 @@ def _read_stage_3(contents: Contents, models: list[Any], optimizer: list[Any]) -
         for number, shapes in enumerate(models[0]["param_shapes"]):
             at = 0
             for name, shape in shapes.items():
-                start, count, padded = _range(shape, rank, ranks)
+                start, count, padded = rank_range(shape, rank, ranks)
                 values = {
                     "parameter": state["fp32_flat_groups"][number],
                     **state["optimizer_state_dict"]["state"][number],
@@ -148,11 +202,11 @@ def add_frozen(contents: Contents, models: list[Any]) -> None:
             continue
         shape = models[0]["frozen_param_shapes"][name]
         for rank, fragment in enumerate(fragments):
-            start, count, _ = _range(shape, rank, len(models))
+            start, count, _ = rank_range(shape, rank, len(models))
             _add_range(contents, name, shape, start, count, {"parameter": fragment}, 0)
 
 
-def _range(shape: torch.Size, rank: int, ranks: int) -> tuple[int, int, int]:
+def rank_range(shape: torch.Size, rank: int, ranks: int) -> tuple[int, int, int]:
     """Return the start and the number of a rank's elements of a parameter, and their number with padding."""
     size = prod(shape)
     padded = -(-size // ranks)

@@ -18,16 +18,20 @@ class CheckpointFormat(NamedTuple):
     pattern: str  # of a file in its folder; the first that is there tells the format
     module: str
     in_file: bool = False  # the checkpoint is that file alone
+    numbers: bool = False  # the optimizer may number its parameters, whose names a model tells
 
 
 FORMATS: tuple[CheckpointFormat, ...] = (
     CheckpointFormat("zeromesh", "a checkpoint of ZeroMesh", MANIFEST, "native"),
     CheckpointFormat("deepspeed-universal", "a DeepSpeed universal checkpoint", "zero/optimizer_state.pt", "universal"),
     CheckpointFormat("deepspeed", "a DeepSpeed ZeRO checkpoint", "*zero_pp_rank_*_optim_states.pt", "deepspeed"),
+    CheckpointFormat(
+        "deepspeed-plain", "a DeepSpeed checkpoint without ZeRO", "mp_rank_*_model_states.pt", "deepspeed", numbers=True
+    ),
     CheckpointFormat("megatron", "a Megatron-Core checkpoint (torch_dist)", "common.pt", "megatron"),
-    CheckpointFormat("dcp", "a distributed checkpoint of torch", ".metadata", "distributed"),
+    CheckpointFormat("dcp", "a distributed checkpoint of torch", ".metadata", "distributed", numbers=True),
     CheckpointFormat("hf", "a folder of safetensors", "model.safetensors*", "huggingface"),
-    CheckpointFormat("lightning", "a Lightning checkpoint", "*.ckpt", "lightning", in_file=True),
+    CheckpointFormat("lightning", "a Lightning checkpoint", "*.ckpt", "lightning", in_file=True, numbers=True),
 )
 """Formats that are read, the more specific first."""
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options, plain_number, tensors, whole
-from zeromesh.checkpoint.formats.lightning import names_by_number
+from zeromesh.checkpoint.formats.lightning import IsTrained, names_by_number
 from zeromesh.checkpoint.formats.pickles import read_metadata, read_tensors
 
 INDEX = ".metadata"
@@ -78,8 +78,8 @@ def _load(folder: Path, info: Any) -> Any:
     return read_tensors(path, data)
 
 
-def read(folder: Path, is_parameter: Callable[[str], bool] = bool) -> Contents:
-    """Return the contents of a distributed checkpoint; ``is_parameter`` tells a parameter by its name."""
+def read(folder: Path, is_trained: IsTrained = bool) -> Contents:
+    """Return the contents of a distributed checkpoint."""
     contents = Contents("a distributed checkpoint of torch")
     states: dict[Any, dict[str, Any]] = {}  # by parameter, then by key
     groups: dict[Any, dict[str, Any]] = {}  # by number; where states are flattened, by parameter
@@ -101,9 +101,8 @@ def read(folder: Path, is_parameter: Callable[[str], bool] = bool) -> Contents:
     model = _choose_model(contents, models)
     for name, parts in model.items():
         contents.parts += [part.renamed(f"parameter/{name}") for part in parts if part.stop]
-    _add_optimizer(
-        contents, {name: parts[0].shape for name, parts in model.items() if is_parameter(name)}, states, groups
-    )
+    shapes = {name: parts[0].shape for name, parts in model.items() if is_trained(name) is not None}
+    _add_optimizer(contents, shapes, states, groups, is_trained)
     _add_values(contents, tree)
     return contents
 
@@ -141,7 +140,7 @@ def _choose_model(
 
 def _add_optimizer(
     contents: Contents, shapes: Mapping[str, tuple[int, ...]], states: Mapping[Any, dict[str, Any]],
-    groups: Mapping[Any, dict[str, Any]],
+    groups: Mapping[Any, dict[str, Any]], is_trained: IsTrained,
 ) -> None:  # fmt: skip
     found = [groups[number] for number in sorted(groups, key=str)]
     if found and not any("params" in group for group in found):  # flattened: the options of each parameter
@@ -155,7 +154,7 @@ def _add_optimizer(
         like = {
             n: v[0].shape for n, state in states.items() for v in state.values() if isinstance(v, list) and v[0].shape
         }
-        names = names_by_number(shapes, found, like)
+        names = names_by_number(shapes, found, like, is_trained)
     contents.take(groups=[group_options(group) for group in found])
     for number, one in enumerate(members):
         contents.members.update({names[name]: number for name in one})

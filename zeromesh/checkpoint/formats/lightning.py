@@ -13,30 +13,25 @@ from zeromesh.checkpoint.formats.pickles import read_tensors
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+IsTrained = Callable[[str], bool | None]
+"""Whether a parameter is trained, by its name; None for a tensor that is no parameter."""
 
-def read(path: Path, is_parameter: Callable[[str], bool] = bool) -> Contents:
-    """Return the contents of a .ckpt file; ``is_parameter`` tells a parameter from other tensors by its name."""
+
+def read(path: Path, is_trained: IsTrained = bool) -> Contents:
+    """Return the contents of a .ckpt file."""
     held = read_tensors(path)
     if not isinstance(held, dict) or "state_dict" not in held:
         raise ValueError(f"{path} has no 'state_dict', and is no checkpoint of Lightning; name another file")
     contents = Contents("a Lightning checkpoint")
-    for name, tensor in held["state_dict"].items():
+    contents.take(tied=shared_names(held["state_dict"]))
+    state = {name: tensor for name, tensor in held["state_dict"].items() if name not in contents.tied}
+    for name, tensor in state.items():
         contents.add(f"parameter/{name}", tensor)
     optimizers = held.get("optimizer_states") or []
     if len(optimizers) > 1:
         contents.left.append(f"the states of {len(optimizers)} optimizers: an engine has one optimizer")
     elif optimizers:
-        states, groups = optimizers[0]["state"], optimizers[0]["param_groups"]
-        tensors = held["state_dict"].items()
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors if is_parameter(name)}
-        like = {number: shape for number, state in states.items() if (shape := _shape(state))}
-        names = names_by_number(shapes, groups, like)
-        contents.groups = [group_options(group) for group in groups]
-        for number, group in enumerate(groups):
-            contents.members |= {names[one]: number for one in group["params"]}
-        for one, state in states.items():
-            for key, value in state.items():
-                contents.add_state(names[one], key, value)
+        add_numbered(contents, state, optimizers[0], is_trained)
     schedulers = held.get("lr_schedulers") or []
     if len(schedulers) == 1:
         contents.scheduler = schedulers[0], None
@@ -48,13 +43,44 @@ def read(path: Path, is_parameter: Callable[[str], bool] = bool) -> Contents:
     return contents
 
 
+def shared_names(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the first name of each tensor that a state dict has under several names, by the other names."""
+    first: dict[Any, str] = {}
+    # torch.save keeps which tensors share their memory.
+    places = {name: (t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in state.items() if t.numel()}
+    owners = {name: first.setdefault(place, name) for name, place in places.items()}
+    return {name: own for name, own in owners.items() if own != name}
+
+
+def add_numbered(
+    contents: Contents, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any], is_trained: IsTrained,
+    masters: Sequence[torch.Tensor] = (),
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Take the state dict of an optimizer, which numbers the parameters of a model's state dict.
+
+    ``masters`` are the values that it updates instead of them, in its order; they are returned by name.
+    """
+    states, groups = optimizer["state"], optimizer["param_groups"]
+    numbers = [one for group in groups for one in group["params"]]
+    values = dict(zip(numbers, masters, strict=False))
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if is_trained(name) is not None}
+    like = {one: shape for one, held in states.items() if (shape := _shape(held))}
+    names = names_by_number(shapes, groups, like | {one: tuple(v.shape) for one, v in values.items()}, is_trained)
+    members = {names[one]: number for number, group in enumerate(groups) for one in group["params"]}
+    contents.take(groups=[group_options(group) for group in groups], members=members)
+    for one, held in states.items():
+        for key, value in held.items():
+            contents.add_state(names[one], key, value)
+    return {names[one]: value for one, value in values.items()}
+
+
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Return the shape of a parameter's states; None if there are only numbers."""
     return next((tuple(v.shape) for v in state.values() if isinstance(v, torch.Tensor) and v.ndim), None)
 
 
 def names_by_number(
-    shapes: Shapes, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, tuple[int, ...]]
+    shapes: Shapes, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, tuple[int, ...]], is_trained: IsTrained
 ) -> dict[Any, str]:
     """Return the names of the parameters that an optimizer's state knows by numbers, in the order of the state dict.
 
@@ -63,23 +89,39 @@ def names_by_number(
     numbers = [number for group in groups for number in group["params"]]
     if all(group.get("param_names") for group in groups):
         return dict(zip(numbers, (name for group in groups for name in group["param_names"]), strict=True))
-    if len(groups) > 1:
-        # Its numbers follow the groups, and no file says how the script made those.
-        raise ValueError(
-            f"the optimizer has {len(groups)} parameter groups without the names of their parameters; make it of "
-            "model.named_parameters() before it is saved, or pass --weights-only"
-        )
-    return dict(zip(numbers, _in_order(shapes, [states.get(number) for number in numbers]), strict=True))
-
-
-def _in_order(shapes: Shapes, wanted: Sequence[tuple[int, ...] | None]) -> list[str]:
-    """Return the names of tensors with these shapes, in order; raise ValueError if more than one choice fits."""
-    names = list(shapes)
-    # Buffers, frozen and tied parameters may be among the tensors. With as many as there are states all is clear.
-    spare = len(names) - len(wanted)
-    if spare == 0 and all(shape in (None, shapes[name]) for shape, name in zip(wanted, names, strict=True)):
-        return names
+    # An optimizer has all parameters of the model, or those that are trained.
+    for names in (list(shapes), [name for name in shapes if is_trained(name)]):
+        found = _in_order({name: shapes[name] for name in names}, groups, states)
+        if len(names) == len(numbers) and found is not None:
+            return found
     raise ValueError(
-        f"the optimizer has {len(wanted)} parameters and the state dict {len(names)} tensors, so that it is not known "
-        "which are parameters and which are buffers, frozen or tied; pass --model, or --weights-only"
+        f"the optimizer has {len(numbers)} parameters in {len(groups)} groups and the state dict {len(shapes)} "
+        "tensors, so that it is not known which are parameters and which are buffers, frozen or tied, or in which "
+        "group; pass --model, make the optimizer of model.named_parameters() before it is saved, or pass --weights-only"
     )
+
+
+def _in_order(
+    shapes: Shapes, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, tuple[int, ...]]
+) -> dict[Any, str] | None:
+    """Return the names by number if only one choice keeps the model's order in each group; else None."""
+    by_shape: dict[Any, list[tuple[int, Any]]] = {}
+    for place, group in enumerate(groups):
+        for number in group["params"]:
+            # In one group the order tells also those that have no states yet.
+            by_shape.setdefault(states.get(number) if len(groups) > 1 else 0, []).append((place, number))
+    found: dict[Any, str] = {}
+    for shape, numbers in by_shape.items():
+        names = [name for name in shapes if len(groups) == 1 or shapes[name] == shape]
+        # Of two groups with matrices of one shape, either could have a matrix.
+        if len(names) != len(numbers) or len({place for place, _ in numbers}) > 1:
+            return None
+        found |= {number: name for (_, number), name in zip(numbers, names, strict=True)}
+    order = {name: at for at, name in enumerate(shapes)}
+    for group in groups:
+        places = [order[found[number]] for number in group["params"]]
+        if places != sorted(places) or any(
+            states.get(one, shapes[found[one]]) != shapes[found[one]] for one in group["params"]
+        ):
+            return None
+    return found

@@ -46,11 +46,16 @@ def read(folder: Path) -> Contents:
     common = read_tensors(folder / COMMON)
     contents.progress = {"global_steps": int(common.get("iteration", 0))}
     optimizer = common.get("optimizer") or {}
-    groups = optimizer.get("optimizer", optimizer).get("param_groups") or []
+    optimizer = optimizer.get("optimizer", optimizer)
+    groups = optimizer.get("param_groups") or []
     contents.groups = [group_options(group) for group in groups]
+    names = {part.name.removeprefix("parameter/") for part in contents.parts if part.name.startswith("parameter/")}
     if len(groups) == 1:
-        names = {part.name.removeprefix("parameter/") for part in contents.parts if part.name.startswith("parameter/")}
         contents.members = dict.fromkeys(sorted(names), 0)
+    # One number for all parameters, whose groups are not known if there are several.
+    steps = (optimizer.get("state") or {}).get("common_step")
+    if steps is not None:
+        contents.numbers = {name: {"step": steps} for name in sorted(names)}
     if other:
         contents.left.append(f"{len(other)} entries that are neither weights nor states of them, such as {other[0]}")
     if common.get("opt_param_scheduler"):

@@ -144,10 +144,10 @@ def _scalars(contents: Contents) -> dict[str, Any]:
     """Return the single numbers of the optimizer; each has the step, which some libraries keep for all at once."""
     found: dict[str, Any] = {}
     done = contents.progress.get("global_steps", 0) - contents.progress.get("skipped_steps", 0)
-    for name, group in contents.members.items():
+    for name in contents.members | contents.numbers:
         numbers = dict(contents.numbers.get(name, {}))
-        if "exp_avg_sq" in contents.state_keys:
-            numbers.setdefault("step", contents.groups[group].get("step", done))
+        if "exp_avg_sq" in contents.state_keys and name in contents.members:
+            numbers.setdefault("step", contents.groups[contents.members[name]].get("step", done))
         found[name] = {
             # Torch's optimizers count their steps in tensors, whatever the other library did.
             key: [float(plain_number(value)), "float32"] if key == "step" else

@@ -101,7 +101,7 @@ def read_tensors(path: Path, data: bytes | None = None) -> Any:
             raise _damaged(path, error) from None
         raise _refused(path, name[1]) from None
     # A file that is cut off lacks its directory, or ends within a pickle.
-    except (RuntimeError, EOFError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+    except (RuntimeError, OSError, EOFError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from None
 
 
@@ -124,6 +124,9 @@ class _Metadata(pickle.Unpickler):
         found = _METADATA.get(f"{module}.{name}")
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
+        # Megatron-Core keeps its plans of saving in the index.
+        if found is None and module.startswith(("torch.distributed.checkpoint.", "megatron.")):
+            found = Inert
         if found is None:
             raise _refused(self._path, f"{module}.{name}")
         return found

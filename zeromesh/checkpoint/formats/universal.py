@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
-from zeromesh.checkpoint.formats.deepspeed import MODEL, add_frozen, by_rank, read_model_states
+from zeromesh.checkpoint.formats.deepspeed import (
+    MODEL,
+    add_frozen,
+    by_rank,
+    loss_scale,
+    rank_range,
+    read_model_states,
+)
 from zeromesh.checkpoint.formats.distributed import named_groups
-from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options, tensors, whole
+from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options, plain_number, tensors, whole
 from zeromesh.checkpoint.formats.pickles import read_tensors
 from zeromesh.checkpoint.packing import pack
 
@@ -28,6 +39,7 @@ def read(folder: Path) -> Contents:
     read_model_states(contents, models[0], {})
     path = folder / ZERO / OPTIMIZER
     state = read_tensors(path)
+    contents.loss_scale = loss_scale(state.get("loss_scaler"))
     groups = state.get("param_groups") or state["optimizer_state_dict"]["param_groups"]
     contents.groups = [group_options(group) for group in groups]
     owners = {number: place for place, group in enumerate(groups) for number in group["params"]}
@@ -58,10 +70,10 @@ def _add(contents: Contents, name: str, path: Path, shape: torch.Size) -> None:
         contents.parts.append(StoredRange(full, tuple(shape), value.dtype, 0, data.numel(), lambda: data))
 
 
-def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> Path:
-    """Write a checkpoint in ``folder`` that DeepSpeed loads at stages 1 and 2 with ``load_universal``.
+def write(contents: Contents, folder: Path, advance: Callable[[int], None], ranks: int = 0) -> Path:
+    """Write a checkpoint in ``folder`` that DeepSpeed loads with ``load_universal``: at stage 3 on so many ``ranks``.
 
-    Its file of model states holds the model in the dtype of its computation, which is in memory until it is written.
+    Stages 1 and 2 need no number of ranks.
     """
     if not contents.groups:
         raise ValueError(
@@ -70,40 +82,99 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> P
     final = folder / f"global_step{contents.progress.get('global_steps', 0)}"
     (final / ZERO).mkdir(parents=True, exist_ok=True)
     groups = [{**group, "params": [number]} for number, group in enumerate(named_groups(contents))]
-    module: dict[str, torch.Tensor] = OrderedDict()
     shapes: list[dict[str, torch.Size]] = [OrderedDict() for _ in groups]
     buffers: list[str] = []
-    for kind, name, parts in tensors(contents):
-        value = whole(parts)
-        if kind == "optimizer":
-            key, name = name.split("/", 1)
-            _save(final, name, key, {"param": value, "cat_dim": 0})
-        else:
-            module[name] = value.to(contents.dtypes.get(name, value.dtype))
-            buffers += [name] if kind == "buffer" else []
-            if name in contents.members:
-                _save(final, name, VALUE, {"param": value.float(), "cat_dim": 0})
-                shapes[contents.members[name]][name] = value.shape
-        advance(value.nbytes)
-    for name, numbers in contents.numbers.items():
-        for key, number in numbers.items():
-            _save(final, name, key, torch.as_tensor(number, dtype=torch.float32))
-    torch.save({"param_groups": groups, **_VERSION}, final / ZERO / OPTIMIZER)
-    frozen = OrderedDict((name, module[name]) for name in module if name not in {*contents.members, *buffers})
-    module |= {name: module[own] for name, own in contents.tied.items() if own in module}
-    held: dict[str, Any] = {
-        **{key: value for key, value in contents.client.items() if _is_plain(value)}, **_VERSION,
-        "module": module, "buffer_names": buffers, "optimizer": None, "param_shapes": shapes,
-        "frozen_param_shapes": OrderedDict((name, value.shape) for name, value in frozen.items()) or None,
-        "frozen_param_fragments": frozen or None, "shared_params": contents.tied,
-        "lr_scheduler": dict(contents.scheduler[0]) if contents.scheduler else None,
-        "data_sampler": None, "random_ltd": None, "sparse_tensor_module_names": [], "dp_world_size": 1,
-        "mp_world_size": 1, "ds_config": {}, "universal_checkpoint_info": {},
-        **{key: contents.progress.get(key, 0) for key in ("global_steps", "global_samples", "skipped_steps")},
-    }  # fmt: skip
-    torch.save(held, final / f"mp_rank_00_{MODEL}")
+    # torch.save takes all tensors of a file at once; mapped ones need no memory of the process.
+    with TemporaryDirectory(dir=folder) as apart:
+        module: dict[str, torch.Tensor] = OrderedDict()
+        for kind, name, parts in tensors(contents):
+            value = whole(parts)
+            if kind == "optimizer":
+                key, name = name.split("/", 1)
+                _save(final, name, key, {"param": value, "cat_dim": 0})
+            else:
+                module[name] = _mapped(value.to(contents.dtypes.get(name, value.dtype)), Path(apart) / str(len(module)))
+                buffers += [name] if kind == "buffer" else []
+                if name in contents.members:
+                    _save(final, name, VALUE, {"param": value.float(), "cat_dim": 0})
+                    shapes[contents.members[name]][name] = value.shape
+            advance(value.nbytes)
+        for name, numbers in contents.numbers.items():
+            for key, number in numbers.items():
+                _save(final, name, key, torch.as_tensor(number, dtype=torch.float32))
+        scale = contents.loss_scale
+        held: dict[str, Any] = {"param_groups": groups, **_VERSION, "dynamic_loss_scale": scale is not None}
+        if scale is not None:
+            held["loss_scaler"] = _Scaler(scale, contents.progress.get("global_steps", 0))
+        # At stage 3 the step of the first group is that of all parameters.
+        step = torch.tensor(
+            float(max((plain_number(n["step"]) for n in contents.numbers.values() if "step" in n), default=0))
+        )
+        states = {"state": {number: {"step": step} for number in range(len(groups))}, "param_groups": groups}
+        held |= {"overflow": False, "optimizer_state_dict": states}
+        pickled = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
+        torch.save(held, final / ZERO / OPTIMIZER, pickle_module=pickled)
+        frozen = OrderedDict((name, module[name]) for name in module if name not in {*contents.members, *buffers})
+        module |= {name: module[own] for name, own in contents.tied.items() if own in module}
+        held = {
+            **{key: value for key, value in contents.client.items() if _is_plain(value)}, **_VERSION,
+            "module": module, "buffer_names": buffers, "optimizer": None, "param_shapes": shapes,
+            "frozen_param_shapes": OrderedDict((name, value.shape) for name, value in frozen.items()) or None,
+            "frozen_param_fragments": frozen or None, "shared_params": contents.tied,
+            "lr_scheduler": dict(contents.scheduler[0]) if contents.scheduler else None,
+            "data_sampler": None, "random_ltd": None, "sparse_tensor_module_names": [], "dp_world_size": max(1, ranks),
+            "mp_world_size": 1, "ds_config": {}, "universal_checkpoint_info": {},
+            **{key: contents.progress.get(key, 0) for key in ("global_steps", "global_samples", "skipped_steps")},
+        }  # fmt: skip
+        torch.save(held, final / f"mp_rank_00_{MODEL}")
+        # At stage 3 a rank has its own file: parameters are empty there, and frozen ones are ranges.
+        held["module"] = {name: t if name in buffers else t.new_empty(0) for name, t in module.items()}
+        for rank in range(ranks):
+            held["frozen_param_fragments"] = {name: _fragment(t, rank, ranks) for name, t in frozen.items()} or None
+            torch.save(held, final / f"zero_pp_rank_{rank}_mp_rank_00_{MODEL}")
     (folder / LATEST).write_text(final.name)
     return final
+
+
+def _mapped(value: torch.Tensor, path: Path) -> torch.Tensor:
+    """Return a tensor in a file of its own, in the place of one in memory."""
+    if not value.numel():
+        return value
+    mapped = torch.from_file(str(path), shared=True, size=value.numel(), dtype=value.dtype)
+    return mapped.view(value.shape).copy_(value)
+
+
+def _fragment(value: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    start, count, padded = rank_range(value.shape, rank, ranks)
+    return nn.functional.pad(value.flatten()[start : start + count], (0, padded - count)).clone()
+
+
+class _Scaler:
+    """State of DeepSpeed's dynamic loss scale, which its files hold as an object."""
+
+    def __init__(self, scale: dict[str, Any], steps: int) -> None:
+        good = scale["good_steps"]
+        steps = max(steps, good)
+        self.cur_scale, self.cur_hysteresis, self.cur_iter = scale["scale"], scale["hysteresis"], steps
+        self.last_overflow_iter, self.scale_window = steps - good - 1, scale.get("window", 1000)
+        self.min_scale, self.delayed_shift = scale.get("minimum", 1), scale["hysteresis"]
+        self.dynamic, self.scale_factor, self.dtype = True, 2.0, torch.float16
+        self.consecutive_hysteresis, self.raise_error_at_min_scale = False, True
+
+
+_Base: Any = pickle._Pickler  # the one in C writes no name that it cannot import
+
+
+class _Pickler(_Base):  # type: ignore[misc]
+    """Pickler that gives ``_Scaler`` the name of DeepSpeed's class, which need not be installed."""
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        """Write the name of a class or a function."""
+        if obj is not _Scaler:
+            super().save_global(obj, name)
+            return
+        self.write(pickle.GLOBAL + b"deepspeed.runtime.fp16.loss_scaler\nDynamicLossScaler\n")
+        self.memoize(obj)
 
 
 def _is_plain(value: Any) -> bool:
