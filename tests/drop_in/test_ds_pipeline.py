@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -39,9 +40,8 @@ def at_ends(engine: Any, given: list[Any]) -> Iterator[Any] | None:
     return iter(given) if engine.is_first_stage() or engine.is_last_stage() else None
 
 
-@on_ranks(3)
-def test_a_pipeline_trains_as_plain_torch_on_batches_of_its_ends() -> None:
-    engine, plain = start(F.mse_loss, 3), nn.Sequential(*make_layers())
+def check_training() -> None:
+    engine, plain = start(F.mse_loss, dist.get_world_size()), nn.Sequential(*make_layers())
     optimizer = torch.optim.SGD(plain.parameters(), 0.1)
     for step in range(2):
         given = data(4)[2 * step : 2 * step + 2]
@@ -71,6 +71,17 @@ def test_a_pipeline_trains_as_plain_torch_on_batches_of_its_ends() -> None:
     assert (engine.prev_stage, engine.next_stage) == (engine.stage_id - 1, engine.stage_id + 1)
     with pytest.raises(StopIteration):
         engine.train_batch(at_ends(engine, given[:1]))
+
+
+@pytest.mark.full
+@on_ranks(3)
+def test_a_middle_stage_needs_no_batches() -> None:
+    check_training()
+
+
+@on_ranks(2)
+def test_a_pipeline_trains_and_evaluates_as_plain_torch() -> None:
+    check_training()
 
 
 @on_ranks(2)

@@ -149,6 +149,7 @@ def test_local_states_are_the_ranks_parts_of_the_whole() -> None:
         engine.destroy()
 
 
+@pytest.mark.full  # the only run of four ranks here, whose start takes longer than all of the others
 @on_ranks(4)
 def test_groups_are_those_of_the_mesh() -> None:
     groups = deepspeed.utils.groups

@@ -143,7 +143,7 @@ class PipelineEngine(DeepSpeedEngine):
         if reduce_output not in ("avg", None):
             raise NotImplementedError(f"eval_batch: reduce_output is {reduce_output!r}; use 'avg' or None")
         results: list[tuple[Any, Any]] = []
-        loss_fn = self.module.loss_fn if compute_loss else None
+        loss_fn: Any = self.module.loss_fn if compute_loss else None
         self._keep = lambda batch: _Evaluated(batch, loss_fn, results)
         try:
             super().eval_batch(data_iter, num_micro_batches=num_micro_batches)  # type: ignore[arg-type]
@@ -183,26 +183,14 @@ class PipelineEngine(DeepSpeedEngine):
         dist.broadcast_object_list(box, dist.get_global_rank(group, source), group, self.device)
         return box[0]
 
-    def is_first_stage(self) -> bool:
-        """Return whether this rank has the first layers."""
-        return bool(self.mesh.group("pipeline").rank == 0)
-
-    def is_last_stage(self) -> bool:
-        """Return whether this rank computes the loss."""
-        return bool(self.mesh.group("pipeline").rank == self.mesh.sizes["pipeline"] - 1)
-
     def set_has_attention_mask(self, value: bool) -> None:
         """Accept the call: stages exchange tensors of any dtype."""
 
 
-def _count(engine: PipelineEngine, axis: str) -> bool:
-    return bool(engine.mesh.sizes[axis] > 1)
-
-
 for _name, _read in {
-    "is_pipe_parallel": lambda engine: _count(engine, "pipeline"),
+    "is_pipe_parallel": lambda engine: engine.mesh.sizes["pipeline"] > 1,
     "is_data_parallel": lambda engine: engine.mesh.data_size > 1,
-    "is_model_parallel": lambda engine: _count(engine, "tensor"),
+    "is_model_parallel": lambda engine: engine.mesh.sizes["tensor"] > 1,
     "pipeline_parallelism": lambda engine: True,
     "prev_stage": lambda engine: engine.stage_id - 1,
     "next_stage": lambda engine: engine.stage_id + 1,

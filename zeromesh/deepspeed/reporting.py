@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,16 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
     return f"{round(num / UNITS[units], precision):g} {units}".rstrip()
 
 
-def _formatter(unit: str) -> Callable[..., str]:
-    def text(number: float, units: str | None = None, precision: int = 2) -> str:
-        given = None if units is None else units.removesuffix(unit) if unit else units
-        amount, _, prefix = number_to_string(number, given, precision).partition(" ")
-        return f"{amount} {prefix}{unit}".rstrip()
-
-    text.__doc__ = f"Return a number as text such as ``1.23 M{unit}``."
-    return text
+def _text(unit: str, number: float, units: str | None = None, precision: int = 2) -> str:
+    given = None if units is None else units.removesuffix(unit) if unit else units
+    amount, _, prefix = number_to_string(number, given, precision).partition(" ")
+    return f"{amount} {prefix}{unit}".rstrip()
 
 
-flops_to_string, macs_to_string, params_to_string, duration_to_string = map(_formatter, ("FLOPS", "MACs", "", "s"))
+# A number as text such as ``1.23 GFLOPS``, with the largest fitting unit or a given one.
+flops_to_string, macs_to_string, params_to_string, duration_to_string = (
+    partial(_text, unit) for unit in ("FLOPS", "MACs", "", "s")
+)
 
 
 def _told(value: float, as_string: bool, text: Callable[..., str]) -> Any:

@@ -31,7 +31,7 @@ class ProcessTopology:
 
     def get_rank(self, **coord_kwargs: int) -> int:
         """Return the rank at coordinates, one for each axis."""
-        if coord_kwargs.keys() != set(self.axes):
+        if len(coord_kwargs) != len(self.axes):
             raise ValueError(f"get_rank() does not support slices: give one of each of {', '.join(self.axes)}")
         coordinate = self.ProcessCoord(**coord_kwargs)
         # AssertionErrors here and below are those that programs written for DeepSpeed expect.
@@ -81,7 +81,8 @@ class ProcessTopology:
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """Return the ranks at one place along an axis."""
-        return self.filter_match(**{axis: idx})
+        number = self.axes.index(axis)  # ValueError for an unknown axis
+        return [rank for place, rank in self.mapping.items() if place[number] == idx]
 
     def world_size(self) -> int:
         """Return the number of ranks."""
