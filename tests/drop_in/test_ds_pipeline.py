@@ -1,6 +1,7 @@
 """``deepspeed.pipe`` of the drop-in: batches at the ends only, evaluation, errors, and DeepSpeed 0.19.8's schedules."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,9 +86,16 @@ def test_a_pipeline_trains_and_evaluates_as_plain_torch() -> None:
 
 
 @on_ranks(2)
-def test_a_pipeline_without_a_loss_is_evaluated_to_its_outputs() -> None:
+def test_a_pipeline_without_a_loss_is_evaluated_to_its_outputs(tmp_path: Path) -> None:
     model = deepspeed.pipe.PipelineModule(make_layers(), num_stages=2)
     parts, rank = model.parts, model.stage_id
+    model.save_state_dict(str(tmp_path))
+    dist.barrier()
+    spec = deepspeed.pipe.LayerSpec
+    model = deepspeed.pipe.PipelineModule(
+        [spec(nn.Linear, 4, 6), nn.Tanh(), spec(nn.Linear, 6, 6), spec(nn.Linear, 6, 4)], num_stages=2
+    )
+    model.load_state_dir(str(tmp_path))
     assert [type(one).__name__ for one in model.forward_funcs] == model.kinds[parts[rank] : parts[rank + 1]]
     engine = deepspeed.initialize(model=model, config=CONFIG)[0]
     assert (model.parts, engine.is_data_parallel) == (parts, False)

@@ -94,6 +94,8 @@ HOMES: dict[str, dict[str, str]] = {
         "model_parallel_cuda_manual_seed",
     },
     "runtime.base_optimizer": {_PARAMETERS: "DeepSpeedOptimizer ZeROOptimizer=DeepSpeedOptimizer"},
+    "runtime.checkpoint_engine": {},
+    "runtime.checkpoint_engine.torch_checkpoint_engine": {_STAGED: "TorchCheckpointEngine=LayerFiles"},
     "runtime.compiler": {
         "torch.compiler": "disable is_compiling",
         "torch._dynamo": "is_compile_supported=is_dynamo_supported",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from zeromesh.engine_state import Parts
 from zeromesh.pipe import PipelineModule
 from zeromesh.pipeline.runtime.cut import examine
 from zeromesh.pipeline.schedule.partition import starts_of
+from zeromesh.shard.deferred import is_deferred, replayed
+from zeromesh.shard.materialise import replace
+from zeromesh.signatures import refuse
 
 
 class PipelineError(Exception):
@@ -56,9 +60,12 @@ class StagedModule(PipelineModule):
 
     @property
     def forward_funcs(self) -> list[Any]:
-        """Layers of this rank's stage; those that are not built get memory in ``initialize``."""
+        """Layers of this rank's stage, which get memory and values now; those of others do in ``initialize``."""
         first, stop = self.parts[self.stage_id : self.stage_id + 2]
-        return [self.computes_with(number) for number in range(first, stop)]
+        layers = [self.computes_with(number) for number in range(first, stop)]
+        for parameter in (one for layer in layers for one in layer.parameters() if is_deferred(one)):
+            replace(parameter, replayed(parameter))
+        return layers
 
     def get_additional_losses(self) -> None:
         """Return None; a subclass may return a dict of losses to report."""
@@ -67,6 +74,47 @@ class StagedModule(PipelineModule):
         """Return the name of a layer's file in DeepSpeed's checkpoints."""
         return f"{ckpt_dir}/layer_{self.parts[self.stage_id] + local_layer_idx:02d}-model_states.pt"
 
+    def save_state_dict(self, save_dir: str, checkpoint_engine: Any = None, exclude_frozen_params: bool = False) -> None:
+        """Write the layers of this rank's stage, a file each, before ``initialize``."""
+        refuse("save_state_dict", "exclude_frozen_params", exclude_frozen_params, "all parameters are written", False)
+        Path(save_dir).mkdir(parents=True, exist_ok=True)
+        for number, layer in enumerate(self.forward_funcs):
+            if self._grid.get_data_parallel_rank() == 0 and (state := layer.state_dict()):
+                (checkpoint_engine or LayerFiles()).save(state, self.ckpt_layer_path(save_dir, number))
+
+    def load_state_dir(self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True) -> None:
+        """Read the layers of this rank's stage, whatever stages wrote them, before ``initialize``."""
+        for number, layer in enumerate(self.forward_funcs):
+            if layer.state_dict():
+                state = (checkpoint_engine or LayerFiles()).load(self.ckpt_layer_path(load_dir, number))
+                layer.load_state_dict(state, strict)
+
+
+class LayerFiles:
+    """DeepSpeed's ``TorchCheckpointEngine``: files of torch, of which only tensors and plain containers are read."""
+
+    def __init__(self, config_params: Any = None) -> None:
+        pass
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write a file."""
+        torch.save(state_dict, path)
+
+    def load(self, path: str, map_location: Any = "cpu") -> Any:
+        """Read a file."""
+        return torch.load(path, map_location, weights_only=True)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a folder."""
+        Path(path).mkdir(parents=True, exist_ok=exist_ok)
+
+    def create(self, info: Any) -> None:
+        """Accept that a checkpoint begins."""
+
+    def commit(self, tag: Any) -> bool:
+        """Return True: files are complete when they are written."""
+        return True
+
 
 @dataclass
 class _Evaluated(batches.WithLoss):
@@ -74,13 +122,13 @@ class _Evaluated(batches.WithLoss):
 
     batch: Any
     loss_fn: Callable[[Any, Any], Any] | None
-    results: list[tuple[Any, Any]] = field(compare=False)
+    keep: Callable[[tuple[Any, Any]], None]  # not the list itself, whose tensors would be moved as those of the batch
 
     def loss(self, model: Callable[..., Any]) -> torch.Tensor:
         """Keep the loss and the outputs; return zero."""
         inputs, labels = (tuple(one) if isinstance(one, list) else one for one in self.batch)
         outputs = model(inputs)
-        self.results.append((outputs if self.loss_fn is None else self.loss_fn(outputs, labels), outputs))
+        self.keep((outputs if self.loss_fn is None else self.loss_fn(outputs, labels), outputs))
         return torch.zeros(())
 
 
@@ -144,7 +192,7 @@ class PipelineEngine(DeepSpeedEngine):
             raise NotImplementedError(f"eval_batch: reduce_output is {reduce_output!r}; use 'avg' or None")
         results: list[tuple[Any, Any]] = []
         loss_fn: Any = self.module.loss_fn if compute_loss else None
-        self._keep = lambda batch: _Evaluated(batch, loss_fn, results)
+        self._keep = lambda batch: _Evaluated(batch, loss_fn, results.append)
         try:
             super().eval_batch(data_iter, num_micro_batches=num_micro_batches)  # type: ignore[arg-type]
         finally:

@@ -54,7 +54,6 @@ class PipeSchedule(ABC):
         self.num_micro_batches, self.num_stages, self.stage = micro_batches, stages, stage_id
         self.prev_stage, self.next_stage = stage_id - 1, stage_id + 1
         self.is_first_stage, self.is_last_stage = stage_id == 0, stage_id == stages - 1
-        self._iterator: Steps | None = None
 
     @abstractmethod
     def steps(self) -> Steps:
@@ -64,14 +63,8 @@ class PipeSchedule(ABC):
         """Return the buffers that the instructions name."""
         return self.micro_batches
 
-    def __iter__(self) -> PipeSchedule:
-        self._iterator = None
-        return self
-
-    def __next__(self) -> list[PipeInstruction]:
-        if self._iterator is None:
-            self._iterator = self.steps()
-        return next(self._iterator)
+    def __iter__(self) -> Steps:
+        return self.steps()
 
     def _valid_micro_batch(self, micro_batch_id: int) -> bool:
         return 0 <= micro_batch_id < self.micro_batches
