@@ -10,15 +10,9 @@ import torch
 from torch import nn
 
 import zeromesh.deepspeed as ds
-from zeromesh.deepspeed import names, recompute, timers
+from zeromesh.deepspeed import recompute, timers
 
 deepspeed: Any = ds
-
-
-def test_every_name_of_the_table_has_its_home() -> None:
-    for module in names.modules():
-        for name in names.names(module):
-            assert names.resolve(module, name) is not None
 
 
 def test_the_accelerator_answers_for_the_device() -> None:
@@ -98,8 +92,6 @@ def test_recomputed_blocks_have_the_gradients_of_plain_ones(host: bool) -> None:
     stores = list(recompute._stores.values())
     assert [store.pool.peak >= x.nbytes for store in stores if store.pool is not None] == [True] * host
     checkpointing.reset()
-    with pytest.raises(ValueError, match="profile = True cannot be honoured"):
-        checkpointing.configure(None, profile=True)
     section = {"partition_activations": True, "cpu_checkpointing": True}
     checkpointing.configure(None, {"train_batch_size": 1, "activation_checkpointing": section})
     assert recompute._configured == {"partition": True, "host": True}

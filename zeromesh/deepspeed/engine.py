@@ -246,7 +246,3 @@ for _name, _method in methods().items():
     setattr(DeepSpeedEngine, _name, _method)
 for _name, _read in ATTRIBUTES.items():
     setattr(DeepSpeedEngine, _name, property(_read))
-
-
-class PipelineEngine(DeepSpeedEngine):
-    """The engine of a ``PipelineModule``."""

@@ -20,7 +20,8 @@ _START = f"{OWN}.start"
 _ENGINE = f"{OWN}.engine"
 _PARAMETERS = f"{OWN}.parameters"
 _ZERO = "zeromesh.zero"
-_PIPE = "zeromesh.pipe"
+_STAGED = f"{OWN}.pipeline"
+_TOPOLOGY = f"{OWN}.topology"
 _RECOMPUTE = f"{OWN}.recompute"
 _UTILITIES = f"{OWN}.utilities"
 _DEVICES = f"{OWN}.devices"
@@ -44,6 +45,7 @@ _STATES = {
     f"{OWN}.local_states": "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
     "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state",
 }
+_PIPE = {_STAGED: "PipelineModule=StagedModule PipelineError", "zeromesh.pipe": "LayerSpec TiedLayerSpec"}
 _PROFILER = {
     _REPORTING: "FlopsProfiler=OperationProfiler get_model_profile number_to_string flops_to_string macs_to_string "
     "params_to_string duration_to_string",
@@ -54,9 +56,9 @@ HOMES: dict[str, dict[str, str]] = {
         OWN + ".finder": "install",
         _START: "initialize add_config_arguments set_optimizer_flags tp_model_init",
         _GROUP: "init_distributed",
-        _ENGINE: "DeepSpeedEngine PipelineEngine",
+        _ENGINE: "DeepSpeedEngine",
         _PARAMETERS: "DeepSpeedOptimizer",
-        _PIPE: "PipelineModule",
+        _STAGED: "PipelineEngine PipelineModule=StagedModule",
         "zeromesh.config.errors": "DeepSpeedConfigError=ConfigError",
     },
     "accelerator": {_DEVICES: "get_accelerator DeepSpeedAccelerator=DeviceInterface"},
@@ -80,7 +82,7 @@ HOMES: dict[str, dict[str, str]] = {
     "ops.lion": _LION,
     "ops.lion.cpu_lion": _LION,
     "ops.lion.fused_lion": _LION,
-    "pipe": {_PIPE: "PipelineModule LayerSpec TiedLayerSpec"},
+    "pipe": _PIPE,
     "profiling": {},
     "profiling.flops_profiler": _PROFILER,
     "profiling.flops_profiler.profiler": _PROFILER,
@@ -92,7 +94,15 @@ HOMES: dict[str, dict[str, str]] = {
         "model_parallel_cuda_manual_seed",
     },
     "runtime.base_optimizer": {_PARAMETERS: "DeepSpeedOptimizer ZeROOptimizer=DeepSpeedOptimizer"},
+    "runtime.checkpoint_engine": {},
+    "runtime.checkpoint_engine.torch_checkpoint_engine": {_STAGED: "TorchCheckpointEngine=LayerFiles"},
+    "runtime.compiler": {
+        "torch.compiler": "disable is_compiling",
+        "torch._dynamo": "is_compile_supported=is_dynamo_supported",
+    },
     "runtime.config": {"zeromesh.config.errors": "DeepSpeedConfigError=ConfigError"},
+    "runtime.data_pipeline": {},
+    "runtime.data_pipeline.curriculum_scheduler": {f"{OWN}.curriculum": "CurriculumScheduler"},
     "runtime.dataloader": {_UTILITIES: "RepeatingLoader"},
     "runtime.engine": {_ENGINE: "DeepSpeedEngine"},
     "runtime.lr_schedules": {
@@ -101,14 +111,19 @@ HOMES: dict[str, dict[str, str]] = {
         "WarmupCosineLR add_tuning_arguments get_config_from_args get_lr_from_config",
     },
     "runtime.pipe": {
-        _PIPE: "PipelineModule LayerSpec TiedLayerSpec",
-        f"{OWN}.topology": "ProcessTopology",
+        **_PIPE,
+        _TOPOLOGY: "ProcessTopology",
     },
-    "runtime.pipe.engine": {_ENGINE: "PipelineEngine"},
-    "runtime.pipe.module": {_PIPE: "PipelineModule LayerSpec TiedLayerSpec"},
+    "runtime.pipe.engine": {_STAGED: "PipelineEngine PipelineError PipelineModule=StagedModule"},
+    "runtime.pipe.module": {**_PIPE, _TOPOLOGY: "PipeDataParallelTopology PipelineParallelGrid"},
+    "runtime.pipe.schedule": {
+        f"{OWN}.schedule": "PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction "
+        "BufferOpInstruction OptimizerStep ReduceGrads ReduceTiedGrads LoadMicroBatch ForwardPass BackwardPass "
+        "SendActivation RecvActivation SendGrad RecvGrad",
+    },
     "runtime.pipe.topology": {
-        f"{OWN}.topology": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology "
-        "PipelineParallelGrid",
+        _TOPOLOGY: "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid "
+        "_prime_factors",
     },
     "runtime.utils": {
         _UTILITIES: "see_memory_usage clip_grad_norm_ get_global_norm partition_uniform partition_balanced "
@@ -140,7 +155,7 @@ HOMES: dict[str, dict[str, str]] = {
     "runtime.zero.tiling": {_ZERO: "TiledLinear"},
     "runtime.zero.utils": {_PARAMETERS: "is_zero_param", _UTILITIES: "ZeRORuntimeException"},
     "sequence": {},
-    "sequence.layer": {f"{OWN}.ulysses": "DistributedAttention"},
+    "sequence.layer": {f"{OWN}.ulysses": "DistributedAttention _SeqAllToAll"},
     "utils": {
         **_STATES,
         **_LEAVES,
@@ -194,6 +209,10 @@ REFUSED = {
     "ops.op_builder": "nothing is compiled at run time; kernels come with the package",
     "linear": "use torch.nn.Linear, and peft or torchao for adapters and quantised weights",
     "moe": _EXPERTS,
+    "runtime.data_pipeline.data_sampling": "pass a sampler of your own to engine.deepspeed_io(data_sampler=...)",
+    "runtime.data_pipeline.data_routing": "tokens are not dropped here; leave random_ltd out",
+    "runtime.weight_quantizer": "quantise the frozen base with torchao or bitsandbytes",
+    "runtime.tensor_parallel": f"set {keys.TENSOR_RANKS} in the configuration, which splits layers (docs/tensor.md)",
     "ops.fp_quantizer": "quantise the frozen base with torchao or bitsandbytes",
     "ops.aio": "offload to NVMe in the configuration, whose files the engine writes itself",
     "runtime.activation_checkpointing.checkpointing.CheckpointFunction": _RECOMPUTED,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -54,16 +54,13 @@ _ANSWERS: dict[str, Callable[[str], Any]] = {
 """Ends of the names of functions; ``get_data_parallel_rank`` is ``get``, one of ``AXES``, and one of these."""
 
 
-def split_name(name: str, ends: Iterable[str]) -> tuple[str, str]:
-    """Return ``X`` and ``Y`` of a name ``get_X_Y`` where ``Y`` is one of the ends; empty texts if it is none."""
-    kind = name.removeprefix("_").removeprefix("get_")
-    found = [end for end in ends if "get_" in name and kind.endswith(f"_{end}")]
-    end = max(found, key=len, default="")
-    return kind.removesuffix(f"_{end}") if end else "", end
-
-
 def __getattr__(name: str) -> Any:
-    kind, end = split_name(name, _ANSWERS)
+    kind, end = "", ""
+    if "get_" in name:
+        whole = name.removeprefix("_").removeprefix("get_")
+        # The longest end that fits: ``get_X_group_ranks`` ends in ``group_ranks``.
+        end = max((one for one in _ANSWERS if whole.endswith(f"_{one}")), key=len, default="")
+        kind = whole.removesuffix(f"_{end}") if end else ""
     if kind in AXES:
         return lambda: _ANSWERS[end](kind)
     if kind.startswith(("expert", "max_expert")):

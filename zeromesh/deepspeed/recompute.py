@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,13 @@ import torch
 from zeromesh.activation.checkpoint import checkpoint_with
 from zeromesh.config import keys
 from zeromesh.deepspeed.devices import get_accelerator
-from zeromesh.signatures import refuse
 from zeromesh.zero import newest_engine
 
 if TYPE_CHECKING:
     from zeromesh.activation.store import ActivationStore
     from zeromesh.comm.collectives import Group
+
+_log = logging.getLogger("zeromesh")
 
 MODEL_PARALLEL = "model-parallel-rng"  # name of the random state that differs between tensor-parallel ranks
 TENSOR_SEED = 2718  # added to the seed of that state, as Megatron-LM does
@@ -40,14 +42,14 @@ def configure(
         contiguous_checkpointing: no effect; the store of inputs uses its buffers again.
         num_checkpoints: no effect, as ``contiguous_checkpointing``.
         checkpoint_in_cpu: inputs wait in host memory.
-        synchronize: None or False.
-        profile: None or False.
+        synchronize: no effect but a warning.
+        profile: no effect but a warning.
 
     Raises:
-        ValueError: ``synchronize`` or ``profile`` is True, or the configuration is not valid.
+        ValueError: the configuration is not valid.
     """
-    refuse("configure", "synchronize", bool(synchronize), "call get_accelerator().synchronize() yourself", False)
-    refuse("configure", "profile", bool(profile), f"set {keys.PROFILE} in the configuration", False)
+    if synchronize or profile:
+        _log.warning("checkpointing.configure: synchronize and profile have no effect; set %s", keys.PROFILE)
     section = None
     if deepspeed_config is not None:
         from zeromesh.config.settings import Settings

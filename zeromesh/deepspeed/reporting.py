@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,29 +55,20 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
     return f"{round(num / UNITS[units], precision):g} {units}".rstrip()
 
 
-def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """Return a number of operations as text such as ``1.23 GFLOPS``."""
-    return _with_unit(flops, None if units is None else units.removesuffix("FLOPS"), precision, "FLOPS")
+def _text(unit: str, number: float, units: str | None = None, precision: int = 2) -> str:
+    given = None if units is None else units.removesuffix(unit) if unit else units
+    amount, _, prefix = number_to_string(number, given, precision).partition(" ")
+    return f"{amount} {prefix}{unit}".rstrip()
 
 
-def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """Return a number of multiplications that are added as text such as ``1.23 GMACs``."""
-    return _with_unit(macs, None if units is None else units.removesuffix("MACs"), precision, "MACs")
+# A number as text such as ``1.23 GFLOPS``, with the largest fitting unit or a given one.
+flops_to_string, macs_to_string, params_to_string, duration_to_string = (
+    partial(_text, unit) for unit in ("FLOPS", "MACs", "", "s")
+)
 
 
-def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    """Return a number of parameters as text such as ``1.23 M``."""
-    return number_to_string(params_num, units, precision)
-
-
-def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    """Return seconds as text such as ``1.23 ms``."""
-    return _with_unit(duration, None if units is None else units.removesuffix("s"), precision, "s")
-
-
-def _with_unit(number: float, units: str | None, precision: int, unit: str) -> str:
-    amount, _, prefix = number_to_string(number, units, precision).partition(" ")
-    return f"{amount} {prefix}{unit}"
+def _told(value: float, as_string: bool, text: Callable[..., str]) -> Any:
+    return text(value) if as_string else value
 
 
 class OperationProfiler:
@@ -123,35 +115,29 @@ class OperationProfiler:
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Return the operations of forwards."""
-        return flops_to_string(self._operations.forward) if as_string else self._operations.forward
+        return _told(self._operations.forward, as_string, flops_to_string)
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         """Return the multiplications of forwards, each with its addition."""
-        found = self._operations.forward // 2
-        return macs_to_string(found) if as_string else found
+        return _told(self._operations.forward // 2, as_string, macs_to_string)
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """Return the parameters of the model."""
-        found = sum(parameter.numel() for parameter in self.model.parameters())
-        return params_to_string(found) if as_string else found
+        return _told(sum(one.numel() for one in self.model.parameters()), as_string, params_to_string)
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         """Return the seconds in which was counted, which counting makes longer."""
         found = self._seconds + (time.perf_counter() - self._since if self.started else 0.0)
-        return duration_to_string(found) if as_string else found
+        return _told(found, as_string, duration_to_string)
 
     def print_model_profile(
         self, profile_step: int = 1, module_depth: int = -1, top_modules: int = 1, detailed: bool = True,
         output_file: str | Path | None = None,
     ) -> None:  # fmt: skip
-        """Print, or write to a file, the counts of the model and of its modules.
+        """Print, or write anew to ``output_file``, the counts of the modules to ``module_depth``; -1: of all.
 
-        Args:
-            profile_step: named in the first line.
-            module_depth: of the modules that are listed at the most; -1: any.
-            top_modules: modules with the most operations at each depth.
-            detailed: list all modules, and not those with the most operations alone.
-            output_file: a file, which is written anew.
+        ``profile_step`` is named in the first line. ``detailed`` lists all modules, else the ``top_modules`` with the
+        most operations at each depth.
         """
         text = "\n".join(self._lines(profile_step, module_depth, top_modules, detailed))
         if output_file is None:
@@ -192,13 +178,13 @@ def get_model_profile(
         input_shape: shape of the only input, a tensor of ones.
         args: positional inputs.
         kwargs: named inputs.
-        print_profile: print the counts by module.
-        detailed: as for ``OperationProfiler.print_model_profile``.
-        module_depth: as ``detailed``.
-        top_modules: as ``detailed``.
+        print_profile: print the counts by module, as ``print_model_profile`` does with the four arguments of its names.
+        detailed: see there.
+        module_depth: see there.
+        top_modules: see there.
         warm_up: forwards before the one that is counted.
-        output_file: as ``detailed``.
         as_string: return texts, such as ``1.23 GFLOPS``.
+        output_file: see there.
         ignore_modules: None; all operations count.
         mode: ``"forward"``, or ``"generate"`` for the model's method of this name.
 

@@ -19,7 +19,8 @@ from zeromesh.config import keys
 from zeromesh.config.adopt import adopt, share_layers, warn_of
 from zeromesh.config.document import read_object
 from zeromesh.config.settings import Settings
-from zeromesh.deepspeed.engine import DeepSpeedEngine, PipelineEngine
+from zeromesh.deepspeed.engine import DeepSpeedEngine
+from zeromesh.deepspeed.pipeline import PipelineEngine
 from zeromesh.initialization.plan import Arguments
 from zeromesh.pipe import PipelineModule
 from zeromesh.signatures import refuse

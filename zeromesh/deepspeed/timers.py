@@ -31,20 +31,17 @@ class NamedTimer:
 
     def start(self) -> None:
         """Start; RuntimeError if it runs."""
-        self._require(False)
+        if self.started_:
+            raise RuntimeError(f"timer {self.name_} runs already: stop it first")
         self.started_, self._start = True, _now()
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """Stop, and add the time to what there is, or replace that; ``record`` counts it in the mean.
-
-        Raises:
-            RuntimeError: it does not run.
-        """
-        self._require(True)
+        """Stop, and add the time to what there is, or replace that; ``record`` counts it in the mean."""
+        if not self.started_:
+            raise RuntimeError(f"timer {self.name_} does not run: start it first")
         passed = 1e3 * (_now() - self._start)
         self._total, self.started_ = passed if reset else self._total + passed, False
-        if record:
-            self._records.append(passed)
+        self._records += [passed] if record else []
 
     def reset(self) -> None:
         """Stop, and forget all times."""
@@ -55,21 +52,14 @@ class NamedTimer:
         runs = self.started_
         if runs:
             self.stop()
-        total = self._total
-        if reset:
-            self._total = 0.0
+        total, self._total = self._total, 0.0 if reset else self._total
         if runs:
             self.start()
         return total
 
     def mean(self) -> float:
         """Return the mean of the recorded times, in milliseconds; 0 without any."""
-        return sum(self._records) / len(self._records) if self._records else 0.0
-
-    def _require(self, runs: bool) -> None:
-        if self.started_ is not runs:
-            state = "runs already: stop it first" if self.started_ else "does not run: start it first"
-            raise RuntimeError(f"timer {self.name_} {state}")
+        return sum(self._records) / max(1, len(self._records))
 
 
 class SynchronizedWallClockTimer:
@@ -91,20 +81,17 @@ class SynchronizedWallClockTimer:
     @staticmethod
     def memory_usage() -> str:
         """Return a line with the memory in use."""
-        device = get_accelerator()
-        figures = {name: getattr(device, name)() / 2**30 for name in ("memory_allocated", "max_memory_allocated")}
-        return " | ".join(f"{name}: {value:.4f} GB" for name, value in figures.items())
+        names = "memory_allocated", "max_memory_allocated"
+        return " | ".join(f"{name}: {getattr(get_accelerator(), name)() / 2**30:.4f} GB" for name in names)
 
     def log(
         self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True, memory_breakdown: bool = False,
         ranks: list[int] | None = None,
     ) -> None:  # fmt: skip
         """Log the milliseconds of some timers, divided by ``normalizer``."""
-        found = [
-            f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers
-        ]
-        memory = f" | {self.memory_usage()}" if memory_breakdown else ""
-        log_dist(f"time (ms) | {' | '.join(found)}{memory}", ranks or [0])
+        there = [name for name in names if name in self.timers]
+        parts = [f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in there]
+        log_dist(" | ".join(["time (ms)", *parts, *([self.memory_usage()] if memory_breakdown else [])]), ranks or [0])
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
         """Return the means of some timers by name, divided by ``normalizer``."""
@@ -134,8 +121,7 @@ class ThroughputTimer:
         self.batch_size, self.start_step, self.steps_per_output = batch_size, start_step, steps_per_output
         self.monitor_memory, self.logging = monitor_memory, logging_fn or _log.info
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
-        self.total_elapsed_time = 0.0
-        self._started: float | None = None
+        self.total_elapsed_time, self._started = 0.0, 0.0
 
     def update_epoch_count(self) -> None:
         """Count an epoch; micro-steps are counted anew."""
@@ -143,7 +129,7 @@ class ThroughputTimer:
 
     def start(self) -> None:
         """Begin a micro-step."""
-        self._started = _now() if self.enabled and self.global_step_count >= self.start_step else None
+        self._started = _now() if self.enabled and self.global_step_count >= self.start_step else 0.0
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """End a micro-step; ``global_step``: and with it a step."""
@@ -151,9 +137,8 @@ class ThroughputTimer:
             return
         self.micro_step_count += 1
         self.global_step_count += global_step
-        if self._started is not None:
-            self.total_elapsed_time += _now() - self._started
-            self._started = None
+        if self._started:
+            self.total_elapsed_time, self._started = self.total_elapsed_time + _now() - self._started, 0.0
         every = self.steps_per_output
         if global_step and report_speed and every and self.global_step_count % every == 0:
             memory = f", {SynchronizedWallClockTimer.memory_usage()}" if self.monitor_memory else ""

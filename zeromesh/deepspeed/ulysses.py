@@ -35,7 +35,7 @@ class DistributedAttention(nn.Module):
         super().__init__()
         self.local_attn, self.spg = local_attention, sequence_process_group
         self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
-        self._require_divisor(num_kv_heads or 0, "num_kv_heads")
+        _require_divisor(num_kv_heads or 0, "num_kv_heads", self.spg)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int = 0, rotary_pos_emb: Any = None,
@@ -53,23 +53,34 @@ class DistributedAttention(nn.Module):
             kwargs: further named arguments of the attention.
         """
         refuse("DistributedAttention", "rotary_pos_emb", rotary_pos_emb, "rotate query and key before the call")
-        whole = [self._exchange(part, self.scatter_idx, self.gather_idx) for part in (query, key, value)]
-        return self._exchange(self.local_attn(*whole, *args, **kwargs), self.gather_idx, self.scatter_idx)
+        whole = [exchange(self.spg, part, self.scatter_idx, self.gather_idx) for part in (query, key, value)]
+        return exchange(self.spg, self.local_attn(*whole, *args, **kwargs), self.gather_idx, self.scatter_idx)
 
-    def _exchange(self, x: Tensor, scatter: int, gather: int) -> Tensor:
-        """Spread one dim over the ranks and put another together."""
-        ranks = self._require_divisor(x.shape[scatter], f"dim {scatter} of a tensor of shape {tuple(x.shape)}")
-        if ranks == 1:
-            return x
-        rows = torch.stack(x.chunk(ranks, scatter))
-        found = all_to_all_single_autograd(rows.flatten(), None, None, self.spg).view_as(rows)
-        return torch.cat(found.unbind(), gather)
 
-    def _require_divisor(self, size: int, what: str) -> int:
-        ranks = dist.get_world_size(self.spg)
-        if size % ranks:
-            raise ValueError(
-                f"{what} has {size} elements, which {ranks} ranks cannot share equally; use fewer ranks, or repeat the "
-                "heads of keys and values"
-            )
-        return ranks
+def exchange(group: dist.ProcessGroup, input: Tensor, scatter_idx: int, gather_idx: int, *ignored: Any) -> Tensor:
+    """Spread one dim of a tensor over the ranks of a group and put another together.
+
+    Arguments after these, such as DeepSpeed's ``batch_dim_idx``, have no effect: the dims say all.
+    """
+    ranks = _require_divisor(input.shape[scatter_idx], f"dim {scatter_idx} of a tensor of {tuple(input.shape)}", group)
+    if ranks == 1:
+        return input
+    rows = torch.stack(input.chunk(ranks, scatter_idx))
+    found = all_to_all_single_autograd(rows.flatten(), None, None, group).view_as(rows)
+    return torch.cat(found.unbind(), gather_idx)
+
+
+class _SeqAllToAll:
+    """``exchange`` under the name that DeepSpeed's autograd function has."""
+
+    apply = staticmethod(exchange)
+
+
+def _require_divisor(size: int, what: str, group: dist.ProcessGroup) -> int:
+    ranks = dist.get_world_size(group)
+    if size % ranks:
+        raise ValueError(
+            f"{what} has {size} elements, which {ranks} ranks cannot share equally; use fewer ranks, or repeat the "
+            "heads of keys and values"
+        )
+    return ranks

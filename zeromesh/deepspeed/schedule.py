@@ -1,0 +1,154 @@
+"""``deepspeed.runtime.pipe.schedule``: the instructions of one stage, step by step, for programs that read them.
+
+Engines run ZeroMesh's own schedules (``zeromesh.pipeline.schedule``); changing a class here changes none of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+
+class PipeInstruction:
+    """One instruction; its arguments are attributes, too."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.name, self.kwargs = type(self).__name__, kwargs
+        vars(self).update(kwargs)
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.kwargs.items())})"
+
+
+class BufferOpInstruction(PipeInstruction):
+    """An instruction on one of the buffers of activations."""
+
+    def __init__(self, buffer_id: int, **kwargs: Any) -> None:
+        super().__init__(buffer_id=buffer_id, **kwargs)
+
+
+# Classes without a body: their names are all that a schedule says.
+_PLAIN = ("OptimizerStep", "ReduceGrads", "ReduceTiedGrads")
+_BUFFERED = (
+    "LoadMicroBatch", "ForwardPass", "BackwardPass", "SendActivation", "RecvActivation", "SendGrad", "RecvGrad",
+)  # fmt: skip
+OptimizerStep, ReduceGrads, ReduceTiedGrads = (type(name, (PipeInstruction,), {}) for name in _PLAIN)
+LoadMicroBatch, ForwardPass, BackwardPass, SendActivation, RecvActivation, SendGrad, RecvGrad = (
+    type(name, (BufferOpInstruction,), {}) for name in _BUFFERED
+)
+Steps = Iterator[list[PipeInstruction]]
+
+
+class PipeSchedule(ABC):
+    """The instructions of a stage.
+
+    Args:
+        micro_batches: of a batch.
+        stages: of the pipeline.
+        stage_id: the stage whose instructions these are.
+    """
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
+        self.micro_batches, self.stages, self.stage_id = micro_batches, stages, stage_id
+        self.num_micro_batches, self.num_stages, self.stage = micro_batches, stages, stage_id
+        self.prev_stage, self.next_stage = stage_id - 1, stage_id + 1
+        self.is_first_stage, self.is_last_stage = stage_id == 0, stage_id == stages - 1
+
+    @abstractmethod
+    def steps(self) -> Steps:
+        """Yield the instructions of each step."""
+
+    def num_pipe_buffers(self) -> int:
+        """Return the buffers that the instructions name."""
+        return self.micro_batches
+
+    def __iter__(self) -> Steps:
+        return self.steps()
+
+    def _valid_micro_batch(self, micro_batch_id: int) -> bool:
+        return 0 <= micro_batch_id < self.micro_batches
+
+    def _valid_stage(self, stage_id: int) -> bool:
+        return 0 <= stage_id < self.stages
+
+    def _buffer_idx(self, micro_batch_id: int) -> int:
+        return micro_batch_id % self.num_pipe_buffers()
+
+
+class InferenceSchedule(PipeSchedule):
+    """Forwards, one micro-batch a step, with two buffers: one is sent while the other is filled."""
+
+    def num_pipe_buffers(self) -> int:
+        """Return 2."""
+        return 2
+
+    def steps(self) -> Steps:
+        """Yield the instructions of each step."""
+        for step in range(self.micro_batches + self.stages - 1):
+            micro_batch = step - self.stage
+            filled = (step + self.stage) % 2
+            loads = (self.is_first_stage or self.is_last_stage) and self._valid_micro_batch(micro_batch)
+            commands: list[PipeInstruction] = [LoadMicroBatch(filled)] if loads else []
+            sends = self._valid_stage(self.next_stage) and self._valid_micro_batch(micro_batch - 1)
+            receives = self._valid_stage(self.prev_stage) and self._valid_micro_batch(micro_batch)
+            pair = [SendActivation(1 - filled)] if sends else [], [RecvActivation(filled)] if receives else []
+            # Neighbours send and receive in opposite orders, or each would wait for the other.
+            for part in pair if self.stage % 2 == 0 else pair[::-1]:
+                commands += part
+            yield commands + ([ForwardPass(filled)] if self._valid_micro_batch(micro_batch) else [])
+
+
+class TrainSchedule(PipeSchedule):
+    """1F1B: forwards and backwards alternate, and stages of even and odd numbers do the one while others the other."""
+
+    def num_pipe_buffers(self) -> int:
+        """Return as many as micro-batches can be between their forward and backward, 2 at least."""
+        return max(2, min(self.stages - self.stage, self.micro_batches))
+
+    def steps(self) -> Steps:
+        """Yield the instructions of each step."""
+        before = -1
+        last = 2 * (self.micro_batches + self.stages - 1) - 1
+        for step in range(last + 1):
+            micro_batch, forward = self._work(step)
+            there, was_there = self._valid_micro_batch(micro_batch), self._valid_micro_batch(before)
+            here, old = self._buffer_idx(micro_batch), self._buffer_idx(before)
+            commands: list[PipeInstruction] = []
+            # A forward follows a backward, whose gradient goes to the stage before; and the other way round.
+            other = self._valid_stage(self.prev_stage if forward else self.next_stage)
+            if forward:
+                commands += [SendGrad(old)] if was_there and other else []
+                commands += [RecvActivation(here)] if there and other else []
+                ends = self.is_first_stage or self.is_last_stage
+                commands += [LoadMicroBatch(here)] if there and ends else []
+            else:
+                commands += [RecvGrad(here)] if there and other else []
+                commands += [SendActivation(old)] if was_there and other else []
+            if there:
+                commands.append(ForwardPass(here) if forward else BackwardPass(here))
+            if step == last:
+                commands += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+            before = micro_batch
+            yield commands
+
+    def _work(self, step: int) -> tuple[int, bool]:
+        """Return the micro-batch of a step, perhaps outside of their range, and whether it goes forward."""
+        # Forwards arrive a step later at each stage; a backward takes as long from the last stage to this one.
+        if (step + self.stage) % 2 == 0:
+            return (step - self.stage) // 2, True
+        return (step + self.stage + 1) // 2 - self.stages, False
+
+
+class DataParallelSchedule(PipeSchedule):
+    """Gradient accumulation without stages."""
+
+    def num_pipe_buffers(self) -> int:
+        """Return 1."""
+        return 1
+
+    def steps(self) -> Steps:
+        """Yield the instructions of each step."""
+        for step in range(self.micro_batches):
+            commands: list[PipeInstruction] = [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)]
+            yield commands + ([ReduceGrads(), OptimizerStep()] if step == self.micro_batches - 1 else [])
