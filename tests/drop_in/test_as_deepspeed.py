@@ -48,6 +48,7 @@ if rank == 0:
 
 CONFIG = {
     "train_batch_size": 4,
+    "gradient_clipping": 0,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
     "zero_optimization": {"stage": 3},
     "a_key_that_nobody_knows": 1,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeromesh.config.document import is_unset
-from zeromesh.config.settings import Resolved
+from zeromesh.config.settings import Resolved, Settings
 from zeromesh.config.tables import RENAMED, look_up
 
 
@@ -21,7 +21,7 @@ class Asked:
     """A configuration as it was written, and the settings that it led to."""
 
     document: Mapping[str, Any]
-    settings: Resolved
+    settings: Settings | Resolved  # resolved where the answer is a size
 
     def value(self, path: str, default: Any) -> Any:
         """Return what was written under a key, or one of its other names; ``default`` if nothing was."""

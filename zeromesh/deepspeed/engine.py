@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeromesh.batches import check_loss
 from zeromesh.config.engine_answers import Asked
 from zeromesh.deepspeed.parameters import ParameterOffload
 from zeromesh.deepspeed.questions import ATTRIBUTES, REFUSED, AnsweredConfig, CallableScale, Throughput, methods
 from zeromesh.deepspeed.weights import Weights
+from zeromesh.deepspeed.wrappers import attributes
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
 from zeromesh.optim.bound import name_values
@@ -54,7 +56,9 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
     Tables in ``questions.py`` have its names that need no method here.
     """
 
-    def __init__(self, parts: Parts, document: Mapping[str, Any], mpu: Any = None) -> None:
+    def __init__(
+        self, parts: Parts, document: Mapping[str, Any], mpu: Any = None, users_optimizer: bool = False
+    ) -> None:
         nn.Module.__init__(self)
         self._document = dict(document)
         # Also a plain attribute: the engine looks for missing ones in the model, which it must not look for there.
@@ -65,8 +69,9 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         self.is_compiled = False
         self._applied = False
         self._batch_fn: Callable[[Any], Any] | None = None
-        if self.optimizer is not None and self.sharded.sharded:
-            name_values(self.optimizer, parameter_offload=ParameterOffload(self.sharded))
+        if self.optimizer is not None:
+            offload = {"parameter_offload": ParameterOffload(self.sharded)} if self.sharded.sharded else {}
+            name_values(self.optimizer, **offload, **attributes(self, users_optimizer))
 
     # The module.
 
@@ -139,8 +144,18 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
 
     # Training.
 
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Compute gradients; see ``Engine.backward``. A loss that is no scalar with a graph is an AssertionError."""
+        return super().backward(_require_loss(loss), retain_graph, scale_wrt_gas)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss times the loss scale; see ``Engine.scale``. Errors are as those of ``backward``."""
+        return super().scale(_require_loss(loss))
+
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Update the parameters at the accumulation boundary; see ``Engine.step``."""
+        if not self._accumulation.syncs:
+            raise AssertionError("step() inside no_sync(): leave the context first, the update needs all gradients")
         before, self._applied = self.global_steps - self.skipped_steps, False
         super().step(lr_kwargs)
         self._applied = self.global_steps - self.skipped_steps > before
@@ -150,15 +165,31 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         return self._applied
 
     @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients on their rank in this context; see ``Engine.no_sync``, which any stage may use."""
+        # Programs expect DeepSpeed's limits, and some try them to find out about the stage.
+        if self.zero_optimization_partition_gradients():
+            raise AssertionError(
+                f"no_sync() with gradients in parts, at ZeRO stage {self.zero_optimization_stage()}: use "
+                "coalesce_grad_reduction(), or let the configuration accumulate"
+            )
+        if not self._accumulation.syncs:
+            raise AssertionError("no_sync() inside no_sync(): leave out the inner one")
+        with super().no_sync():
+            yield
+        # DeepSpeed counts calls of ``step``, and none of these backwards.
+        self._accumulation.join()
+
+    @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Add up the gradients of several backwards in this context, for the ``step()`` after it."""
+        if not self.zero_optimization():
+            raise NotImplementedError("coalesce_grad_reduction() without ZeRO: use no_sync()")
         if not self._accumulation.syncs:
             raise AssertionError("coalesce_grad_reduction() inside no_sync(): leave that context, this one includes it")
-        with self.no_sync():
+        with super().no_sync():
             yield
-
-    def clip_fp32_gradients(self) -> None:
-        """Accept the call: ``step()`` clips gradients by the configured norm."""
+        self._accumulation.join()
 
     def compile(
         self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, schedule: Any = None,
@@ -234,12 +265,25 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         self, include: Collection[Any] | None = None, device: Any = OffloadDeviceEnum.cpu, pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:  # fmt: skip
-        """Move states to host memory until ``reload_states``; None: all kinds. See ``Engine.offload_states``."""
-        if OffloadDeviceEnum(device) is not OffloadDeviceEnum.cpu:
+        """Move states to host memory until ``reload_states``; None: all kinds; device ``none``: nothing.
+
+        See ``Engine.offload_states``.
+        """
+        device = OffloadDeviceEnum(device)
+        if device is OffloadDeviceEnum.none:
+            return
+        if device is not OffloadDeviceEnum.cpu:
             raise ValueError(f"offload_states: device = {device} cannot be honoured; states go to the host, cpu")
         how = {"pin_memory": pin_memory, "non_blocking": non_blocking}
         chosen = [OffloadStateTypeEnum(kind) for kind in (OffloadStateTypeEnum if include is None else include)]
         super().offload_states([_KINDS[kind] for kind in chosen if kind in _KINDS], **how)
+
+
+def _require_loss(loss: Any) -> torch.Tensor:
+    try:
+        return check_loss(loss)
+    except ValueError as error:
+        raise AssertionError(error) from None
 
 
 for _name, _method in methods().items():

@@ -25,6 +25,7 @@ _TOPOLOGY = f"{OWN}.topology"
 _RECOMPUTE = f"{OWN}.recompute"
 _UTILITIES = f"{OWN}.utilities"
 _DEVICES = f"{OWN}.devices"
+_WRAPPERS = f"{OWN}.wrappers"
 _OPTIMIZERS = f"{OWN}.optimizers"
 _REPORTING = f"{OWN}.reporting"
 _TIMERS = f"{OWN}.timers"
@@ -54,12 +55,11 @@ _PROFILER = {
 HOMES: dict[str, dict[str, str]] = {
     "": {
         OWN + ".finder": "install",
-        _START: "initialize add_config_arguments set_optimizer_flags tp_model_init",
+        _START: "initialize add_config_arguments set_optimizer_flags tp_model_init DeepSpeedConfigError",
         _GROUP: "init_distributed",
         _ENGINE: "DeepSpeedEngine",
-        _PARAMETERS: "DeepSpeedOptimizer",
+        _WRAPPERS: "DeepSpeedOptimizer",
         _STAGED: "PipelineEngine PipelineModule=StagedModule",
-        "zeromesh.config.errors": "DeepSpeedConfigError=ConfigError",
     },
     "accelerator": {_DEVICES: "get_accelerator DeepSpeedAccelerator=DeviceInterface"},
     "accelerator.abstract_accelerator": {_DEVICES: "DeepSpeedAccelerator=DeviceInterface"},
@@ -71,7 +71,7 @@ HOMES: dict[str, dict[str, str]] = {
     "monitor": {},
     "monitor.config": {_REPORTING: "get_monitor_config"},
     "monitor.monitor": {_REPORTING: "MonitorMaster"},
-    "ops": {},
+    "ops": {f"{OWN}.op_builder": "__compatible_ops__=compatible_ops"},
     "ops.adagrad": _ADAGRAD,
     "ops.adagrad.cpu_adagrad": _ADAGRAD,
     "ops.adam": _ADAM,
@@ -82,6 +82,7 @@ HOMES: dict[str, dict[str, str]] = {
     "ops.lion": _LION,
     "ops.lion.cpu_lion": _LION,
     "ops.lion.fused_lion": _LION,
+    "ops.op_builder": {f"{OWN}.op_builder": "OpBuilder"},
     "pipe": _PIPE,
     "profiling": {},
     "profiling.flops_profiler": _PROFILER,
@@ -93,18 +94,22 @@ HOMES: dict[str, dict[str, str]] = {
         "partition_activations_in_checkpoint CudaRNGStatesTracker get_cuda_rng_tracker "
         "model_parallel_cuda_manual_seed",
     },
-    "runtime.base_optimizer": {_PARAMETERS: "DeepSpeedOptimizer ZeROOptimizer=DeepSpeedOptimizer"},
+    "runtime.base_optimizer": {_WRAPPERS: "DeepSpeedOptimizer ZeROOptimizer"},
+    "runtime.bf16_optimizer": {_WRAPPERS: "BF16_Optimizer"},
     "runtime.checkpoint_engine": {},
     "runtime.checkpoint_engine.torch_checkpoint_engine": {_STAGED: "TorchCheckpointEngine=LayerFiles"},
     "runtime.compiler": {
         "torch.compiler": "disable is_compiling",
         "torch._dynamo": "is_compile_supported=is_dynamo_supported",
     },
-    "runtime.config": {"zeromesh.config.errors": "DeepSpeedConfigError=ConfigError"},
+    "runtime.config": {_START: "DeepSpeedConfigError"},
     "runtime.data_pipeline": {},
     "runtime.data_pipeline.curriculum_scheduler": {f"{OWN}.curriculum": "CurriculumScheduler"},
     "runtime.dataloader": {_UTILITIES: "RepeatingLoader"},
     "runtime.engine": {_ENGINE: "DeepSpeedEngine"},
+    "runtime.fp16": {},
+    "runtime.fp16.fused_optimizer": {_WRAPPERS: "FP16_Optimizer"},
+    "runtime.fp16.unfused_optimizer": {_WRAPPERS: "FP16_UnfusedOptimizer"},
     "runtime.lr_schedules": {
         f"{OWN}.lr_schedules": "VALID_LR_SCHEDULES LR_SCHEDULE LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR "
         "WARMUP_COSINE_LR WARMUP_TYPE WARMUP_LOG_RATE WARMUP_LINEAR_RATE LRRangeTest OneCycle WarmupLR WarmupDecayLR "
@@ -132,27 +137,30 @@ HOMES: dict[str, dict[str, str]] = {
     },
     "runtime.zero": {
         _PARAMETERS: "Init=ZeroInit ZeroParamStatus register_external_parameter unregister_external_parameter "
-        "unwrap_model_for_generation",
-        _ZERO: "GatheredParameters TiledLinear",
+        "unwrap_model_for_generation GatheredParameters",
+        f"{OWN}.tiling": "TiledLinear=TiledLayer TiledLinearReturnBias=TiledLayerReturningBias",
     },
+    "runtime.zero.parameter_offload": {_PARAMETERS: "DeepSpeedZeRoOffload=ParameterOffload"},
     "runtime.zero.offload_config": {_ENGINE: "OffloadDeviceEnum OffloadStateTypeEnum"},
     "runtime.zero.partition_parameters": {
-        _PARAMETERS: "Init=ZeroInit ZeroParamStatus register_external_parameter unregister_external_parameter",
-        _ZERO: "GatheredParameters",
+        _PARAMETERS: "Init=ZeroInit ZeroParamStatus register_external_parameter unregister_external_parameter "
+        "GatheredParameters",
         _DEVICES: "get_accelerator",
         _UTILITIES: "zero_wrapper_for_fp_tensor_constructor",
         "torch": "_orig_torch_arange=arange",
     },
     "runtime.zero.stage3": {
+        _WRAPPERS: "DeepSpeedZeroOptimizer_Stage3",
         _PARAMETERS: "unwrap_model_for_generation",
         _ZERO: "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold "
         "estimate_zero3_model_states_mem_needs_all_live",
     },
     "runtime.zero.stage_1_and_2": {
+        _WRAPPERS: "DeepSpeedZeroOptimizer",
         _ZERO: "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold "
         "estimate_zero2_model_states_mem_needs_all_live",
     },
-    "runtime.zero.tiling": {_ZERO: "TiledLinear"},
+    "runtime.zero.tiling": {f"{OWN}.tiling": "TiledLinear=TiledLayer TiledLinearReturnBias=TiledLayerReturningBias"},
     "runtime.zero.utils": {_PARAMETERS: "is_zero_param", _UTILITIES: "ZeRORuntimeException"},
     "sequence": {},
     "sequence.layer": {f"{OWN}.ulysses": "DistributedAttention _SeqAllToAll"},
@@ -183,7 +191,7 @@ SAME = {
 }
 """Modules that are another one of the table."""
 
-REST = {"comm": f"{OWN}.collectives", "utils.groups": f"{OWN}.process_groups"}
+REST = {"comm": f"{OWN}.collectives", "ops.op_builder": f"{OWN}.op_builder", "utils.groups": f"{OWN}.process_groups"}
 """Modules that have the names that a module's row lacks."""
 
 _EXPERTS = "there are no experts yet; train a dense model, or transformers' own mixture with its experts as leaves"
@@ -206,7 +214,6 @@ REFUSED = {
     "DeepSpeedTransformerConfig": "use torch.nn.TransformerEncoderLayer, or the model's own layers",
     "ops.transformer": "use torch.nn.functional.scaled_dot_product_attention and torch.compile",
     "ops.sparse_attention": "use torch.nn.attention.flex_attention with a block mask",
-    "ops.op_builder": "nothing is compiled at run time; kernels come with the package",
     "linear": "use torch.nn.Linear, and peft or torchao for adapters and quantised weights",
     "moe": _EXPERTS,
     "runtime.data_pipeline.data_sampling": "pass a sampler of your own to engine.deepspeed_io(data_sampler=...)",

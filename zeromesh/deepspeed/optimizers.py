@@ -1,27 +1,71 @@
 """``deepspeed.ops``: optimizers with DeepSpeed's constructors, whose updates are torch's and ZeroMesh's own.
 
 Each only adds a constructor to its base, so that engines, kernels on the host and checkpoints treat it as the base. By
-itself it is an ordinary torch optimizer, whose states have the dtype of the parameters.
+itself it is an ordinary torch optimizer. Those for the host keep states of 16-bit parameters in fp32 unless told
+otherwise.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from zeromesh.config.keys import CLIPPING
+from zeromesh.deepspeed.wrappers import Named
 from zeromesh.optim.lamb import Lamb
 from zeromesh.optim.lion import Lion
 from zeromesh.signatures import refuse
 
 _BIAS = "torch's Adam always corrects the bias; leave it out"
-_STATES = "states have the dtype of the masters, or of the parameters where there is no engine; leave it out"
+_NARROW = (torch.float16, torch.bfloat16)
 _NONE = "leave it out, and call zero_grad(set_to_none=False)"
 
 Betas = tuple[float, float]
 
 
-class FusedAdam(torch.optim.Adam):
+def _keep_fp32(optimizer: Optimizer) -> None:
+    """Update 16-bit parameters in fp32, and so keep their states in it, while no engine owns the optimizer."""
+    narrow: dict[torch.Tensor, torch.Tensor] = {}  # parameters, by what is updated in their place
+    for state in optimizer.state.values():  # Adagrad makes its sums at once
+        state |= {key: value.float() for key, value in state.items() if getattr(value, "dtype", None) in _NARROW}
+
+    def begin(optimizer: Any, *ignored: Any) -> None:
+        # Under an engine these are pieces of masters, which have the dtype that the configuration says.
+        for group in [] if "cur_scale" in vars(optimizer) else optimizer.param_groups:
+            group["params"] = [widened(one, optimizer.state) for one in group["params"]]
+
+    def widened(parameter: torch.Tensor, states: Any) -> torch.Tensor:
+        if parameter.grad is None or parameter.dtype not in _NARROW:
+            return parameter
+        with torch.enable_grad():
+            wide = parameter.detach().float().requires_grad_()
+            wide.backward(parameter.grad.float())  # of a leaf, whose gradient it becomes
+        _move(states, parameter, wide)
+        narrow[wide] = parameter
+        return wide
+
+    def end(optimizer: Any, *ignored: Any) -> None:
+        for group in optimizer.param_groups:
+            group["params"] = [narrow.get(one, one) for one in group["params"]]
+        with torch.no_grad():
+            for wide, parameter in narrow.items():
+                parameter.copy_(wide)
+                _move(optimizer.state, wide, parameter)
+        narrow.clear()
+
+    optimizer.register_step_pre_hook(begin)
+    optimizer.register_step_post_hook(end)
+
+
+def _move(states: Any, source: torch.Tensor, target: torch.Tensor) -> None:
+    if source in states:
+        states[target] = states.pop(source)
+
+
+class FusedAdam(torch.optim.Adam, metaclass=Named):
     """Adam, with decoupled weight decay (AdamW) unless ``adam_w_mode`` is False.
 
     Raises:
@@ -38,11 +82,11 @@ class FusedAdam(torch.optim.Adam):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode)
 
 
-class DeepSpeedCPUAdam(torch.optim.Adam):
+class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=Named):
     """Adam as ``FusedAdam``; an engine updates with the native kernel what is offloaded to the host.
 
     Raises:
-        ValueError: ``bias_correction`` or ``fp32_optimizer_states`` is False.
+        ValueError: ``bias_correction`` is False.
     """
 
     def __init__(
@@ -51,15 +95,16 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         fp32_optimizer_states: bool = True,
     ) -> None:  # fmt: skip
         refuse("DeepSpeedCPUAdam", "bias_correction", bias_correction, _BIAS, True)
-        refuse("DeepSpeedCPUAdam", "fp32_optimizer_states", fp32_optimizer_states, _STATES, True)
         super().__init__(model_params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adamw_mode)
+        if fp32_optimizer_states:
+            _keep_fp32(self)
 
 
-class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=Named):
     """Torch's Adagrad.
 
     Raises:
-        ValueError: ``amsgrad`` is True, or ``fp32_optimizer_states`` False.
+        ValueError: ``amsgrad`` is True.
     """
 
     def __init__(
@@ -67,11 +112,12 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         amsgrad: bool = False, fp32_optimizer_states: bool = True,
     ) -> None:  # fmt: skip
         refuse("DeepSpeedCPUAdagrad", "amsgrad", amsgrad, "only Adam and AdamW have it; leave it out", False)
-        refuse("DeepSpeedCPUAdagrad", "fp32_optimizer_states", fp32_optimizer_states, _STATES, True)
         super().__init__(model_params, lr=lr, weight_decay=weight_decay, eps=eps)
+        if fp32_optimizer_states:
+            _keep_fp32(self)
 
 
-class FusedLion(Lion):
+class FusedLion(Lion, metaclass=Named):
     """Lion with decoupled weight decay.
 
     Raises:
@@ -86,22 +132,19 @@ class FusedLion(Lion):
         super().__init__(params, lr, betas, weight_decay)
 
 
-class DeepSpeedCPULion(Lion):
-    """Lion as ``FusedLion``.
-
-    Raises:
-        ValueError: ``fp32_optimizer_states`` is False.
-    """
+class DeepSpeedCPULion(Lion, metaclass=Named):
+    """Lion as ``FusedLion``."""
 
     def __init__(
         self, model_params: ParamsT, lr: float = 1e-3, betas: Betas = (0.9, 0.999), weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> None:  # fmt: skip
-        refuse("DeepSpeedCPULion", "fp32_optimizer_states", fp32_optimizer_states, _STATES, True)
         super().__init__(model_params, lr, betas, weight_decay)
+        if fp32_optimizer_states:
+            _keep_fp32(self)
 
 
-class FusedLamb(Lamb):
+class FusedLamb(Lamb, metaclass=Named):
     """LAMB.
 
     Raises:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from inspect import signature
 from itertools import count
 from typing import Any
@@ -14,16 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeromesh import zero
+from zeromesh.config.adopt import adopt
+from zeromesh.config.settings import Settings
+from zeromesh.shard.deferred import is_deferred, replayed
 from zeromesh.shard.guard import is_unloaded
+from zeromesh.shard.materialise import replace
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shard.unit import State
 
-# Parameters that were built under ``ZeroInit``: they are DeepSpeed's kind of parameter before there is an engine.
-_BUILT: Any = WeakIdKeyDictionary()
 _NUMBERS: Any = WeakIdKeyDictionary()  # ``ds_id``, given when it is first asked for
 _next = count()
 
@@ -36,10 +38,16 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3  # being gathered
 
 
+# Parameters that were built under ``ZeroInit``, which are DeepSpeed's kind before there is an engine, and their state.
+_BUILT: Any = WeakIdKeyDictionary()
+_HELD: Any = WeakIdKeyDictionary()  # contexts of ``parameter.all_gather()``, left by ``parameter.partition()``
+
+
 class ZeroInit(zero.Init):
     """``zeromesh.zero.Init``, under which parameters have ``ds_id`` and the other attributes at once.
 
-    A ``dtype`` is that of the parameters which are made. Groups are accepted that are all ranks.
+    A ``dtype``, or that of the configuration if it is given, is that of the parameters which are made. Groups are
+    accepted that are all ranks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,13 +55,16 @@ class ZeroInit(zero.Init):
         self._dtype, self._before = given.pop("dtype", None), torch.get_default_dtype()
         if isinstance(self._dtype, str):
             raise ValueError(f"zero.Init: dtype is {self._dtype!r}; pass a dtype of torch, such as torch.bfloat16")
+        config = given.get("config_dict_or_path") or given.get("config")
+        if self._dtype is None and config is not None:
+            self._dtype = Settings.load(adopt(config)[0]).precision.compute
         for name in ("data_parallel_group", "zero_param_parallel_group", "sequence_data_parallel_group"):
             group = given.get(name)
             if isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():
                 del given[name]
         super().__init__(**given)
         for parameter in given["module"].parameters() if given.get("module") is not None else ():
-            _BUILT[parameter] = True
+            _BUILT[parameter] = ZeroParamStatus.NOT_AVAILABLE
 
     def __enter__(self) -> ZeroInit:
         if _transformers_loads():
@@ -86,7 +97,7 @@ def _transformers_loads() -> bool:
 
 def _note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
     if parameter is not None:
-        _BUILT[parameter] = True
+        _BUILT[parameter] = ZeroParamStatus.NOT_AVAILABLE
 
 
 def is_zero_param(parameter: object) -> bool:
@@ -103,7 +114,7 @@ def _number(parameter: nn.Parameter) -> int:
 
 def _status(parameter: nn.Parameter) -> ZeroParamStatus:
     if zero.engine_of(parameter) is None:
-        return ZeroParamStatus.NOT_AVAILABLE
+        return _BUILT[parameter]  # type: ignore[no-any-return]
     unit = zero.place_of(parameter)[0]
     if unit.state is State.FETCHING:
         return ZeroParamStatus.INFLIGHT
@@ -124,11 +135,66 @@ def _part(parameter: nn.Parameter) -> torch.Tensor:
     return flat.shard.detach()[start:stop]
 
 
+@contextmanager
+def GatheredParameters(
+    params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None, enabled: bool = True,
+) -> Iterator[None]:  # fmt: skip
+    """``zeromesh.zero.GatheredParameters``, also of what was built under ``ZeroInit`` and has no engine yet.
+
+    Such parameters are made at the first call and stay whole on each rank until ``initialize``, with the first rank's
+    values.
+    """
+    members: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+    early = [one for one in members if enabled and one in _BUILT and zero.engine_of(one) is None]
+    for parameter in early:
+        if is_deferred(parameter):
+            replace(parameter, replayed(parameter))
+        _send(parameter, 0)  # small ones were made by each rank
+        _BUILT[parameter] = ZeroParamStatus.AVAILABLE
+    # As in DeepSpeed, what is written counts only if a rank is named whose values do.
+    before = [one.detach().clone() for one in early if modifier_rank is None]
+    with zero.GatheredParameters(members, modifier_rank, fwd_module, enabled):
+        yield
+    with torch.no_grad():
+        for parameter, value in zip(early, before or early, strict=True):
+            parameter.copy_(value)
+            _send(parameter, modifier_rank or 0)
+            _BUILT[parameter] = ZeroParamStatus.NOT_AVAILABLE
+
+
+def _send(parameter: nn.Parameter, rank: int) -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(parameter.detach(), rank)
+
+
+def _gather(parameter: nn.Parameter, *ignored: Any, **options: Any) -> None:
+    """Make a parameter whole until ``partition()``. Collective."""
+    if parameter not in _HELD:
+        _HELD[parameter] = GatheredParameters([parameter], modifier_rank=0)
+        _HELD[parameter].__enter__()
+
+
+def _scatter(parameter: nn.Parameter, *ignored: Any, **options: Any) -> None:
+    """End what ``all_gather()`` has begun; values written meanwhile are the first rank's. Collective."""
+    if parameter in _HELD:
+        _HELD.pop(parameter).__exit__(None, None, None)
+
+
+def _persists(parameter: nn.Parameter) -> bool:
+    """Return whether DeepSpeed would keep the parameter whole on each rank, by its size."""
+    engine: Any = zero.engine_of(parameter)
+    return engine is not None and parameter.numel() <= engine.zero_param_persistence_threshold()
+
+
 _ATTRIBUTES: dict[str, Callable[[nn.Parameter], Any]] = {
     "ds_id": _number,
     "ds_shape": lambda parameter: parameter.shape,
     "ds_numel": lambda parameter: parameter.numel(),
     "ds_status": _status,
+    "ds_persist": _persists,
+    "all_gather": lambda parameter: partial(_gather, parameter),
+    "partition": lambda parameter: partial(_scatter, parameter),
     "partition_numel": lambda parameter: lambda: _part(parameter).numel(),
     "ds_tensor": _part,
     # Modules that compute with it now: programs clear it before they generate.
@@ -177,7 +243,7 @@ def _require(call: str, parameter: object) -> None:
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the model that was given, with all parameters whole on every rank, to generate with."""
-    with zero.GatheredParameters(model.parameters()):
+    with GatheredParameters(model.parameters()):
         yield model
 
 
@@ -220,13 +286,3 @@ class ParameterOffload:
         self._sharded.rest()
 
     partition_all_parameters = empty_partition_cache
-
-
-class _IsOptimizer(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        """Return whether this is an optimizer that an engine updates with."""
-        return isinstance(instance, Optimizer) and hasattr(instance, "cur_scale")
-
-
-class DeepSpeedOptimizer(metaclass=_IsOptimizer):
-    """Optimizers that ``initialize`` has returned, whatever their class; for ``isinstance``."""

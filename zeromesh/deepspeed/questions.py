@@ -89,6 +89,8 @@ QUESTIONS: dict[str, Callable[[Engine], Any]] = {
     "get_additional_losses": lambda engine: None,
     # Gradients are reduced as the backward goes on, and nothing is left to do.
     "allreduce_gradients": lambda engine: None,
+    # ``step`` clips gradients.
+    "clip_fp32_gradients": lambda engine: None,
     "empty_partition_cache": lambda engine: engine.sharded.rest(),
     # Shapes of activations may always change.
     "reset_activation_shape": lambda engine: None,

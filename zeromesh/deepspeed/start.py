@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from functools import partial
@@ -13,17 +14,25 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from zeromesh import build
+from zeromesh import build, zero
 from zeromesh.comm.environment import Environment, init_distributed
 from zeromesh.config import keys
-from zeromesh.config.adopt import adopt, share_layers, warn_of
+from zeromesh.config.adopt import Change, adopt, share_layers, warn_of
 from zeromesh.config.document import read_object
+from zeromesh.config.engine_answers import Asked
+from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
 from zeromesh.deepspeed.engine import DeepSpeedEngine
 from zeromesh.deepspeed.pipeline import PipelineEngine
+from zeromesh.deepspeed.wrappers import require_supported
 from zeromesh.initialization.plan import Arguments
 from zeromesh.pipe import PipelineModule
 from zeromesh.signatures import refuse
+
+_log = logging.getLogger("zeromesh")
+
+CLIPS_AT = 1.0
+"""Norm that DeepSpeed clips gradients at where nothing is said, since 0.19."""
 
 # Ranks that share the layers of a model, from ``tp_model_init`` to ``initialize``.
 _WANTED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -41,17 +50,42 @@ def initialize(
 
     Returns:
         The engine, the optimizer, the loader of ``training_data`` or None, the scheduler or None.
+
+    Raises:
+        AssertionError: there is no model, no configuration, or more than one.
+        ValueError: as ``zeromesh.initialize``.
     """
     _accept(mpu, mesh_param)
-    model = build.require_module(model)
+    if model is None:
+        raise AssertionError("initialize needs a model: pass model= with a torch.nn.Module")
+    model = _release(build.require_module(model))
     written, document = _configuration(config, config_params, args)
     _require_wanted_size(model, document)
     make = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    try:
+        require_supported(optimizer, Asked(written, Settings.load(document)))
+    except ConfigError as error:
+        raise DeepSpeedConfigError(error.problems, error.source) from None
     chosen = Arguments(model, document, optimizer, model_parameters, lr_scheduler, training_data, collate_fn, None)
     start = partial(init_distributed, distributed_port=distributed_port, dist_init_required=dist_init_required)
-    engine, *others = build.run_steps(chosen, start, kind=partial(make, document=written, mpu=mpu))
+    made = partial(make, document=written, mpu=mpu, users_optimizer=optimizer is not None)
+    engine, *others = build.run_steps(chosen, start, kind=made)
     assert isinstance(engine, DeepSpeedEngine)
     return engine, *others
+
+
+class DeepSpeedConfigError(ConfigError, AssertionError):
+    """Error of a configuration: for some of them DeepSpeed raises AssertionError, for others its own."""
+
+
+def _release(model: nn.Module) -> nn.Module:
+    """Return a model, or that of an engine, freed from the engine that has it, if its parameters are whole."""
+    model = model.module if isinstance(model, DeepSpeedEngine) else model
+    owner = next(filter(None, map(zero.engine_of, model.parameters())), None)
+    if owner is not None and not owner.sharded.sharded:
+        _log.warning("initialize was given a model that an engine has: that engine cannot train it any more")
+        owner.destroy()
+    return model
 
 
 def _accept(mpu: Any, mesh_param: Any) -> None:
@@ -70,10 +104,19 @@ def _configuration(config: Any, config_params: Any, args: Any) -> tuple[dict[str
     """Return the configuration as it was written, and as the strict reader takes it; warn of what differs."""
     if args is not None and getattr(args, "deepscale_config", None) is not None:
         args = Namespace(deepspeed_config=args.deepscale_config)  # the older name
-    given = build.only_configuration(config, config_params, args)
+    try:
+        given = build.only_configuration(config, config_params, args)
+    except ValueError as error:
+        raise AssertionError(error) from None
     if isinstance(given, Settings):
         return json.loads(given.to_json()), given
+    if not isinstance(given, str | Path | Mapping):
+        raise DeepSpeedConfigError([f"it is a {type(given).__name__}; pass a path or a dict"], "the configuration")
     document, changes = adopt(given)
+    if keys.CLIPPING not in document:
+        document[keys.CLIPPING] = CLIPS_AT
+        why = "DeepSpeed clips at this norm unless the key says otherwise; 0 does not clip"
+        changes.append(Change(keys.CLIPPING, None, f"{CLIPS_AT}", why))
     if Environment.detect().rank == 0:
         warn_of(changes)
     return dict(given) if isinstance(given, Mapping) else read_object(Path(given)), document

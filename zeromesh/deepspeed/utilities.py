@@ -27,7 +27,7 @@ DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 
 class ZeRORuntimeException(Exception):
-    """DeepSpeed's error about what ZeRO cannot do; for ``except`` clauses, as nothing here raises it."""
+    """DeepSpeed's error about what ZeRO cannot do."""
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:

@@ -62,7 +62,7 @@ def answer(optimizer: Optimizer | None, scale: float, overflow: bool) -> None:
         name_values(optimizer, cur_scale=scale, loss_scale=scale, overflow=overflow)
 
 
-def name_values(optimizer: Optimizer, **values: Any) -> None:
+def name_values(optimizer: Optimizer, /, **values: Any) -> None:
     """Give an optimizer attributes that programs written for DeepSpeed read."""
     for name, value in values.items():
         # An attribute that the optimizer's own class has is left alone.

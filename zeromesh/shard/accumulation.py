@@ -131,6 +131,10 @@ class Accumulation:
         else:
             self.unsynced += 1
 
+    def join(self) -> None:
+        """Take all backwards since the last call of ``step`` for one micro-batch."""
+        self.synced, self.unsynced = self.waits, 0
+
     def note_loss(self, loss: torch.Tensor, divided: bool) -> None:
         """Keep the loss of a micro-batch for the mean of the update; ``divided`` if the engine divides it."""
         own = loss.detach().reshape(()).to(torch.float64, copy=True)

@@ -14,7 +14,7 @@ from zeromesh.checkpoint.formats.pickles import read_tensors
 Shapes = Mapping[str, tuple[int, ...]]
 
 IsTrained = Callable[[str], bool | None]
-"""Whether a parameter is trained, by its name; None for a tensor that is no parameter."""
+"""True for a trained parameter, by its name; None for a tensor that is no parameter."""
 
 
 def read(path: Path, is_trained: IsTrained = bool) -> Contents:

@@ -1,0 +1,156 @@
+"""DeepSpeed's classes of optimizers that an engine returns, for ``isinstance``: here it is always a torch optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.optim import Optimizer
+
+from zeromesh.config import keys
+from zeromesh.config.engine_answers import Asked, answer
+from zeromesh.deepspeed.utilities import ZeRORuntimeException
+from zeromesh.optim.lion import Lion
+from zeromesh.optim.muon import Muon
+
+Engine = Any  # a DeepSpeedEngine
+
+
+class Named(type):
+    """Class of classes, whose instances include optimizers of an engine that DeepSpeed would make of this class."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        """Return whether it is an instance, or an engine's optimizer counts as one."""
+        return type.__instancecheck__(cls, instance) or cls.__name__ in getattr(instance, "stands_for", ())
+
+
+class DeepSpeedOptimizer(metaclass=Named):
+    """Optimizers that ``initialize`` has returned, whatever their class."""
+
+
+class ZeROOptimizer(DeepSpeedOptimizer):
+    """Those at ZeRO stages from 1 on."""
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """Those at ZeRO stages 1 and 2."""
+
+
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
+    """Those at ZeRO stage 3."""
+
+
+class BF16_Optimizer(ZeROOptimizer):
+    """Those at stage 1, of bf16 with gradients in fp32."""
+
+
+class FP16_Optimizer(DeepSpeedOptimizer):
+    """Those of 16 bits at stage 0, of a fused Adam."""
+
+
+class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
+    """Those of 16 bits at stage 0, of other optimizers."""
+
+
+class _Inner:
+    """The optimizer in one of the classes above: here it is the same one, without an ``optimizer`` of its own."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        # The optimizer has this one as an attribute, and must not hold itself alive.
+        vars(self)["_of"] = ref(optimizer)
+
+    @property  # type: ignore[misc]  # a property of ``object``, which can be written
+    def __class__(self) -> Any:
+        return type(self._of())
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError("the inner optimizer has no optimizer in it")
+        return getattr(self._of(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._of(), name, value)
+
+
+_BY_NAME = {"adam": "Adam", "adamw": "Adam", "lion": "Lion", "lamb": "Lamb", "adagrad": "Adagrad"}
+
+
+def _classes(engine: Engine, is_users: bool) -> Iterator[str]:
+    """Yield the names of DeepSpeed's classes that the engine's optimizer stands for."""
+    stage, host = engine.zero_optimization_stage(), engine.zero_use_cpu_optimizer()
+    kind = _BY_NAME.get((engine.optimizer_name() or "").lower())
+    if not is_users and kind is not None and not (engine.optimizer_params() or {}).get("torch_adam"):
+        yield f"DeepSpeedCPU{kind}" if host else f"Fused{kind}"
+    yield "DeepSpeedOptimizer"
+    own, kept = engine.get_data_types()
+    if stage > 0:
+        yield "ZeROOptimizer"
+        if stage == 1 and (own, kept) == (torch.bfloat16, torch.float32):
+            yield "BF16_Optimizer"
+        else:
+            yield "DeepSpeedZeroOptimizer_Stage3" if stage > 2 else "DeepSpeedZeroOptimizer"
+    elif own is not torch.float32:
+        fused = type(engine.optimizer).__name__ == "FusedAdam" or (not is_users and kind == "Adam" and not host)
+        yield "FP16_Optimizer" if fused else "FP16_UnfusedOptimizer"
+
+
+def attributes(engine: Engine, is_users: bool) -> dict[str, Any]:
+    """Return the attributes of DeepSpeed's classes that the engine's optimizer gets; ``is_users`` if it was passed."""
+    optimizer, names = engine.optimizer, (*_classes(engine, is_users),)
+    found = {"stands_for": names, "dynamic_loss_scale": engine.fp16_enabled() and engine.dynamic_loss_scale()}
+    if names[-1] == "DeepSpeedOptimizer":
+        return found  # DeepSpeed wraps nothing at stage 0 in fp32
+    groups = [group["params"] for group in optimizer.param_groups]
+    pieces = [piece for group in groups for piece in group]
+    return found | {
+        "optimizer": _Inner(optimizer),
+        "clip_grad": engine.gradient_clipping(),
+        "dtype": engine.get_data_types()[0],
+        "gradient_accumulation_dtype": engine.get_data_types()[1],
+        # Masters that this rank updates.
+        "fp32_groups": groups,
+        "fp32_groups_flat": pieces,
+        "single_partition_of_fp32_groups": pieces,
+        "fp32_partitioned_groups_flat": pieces,
+    }
+
+
+def require_supported(optimizer: Any, asked: Asked) -> None:
+    """Raise what DeepSpeed raises of an optimizer and data types that it does not bring together.
+
+    Raises:
+        AssertionError: an optimizer that DeepSpeed does not know under ZeRO, or 16-bit masters where it has none.
+        NotImplementedError: gradients are kept in another dtype than parameters, at stage 0.
+        ZeRORuntimeException: offloaded states with an optimizer that was not made for the host.
+    """
+    settings = asked.settings
+    stage, precision = settings.zero_optimization.stage, settings.precision
+    own = precision.compute or torch.float32
+    if stage == 0 and precision.accumulate not in (None, own):
+        raise NotImplementedError(
+            f"gradients in {precision.accumulate} of parameters in {own} need ZeRO; leave out the dtype in which they "
+            "are accumulated"
+        )
+    masters, states = (answer(name, asked) for name in ("bf16_master_weights_and_gradients", "bf16_optimizer_states"))
+    host = settings.zero_optimization.optimizer_device != "none"
+    if (masters and not (stage and (states or host))) or (states and not masters):
+        raise AssertionError(
+            "DeepSpeed has masters in 16 bits under ZeRO alone, with states in 16 bits, too, or on the host; leave "
+            "these keys of bf16 out: masters and states are in fp32 here"
+        )
+    if not isinstance(optimizer, Optimizer) or stage == 0:
+        return
+    known = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lion, Muon)
+    if not isinstance(optimizer, known) and not settings.zero_allow_untested_optimizer:
+        raise AssertionError(
+            f"{type(optimizer).__name__} is not among the optimizers that DeepSpeed allows under ZeRO: set "
+            f"{keys.UNTESTED_OPTIMIZER} to true if it updates each element by itself"
+        )
+    forced = host and answer("zero_force_ds_cpu_optimizer", asked)
+    if forced and not type(optimizer).__name__.startswith("DeepSpeedCPU"):
+        raise ZeRORuntimeException(
+            f"{type(optimizer).__name__} with states on the host: DeepSpeed takes its own there, such as "
+            "deepspeed.ops.adam.DeepSpeedCPUAdam"
+        )
