@@ -71,7 +71,7 @@ bench-plan: .venv/.plots.done
 
 # The planner's predictions beside published figures: `make validate-plan ROWS=FILE OUT=PAGE` for other rows.
 validate-plan: .venv/.test.done
-	$(RUN) zeromesh.plan.validate $(or $(ROWS),benchmarks/published-rows.json) \
+	.venv/bin/python benchmarks/validate_plan.py $(or $(ROWS),benchmarks/published-rows.json) \
 		--markdown $(or $(OUT),docs/plan-report-card.md)
 
 check: .venv/.test.done

@@ -64,12 +64,6 @@ def test_mpiexec_gives_the_losses_of_one_process(alone: list[float], tmp_path: P
     check(started([MPIEXEC, "-n", "2", *PYTHON], tmp_path / "losses"), alone)
 
 
-@needs_mpiexec
-@pytest.mark.full
-def test_launch_through_mpiexec_gives_the_losses_of_one_process(alone: list[float], tmp_path: Path) -> None:
-    check(started([*LAUNCH, "--mpi", "--nproc", "2", SCRIPT], tmp_path / "losses"), alone)
-
-
 def slurm_variables(rank: int, ranks: int) -> dict[str, str]:
     return {
         "SLURM_JOB_ID": "4711",

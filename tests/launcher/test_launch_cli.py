@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,9 +18,7 @@ from typer.testing import CliRunner
 from harness import run_command
 from zeromesh.cli.main import app
 from zeromesh.comm import rank
-from zeromesh.comm.failure import RankFailure, first_failure
-from zeromesh.launcher import mpiexec as mpi
-from zeromesh.launcher.launch import python_rank
+from zeromesh.comm.failure import first_failure
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch"]
@@ -374,54 +371,9 @@ def is_listening(port: int) -> bool:
         (["--node-rank", "1", "SCRIPT"], "--node-rank 1 needs --nnodes and --master"),
         (["--nnodes", "1:2", "--master", "h:1", "--max-restarts", "0", "SCRIPT"], "each costs a restart"),
         (["--nproc", "0", "SCRIPT"], "--nproc is 0, but must be at least 1"),
-        (["--mpi", "--max-restarts", "1", "SCRIPT"], "--mpi has no restarts"),
     ],
 )
 def test_wrong_options_are_refused_with_a_remedy(arguments: list[str], text: str, script: Path) -> None:
     code, output = call(*[script if argument == "SCRIPT" else argument for argument in arguments])
     assert code == 2, output
     assert text in output
-
-
-def test_without_an_mpiexec_the_error_says_how_to_get_one(script, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    code, output = call("--mpi", "--nproc", 2, script)
-    assert code == 2
-    assert "pip install 'zeromesh[mpi]'" in output
-
-
-def test_open_mpi_as_root_is_told_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    program = mpi.Mpiexec("/usr/bin/mpiexec", is_open_mpi=True)
-    with pytest.raises(ValueError, match="--mpi-args=--allow-run-as-root"):
-        mpi.command_line(program, ["x"], 2, 1, [])
-    allowed = ["--allow-run-as-root", "--hostfile", "h"]
-    assert mpi.command_line(program, ["x"], 2, 3, allowed) == [program.path, "-n", "6", "-N", "2", *allowed, "x"]
-
-
-MPI_SCRIPT = """
-import os, sys, time
-rank = int(os.environ["PMI_RANK"])
-print("rank", rank, "of", os.environ["PMI_SIZE"])
-if rank == 1:
-    raise LookupError("the key is not there")
-"""
-
-
-@pytest.mark.skipif(not shutil.which("mpiexec"), reason="no mpiexec on PATH")
-def test_through_mpiexec_the_failure_is_shown(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(MPI_SCRIPT)
-    finished = run_command([*LAUNCH, "--mpi", "--nproc", "2", tmp_path / "script.py"])
-    assert finished.returncode == 1, finished.stdout
-    assert {"rank 0 of 2", "rank 1 of 2"} <= set(finished.stdout.splitlines()), finished.stdout
-    assert "error: rank 1 failed first: LookupError: the key is not there" in finished.stdout
-
-
-@pytest.mark.skipif(not shutil.which("mpiexec"), reason="no mpiexec on PATH")
-def test_through_mpiexec_a_rank_that_fails_before_mpi_has_started_ends_all(tmp_path, monkeypatch) -> None:
-    (tmp_path / "script.py").write_text(MPI_SCRIPT + "time.sleep(1000)")
-    monkeypatch.setattr(mpi, "PATIENCE", 0.5)
-    command = python_rank("script", str(tmp_path / "script.py"))
-    with pytest.raises(RankFailure, match="rank 1 failed first: LookupError"):
-        mpi.run(mpi.find_mpiexec(), command, 2, 1, [], os.environ, tmp_path)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from published_conventions import CONVENTIONS
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
-from zeromesh.plan.conventions import CONVENTIONS, ActivationRule
+from zeromesh.plan.conventions import ActivationRule
 from zeromesh.plan.cost import NONE, Divided, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
 from zeromesh.plan.layout import ParallelLayout, Widths
 from zeromesh.plan.memory import RankMemory, memory_of

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from published import Outcome, PublishedRow, read_rows
+from published_memory import judge
+from validate_plan import groups_of, main, outcomes_of
 from zeromesh.model.placement import Placement, Tier
 from zeromesh.plan.cost import Recompute
-from zeromesh.plan.published import Outcome, PublishedRow, read_rows
-from zeromesh.plan.published_memory import judge
-from zeromesh.plan.validate import groups_of, main, outcomes_of
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "published-rows.json"
 

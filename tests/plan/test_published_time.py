@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from zeromesh.plan.fitting import TimedRow, errors_of, fit, naive_errors, said, seconds_of, time_card
-from zeromesh.plan.practices import CONSTANTS, Constants
-from zeromesh.plan.published import PublishedRow, UnjudgedError
-from zeromesh.plan.published_time import (
+from published import PublishedRow, UnjudgedError
+from published_fit import TimedRow, errors_of, fit, naive_errors, said, seconds_of, time_card
+from published_practices import CONSTANTS, Constants
+from published_time import (
     constants_of,
     in_fit,
     judge,

@@ -1,9 +1,8 @@
-"""``zeromesh launch``: run a script as the ranks of this node, or through ``mpiexec``."""
+"""``zeromesh launch``: run a script as the ranks of this node."""
 
 from __future__ import annotations
 
 import io
-import os
 import re
 import shutil
 import sys
@@ -77,23 +76,6 @@ def launch(command: Sequence[str], options: LaunchOptions) -> None:
     plan = LaunchPlan(ranks, least, most, master, options.node_rank, restarts, options.timeout, secret, variables)
     with tempfile.TemporaryDirectory(prefix="zeromesh-") as folder:
         run(command, plan, Path(folder), report)
-
-
-def run_mpi(command: Sequence[str], options: LaunchOptions, extra: Sequence[str]) -> None:
-    """Run a command as ranks that ``mpiexec`` starts with ``extra`` options, and wait for them."""
-    from zeromesh.launcher.mpiexec import find_mpiexec, run
-
-    least, most = _node_counts(options)
-    if least != most or options.restarts or options.master is not None or options.node_rank is not None:
-        raise ValueError(
-            "--mpi has no restarts and no nodes that come and go, and needs no --master or --node-rank; leave these "
-            "out, or leave out --mpi"
-        )
-    ranks = _ranks(options)
-    variables = threads(ranks)
-    report(_announcement(options, ranks * most, variables) + ", by mpiexec")
-    with tempfile.TemporaryDirectory(prefix="zeromesh-") as folder:
-        run(find_mpiexec(), command, ranks, most, extra, dict(os.environ) | variables, Path(folder))
 
 
 def report(text: str) -> None:

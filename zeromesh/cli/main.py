@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -184,8 +183,6 @@ def launch(
     as_deepspeed: Annotated[
         bool, typer.Option("--as-deepspeed", help="`import deepspeed` in SCRIPT is ZeroMesh.")
     ] = False,
-    mpi: Annotated[bool, typer.Option("--mpi", help="Start the ranks through mpiexec.")] = False,
-    mpi_args: Annotated[str, typer.Option(help="Options for mpiexec, such as '--hostfile hosts'.")] = "",
 ) -> None:
     """Run a script as several ranks, on one node or many."""
     with _errors():
@@ -195,10 +192,7 @@ def launch(
         command = starting.rank_command(program, arguments or (), module, no_python, as_deepspeed)
         options = starting.LaunchOptions(nproc, nnodes, node_rank, master, max_restarts, timeout, secret_file)
         try:
-            if mpi:
-                starting.run_mpi(command, options, shlex.split(mpi_args))
-            else:
-                starting.launch(command, options)
+            starting.launch(command, options)
         except RankFailure as error:
             raise _end(f"error: {error}", error, error.exitcode) from None
 

@@ -20,9 +20,6 @@ from typing import Any
 
 FAILURES = "ZEROMESH_FAILURES"  # variable with the folder that failures are written to
 
-# Variables with the rank: torchrun's, MPICH's and Intel MPI's, PMIx', Open MPI's.
-RANKS = ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-
 # Variable with the folder of the files that a forked rank writes its output to; unset where it keeps the terminal.
 OUTPUT = "ZEROMESH_OUTPUT"
 
@@ -186,7 +183,7 @@ def record_step(step: int) -> None:
 
 
 def _rank() -> str | None:
-    return next((os.environ[name] for name in RANKS if name in os.environ), None)
+    return os.environ.get("RANK")
 
 
 def _fresh_main() -> ModuleType:

@@ -259,15 +259,16 @@ def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.
             time.sleep(PAUSE_SECONDS)
         end = time.perf_counter() + seconds / BURSTS
         while time.perf_counter() < end:
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             matrix @ matrix
-            _synchronize(device)
+            synchronize(device)
             best = min(best, time.perf_counter() - start)
     return 2.0 * size**3 / best
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for all that an accelerator has been given to do."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

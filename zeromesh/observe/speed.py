@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from zeromesh.observe.machine import live_bytes, processor, read_lines
+from zeromesh.observe.machine import live_bytes, processor, read_lines, synchronize
 
 Shape = tuple[int, int, int]
 
@@ -218,17 +218,12 @@ def _chain(device: torch.device) -> Callable[[], float]:
 def _timed(run: Callable[[], Any], device: torch.device) -> float:
     """Return the seconds of a run; on an accelerator the mean of several, whose launches overlap with kernels."""
     repeats = 1 if device.type == "cpu" else 10
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(repeats):
         run()
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - start) / repeats
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _context(device: torch.device) -> int:

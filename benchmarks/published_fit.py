@@ -1,6 +1,6 @@
 """Fit of a GPU's constants to half of a source's published rows, and the bar that a prediction must clear.
 
-``python -m zeromesh.plan.fitting ROWS.json [SOURCE ...]`` prints the constants for ``CONSTANTS`` of ``practices.py``.
+``python benchmarks/published_fit.py ROWS.json [SOURCE ...]`` prints ``CONSTANTS`` for ``published_practices.py``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from zeromesh.plan.practices import Constants
-from zeromesh.plan.published import PublishedRow, read_rows
-from zeromesh.plan.published_time import (
+from published import PublishedRow, read_rows
+from published_practices import Constants
+from published_time import (
     LAYER,
     Setting,
     constants_of,

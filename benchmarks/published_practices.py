@@ -101,8 +101,8 @@ LLAMA_3 = {"8b": (32, 4096, 32, 14336), "70b": (80, 8192, 64, 28672), "405b": (1
 WORDS = {"mpt": 50368, "gpt": 51200}  # vocabulary by a model's first word, padded as the frameworks do
 ASPECT = 128  # width divided by layers of a GPT whose sizes nobody says (Kaplan et al., 2020: 30 to 200 cost little)
 
-# By source and GPU, fitted on 2026-11-25 by ``python -m zeromesh.plan.fitting`` to the half of our rows that ``in_fit``
-# chooses; the other half is predicted with them.
+# By source and GPU, fitted on 2026-11-25 by ``published_fit.py`` to the half of our rows that ``in_fit`` chooses; the
+# other half is predicted with them.
 CONSTANTS: dict[tuple[str, str], Constants] = {
     ("megatron2021", "A100-80GB"): Constants(products=0.794, links=0.655),
     ("korthikanti2022", "A100-80GB"): Constants(products=0.924, memory=0.531),

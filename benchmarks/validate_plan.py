@@ -1,4 +1,4 @@
-"""Report card of the planner: ``python -m zeromesh.plan.validate ROWS.json [--markdown FILE]``."""
+"""Report card of the planner: ``python benchmarks/validate_plan.py ROWS.json [--markdown FILE]``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from zeromesh.plan import published_memory, published_time
-from zeromesh.plan.fitting import time_card
-from zeromesh.plan.published import Outcome, PublishedRows, read_rows
+import published_memory
+import published_time
+from published import Outcome, PublishedRows, read_rows
+from published_fit import time_card
 
 WORST = 3  # rows of a group that are named
 
@@ -141,9 +142,9 @@ def _table(headings: str, rows: Iterable[Sequence[str]]) -> list[str]:
 HEADER = """# Report card of the planner
 
 The planner's predictions beside published figures, by source and quantity. `make validate-plan` writes this page from
-`benchmarks/published-rows.json`. No identifier and no measured value enters a prediction of memory; formulas and the
-tensors that frameworks keep are in `zeromesh/plan/shape.py`, `states.py` and `conventions.py`, each with its source.
-Errors are those of rows that no constant was fitted on.
+`benchmarks/published-rows.json`. No identifier and no measured value enters a prediction of memory; formulas are in
+`zeromesh/plan/shape.py` and `states.py`, and the tensors that frameworks keep are in
+`benchmarks/published_conventions.py`, each with its source. Errors are those of rows that no constant was fitted on.
 
 Mixtures of experts are not judged. Rows name a model, such as DeepSeek-V3, without the number and width of its experts,
 how many a token chooses, and the latent widths of its attention. No source says how evenly tokens were spread, which
@@ -154,7 +155,7 @@ decides what a rank keeps and sends. `zeromesh plan` traces such models from the
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report card of a file of rows; return 2 for a file that cannot be read."""
-    parser = argparse.ArgumentParser(prog="python -m zeromesh.plan.validate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python benchmarks/validate_plan.py", description=__doc__)
     parser.add_argument("rows", help="JSON file of published rows")
     parser.add_argument("--markdown", help="write the page to this file")
     options = parser.parse_args(arguments)

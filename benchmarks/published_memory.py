@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import ceil
 
+from published import Outcome, PublishedRow, UnjudgedError
+from published_conventions import CONVENTIONS, FUSED
 from zeromesh.model.placement import ROWS, Tier
-from zeromesh.plan.conventions import CONVENTIONS, FUSED, Convention
+from zeromesh.plan.conventions import Convention
 from zeromesh.plan.cost import Recompute
 from zeromesh.plan.layout import ParallelLayout, Widths
 from zeromesh.plan.memory import Moment, RankMemory, memory_of
-from zeromesh.plan.published import Outcome, PublishedRow, UnjudgedError
 from zeromesh.plan.shape import TransformerCost, TransformerShape
 from zeromesh.plan.states import UnitElements, states_of
 

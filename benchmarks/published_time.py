@@ -1,8 +1,8 @@
 """Predictions of step times for published rows, with two constants of a GPU that are fitted on half of a source.
 
-The constants are the share of a device's operations that large products reach, and one of the others of
-``practices.Constants``; ``practices.CONSTANTS`` has them by source and GPU. Rule of the fit, by ``fitting.py``: rows
-whose identifier has an even SHA-256 decide; the constants are those with the least mean square of the logarithm of
+The constants are the share of a device's operations that large products reach, and one of the others of ``Constants``
+in ``published_practices.py``, whose ``CONSTANTS`` has them by source and GPU. Rule of the fit, by ``published_fit.py``:
+rows whose identifier has an even SHA-256 decide; the constants are those with the least mean square of the logarithm of
 predicted over measured time. The other half is predicted.
 """
 
@@ -15,14 +15,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
+from published import Outcome, PublishedRow, UnjudgedError
+from published_practices import ASPECT, CONSTANTS, LLAMA_3, NAMED, PRACTICES, WORDS, Constants, Practice
 from zeromesh.model.placement import ROWS
 from zeromesh.plan.cost import Recompute
 from zeromesh.plan.durations import Durations
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
-from zeromesh.plan.practices import ASPECT, CONSTANTS, LLAMA_3, NAMED, PRACTICES, WORDS, Constants, Practice
 from zeromesh.plan.presets import cluster
-from zeromesh.plan.published import Outcome, PublishedRow, UnjudgedError
 from zeromesh.plan.rates import Habits
 from zeromesh.plan.shape import TransformerCost, TransformerShape
 from zeromesh.plan.time import StepTime, time_of
