@@ -74,7 +74,9 @@ class StagedModule(PipelineModule):
         """Return the name of a layer's file in DeepSpeed's checkpoints."""
         return f"{ckpt_dir}/layer_{self.parts[self.stage_id] + local_layer_idx:02d}-model_states.pt"
 
-    def save_state_dict(self, save_dir: str, checkpoint_engine: Any = None, exclude_frozen_params: bool = False) -> None:
+    def save_state_dict(
+        self, save_dir: str, checkpoint_engine: Any = None, exclude_frozen_params: bool = False
+    ) -> None:
         """Write the layers of this rank's stage, a file each, before ``initialize``."""
         refuse("save_state_dict", "exclude_frozen_params", exclude_frozen_params, "all parameters are written", False)
         Path(save_dir).mkdir(parents=True, exist_ok=True)
