@@ -30,7 +30,8 @@ def length_at(settings: Curriculum, update: int) -> int:
     if settings.schedule_type == "fixed_root":
         share = share ** (1.0 / (course.root_degree or 1))
     length = int(share * (most - least) + least)
-    return min(length - length % course.difficulty_step, most)
+    length -= length % course.difficulty_step
+    return min(length if length >= least else length + course.difficulty_step, most)
 
 
 class LengthCurriculum:

@@ -103,3 +103,67 @@ def test_a_pipeline_without_a_loss_is_evaluated_to_its_outputs(tmp_path: Path) -
     plain = nn.Sequential(*make_layers())
     want = torch.stack([plain(x) for x, _ in given]).mean(0).detach()
     torch.testing.assert_close(engine.eval_batch(iter(given) if rank == 0 else None), want)
+
+
+LETTERS = {
+    "L": "LoadMicroBatch", "F": "ForwardPass", "B": "BackwardPass", "s": "SendActivation", "r": "RecvActivation",
+    "S": "SendGrad", "R": "RecvGrad", "t": "ReduceTiedGrads", "g": "ReduceGrads", "o": "OptimizerStep",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "steps"),
+    [
+        # As DeepSpeed 0.19.8 answers for (micro-batches, stages, stage); a digit is the buffer.
+        ("Train", (1, 1, 0), "L0F0 B0tgo"),
+        ("Train", (4, 2, 0), "L0F0 s0 L1F1 R0s1B0 L0F0 R1s0B1 L1F1 R0s1B0 - R1B1tgo"),
+        ("Train", (4, 2, 1), "- r0L0F0 B0 S0r1L1F1 B1 S1r0L0F0 B0 S0r1L1F1 B1 S1tgo"),
+        ("Train", (3, 3, 1), "- r0F0 s0 r1F1 R0s1B0 S0r0F0 R1s0B1 S1 R0B0 S0tgo"),
+        ("Inference", (3, 3, 0), "L0F0 L1s0F1 L0s1F0 s0 -"),
+        ("Inference", (3, 3, 1), "- r0F0 r1s0F1 r0s1F0 s0"),
+        ("Inference", (3, 3, 2), "- - L0r0F0 L1r1F1 L0r0F0"),
+        ("DataParallel", (2, 2, 0), "L0F0B0 L0F0B0go"),
+    ],
+)
+def test_schedules_have_deepspeeds_instructions(kind: str, given: tuple[int, int, int], steps: str) -> None:
+    schedule = deepspeed.runtime.pipe.schedule
+    made = getattr(schedule, f"{kind}Schedule")(*given)
+    letters = {getattr(schedule, name): letter for letter, name in LETTERS.items()}
+    found = ["".join(f"{letters[type(one)]}{one.kwargs.get('buffer_id', '')}" for one in step) for step in made]
+    assert " ".join(step or "-" for step in found) == steps
+    assert repr(schedule.ForwardPass(buffer_id=3)) == "ForwardPass(buffer_id=3)"
+    assert made.num_pipe_buffers() == (1 if kind == "DataParallel" else 2)
+
+
+BOUNDS = {"curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 100}
+
+
+@pytest.mark.parametrize(
+    ("kind", "course", "difficulties"),
+    [
+        # As DeepSpeed 0.19.8 answers at these steps.
+        ("fixed_linear", {"total_curriculum_step": 20, "difficulty_step": 8}, [8, 8, 16, 32, 48, 96, 100]),
+        ("fixed_linear", {"total_curriculum_step": 7, "difficulty_step": 3}, [9, 21, 33, 84, 100, 100, 100]),
+        ("fixed_root", {"total_curriculum_step": 15, "difficulty_step": 1, "root_degree": 3},
+         [8, 45, 55, 75, 88, 100, 100]),
+        ("fixed_discrete", {"difficulty": [8, 16, 100], "max_step": [3, 7]}, [8, 8, 8, 16, 100, 100, 100]),
+    ],
+)  # fmt: skip
+def test_curricula_have_deepspeeds_difficulties(kind: str, course: dict[str, Any], difficulties: list[int]) -> None:
+    make = deepspeed.runtime.data_pipeline.curriculum_scheduler.CurriculumScheduler
+    scheduler = make({**BOUNDS, "schedule_type": kind, "schedule_config": course})
+    assert [scheduler.get_difficulty(step) for step in (0, 1, 2, 6, 10, 20, 50)] == difficulties
+    assert [scheduler.update_difficulty(step) for step in (50, 1)] == [100, 100]  # no way back from the end
+
+
+def test_a_custom_curriculum_and_bad_ones() -> None:
+    make = deepspeed.runtime.data_pipeline.curriculum_scheduler.CurriculumScheduler
+    custom = make({**BOUNDS, "schedule_type": "custom"})
+    with pytest.raises(RuntimeError, match="call set_custom_get_difficulty"):
+        custom.get_difficulty(1)
+    custom.set_custom_get_difficulty(lambda step: 3 * step)
+    assert (custom.update_difficulty(5), custom.state["current_difficulty"]) == (15, 15)
+    with pytest.raises(RuntimeError, match="schedule_type"):
+        make({**BOUNDS, "schedule_type": "other"})
+    with pytest.raises(AssertionError, match="total_curriculum_step"):
+        make({**BOUNDS, "schedule_type": "fixed_linear"})

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from zeromesh.config.curriculum import Curriculum
 from zeromesh.curriculum import length_at
 
-CUSTOM = "custom"
+KIND, CUSTOM = "schedule_type", "custom"
 CURRENT = "current_difficulty"
 
 
@@ -17,52 +18,37 @@ class CurriculumScheduler:
 
     Raises:
         AssertionError: the configuration is not complete or contradicts itself, as DeepSpeed raises it.
+        RuntimeError: there is no such schedule.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         own = {name: value for name, value in config.items() if name in Curriculum.model_fields}
-        self._custom: Callable[[int], int] | None = None
-        kind = own.get("schedule_type")
+        self._get: Callable[[int], int] | None = None
+        self.state: dict[str, Any] = own
         try:
-            # A curriculum by a function has no course, and is none of the engine's.
-            self._settings = Curriculum(**(own | ({"schedule_type": "fixed_linear"} if kind == CUSTOM else {})))
-            if kind != CUSTOM:
-                self._settings = Curriculum(**own, enabled=True)  # complete
+            if own.get(KIND) == CUSTOM:
+                settings = Curriculum(**{name: value for name, value in own.items() if name != KIND})
+            else:
+                settings = Curriculum(**own, enabled=True)  # has to be complete
+                self._get = partial(length_at, settings)
         except ValueError as error:
-            raise AssertionError(str(error)) from None
-        self._is_custom = kind == CUSTOM
-        self.state: dict[str, Any] = {**own, CURRENT: self._settings.min_difficulty}
-
-    def get_current_difficulty(self) -> int:
-        """Return the present difficulty."""
-        return int(self.state[CURRENT])
-
-    def set_current_difficulty(self, difficulty: int) -> None:
-        """Set the present difficulty."""
-        self.state[CURRENT] = difficulty
+            known = own.get(KIND) is None or str(own[KIND]).startswith("fixed_")
+            raise (AssertionError if known else RuntimeError)(str(error)) from None
+        self._most = settings.max_difficulty or 0
+        self.state[CURRENT] = settings.min_difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:
         """Set the function of a custom schedule, from the step to the difficulty."""
-        self._custom = schedule_function
-
-    def get_state(self) -> dict[str, Any]:
-        """Return the state, for a checkpoint."""
-        return self.state
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
-        self.state = state
+        self._get = schedule_function
 
     def get_difficulty(self, global_steps: int) -> int:
         """Return the difficulty of a step, counted from 1."""
-        if not self._is_custom:
-            return length_at(self._settings, global_steps)
-        if self._custom is None:
+        if self._get is None:
             raise RuntimeError("a custom curriculum has no function yet; call set_custom_get_difficulty(function)")
-        return self._custom(global_steps)
+        return self._get(global_steps)
 
     def update_difficulty(self, global_steps: int) -> int:
         """Set the present difficulty to that of a step, unless the last one is reached; return it."""
-        if self.get_current_difficulty() < (self._settings.max_difficulty or 0):
-            self.set_current_difficulty(self.get_difficulty(global_steps))
-        return self.get_current_difficulty()
+        if self.state[CURRENT] < self._most:
+            self.state[CURRENT] = self.get_difficulty(global_steps)
+        return int(self.state[CURRENT])
