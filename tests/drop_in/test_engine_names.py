@@ -138,6 +138,14 @@ def answers() -> None:
         assert not isinstance(torch.optim.SGD([torch.ones(1)]), deepspeed.DeepSpeedOptimizer)
         assert engine.optimizer.loss_scale == engine.optimizer.cur_scale == 1.0
         assert not engine.optimizer.overflow
+        assert isinstance(engine.optimizer, deepspeed.ops.adam.FusedAdam)
+        assert not isinstance(engine.optimizer, deepspeed.ops.adam.DeepSpeedCPUAdam)
+        shards = deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
+        assert isinstance(engine.optimizer, shards) == (stage == 3)
+        inner = getattr(engine.optimizer, "optimizer", None)
+        assert isinstance(inner, torch.optim.AdamW) == isinstance(inner, deepspeed.ops.adam.FusedAdam) == (stage > 0)
+        assert inner is None or inner.param_groups is engine.optimizer.param_groups
+        assert not hasattr(inner, "optimizer")
         assert hasattr(engine.optimizer, "parameter_offload") == (stage == 3)
         assert [name for name, _ in engine.named_parameters()] == [f"module.{n}" for n, _ in model.named_parameters()]
         assert list(map(id, engine.parameters())) == list(map(id, model.parameters()))
@@ -252,17 +260,40 @@ def parameters() -> None:
         early = nn.Linear(4, 4)
     assert hasattr(early.weight, "ds_id")
     assert early.weight.ds_shape == (4, 4)
+    rank, status = torch.distributed.get_rank(), deepspeed.zero.ZeroParamStatus
+    torch.manual_seed(rank)
+    with deepspeed.zero.Init():
+        early = nn.Linear(100, 4)
+        large = nn.Linear(100, 100)
+    with deepspeed.zero.GatheredParameters([early.weight, large.weight], modifier_rank=1):
+        assert early.weight.ds_status is large.weight.ds_status is status.AVAILABLE
+        with torch.no_grad():
+            early.weight.fill_(rank)
+            large.weight.fill_(rank)
+    with deepspeed.zero.GatheredParameters([large.weight, large.bias]):
+        large.weight.data.fill_(5.0)  # which nobody takes
+        biases = [torch.empty(100) for _ in range(2)]
+        torch.distributed.all_gather(biases, large.bias.detach())
+    assert torch.equal(*biases)  # although the ranks drew others
+    assert early.weight.ds_status is large.weight.ds_status is status.NOT_AVAILABLE
+    large.weight.all_gather()
+    assert bool((large.weight == 1.0).all())
+    large.weight.partition()
+    model = nn.Sequential(large, early)
+    whole = deepspeed.initialize(model=model, config=written(3))[0].module_state_dict()
+    assert bool((whole["0.weight"] == 1.0).all())
+    assert bool((whole["1.weight"] == 1.0).all())
+    assert torch.equal(whole["0.bias"], biases[0])
     group = torch.distributed.group.WORLD
     with deepspeed.zero.Init(None, group, dtype=torch.bfloat16), deepspeed.zero.Init(data_parallel_group=group):
         assert nn.Linear(200, 200).weight.dtype is torch.bfloat16
     assert torch.get_default_dtype() is torch.float32
     with pytest.raises(ValueError, match="mpu = "):
         deepspeed.zero.Init(mpu=3)
-    whole = nn.Linear(4, 4)
-    assert not hasattr(whole.weight, "ds_id")
-    deepspeed.zero.Init(whole)
-    assert hasattr(whole.weight, "ds_id")
-    status = deepspeed.zero.ZeroParamStatus
+    plain = nn.Linear(4, 4)
+    assert not hasattr(plain.weight, "ds_id")
+    deepspeed.zero.Init(plain)
+    assert hasattr(plain.weight, "ds_id")
     for stage in STAGES:
         engine, model = make(stage)
         weight: Any = model.first.weight

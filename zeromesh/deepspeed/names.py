@@ -66,6 +66,7 @@ HOMES: dict[str, dict[str, str]] = {
     "checkpoint": {},
     "checkpoint.utils": {_UTILITIES: "clone_tensors_for_torch_save"},
     "comm": {_GROUP: "init_distributed is_initialized"},
+    "git_version_info": {_UTILITIES: "torch_info"},
     "launcher": {},
     "launcher.runner": {_UTILITIES: "DEEPSPEED_ENVIRONMENT_NAME"},
     "monitor": {},
@@ -144,7 +145,7 @@ HOMES: dict[str, dict[str, str]] = {
     "runtime.zero.offload_config": {_ENGINE: "OffloadDeviceEnum OffloadStateTypeEnum"},
     "runtime.zero.partition_parameters": {
         _PARAMETERS: "Init=ZeroInit ZeroParamStatus register_external_parameter unregister_external_parameter "
-        "GatheredParameters",
+        "GatheredParameters partitioned_param_data_shape",
         _DEVICES: "get_accelerator",
         _UTILITIES: "zero_wrapper_for_fp_tensor_constructor",
         "torch": "_orig_torch_arange=arange",

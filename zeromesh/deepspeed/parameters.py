@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zeromesh import zero
 from zeromesh.config.adopt import adopt
 from zeromesh.config.settings import Settings
+from zeromesh.deepspeed.group import init_distributed
 from zeromesh.shard.deferred import is_deferred, replayed
 from zeromesh.shard.guard import is_unloaded
 from zeromesh.shard.materialise import replace
@@ -28,6 +29,10 @@ from zeromesh.shard.unit import State
 
 _NUMBERS: Any = WeakIdKeyDictionary()  # ``ds_id``, given when it is first asked for
 _next = count()
+
+
+partitioned_param_data_shape = [0]
+"""Shape of a parameter in parts in DeepSpeed, for programs that import it; here a parameter keeps its own."""
 
 
 class ZeroParamStatus(Enum):
@@ -63,6 +68,9 @@ class ZeroInit(zero.Init):
             if isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():
                 del given[name]
         super().__init__(**given)
+        # As in DeepSpeed, the first use of it may be what starts the process group.
+        if given.get("enabled", True) and not dist.is_initialized():
+            init_distributed()
         for parameter in given["module"].parameters() if given.get("module") is not None else ():
             _BUILT[parameter] = ZeroParamStatus.NOT_AVAILABLE
 
@@ -124,7 +132,10 @@ def _status(parameter: nn.Parameter) -> ZeroParamStatus:
 
 def _part(parameter: nn.Parameter) -> torch.Tensor:
     if zero.engine_of(parameter) is None:
-        return parameter.detach()  # still on the meta device, or small and whole
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        size = -(-parameter.numel() // ranks)
+        # A view: it is still on the meta device, or small and whole.
+        return parameter.detach().reshape(-1)[rank * size : (rank + 1) * size]
     _, flat, index = zero.place_of(parameter)
     segment = flat.layout.segments[index]
     first = flat.shard_range.start

@@ -26,6 +26,16 @@ logger = logging.getLogger("zeromesh")
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 
+torch_info = {
+    "version": ".".join(str(torch.__version__).split(".")[:2]),
+    "bf16_support": True,
+    "cuda_version": torch.version.cuda or "0.0",
+    "hip_version": torch.version.hip or "0.0",
+    "nccl_version": "0.0",
+}
+"""Versions that DeepSpeed was built with; here those of torch that is imported."""
+
+
 class ZeRORuntimeException(Exception):
     """DeepSpeed's error about what ZeRO cannot do."""
 
