@@ -82,6 +82,8 @@ def test_masters_and_states_are_those_that_deepspeed_holds(stage: int, precision
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_goes_on_from_an_exported_universal_checkpoint(stage: int, precision: str, tmp_path: Path) -> None:
+    # At stage 3, DeepSpeed continues exactly with one group only, also from what its own tool writes.
+    precision += "-one" if stage == 3 else ""
     wanted = run(stage, precision, tmp_path / "theirs")
     zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
     zeromesh.convert_checkpoint(tmp_path / "ours", tmp_path / "universal", "deepspeed-universal", ranks=2)

@@ -2,7 +2,7 @@
 
 ``deepspeed_writer.py STAGE PRECISION FOLDER [UNIVERSAL]`` under torchrun, on two CPU ranks. It saves into FOLDER
 after four updates, with what DeepSpeed holds then in ``held.pt``, and after six in ``end.pt``. With UNIVERSAL it loads
-that instead of the first four updates.
+that instead of the first four updates. PRECISION may end in ``-one``, for one parameter group.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def main(stage: int, precision: str, folder: Path, universal: str | None) -> Non
     from deepspeed.accelerator import get_accelerator
 
     torch.manual_seed(5)
+    precision, _, one_group = precision.partition("-")
     model = Small()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
@@ -81,7 +82,11 @@ def main(stage: int, precision: str, folder: Path, universal: str | None) -> Non
         kind = type(get_accelerator())
         kind.is_fp16_supported = lambda _: True
         kind.supported_dtypes = lambda _: [torch.float32, torch.bfloat16, torch.float16]
-    engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups(model), lr=0.01), config=config)[0]
+    made = groups(model)
+    if one_group:
+        config["zero_optimization"].pop("sub_group_size", None)
+        made = [{"params": [p for group in made for p in group["params"]], "weight_decay": 0.1}]
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(made, lr=0.01), config=config)[0]
 
     def train(updates: range) -> None:
         for number in updates:

@@ -185,13 +185,15 @@ class _Lazy(DefaultSavePlanner):
 
     def __init__(self, reads: Mapping[str, Callable[[], torch.Tensor]], advance: Callable[[int], None]) -> None:
         super().__init__()
-        self._reads, self._advance = reads, advance
+        self._reads, self._advance, self._last = reads, advance, torch.empty(0)
 
     def lookup_object(self, index: Any) -> Any:
         """Return the values of a tensor, or another object."""
         found = super().lookup_object(index)
         if isinstance(found, torch.Tensor) and found.is_meta:
-            found = self._reads[index.fqn]()
+            # Torch keeps all tensors of a file until it is complete, but the one before is written by now.
+            self._last.untyped_storage().resize_(0)
+            found = self._last = self._reads[index.fqn]().clone()
             self._advance(found.nbytes)
         return found
 
