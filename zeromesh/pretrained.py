@@ -284,7 +284,8 @@ def _sources(
     model: nn.Module, files: Iterable[FileTensor]
 ) -> tuple[dict[str, Source], list[str], list[tuple[str, FileTensor, FileTensor]]]:
     """Return the source of each parameter and buffer, unused tensors, and pairs of which one is enough."""
-    names = dict(model.state_dict())
+    # As they are: a recording would take a detached one for what the values of a parameter become.
+    names = dict(model.state_dict(keep_vars=True))
     first = first_names(model)
     rename, known = _renaming(model, names)
     converters = {

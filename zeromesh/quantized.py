@@ -135,16 +135,20 @@ def _device() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def _use_bitsandbytes(layer: Any, old: Any, packed: torch.Tensor, known: Mapping[str, Any]) -> None:
+def _use_bitsandbytes(
+    layer: Any, old: Any, packed: torch.Tensor, known: Mapping[str, Any], file: FileTensor | None = None
+) -> None:
     """Let a layer of bitsandbytes have a deferred weight, with some attributes, in the place of a plain layer."""
     weight = type(layer.weight)(packed, requires_grad=False, **vars(layer.weight))
     change(weight, **known)
+    if file is not None:  # last, as what is done to a tensor later hides where its values rest
+        read_from(weight, file)
     bias = None if old.bias is None else nn.Parameter(old.bias.detach(), requires_grad=False)
     change(layer, weight=weight, bias=bias)
 
 
-def _read(layer: Any, path: str, files: dict[str, FileTensor]) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return a deferred weight whose bytes are in a file, and its scales."""
+def _read(layer: Any, path: str, files: dict[str, FileTensor]) -> tuple[torch.Tensor, dict[str, Any], FileTensor]:
+    """Return a weight without memory, its scales, and the file that has its bytes."""
     four = FOUR_BIT in vars(layer.weight)
     try:
         weight = files.pop("weight")
@@ -161,9 +165,7 @@ def _read(layer: Any, path: str, files: dict[str, FileTensor]) -> tuple[torch.Te
         ) from None
     with _disable_current_modes():
         dtype = layer.weight.quant_storage if four else torch.int8
-        packed = torch.empty(weight.shape, dtype=dtype, device="meta")
-        read_from(packed, weight)
-    return packed, known
+        return torch.empty(weight.shape, dtype=dtype, device="meta"), known, weight
 
 
 def _made(layer: Any, path: str, old: Any) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -141,10 +141,10 @@ def accelerate_loop(folder: Path, config: Config) -> Result:
     return losses, saved(folder / "final")
 
 
-def adapted(base: Any = None) -> Any:
+def adapted() -> Any:
     from peft import LoraConfig, get_peft_model
 
-    made = get_peft_model(base or model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    made = get_peft_model(model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     torch.manual_seed(1)
     for name, parameter in made.named_parameters():
         if "lora_B" in name:  # at zero, those of the other factor have no gradient
@@ -158,20 +158,6 @@ def peft_adapters(folder: Path, config: Config) -> Result:
 
     args = TrainingArguments(str(folder), **arguments(config, save_strategy="steps", save_steps=2))
     trainer = Trainer(adapted(), args, train_dataset=samples(32))
-    trainer.train()
-    return outcome(trainer, folder)
-
-
-def quantized_base(folder: Path, config: Config) -> Result:
-    """Weights that transformers reads and quantizes while the configuration of ZeRO is in force."""
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
-
-    start = folder / f"start{dist.get_rank() if dist.is_initialized() else ''}"
-    model().save_pretrained(start)
-    args = TrainingArguments(str(folder), **arguments(config))
-    code = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
-    chosen = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **code), "dtype": torch.float32}
-    trainer = Trainer(adapted(AutoModelForCausalLM.from_pretrained(start, **chosen)), args, train_dataset=samples(32))
     trainer.train()
     return outcome(trainer, folder)
 
@@ -310,7 +296,6 @@ LIBRARIES: dict[str, Callable[..., Result]] = {
     "transformers": transformers_trainer,
     "accelerate": accelerate_loop,
     "peft": peft_adapters,
-    "bitsandbytes": quantized_base,
     "trl-sft": trl_sft,
     "trl-dpo": trl_dpo,
     "trl-grpo": trl_grpo,

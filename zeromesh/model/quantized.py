@@ -86,6 +86,7 @@ def settle(layer: Any, device: torch.device) -> None:
         change(weight, to=_converted(ref(weight), type(weight).to))
     if FOUR_BIT in vars(weight):
         weight.quant_state.to(device)
+        layer.register_forward_hook(_keep_no_view)
         # On some processors the layer would put the weight in another format as soon as it is evaluated.
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             change(layer, support_avx512bf16_for_cpu=False)
@@ -93,6 +94,28 @@ def settle(layer: Any, device: torch.device) -> None:
         scales = states(layer)[0].to(device)
         change(weight, SCB=None, CB=None)
         change(layer.state, SCB=scales, __class__=_following(type(layer.state), weight))
+
+
+class _Weight:
+    """Stands for the tensors that a node of bitsandbytes keeps for its backward, and takes the weight only there."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __iter__(self) -> Iterator[torch.Tensor | None]:
+        return iter((None, self._layer.weight.view(-1, 1)))
+
+
+def _keep_no_view(layer: Any, args: Any, output: torch.Tensor) -> None:
+    """Let the node that made an output keep no view of the weight."""
+    # Hooks for saved tensors do not see it, and it would keep the memory of all layers, until their backwards, on
+    # ranks that have a part of each only.
+    node: Any = output.grad_fn
+    if node is not None and not hasattr(node, "tensors"):
+        node = node.next_functions[0][0]  # the output was converted
+    kept = getattr(node, "tensors", (None, None))[1]
+    if kept is not None and kept.data_ptr() == layer.weight.data_ptr():
+        change(node, tensors=_Weight(layer))
 
 
 def _converted(weak_weight: ReferenceType[Any], to: Callable[..., Any]) -> Callable[..., Any]:
