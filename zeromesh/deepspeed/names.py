@@ -198,6 +198,7 @@ REFUSED = {
     "ops.aio": "offload to NVMe in the configuration, whose files the engine writes itself",
     "runtime.activation_checkpointing.checkpointing.CheckpointFunction": _RECOMPUTED,
     "checkpointing.CheckpointFunction": _RECOMPUTED,
+    "runtime.data_pipeline.data_routing": "drop tokens in the model itself; its layers are not replaced here",
     "runtime.sequence_parallel": _SPREAD,
     "runtime.zero.muon": 'name {"type": "Muon"} as the optimizer in the configuration',
     "runtime.hybrid_engine": "generate with engine.generate() or zero.unwrap_model_for_generation(engine)",
