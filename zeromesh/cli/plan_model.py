@@ -92,7 +92,8 @@ def _configured(path: Path, precision: str) -> AskedModel:
     settings, options = Settings.load(path), TraceOptions(DTYPES[precision])
     own = json.loads(path.read_text(encoding="utf-8-sig"))
     if settings.huggingface is not None:
-        folder, chosen = model_folder(settings.huggingface.path, weights=False), settings.huggingface
+        chosen = settings.huggingface
+        folder = model_folder(chosen.path, weights=False, revision=chosen.revision)
         found = hugging_face_cost(folder, options, attention=chosen.attention or "")
         limits = limits_of_configuration(configuration_of(folder))
         return AskedModel(found, limits, settings.train_batch_size, chosen.sequence_length, own)
