@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from zeromesh.config.errors import nearest, some
+from zeromesh.model.hub import MAIN as MAIN
+from zeromesh.model.hub import commit_of as commit_of
 from zeromesh.model.hub import is_model_id as is_model_id
 from zeromesh.model.hub import model_folder as model_folder
 from zeromesh.model.hub import reason_of as reason_of
@@ -99,7 +101,8 @@ class Loaded:
 
 def from_pretrained(
     folder: str | Path, model_class: Any = None, *, weights: bool = True, strict: bool = True,
-    dtype: torch.dtype = torch.float32, quantization_config: Any = None, deferred: bool = True, **config: Any,
+    dtype: torch.dtype = torch.float32, quantization_config: Any = None, deferred: bool = True,
+    revision: str = MAIN, **config: Any,
 ) -> PreTrainedModel:  # fmt: skip
     """Return a Hugging Face model without memory: ``initialize`` reads each rank's share.
 
@@ -116,12 +119,13 @@ def from_pretrained(
             saved quantized by bitsandbytes: each rank reads its share of the bytes.
         deferred: False makes quantized weights now, whole on each rank; adapters that are made of them, such as DoRA's,
             need that.
+        revision: branch, tag or commit of a model of the Hub.
         config: values that replace those of config.json, or arguments of the model's class.
 
     Raises:
         ValueError: there is no such model in the folder, or its weights are not those of the model.
     """
-    path = _local(folder, weights)
+    path = _local(folder, weights, revision)
     model = build(path, model_class, dtype, draws=not (weights and strict), **config)
     saved = saved_quantization(model.config)
     if saved is not None:
@@ -391,8 +395,8 @@ def _is_equal(one: FileTensor, other: FileTensor) -> bool:
     )
 
 
-def _local(folder: str | Path, weights: bool = True) -> Path:
-    path = model_folder(folder, weights)
+def _local(folder: str | Path, weights: bool = True, revision: str = MAIN) -> Path:
+    path = model_folder(folder, weights, revision)
     if not path.is_dir():
         raise ValueError(
             f"{str(folder)!r} is no folder; name a local one with config.json, or a model of the Hugging Face Hub, "

@@ -48,7 +48,7 @@ def losses(name: str, layout: dict[str, Any], granularity: str) -> list[float]:
     return found
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_it_trains_to_the_same_bits(name: str, layout: str) -> None:

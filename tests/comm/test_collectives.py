@@ -315,7 +315,7 @@ def refuse(sizes: dict[str, int], message: str) -> None:
 
 
 def test_a_mesh_that_does_not_fit_is_refused_with_the_arithmetic() -> None:
-    run_ranks(refuse, 2, {"data": 2, "tensor": 3}, "data 2 x tensor 3 = 6 ranks, but 2 are running")
+    run_ranks(refuse, 2, {"data": 2, "tensor": 3}, "data 2 x tensor 3 = 6 ranks, and the run has 2")
     run_ranks(refuse, 2, {"rows": 2}, "unknown mesh axis 'rows'.*replicate, data, pipeline")
 
 

@@ -74,6 +74,12 @@ READ: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (with_zero(stage3_param_persitence_threshold=1), with_zero(), ["persistence_threshold has no effect"]),
     (with_zero(comm_overlap=True), with_zero(), ["zero_optimization.overlap_comm has no effect"]),
     (with_zero(stage=2, device="none"), with_zero(stage=2), ['"none" asks for nothing']),
+    (
+        {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True}}}},
+        {"data_efficiency": {"enabled": True}},
+        ["only after convert_to_random_ltd, which is refused"],
+    ),
+    ({"expert_parallel": {"enabled": True, "load_balance_coeff": None}}, {}, ["it changes where experts are"]),
     ({"compile": {"any": 1}, "offload": "auto"}, {"compile": {"any": 1}, "offload": "auto"}, []),
 ]  # fmt: skip
 
@@ -100,6 +106,7 @@ def test_what_deepspeed_ignores_or_only_it_has_is_replaced_with_a_reason(given, 
         {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
         {"sparse_attention": {"mode": "fixed"}},
         {"expert_parallel": {"enabled": True}},
+        {"expert_parallel": {"enabled": True, "load_balance_coeff": 1e-3}},
         {"train_batch_size": "8"},
     ],
     ids=str,

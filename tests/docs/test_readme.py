@@ -8,6 +8,7 @@ leaves it out; a comment ``<!-- before:`` with lines of Python runs them unseen 
 import os
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from harness import FOLDERS, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN = [page if page == ROOT / "README.md" else pytest.param(page, marks=pytest.mark.full) for page in PAGES]
-"""The pages as parameters; by default the blocks of the README alone are run."""
+COMMANDS = {"sh": ["bash", "-eu"], "python": [sys.executable]}
+ALONE = pytest.param(PAGES[0], ("python",), id="README.md, without its commands")
+RUN = [ALONE, *(pytest.param(p, tuple(COMMANDS), id=str(p.relative_to(ROOT)), marks=pytest.mark.full) for p in PAGES)]
+"""Pages and languages, in this order; by default the README alone, whose commands other tests call in process."""
 LANGUAGES = {"sh", "python", "json", "text", "mermaid"}
 
 PART = re.compile(
@@ -62,9 +65,9 @@ def program(blocks: list[Block], language: str) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
-def run_page(page: Path, folder: Path) -> None:
+def run_page(page: Path, folder: Path, languages: Iterable[str] = COMMANDS) -> None:
     blocks = blocks_of(page.read_text(encoding="utf-8"))
-    for language, command in (("sh", ["bash", "-eu"]), ("python", [sys.executable])):
+    for language in languages:
         if text := program(blocks, language):
             file = folder / f"{page.stem}.{language}"
             file.write_text(text)
@@ -72,15 +75,15 @@ def run_page(page: Path, folder: Path) -> None:
                 "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
                 "PYTHONPATH": os.pathsep.join([str(ROOT), *FOLDERS]),
             }
-            finished = run_command([*command, file], timeout=300, cwd=folder, **variables)
+            finished = run_command([*COMMANDS[language], file], timeout=300, cwd=folder, **variables)
             assert finished.returncode == 0, f"the {language} blocks of {page}:\n{finished.stdout}"
             assert "samples at a time" not in finished.stdout, f"{page} feeds another batch than it configures"
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "languages"), RUN)
+def test_the_blocks_of_a_page_run(page: Path, languages: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    run_page(page, tmp_path)
+    run_page(page, tmp_path, languages)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

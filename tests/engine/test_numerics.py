@@ -163,12 +163,18 @@ def check_policies(shared: dict[str, Any], policies: Sequence[str]) -> None:
                 assert all(torch.equal(first[name], other[name]) for name in first), shared
 
 
+BITS_ON = {"float64": "2", "fp32": "3", "bf16": "2x2", "fp16": "2"}
+
+
 @pytest.mark.parametrize(
-    "precision", [*(pytest.param(p, marks=pytest.mark.full) for p in ("float64", "fp32", "bf16")), "fp16"]
+    ("precision", "policies"),
+    [
+        pytest.param("fp16", SHARDED[::2], id="fp16, every other policy"),
+        *(pytest.param(name, SHARDED, id=name, marks=pytest.mark.full) for name in BITS_ON),
+    ],
 )
-def test_rows_and_slot_budgets_do_not_change_a_bit(precision: str) -> None:
-    mesh = {"float64": "2", "fp32": "3", "bf16": "2x2", "fp16": "2"}[precision]
-    check_policies({"precision": precision, "mesh": mesh, "accumulation": 1, "clip": True}, SHARDED)
+def test_rows_and_slot_budgets_do_not_change_a_bit(precision: str, policies: list[str]) -> None:
+    check_policies({"precision": precision, "mesh": BITS_ON[precision], "accumulation": 1, "clip": True}, policies)
 
 
 @pytest.mark.full

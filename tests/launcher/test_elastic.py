@@ -208,7 +208,7 @@ def save_then_load_with_another_batch(folder: str) -> str:
 
 def test_a_world_that_silently_changes_the_batch_is_refused_where_ranks_restart(tmp_path: Path) -> None:
     for text in run_ranks(save_then_load_with_another_batch, 2, str(tmp_path)):
-        assert "trained with 4 samples per update, and the 2 ranks now take 8; set train_batch_size to 4" in text
+        assert "trained with updates of 4 samples, and 2 ranks now take 8; set train_batch_size to 4" in text
 
 
 def test_restarts_are_known_from_the_launcher() -> None:

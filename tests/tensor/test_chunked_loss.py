@@ -59,7 +59,7 @@ def trained(name: str, settings: dict[str, Any], own: str) -> tuple[list[float],
         return losses, {key: value.detach().clone() for key, value in engine.module.state_dict().items()}
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("own", ["of the model", "of the user", "of values"])
 @pytest.mark.parametrize(
     ("name", "settings"),

@@ -4,6 +4,7 @@ import json
 import runpy
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import Result
@@ -13,7 +14,7 @@ from test_train_cli import call, refused
 from zeromesh.pretrained import model_folder
 from zeromesh.train.data.hub import dataset_folder
 
-COMMIT = "0" * 40
+COMMIT, OTHER = "0" * 40, "a" * 40
 SIZES = ("--gpu", "a100", "--sequence", "32", "--batch", "8", "--json")
 
 
@@ -31,9 +32,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(home / "tiny", folder / "snapshots" / COMMIT)
         (folder / "refs").mkdir()
         (folder / "refs" / "main").write_text(COMMIT)
+    shutil.copytree(home / "tiny", home / "hub" / "models--org--tiny" / "snapshots" / OTHER)
     (home / "hub" / "models--org--halved" / "snapshots" / COMMIT / "model.safetensors").unlink()
     texts = {"text": ["some text to learn from, and some more of it"] * 200}
-    datasets.Dataset.from_dict(texts).save_to_disk(home / "datasets" / "zeromesh" / "org--texts--plain")
+    for name in ("org--texts--plain", "org--texts--plain@v2"):
+        datasets.Dataset.from_dict(texts).save_to_disk(home / "datasets" / "zeromesh" / name)
     return home
 
 
@@ -65,6 +68,24 @@ def test_cached_models_and_data_sets_work_without_a_network(place: Path) -> None
     assert json.loads((place / "run" / "config.json").read_text())["huggingface"]["path"] == "org/tiny"
     result = train(place, "org/tiny", "org/texts:plain", "--resume", "--set", "run.steps=3")
     assert result.exit_code == 0, result.output
+    assert origins(place) == {"model": f"org/tiny@{COMMIT}", "data": ["org/texts:plain@main"]}
+    pins = ("--set", f"huggingface.revision={OTHER}", "--set", "data.revision=v2", "--set", "run.output=pinned")
+    result = train(place, "org/tiny", "org/texts:plain", *pins)
+    assert result.exit_code == 0, result.output
+    assert origins(place, "pinned") == {"model": f"org/tiny@{OTHER}", "data": ["org/texts:plain@v2"]}
+
+
+def origins(place: Path, run: str = "run") -> dict[str, Any]:
+    """Return what the last checkpoint of a run says of where its model and its text come from."""
+    return json.loads(max((place / run).glob("checkpoints/*/manifest.json")).read_text())["client_state"]["origins"]
+
+
+def test_a_revision_of_what_is_not_of_the_hub_is_refused(place: Path, cache: Path) -> None:
+    pin = ("--set", "huggingface.revision=v1")
+    refused(train(place, "org/tiny", "org/texts:plain", *pin), "hf download org/tiny --revision v1")
+    refused(train(place, str(cache / "tiny"), "org/texts:plain", *pin), "local folder, which has no revision 'v1'")
+    (place / "text.txt").write_text("some text")
+    refused(train(place, "org/tiny", "text.txt", "--set", "data.revision=v1"), "no source is a data set of the Hub")
 
 
 def test_a_plan_takes_the_sizes_of_a_cached_configuration(place: Path) -> None:

@@ -36,7 +36,7 @@ from zeromesh.comm.agreement import agree_run, require_agreement, texts
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.detect import may_restart
 from zeromesh.config.batch import TRAIN
-from zeromesh.config.errors import nearest, some
+from zeromesh.config.errors import counted, nearest, some
 from zeromesh.shard.sharded import ShardedModel
 
 _log = logging.getLogger(__name__)
@@ -99,8 +99,9 @@ def load(
         saved, now = reader.manifest.get("train_batch_size"), engine.train_batch_size()
         if may_restart() and saved not in (None, now):
             raise ValueError(
-                f"the checkpoint was trained with {saved} samples per update, and the {mesh.world_size} ranks now "
-                f"take {now}; set {TRAIN} to {saved}, so that the number of ranks does not change it"
+                f"the checkpoint was trained with updates of {counted(saved, 'sample')}, and "
+                f"{counted(mesh.world_size, 'rank')} now take {now}; set {TRAIN} to {saved}, so that the "
+                "number of ranks does not change it"
             )
         if optimizer is not None:
             require_same_optimizer(sharded, optimizer, reader)

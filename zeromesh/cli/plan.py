@@ -153,8 +153,8 @@ def _header(result: PlanResult) -> None:
             f"{counted(request.batch, 'sample')} of {counted(request.sequence, 'token')}, "
             f"on {machine.name or 'the machine'}",
             *(f"note: {note}" for note in machine.notes if "taken as" in note),
-            f"{result.considered} layouts: {result.too_large} have states that do not fit, the memory of "
-            f"{result.weighed} and the time of {result.computed} were computed",
+            f"{counted(result.considered, 'layout')}; states that do not fit: {result.too_large}; memory computed: "
+            f"{result.weighed}; time computed: {result.computed}",
         ]
     )
     write("\n")
@@ -225,7 +225,8 @@ def _explain(question: PlanQuestion, asked: AskedModel, machine: Machine) -> boo
     batch, sequence = layout.samples, question.sequence or asked.sequence
     if question.batch is not None and question.batch != batch:
         raise ValueError(
-            f"{question.explain} has batches of {batch} samples, and --batch is {question.batch}; leave it out"
+            f"{question.explain} has batches of {counted(batch, 'sample')}, and --batch is {question.batch}; leave it "
+            "out"
         )
     request = _request(replace(question, batch=batch, sequence=sequence), asked, machine, precision)
     found = judge(request, layout)

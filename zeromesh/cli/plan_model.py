@@ -106,7 +106,8 @@ def _configured(path: Path, precision: str) -> AskedModel:
     settings, options = Settings.load(path), TraceOptions(DTYPES[precision])
     own = json.loads(path.read_text(encoding="utf-8-sig"))
     if settings.huggingface is not None:
-        folder, chosen = model_folder(settings.huggingface.path, weights=False), settings.huggingface
+        chosen = settings.huggingface
+        folder = model_folder(chosen.path, weights=False, revision=chosen.revision)
         described = configuration_of(folder)
         limits = limits_of_configuration(described)
         if (quantization := chosen.quantization or _saved(described)) is not None:

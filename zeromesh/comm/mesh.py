@@ -17,6 +17,7 @@ from zeromesh.comm.collectives import Group, backend_for
 from zeromesh.comm.formats import Format
 from zeromesh.comm.mpi import backend as mpi
 from zeromesh.comm.traffic import Traffic
+from zeromesh.config.errors import counted
 
 _Shape = tuple[int, ...]
 
@@ -61,8 +62,9 @@ class Mesh:
         self.world_size = dist.get_world_size()
         if prod(self.sizes.values()) != self.world_size:
             product = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "1"
+            wanted = counted(prod(self.sizes.values()), "rank")
             raise ValueError(
-                f"the mesh has {product} = {prod(self.sizes.values())} ranks, but {self.world_size} are running; "
+                f"the mesh has {product} = {wanted}, and the run has {self.world_size}; "
                 "give the data axis the size -1, which fills what is left, or start as many ranks as the mesh has"
             )
         self.device = device

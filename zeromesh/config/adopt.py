@@ -21,7 +21,7 @@ from zeromesh.config.document import SCHEMA, is_unset, read_object, whole_docume
 from zeromesh.config.errors import show
 from zeromesh.config.names import EXACT_OPTIMIZERS
 from zeromesh.config.settings import entries
-from zeromesh.config.tables import EXACT, GONE, RENAMED, UNREAD, UNSET, WITHOUT_EFFECT, look_up, sections_of
+from zeromesh.config.tables import EXACT, GONE, RENAMED, UNREAD, UNSET, WITHOUT_EFFECT, enables, look_up, sections_of
 
 _log = logging.getLogger("zeromesh")
 
@@ -60,11 +60,10 @@ def adopt(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], list[
 def fixed(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], list[Change]]:
     """Return the same with the other names of keys among the changes, for a file that is to be written anew."""
     given = read_object(Path(source)) if isinstance(source, str | Path) else source
-    found = {old: look_up(given, old) for old in RENAMED}
     names = [
-        Change(old, value, f"renamed to {RENAMED[old]}", "the key has that name here")
-        for old, (there, value) in found.items()
-        if there
+        Change(old, look_up(given, old)[1], f"renamed to {new}", "the key has that name here")
+        for old, new in RENAMED.items()
+        if look_up(given, old)[0]
     ]
     document, changes = adopt(source)
     return document, names + changes
@@ -164,11 +163,10 @@ def _number(section: Any, name: str) -> float:
 
 
 def _offloads_below(least: int) -> _Test:
-    def test(value: Any, document: Mapping[str, Any]) -> bool:
-        on = value is True or (isinstance(value, dict) and value.get("device") in ("cpu", "nvme"))
-        return on and _number({"stage": 0} | document[_ZERO], "stage") < least
-
-    return test
+    return lambda value, document: (
+        (value is True or (isinstance(value, dict) and value.get("device") in ("cpu", "nvme")))
+        and _number({"stage": 0} | document[_ZERO], "stage") < least
+    )
 
 
 _UNSHARDED = f"DeepSpeed reads it only if {_ZERO}.stage is {{}} or more"
@@ -182,6 +180,17 @@ _IDLE: tuple[tuple[str, _Test, str], ...] = (
         "fp16.hysteresis",
         lambda value, document: value == 0 and look_up(document, "fp16.loss_scale")[1] not in (None, 0, UNSET),
         "fp16.loss_scale is fixed",
+    ),
+    # The bias that AutoEP adds to routers, unless the coefficient is null, changes results.
+    (
+        "expert_parallel",
+        lambda section, _: enables(section) and section.get("load_balance_coeff", 0) is None,
+        "it changes where experts are; ZeRO shards them as all other parameters",
+    ),
+    (
+        "data_efficiency.data_routing",
+        lambda section, document: enables(section) and look_up(document, "data_efficiency.enabled")[1] is True,
+        "layers drop tokens only after convert_to_random_ltd, which is refused",
     ),
 )
 """Keys, the values with which a run does not need them, and why."""

@@ -285,7 +285,7 @@ def efficiency_problems(document: Mapping[str, Any]) -> list[str]:
         return [f"data_efficiency = {show(found)}: must be an object; leave it out"] if found else []
     if found.get("enabled") in (None, False):
         return []
-    on = [name for name in _EFFICIENCY if _enables(found.get(name))]
+    on = [name for name in _EFFICIENCY if enables(found.get(name))]
     return [f"data_efficiency.{name}: {_EFFICIENCY[name]}" for name in on]
 
 
@@ -332,13 +332,13 @@ def _switched_off(path: str, value: Any) -> bool:
         return False
     if not isinstance(value, Mapping) or not value:
         return not value
-    return not _enables(value)
+    return not enables(value)
 
 
-def _enables(value: Any) -> bool:
+def enables(value: Any) -> bool:
     """Return whether ``enabled`` is anything but false, null or "auto" in an object, or in one inside it."""
     if isinstance(value, list | tuple):
-        return any(map(_enables, value))
+        return any(map(enables, value))
     if not isinstance(value, Mapping):
         return False
-    return value.get("enabled") not in (None, False, UNSET) or any(map(_enables, value.values()))
+    return value.get("enabled") not in (None, False, UNSET) or any(map(enables, value.values()))

@@ -75,6 +75,7 @@ class HuggingFace(Section):
     )
     # Null follows the folder, so that a config.json alone starts from the beginning.
     weights: bool | None = key(None, "Start from the folder's weights. Null: if it has any; of the Hub, yes.")
+    revision: str = key("main", "Branch, tag or commit of a model of the Hub; a commit never changes.", min_length=1)
     sequence_length: PositiveInt = key(..., "Tokens per sample; at most what the model has positions for.")
     attention: str | None = key(None, "Implementation of attention in transformers, such as sdpa. Null: its choice.")
     quantization: Quantization | None = key(None, "Keep the weights frozen in 4 or 8 bits; needs lora.")
@@ -173,6 +174,7 @@ class TextData(Section):
     )
     validation: Names | None = key(None, "The same, held out. Null: a share of what is trained on is.")
     validation_fraction: CountFloat = key(0.02, "Share of the text that is held out where validation is null.", lt=1)
+    revision: str = key("main", "Branch, tag or commit of the sources that are data sets of the Hub.", min_length=1)
     suffixes: Names = key((), "Ends of the names of files to use in folders. Empty: all files.")
     format: Literal["text", "response", "chat"] | None = key(None, "Kind of records. Null: by the first record.")
     text_key: str = key("text", "Key of a record's text.")
@@ -205,6 +207,11 @@ class TextData(Section):
             return [(tuple(source for source in self.train if isinstance(source, str)), 1.0)]
         total = sum(source.weight for source in weighted)
         return [(source.source, source.weight / total) for source in weighted]
+
+    @property
+    def names(self) -> list[str]:
+        """All sources, those that are held out too."""
+        return [*(name for names, _ in self.blend for name in names), *(self.validation or ())]
 
 
 class SampleSettings(Section):

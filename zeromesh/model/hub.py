@@ -10,6 +10,8 @@ from pathlib import Path
 
 MODEL_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
+MAIN = "main"  # branch of a repository that is taken where no revision is named
+
 # No code and no pickles are fetched.
 SETTINGS = ("*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt")
 WEIGHTS = ("*.safetensors",)
@@ -21,13 +23,16 @@ def is_model_id(name: str | Path) -> bool:
 
 
 @functools.cache
-def model_folder(name: str | Path, weights: bool = True) -> Path:
+def model_folder(name: str | Path, weights: bool = True, revision: str = MAIN) -> Path:
     """Return the folder of a model: ``name`` itself, or the copy of a model of the Hub in its cache.
 
     Raises:
-        ValueError: the model is neither in the cache nor can it be fetched, or it has no safetensors for ``weights``.
+        ValueError: the model is neither in the cache nor can it be fetched, it has no safetensors for ``weights``, or a
+            revision is named for a local folder.
     """
     if not is_model_id(name):
+        if revision != MAIN:
+            raise ValueError(f"{str(name)!r} is a local folder, which has no revision {revision!r}; leave it out")
         return Path(name).expanduser()
     try:
         from huggingface_hub import snapshot_download
@@ -37,7 +42,8 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
             f"{str(name)!r} is no local folder, and a model of the Hub needs the package huggingface_hub ({error}); "
             "pip install 'zeromesh[hf]'"
         ) from None
-    fetch = functools.partial(snapshot_download, str(name), allow_patterns=[*SETTINGS, *(WEIGHTS if weights else ())])
+    patterns = [*SETTINGS, *(WEIGHTS if weights else ())]
+    fetch = functools.partial(snapshot_download, str(name), revision=revision, allow_patterns=patterns)
     # The cache first: all ranks, and a run that is resumed, take the same files, with or without a network.
     try:
         folder = Path(fetch(local_files_only=True))
@@ -51,13 +57,19 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
     except Exception as error:  # many types, of several packages
         problem = reason_of(error)
     if problem or not _is_complete(folder, weights):
+        other = "" if revision == MAIN else f" --revision {revision}"
         raise ValueError(
             f"{str(name)!r} is no local folder, and the Hugging Face Hub did not give a model of this name "
             f"({problem or 'not all of its weights are there as safetensors'}); where there is a network, "
-            f"`hf download {name}` puts it into the cache, whose place HF_HOME names, and from there it is used "
+            f"`hf download {name}{other}` puts it into the cache, whose place HF_HOME names, and from there it is used "
             "without one; or name a local folder"
         )
     return folder
+
+
+def commit_of(folder: Path) -> str | None:
+    """Return the commit that a folder of the Hub's cache is a copy of; None for other folders."""
+    return folder.name if folder.parent.name == "snapshots" else None
 
 
 def _is_complete(folder: Path, weights: bool) -> bool:

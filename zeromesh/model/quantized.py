@@ -185,7 +185,7 @@ def require_frozen(model: nn.Module) -> None:
         )
     if found and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
-            f"the model's weights are quantized ({len(found)} layers) and nothing is trainable; add adapters with "
+            f"the model's weights are quantized (layers: {len(found)}) and nothing is trainable; add adapters with "
             "peft.get_peft_model, or load the model without quantization to train all of it"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from torch import nn
@@ -17,6 +18,7 @@ from zeromesh.config.settings import Resolved
 from zeromesh.config.train import RunSettings, TextData
 from zeromesh.context.order import require_length
 from zeromesh.initialization.trial import try_out
+from zeromesh.train.data.hub import is_dataset_id
 from zeromesh.train.data.indexed import file_of
 from zeromesh.train.data.loader import training_samples
 from zeromesh.train.data.prepare import prepare, size_is_set
@@ -71,6 +73,12 @@ class Job:
         if data.tokenizer is None and language.tokenizer is not None:
             data = data.model_copy(update={"tokenizer": language.tokenizer})
         return cls(settings.model_copy(update={"data": data}), language, data, run)
+
+    @property
+    def origins(self) -> dict[str, Any]:
+        """Repositories of the Hub that the run reads, each with its commit or revision, for its checkpoints."""
+        read = [f"{name}@{self.data.revision}" for name in self.data.names if is_dataset_id(name)]
+        return {"model": self.language.origin, "data": read}
 
     def with_vocabulary(self, size: int, trained: bool = True) -> Job:
         """Return the same run with this number of entries in the model's vocabulary, unless the settings have one."""

@@ -153,7 +153,7 @@ class Loop:
 
     def _save(self, progress: Progress, last: bool = False) -> bool:
         """Write a checkpoint, and return whether this succeeded."""
-        state = {"samples": progress.samples, "seconds": progress.seconds}
+        state = {"samples": progress.samples, "seconds": progress.seconds, "origins": self.job.origins}
         failure: OSError | RuntimeError | None = None
         try:
             self.engine.save_checkpoint(self.job.folder.checkpoints, client_state=state)

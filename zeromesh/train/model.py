@@ -21,7 +21,7 @@ from zeromesh.config import keys
 from zeromesh.config.errors import nearest
 from zeromesh.config.train import GROUP, HuggingFace, Lora, ModelShape, Quantization
 from zeromesh.model.lengths import positions
-from zeromesh.pretrained import build, configuration, is_model_id, model_folder, saved_quantization
+from zeromesh.pretrained import build, commit_of, configuration, is_model_id, model_folder, saved_quantization
 from zeromesh.quantized import require_library
 from zeromesh.train.architectures.decoder import Decoder
 from zeromesh.train.architectures.flops import training_cost, training_flops_per_token
@@ -36,6 +36,7 @@ class BuiltIn:
     shape: ModelShape
     section = "model"
     tokenizer = None
+    origin = None
 
     @property
     def sequence_length(self) -> int:
@@ -101,9 +102,15 @@ class Transformer:
         """Folder of the model; of one of the Hub, that in the cache."""
         # Absolute, because adapters name it and can be moved.
         try:
-            return model_folder(self.source.path, self.source.weights is not False).absolute()
+            return model_folder(self.source.path, self.source.weights is not False, self.source.revision).absolute()
         except ValueError as error:
             raise ValueError(f"{keys.MODEL_FOLDER}: {error}") from None
+
+    @property
+    def origin(self) -> str | None:
+        """Name and commit of a model of the Hub; None for one of a folder."""
+        commit = commit_of(self.folder) if is_model_id(self.source.path) else None
+        return None if commit is None else f"{self.source.path}@{commit}"
 
     @property
     def tokenizer(self) -> str | None:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from zeromesh.pretrained import reason_of
+from zeromesh.pretrained import MAIN, reason_of
 
 # A configuration and a split may follow, as in "org/name:config:split".
 DATASET_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+){0,2}")
@@ -21,7 +21,7 @@ def is_dataset_id(name: str) -> bool:
 
 
 @functools.cache
-def dataset_folder(name: str) -> Path:
+def dataset_folder(name: str, revision: str = MAIN) -> Path:
     """Return the folder of a split of a data set of the Hub, which is written beside the cache of ``datasets``.
 
     Raises:
@@ -35,11 +35,12 @@ def dataset_folder(name: str) -> Path:
             "pip install 'zeromesh[datasets]'"
         ) from None
     source, config, split = (*name.split(":"), "", "")[:3]
-    folder = Path(datasets.config.HF_DATASETS_CACHE, "zeromesh", re.sub(r"[/:]", "--", name))
+    kept = name if revision == MAIN else f"{name}@{revision}"
+    folder = Path(datasets.config.HF_DATASETS_CACHE, "zeromesh", re.sub(r"[/:]", "--", kept))
     if folder.is_dir():
         return folder
     try:
-        found: Any = datasets.load_dataset(source, config or None, split=split or "train")
+        found: Any = datasets.load_dataset(source, config or None, split=split or "train", revision=revision)
     except Exception as error:  # many types, of several packages
         raise ValueError(
             f"data source {name!r} does not exist here, and the Hugging Face Hub did not give a data set of this name "

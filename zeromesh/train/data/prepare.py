@@ -13,11 +13,13 @@ from pathlib import Path
 from rich.console import Console
 
 from zeromesh.config.errors import counted
-from zeromesh.config.keys import HELD_OUT, OUTPUT, SOURCES, TOKENIZER, TOO_LONG
+from zeromesh.config.keys import DATA_REVISION, HELD_OUT, OUTPUT, SOURCES, TOKENIZER, TOO_LONG
 from zeromesh.config.train import TextData
 from zeromesh.observe.progress import ReadingBar
+from zeromesh.pretrained import MAIN
 from zeromesh.train.data.encode import Encoded, Encoder, grouped
 from zeromesh.train.data.formats import INDEXED, Document, placed, portions, read_portion
+from zeromesh.train.data.hub import is_dataset_id
 from zeromesh.train.data.records import KINDS, read_record, share_of
 from zeromesh.train.data.sources import Part, find_documents, look, names_of
 from zeromesh.train.data.store import (
@@ -38,7 +40,7 @@ SUMMARY_FILE = "data.json"
 TOKENIZER_FOLDER = "tokenizer"
 
 # Not part of the key: token files do not depend on them, or they are compared in another way.
-FREE = {"train", "vocabulary_size", "packing", "document_attention"}
+FREE = {"train", "vocabulary_size", "packing", "document_attention", "revision"}
 
 # Of the encoding: token files of another version are made again.
 VERSION = 2
@@ -110,8 +112,10 @@ def _find(data: TextData, output: Path) -> list[Part]:
     """Return a data set for each part of the blend, and for each source that is held out."""
 
     def find(source: str) -> tuple[Document, ...]:
-        return tuple(find_documents([source], data.suffixes, output))
+        return tuple(find_documents([source], data.suffixes, output, data.revision))
 
+    if data.revision != MAIN and not any(map(is_dataset_id, data.names)):
+        raise ValueError(f"{DATA_REVISION} = {data.revision!r}, but no source is a data set of the Hub; leave it out")
     held = [
         Part(f"validation{number}", f"{HELD_OUT} = {source!r}", (find(source),), 1.0)
         for number, source in enumerate(data.validation or ())

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from zeromesh.config.keys import BLEND_ENTRY, OTHER_OUTPUT, OUTPUT, RECORDS, SUFFIXES
 from zeromesh.config.train import TextData
+from zeromesh.pretrained import MAIN
 from zeromesh.train.data.formats import (
     INDEXED,
     Document,
@@ -58,12 +59,14 @@ class Part:
         return [document for source in self.sources for document in source]
 
 
-def find_documents(sources: Sequence[str], suffixes: Sequence[str], output: Path | None = None) -> list[Document]:
+def find_documents(
+    sources: Sequence[str], suffixes: Sequence[str], output: Path | None = None, revision: str = MAIN
+) -> list[Document]:
     """Return the files that the sources name, each once, ordered by name; ``suffixes`` select files in folders."""
     # A file that is a source itself is used whatever its name ends in. The folder of the run is left out.
     found: dict[Path, Document] = {}
     for source in sources:
-        documents = list(_find(source, tuple(suffixes), None if output is None else output.resolve()))
+        documents = list(_find(source, tuple(suffixes), None if output is None else output.resolve(), revision))
         if not documents:
             raise ValueError(_nothing_found(source, suffixes))
         for document in documents:
@@ -71,7 +74,7 @@ def find_documents(sources: Sequence[str], suffixes: Sequence[str], output: Path
     return sorted(found.values(), key=lambda document: (document.name, str(document.path)))
 
 
-def _find(source: str, suffixes: tuple[str, ...], output: Path | None) -> Iterator[Document]:
+def _find(source: str, suffixes: tuple[str, ...], output: Path | None, revision: str) -> Iterator[Document]:
     if source == STANDARD_LIBRARY:
         yield from _find_in_folder(Path(sysconfig.get_path("stdlib")), (".py",), NOT_LIBRARY, None)
         return
@@ -93,7 +96,7 @@ def _find(source: str, suffixes: tuple[str, ...], output: Path | None) -> Iterat
     elif path.is_file():
         yield Document(path.name, path)
     elif is_dataset_id(source):
-        yield Document(source, dataset_folder(source))
+        yield Document(source, dataset_folder(source, revision))
     else:
         yield from _find_by_pattern(path, output)
 
