@@ -1,0 +1,262 @@
+"""Facts about DeepSpeed's behaviour, asked of the module that is given: the real one's answers are in ds_facts.json.
+
+To record them with DeepSpeed 0.19.8: ``DS_ACCELERATOR=cpu torchrun --nproc-per-node 1 tests/drop_in/ds_facts.py``.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+RECORDED = Path(__file__).with_name("ds_facts.json")
+BUCKETS = {"reduce_bucket_size": 2000, "allgather_bucket_size": 2000, "stage3_prefetch_bucket_size": 2000}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).pow(2).mean() * 20
+
+
+def batch(number: int = 0) -> torch.Tensor:
+    return torch.linspace(-1, 1, 32).view(4, 8) + number
+
+
+def raises(kinds: Any, ask: Callable[[], Any]) -> bool:
+    try:
+        ask()
+    except kinds:
+        return True
+    return False
+
+
+class Facts:
+    def __init__(self, deepspeed: Any) -> None:
+        self.deepspeed = deepspeed
+
+    def engine(self, stage: int, net: Any = None, optimizer: Any = None, named: Any = None, **config: Any) -> Any:
+        model = Net() if net is None else net
+        written = {"train_micro_batch_size_per_gpu": 4, **config}
+        if stage:
+            written["zero_optimization"] = {"stage": stage, **BUCKETS, **written.get("zero_optimization", {})}
+        if named is not None:
+            written["optimizer"] = {"type": named, "params": {"lr": 0.01}}
+        elif optimizer is None:
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        parameters = list(model.parameters())
+        return self.deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=written)[
+            0
+        ]
+
+    def sums(self, engine: Any) -> list[float]:
+        found = []
+        for parameter in engine.module.parameters():
+            with self.deepspeed.zero.GatheredParameters([parameter]):
+                found.append(round(float(parameter.detach().double().sum()), 4))
+        return found
+
+    def all(self) -> Iterator[tuple[str, Any]]:
+        for name in sorted(name for name in dir(self) if name.startswith("of_")):
+            for key, ask in getattr(self, name)():
+                yield f"{name[3:]}: {key}", ask()
+
+    def of_arguments(self) -> Iterator[tuple[str, Any]]:
+        start = self.deepspeed.initialize
+        named = {"optimizer": {"type": "Nothing", "params": {}}, "train_batch_size": 4}
+        cases: dict[str, dict[str, Any]] = {
+            "no model": {"config": {}},
+            "no configuration": {"model": Net()},
+            "two configurations": {"model": Net(), "config": {}, "args": type("Args", (), {"deepspeed_config": {}})()},
+            "no such optimizer": {"model": Net(), "config": named, "model_parameters": Net().parameters()},
+        }
+        for name, given in cases.items():
+            yield name, lambda given=given: raises(AssertionError, lambda: start(**given))
+
+    def of_optimizers(self) -> Iterator[tuple[str, Any]]:
+        zero = "deepspeed.runtime.zero"
+        homes = {
+            "DeepSpeedZeroOptimizer": f"{zero}.stage_1_and_2",
+            "DeepSpeedZeroOptimizer_Stage3": f"{zero}.stage3",
+            "BF16_Optimizer": "deepspeed.runtime.bf16_optimizer",
+            "FP16_Optimizer": "deepspeed.runtime.fp16.fused_optimizer",
+            "FP16_UnfusedOptimizer": "deepspeed.runtime.fp16.unfused_optimizer",
+            "FusedAdam": "deepspeed.ops.adam",
+            "DeepSpeedCPUAdam": "deepspeed.ops.adam",
+        }
+        bf16: dict[str, Any] = {"bf16": {"enabled": True}}
+        host = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+        kinds: dict[str, tuple[int, dict[str, Any]]] = {
+            **{f"ZeRO-{stage}": (stage, {"named": "Adam"}) for stage in range(4)},
+            **{f"ZeRO-{stage} in bf16": (stage, {"named": "Adam", **bf16}) for stage in range(4)},
+            "a user's, in bf16": (0, bf16),
+            "gradients in fp32": (1, {"named": "AdamW", **bf16, "data_types": {"grad_accum_dtype": "fp32"}}),
+            "on the host": (2, {"named": "Adam", **host}),
+        }
+
+        def classes(stage: int, given: dict[str, Any]) -> list[str]:
+            optimizer = self.engine(stage, **given).optimizer
+            own = self.deepspeed.__name__
+            types = {n: getattr(import_module(home.replace("deepspeed", own, 1)), n) for n, home in homes.items()}
+            both = [optimizer] if getattr(optimizer, "optimizer", None) is None else [optimizer, optimizer.optimizer]
+            # Here both are one object, so that only the wrapper's classes and the inner one's can be told together.
+            return sorted({name for one in both for name, kind in types.items() if isinstance(one, kind)})
+
+        for name, (stage, given) in kinds.items():
+            yield name, lambda stage=stage, given=given: classes(stage, given)
+
+        def untested() -> Any:
+            net = Net()
+            return self.engine(2, net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+
+        yield "untested", lambda: raises(AssertionError, untested)
+        mixed = {**bf16, "data_types": {"grad_accum_dtype": "fp32"}}
+        yield "mixed dtypes", lambda: raises(NotImplementedError, lambda: self.engine(0, named="Adam", **mixed))
+        masters = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+        yield "masters alone", lambda: raises(AssertionError, lambda: self.engine(2, named="Adam", **masters))
+        error = import_module(f"{self.deepspeed.__name__}.runtime.zero.utils").ZeRORuntimeException
+        yield "torch's on the host", lambda: raises(error, lambda: self.engine(2, **host))
+
+    def of_training(self) -> Iterator[tuple[str, Any]]:
+        for stage in range(4):
+
+            def run(stage: int = stage, **config: Any) -> list[float]:
+                options = {"zero_allow_untested_optimizer": True, **config}
+                net = Net()
+                optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+                engine = self.engine(stage, net=net, optimizer=optimizer, **options)
+                for number in range(2):
+                    engine.backward(engine(batch(number)))
+                    engine.step()
+                return self.sums(engine)
+
+            yield f"clipped at ZeRO-{stage} unless told otherwise", run
+            yield f"not clipped at ZeRO-{stage}", lambda run=run: run(gradient_clipping=0.0)
+
+    def of_contexts(self) -> Iterator[tuple[str, Any]]:
+        def nested(engine: Any) -> None:
+            with engine.no_sync(), engine.no_sync():
+                pass
+
+        def step(engine: Any) -> None:
+            with engine.no_sync():
+                engine.backward(engine(batch()))
+                engine.step()
+
+        def enter(engine: Any) -> None:
+            with engine.no_sync():
+                pass
+
+        for stage in range(4):
+            for ask in (nested, step, enter):
+                yield (
+                    f"{ask.__name__} at ZeRO-{stage}",
+                    lambda ask=ask, stage=stage: raises(AssertionError, lambda: ask(self.engine(stage))),
+                )
+
+        def counted(stage: int, context: str) -> list[int]:
+            engine = self.engine(stage, gradient_accumulation_steps=1)
+            with getattr(engine, context)():
+                for number in range(3):
+                    engine.backward(engine(batch(number)))
+            engine.step()
+            return [engine.micro_steps, engine.global_steps]
+
+        yield "no_sync counts", lambda: counted(0, "no_sync")
+        for stage in (1, 2, 3):
+            yield f"coalesced at ZeRO-{stage}", lambda stage=stage: counted(stage, "coalesce_grad_reduction")
+        for name, loss in (
+            ("a float", 3.0),
+            ("no scalar", torch.ones(3, requires_grad=True)),
+            ("no graph", torch.ones(())),
+        ):
+            for method in ("backward", "scale"):
+                yield (
+                    f"{method} of {name}",
+                    lambda method=method, loss=loss: raises(
+                        AssertionError, lambda: getattr(self.engine(1), method)(loss)
+                    ),
+                )
+
+    def of_parameters(self) -> Iterator[tuple[str, Any]]:
+        zero, config = self.deepspeed.zero, {"train_batch_size": 4, "zero_optimization": {"stage": 3, **BUCKETS}}
+
+        def modified() -> list[Any]:
+            with zero.Init(config_dict_or_path=config):
+                layer = nn.Linear(100, 100)
+            found: list[Any] = [layer.weight.ds_status.name, list(layer.weight.ds_shape)]
+            with zero.GatheredParameters(list(layer.parameters()), modifier_rank=0):
+                found += [layer.weight.ds_status.name, list(layer.weight.shape)]
+                nn.init.constant_(layer.weight, 0.5)
+                nn.init.zeros_(layer.bias)
+            found.append(layer.weight.ds_status.name)
+            engine = self.engine(3, net=layer, named="Adam")
+            return [*found, float(engine(torch.ones(1, 100)).sum())]
+
+        yield "modified before initialize", modified
+
+        def kept() -> bool:
+            with zero.Init(config_dict_or_path=config):
+                layer = nn.Linear(8, 6)
+            with zero.GatheredParameters(layer.weight):
+                layer.weight.data.fill_(9)
+            with zero.GatheredParameters(layer.weight):
+                return float(layer.weight.sum()) == 432.0
+
+        yield "a change without modifier_rank is kept", kept
+
+        def dtypes() -> list[str]:
+            found = []
+            for key in ("bf16", "fp16"):
+                with zero.Init(config_dict_or_path={**config, key: {"enabled": True}}):
+                    found.append(str(nn.Linear(8, 6).weight.dtype))
+            return found
+
+        yield "dtype of the configuration", dtypes
+
+    def of_tiles(self) -> Iterator[tuple[str, Any]]:
+        tiled = import_module(f"{self.deepspeed.__name__}.runtime.zero.tiling").TiledLinear
+        whole = nn.Linear(8, 12)
+
+        def parts(**given: Any) -> list[Any]:
+            layer = tiled(8, 12, init_linear=whole, **given)
+            made, x = layer(torch.ones(2, 8)), torch.ones(2, 8)
+            same = torch.allclose(made if torch.is_tensor(made) else torch.cat(made, -1), whole(x), atol=1e-5)
+            shapes = [[[*list(tile.weight.shape), tile.bias is not None] for tile in row] for row in layer.linears]
+            return [same, torch.is_tensor(made), shapes, layer.in_parts, layer.out_parts]
+
+        yield "of both", lambda: parts(in_splits=3, out_splits=5)
+        yield "apart", lambda: parts(out_splits=2, combine_out_splits=False)
+        for name in ("in_splits", "out_splits"):
+            yield f"too many {name}", lambda name=name: raises(RuntimeError, lambda: tiled(8, 12, **{name: 100}))
+
+    def of_states(self) -> Iterator[tuple[str, Any]]:
+        adam = import_module(f"{self.deepspeed.__name__}.ops.adam")
+
+        def dtypes(wide: bool) -> list[str]:
+            parameter = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+            optimizer = adam.DeepSpeedCPUAdam([parameter], fp32_optimizer_states=wide)
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            return [
+                str(parameter.dtype),
+                *(str(optimizer.state[parameter][n].dtype) for n in ("exp_avg", "exp_avg_sq")),
+            ]
+
+        for wide in (True, False):
+            yield f"fp32_optimizer_states={wide}", lambda wide=wide: dtypes(wide)
+
+
+if __name__ == "__main__":
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    lines = [f" {json.dumps(name)}: {json.dumps(answer)}" for name, answer in Facts(deepspeed).all()]
+    RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
