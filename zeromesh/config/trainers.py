@@ -18,6 +18,8 @@ _DEFAULTS: dict[str, Any] = {
     # Libraries look these up, and save whole weights if the second says so.
     "zero_optimization": {"stage": 0, "stage3_gather_16bit_weights_on_model_save": True},
     "zero_allow_untested_optimizer": False,
+    # States on the host need no optimizer of their own.
+    "zero_force_ds_cpu_optimizer": False,
 }
 _OFF = ("none", False, 0)  # of options
 _FORMATS = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}  # of Lightning
@@ -26,9 +28,10 @@ _PRECISION: dict[str, Any] = {"bf16": {"enabled": UNSET}, "fp16": {"enabled": UN
 
 FILLED: dict[str, dict[str, Any]] = {
     "transformers": {**_SIZES, **_PRECISION, "gradient_clipping": UNSET},
-    # Its own clipping would be 1, whatever the loop asks for.
-    "accelerate": {**_SIZES, **_PRECISION},
-    "lightning": {},
+    # Its own clipping would be 1, whatever the loop asks for, and so would the drop-in's.
+    "accelerate": {**_SIZES, **_PRECISION, keys.CLIPPING: 0.0},
+    # The strategy allows what the engine does; the drop-in would know DeepSpeed's optimizers alone.
+    "lightning": {keys.UNTESTED_OPTIMIZER: True},
 }
 """Keys that a library fills in where a configuration says "auto"; Lightning does so where it leaves them out."""
 
@@ -125,6 +128,11 @@ def for_trainer(source: str | Path | Mapping[str, Any], library: str) -> dict[st
         filled["mesh"] = {**filled.get("mesh", {}), **sizes}
         filled["tensor_parallel"] = {"autotp_size": copies}
     return filled
+
+
+def allows_untested(source: str | Path | Mapping[str, Any]) -> bool:
+    """Return whether a configuration allows optimizers that are not known to update each element by itself."""
+    return bool(adopt(source)[0].get(keys.UNTESTED_OPTIMIZER))
 
 
 def _with_defaults(document: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from zeromesh import deepspeed
-from zeromesh.config.trainers import copies_in, for_trainer, require_lightning
+from zeromesh.config.trainers import allows_untested, copies_in, for_trainer, require_lightning
+from zeromesh.optim.factory import check_users
 
 deepspeed.install()  # the class below asks for it
 
@@ -33,13 +35,19 @@ class Strategy(DeepSpeedStrategy):  # Lightning has no types here
 
     def __init__(self, config: str | Path | Mapping[str, Any], **options: Any) -> None:
         document = for_trainer(config, "lightning")
-        self._copies = copies_in(document)
+        self._copies, self._checks = copies_in(document), not allows_untested(config)
         super().__init__(config=document, **options)
 
     def setup(self, trainer: Any) -> None:
         """Make the engine; raise ValueError if the trainer's arguments contradict the configuration."""
         require_lightning(self.config or {}, trainer.gradient_clip_val, self.precision_plugin.precision)
         super().setup(trainer)
+
+    def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        if optimizer is not None and self._checks:
+            assert self.config is not None
+            check_users(optimizer, set(model.parameters()), sharded=self.config["zero_optimization"]["stage"] > 0)
+        return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 
     def setup_environment(self) -> None:
         """Set up devices and ranks, and start the process group; unlike Lightning's, also without a GPU."""
