@@ -20,6 +20,7 @@ from zeromesh.config.adopt import adopt, share_layers, warn_of
 from zeromesh.config.document import read_object
 from zeromesh.config.settings import Settings
 from zeromesh.deepspeed.engine import DeepSpeedEngine, PipelineEngine
+from zeromesh.deepspeed.lr_schedules import configured
 from zeromesh.initialization.plan import Arguments
 from zeromesh.pipe import PipelineModule
 from zeromesh.signatures import refuse
@@ -45,6 +46,8 @@ def initialize(
     model = build.require_module(model)
     written, document = _configuration(config, config_params, args)
     _require_wanted_size(model, document)
+    # As one of DeepSpeed's classes, which programs ask for ``get_lr`` and the schedule's values.
+    lr_scheduler = lr_scheduler if lr_scheduler is not None else configured(written)
     make = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     chosen = Arguments(model, document, optimizer, model_parameters, lr_scheduler, training_data, collate_fn, None)
     start = partial(init_distributed, distributed_port=distributed_port, dist_init_required=dist_init_required)
