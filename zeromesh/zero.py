@@ -384,9 +384,11 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_update_full_grad_vectorized(
-    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor], torch.Tensor]
+    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
 ) -> None:
-    """Replace the whole gradient of each parameter by what a function makes of it; one without a gradient stays so.
+    """Replace the whole gradient of each parameter by what a function makes of it and the parameter.
+
+    A parameter without a gradient stays so.
 
     Raises:
         ValueError, RuntimeError: as ``safe_set_full_grad``.
@@ -394,7 +396,7 @@ def safe_update_full_grad_vectorized(
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
-            safe_set_full_grad(param, update_func(gradient))
+            safe_set_full_grad(param, update_func(gradient, param))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:

@@ -1,6 +1,7 @@
 """Names of the drop-in that need ranks: collectives, groups, leaf modules, single states, attention, weights."""
 
 import logging
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,17 @@ def test_a_leaf_is_one_unit_with_nothing_inside() -> None:
     assert [name for name, _ in find_units(model, ["Expert", "first"])] == ["first", "routed"]
     assert utils.unset_z3_leaf_modules(model, [Routed]) == [model.routed]
     assert units(model) == found
-    assert utils.set_z3_leaf_modules_by_suffix(model, [".1", ".9"])[1] == [".9"]
+    assert utils.set_z3_leaf_modules_by_suffix(model, [".1", ".9"], raise_if_not_found=False)[1] == [".9"]
     assert "routed.experts.1" in units(model)
     utils.set_z3_leaf_module(model, True)
     assert unit_modules(model) == []
     with pytest.raises(ValueError, match="match no module of the model; its classes are Expert, Linear, Model"):
         utils.set_z3_leaf_modules(model, ["Nothing"])
     assert utils.set_z3_leaf_modules(model, ["Nothing"], raise_if_not_found=False) == []
+    with pytest.raises(ValueError, match="'second'.* match no module"):
+        utils.set_z3_leaf_modules_by_name(model, ["first", "second"])
+    with pytest.raises(AssertionError, match="by their class or its name"):
+        utils.set_z3_leaf_modules(model, [3])
 
 
 def give(step: int) -> tuple[torch.Tensor, int]:
@@ -131,7 +136,7 @@ def test_local_states_are_the_ranks_parts_of_the_whole() -> None:
         whole = utils.safe_get_full_grad(parameter)
         utils.safe_set_local_grad(parameter, 2 * gradient)
         torch.testing.assert_close(utils.safe_get_full_grad(parameter), 2 * whole, rtol=1e-15, atol=0)
-        utils.safe_update_full_grad_vectorized([parameter], lambda value: value / 2)
+        utils.safe_update_full_grad_vectorized([parameter], lambda value, _: value / 2)
         torch.testing.assert_close(utils.safe_get_full_grad(parameter), whole, rtol=1e-15, atol=0)
         engine.step()
         moment = utils.safe_get_local_optimizer_state(parameter, "exp_avg")
@@ -280,7 +285,8 @@ def test_fp32_weights_of_a_checkpoint_are_the_masters(tmp_path: Path) -> None:
     model = functions.load_state_dict_from_zero_checkpoint(Model(), tmp_path / "saved")
     assert torch.equal(model.first.weight, state["first.weight"])
     convert = functions.convert_zero_checkpoint_to_fp32_state_dict
-    convert(tmp_path / "saved", tmp_path / "bin")
+    script = runpy.run_path(str(tmp_path / "saved" / "zero_to_fp32.py"))
+    script["main"]([str(tmp_path / "saved"), str(tmp_path / "bin")])
     read = torch.load(tmp_path / "bin" / "pytorch_model.bin", weights_only=True)
     assert all(torch.equal(read[name], value) for name, value in state.items())
     convert(tmp_path / "saved", tmp_path / "safe", max_shard_size="1KB", safe_serialization=True)

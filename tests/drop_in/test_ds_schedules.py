@@ -48,12 +48,16 @@ def test_a_class_schedules_as_the_configuration_of_its_name(name: str) -> None:
     for _ in range(20):
         rates = [group["lr"] for group in other.param_groups]
         assert [group["lr"] for group in mine.param_groups] == rates
-        assert schedule.get_lr() == schedule.get_last_lr() == rates
+        assert schedule.get_lr() == rates
         schedule.step()
+        assert schedule.get_last_lr() == schedule.get_lr()
         expected.step()
     resumed = getattr(lr_schedules, name)(make_optimizer(), **PARAMS[name])
+    before = [group["lr"] for group in resumed.optimizer.param_groups]
     resumed.load_state_dict(schedule.state_dict())
-    assert resumed.get_last_lr() == schedule.get_last_lr()
+    # The groups' rates are the optimizer's state.
+    assert resumed.get_lr() == schedule.get_lr()
+    assert [group["lr"] for group in resumed.optimizer.param_groups] == before
     resumed.step(3)
     assert resumed.last_batch_iteration == 3
 
@@ -64,13 +68,17 @@ def test_arguments_go_by_position_and_a_list_has_one_value_per_group() -> None:
     schedule.step(5)
     assert schedule.get_lr() == pytest.approx([0.05, 0.3])
     cosine = lr_schedules.WarmupCosineLR(make_optimizer(), 10, 0.2, 4)
-    assert (cosine.min_lrs, cosine.max_lrs) == (pytest.approx([0.02, 0.04]), [0.1, 0.2])
+    assert (cosine.org_lrs, cosine.total_num_steps) == ([0.1, 0.2], 10)
     cosine.step(9)
     assert cosine.get_lr_ratio() == pytest.approx(0.0001)
     with pytest.raises(TypeError, match="total_num_steps"):
         lr_schedules.WarmupDecayLR(make_optimizer())
-    with pytest.raises(ValueError, match="warmup_type is 'slow'"):
-        lr_schedules.WarmupLR(make_optimizer(), warmup_type="slow")
+    with pytest.raises(ValueError, match="warmup_num_steps must be a positive integer, got 0"):
+        lr_schedules.WarmupLR(make_optimizer(), warmup_num_steps=0)
+    assert lr_schedules.WarmupLR(make_optimizer(), warmup_type="slow").warmup_type == "log"
+    late = lr_schedules.WarmupLR(make_optimizer(), last_batch_iteration=4)
+    with pytest.raises(AssertionError, match="need to call step"):
+        late.get_last_lr()
     with pytest.raises(TypeError, match="no torch optimizer|is not a torch optimizer"):
         lr_schedules.WarmupLR(object())
 
@@ -87,13 +95,38 @@ def test_arguments_of_the_command_line_become_a_configuration() -> None:
     parser = lr_schedules.add_tuning_arguments(argparse.ArgumentParser())
     words = "--lr_schedule WarmupLR --warmup_max_lr 0.2 --warmup_num_steps 7 --warmup_type linear"
     config, error = lr_schedules.get_config_from_args(parser.parse_args(words.split()))
-    params = {"warmup_max_lr": 0.2, "warmup_num_steps": 7, "warmup_type": "linear"}
+    params = {"warmup_max_lr": 0.2, "warmup_num_steps": 7, "warmup_type": "linear", "warmup_min_lr": 0}
     assert (config, error) == ({"type": "WarmupLR", "params": params}, None)
     assert lr_schedules.get_lr_from_config(config) == (0.2, "")
     cycle = {"type": "OneCycle", "params": {"cycle_max_lr": [0.3, 0.4]}}
     assert lr_schedules.get_lr_from_config(cycle) == (0.3, "")
+    with pytest.raises(KeyError, match="cycle_max_lr"):
+        lr_schedules.get_lr_from_config({"type": "OneCycle", "params": {}})
     assert "not specified" in lr_schedules.get_config_from_args(parser.parse_args([]))[1]
     assert "not supported" in lr_schedules.get_config_from_args(parser.parse_args(["--lr_schedule", "Slow"]))[1]
     assert lr_schedules.get_lr_from_config({"type": "Slow", "params": {}})[0] is None
-    flags = parser.parse_args(["--lr_schedule", "OneCycle", "--cycle_momentum", "false", "--cycle_min_lr", "0.1"])
-    assert lr_schedules.get_config_from_args(flags)[0]["params"] == {"cycle_momentum": False, "cycle_min_lr": 0.1}
+    flags = parser.parse_args(["--lr_schedule", "OneCycle", "--cycle_momentum", "--cycle_min_lr", "0.2"])
+    assert flags.cycle_momentum
+    assert lr_schedules.get_config_from_args(flags)[0]["params"]["cycle_min_lr"] == 0.2
+    assert lr_schedules.CYCLE_MIN_LR == "cycle_min_lr"
+
+
+def test_the_configuration_gives_one_of_the_classes() -> None:
+    """With the values that DeepSpeed 0.19.8 has for the same configuration."""
+    model = torch.nn.Linear(2, 2)
+    warmup = {"warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": warmup},
+    }
+    engine, _, _, schedule = deepspeed.initialize(model=model, config=config)
+    assert isinstance(schedule, lr_schedules.WarmupLR)
+    assert schedule is engine.lr_scheduler
+    rates = [engine.get_lr()[0]]
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        rates.append(schedule.get_lr()[0])
+    assert rates == pytest.approx([0.01, 0.01, 0.0325, 0.055])
+    engine.destroy()

@@ -14,6 +14,7 @@ from zeromesh.checkpoint.packing import unpack
 from zeromesh.config.keys import UNSHARDED
 from zeromesh.model.piece import Piece
 from zeromesh.model.split import Held
+from zeromesh.optim.schedules import RateSchedule
 from zeromesh.shard.sharded import ShardedModel
 
 
@@ -180,8 +181,9 @@ def state_number(key: str, saved: Any, parameter: torch.Tensor, group: dict[str,
 
 
 def set_learning_rates(optimizer: Optimizer, scheduler: Any) -> None:
-    """Put a scheduler's last learning rates into the groups, from which torch's schedulers go on."""
-    rates = scheduler.get_last_lr() if hasattr(scheduler, "get_last_lr") else []
+    """Put the last learning rates of a scheduler of torch's into the groups, from which it goes on."""
+    ours = isinstance(scheduler, RateSchedule)  # which computes each rate from the number of updates
+    rates = scheduler.get_last_lr() if hasattr(scheduler, "get_last_lr") and not ours else []
     if len(rates) == len(optimizer.param_groups):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = _restored(group["lr"], _numbers(rate))

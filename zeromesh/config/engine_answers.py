@@ -42,6 +42,10 @@ def _compute(asked: Asked, name: str) -> bool:
     return bool(section.enabled)
 
 
+def _tag_validation(asked: Asked) -> str:
+    return str(asked.value("checkpoint.tag_validation", "Warn")).lower()
+
+
 def _section(section: Any) -> Any:
     """Return a section as a dict; None stays None."""
     return None if section is None else section.model_dump()
@@ -85,8 +89,8 @@ ANSWERS: dict[str, Answer] = {
     "optimizer_legacy_fusion": ("optimizer.legacy_fusion", False),
     "scheduler_name": lambda asked: asked.settings.scheduler and asked.settings.scheduler.type,
     "scheduler_params": lambda asked: asked.settings.scheduler and dict(asked.settings.scheduler.params),
-    "checkpoint_tag_validation_enabled": lambda asked: asked.value("checkpoint.tag_validation", "Warn") != "Ignore",
-    "checkpoint_tag_validation_fail": lambda asked: asked.value("checkpoint.tag_validation", "Warn") == "Fail",
+    "checkpoint_tag_validation_enabled": lambda asked: _tag_validation(asked) != "ignore",
+    "checkpoint_tag_validation_fail": lambda asked: _tag_validation(asked) == "fail",
     "load_universal_checkpoint": ("checkpoint.load_universal", False),
     "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
     "checkpoint_serialization_enabled": ("checkpoint.checkpoint_serialization", True),

@@ -25,6 +25,12 @@ class TableModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         return names.resolve(self.__name__.removeprefix(f"{OWN}."), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A function that has the name of a module beside it stays in its place, as in DeepSpeed's packages.
+        hidden = isinstance(value, ModuleType) and name in names.names(self.__name__.removeprefix(f"{OWN}."))
+        if not hidden:
+            super().__setattr__(name, value)
+
     def __dir__(self) -> list[str]:
         dotted = self.__name__.removeprefix(f"{OWN}.")
         return sorted({*super().__dir__(), *contents(dotted)})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import nn
 
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.folder import latest, locate
-from zeromesh.signatures import refuse
 from zeromesh.weight_files import ExportFiles
 
 SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+SCRIPT = "zero_to_fp32.py"
+"""Name of the program that ``save_checkpoint`` of the drop-in leaves in the folder of checkpoints."""
+
 NAMES = {False: "pytorch_model.bin", True: "model.safetensors"}
 """Name of the weights' file, by whether it is of safetensors."""
 
@@ -50,13 +53,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
         checkpoint_dir: the folder of checkpoints.
         tag: which one; None is the latest.
         exclude_frozen_parameters: leave out parameters that are not trained.
-        lazy_mode: False; tensors are read at once.
+        lazy_mode: no effect: tensors are read at once; ``contiguous()`` returns them, as in DeepSpeed's mode.
 
     Raises:
         FileNotFoundError, ValueError: there is no such checkpoint, or it is damaged.
     """
-    advice = "convert_zero_checkpoint_to_fp32_state_dict holds one file's tensors at a time"
-    refuse("get_fp32_state_dict_from_zero_checkpoint", "lazy_mode", lazy_mode, advice, False)
     return dict(_tensors(checkpoint_dir, tag, exclude_frozen_parameters))
 
 
@@ -108,3 +109,24 @@ def _bytes(size: str | int | None) -> int:
     if found is None:
         raise ValueError(f"max_shard_size is {size!r}; give a number of bytes, or text such as '5GB' or '500MB'")
     return int(float(found[1]) * SIZES[found[2].upper()])
+
+
+def leave_script(folder: Path) -> None:
+    """Write the program ``zero_to_fp32.py``, which does what ``main`` does, into a folder of checkpoints."""
+    text = f"from {__name__} import main\n\nif __name__ == '__main__':\n    main()\n"
+    (folder / SCRIPT).write_text(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Convert a checkpoint as the command line says, whose options are those of DeepSpeed's ``zero_to_fp32.py``."""
+    parser = ArgumentParser(description="Write the weights of a checkpoint in fp32, as from_pretrained reads them.")
+    parser.add_argument("checkpoint_dir", help="the folder of checkpoints")
+    parser.add_argument("output_dir", help="folder of the files of weights")
+    parser.add_argument("--max_shard_size", default="5GB", help="bytes of tensors in one file, such as 5GB")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("-t", "--tag", help="which checkpoint; by default the latest")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what is not trained")
+    parser.add_argument("-d", "--debug", action="store_true", help="no effect")
+    options = vars(parser.parse_args(arguments))
+    options.pop("debug")
+    convert_zero_checkpoint_to_fp32_state_dict(**options)

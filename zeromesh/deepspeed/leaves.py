@@ -15,20 +15,22 @@ Match = Callable[[str, nn.Module, object], bool]
 def _by_class(name: str, module: nn.Module, wanted: object) -> bool:
     if isinstance(wanted, type):
         return isinstance(module, wanted)
+    if not isinstance(wanted, str):
+        raise AssertionError(f"leaf modules are given by their class or its name, not by {wanted!r}")
     kind = type(module)
     return wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _mark(
-    model: nn.Module, wanted: Iterable[object], leaf: bool, raises: bool, match: Match
+    model: nn.Module, wanted: Iterable[object], leaf: bool, raises: bool, match: Match, all_have_to_match: bool = False
 ) -> tuple[list[nn.Module], list[object]]:
     """Mark modules that match, or take the mark away; return them, and what matched none."""
-    named, wanted = list(model.named_modules()), list(wanted)
+    named, wanted = list(model.named_modules()), list(wanted) if isinstance(wanted, list | tuple) else [wanted]
     found = [module for name, module in named if any(match(name, module, one) for one in wanted)]
     missing = [one for one in wanted if not any(match(name, module, one) for name, module in named)]
-    if raises and not found:
+    if raises and (missing if all_have_to_match else not found):
         kinds = sorted({type(module).__name__ for _, module in named})
-        raise ValueError(f"{wanted} match no module of the model; its classes are {', '.join(kinds)}")
+        raise ValueError(f"{missing or wanted} match no module of the model; its classes are {', '.join(kinds)}")
     late = next(
         (m for m in found if is_leaf(m) != leaf and any(engine_of(p) is not None for p in m.parameters())), None
     )
@@ -64,7 +66,7 @@ def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[object]]:
     """Mark modules by their names in the model; return them, and the names of none."""
-    return _mark(model, module_names, flag, raise_if_not_found, lambda name, module, one: name == one)
+    return _mark(model, module_names, flag, raise_if_not_found, lambda name, module, one: name == one, True)
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -72,7 +74,7 @@ def set_z3_leaf_modules_by_suffix(
 ) -> tuple[list[nn.Module], list[object]]:
     """Mark modules by the ends of their names in the model; return them, and the ends that match none."""
     return _mark(
-        model, module_name_suffixes, flag, raise_if_not_found, lambda name, module, one: name.endswith(str(one))
+        model, module_name_suffixes, flag, raise_if_not_found, lambda name, module, one: name.endswith(str(one)), True
     )
 
 

@@ -55,6 +55,24 @@ def _gradient(flat: Flat, local: slice, piece: Piece) -> torch.Tensor | None:
     return None if flat.gradient is None or flat.gradient.shard is None else flat.gradient.shard[local]
 
 
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the whole mean gradient over ranks; zeros if no rank has one, and None if the parameter is frozen.
+
+    Raises:
+        ValueError: this is not between backward and ``step``, at stage 1 or 2.
+    """
+    found, engine = zero.safe_get_full_grad(param), zero.engine_of(param)
+    if found is not None or engine is None or zero.is_elsewhere(param):
+        return found
+    _, flat, index = zero.place_of(param)
+    if engine.sharded.reducer.begun and flat.layout.trainable:
+        return torch.zeros(flat.layout.segments[index].held.whole, dtype=flat.master.dtype, device=flat.master.device)
+    # As in DeepSpeed, where only these stages notice.
+    if flat.layout.trainable and getattr(engine, "zero_optimization_stage", lambda: 0)() in (1, 2):
+        raise ValueError("gradients are only available between backward and step; call safe_get_full_grad there")
+    return None
+
+
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's elements of a parameter's master: 1-D, perhaps empty; None if the parameter is frozen."""
     return _local(param, lambda flat, local, piece: piece.parameter)

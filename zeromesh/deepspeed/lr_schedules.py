@@ -3,19 +3,56 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
 
+from zeromesh.config.keys import SCHEDULER_PARAMS
 from zeromesh.optim.schedules import SCHEDULES, RateSchedule, curves_of
+from zeromesh.optim.values import without_auto
+
+_log = logging.getLogger("zeromesh")
 
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
 WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
 VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
-WARMUP_TYPE, WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "warmup_type", "log", "linear"
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
+EDGE_VALUE, MID_VALUE = "edge_value", "mid_value"
+
+ARGUMENTS: dict[str, dict[str, tuple[type, Any]]] = {
+    LR_RANGE_TEST: {
+        "lr_range_test_min_lr": (float, 0.001),
+        "lr_range_test_step_rate": (float, 1.0),
+        "lr_range_test_step_size": (int, 1000),
+        "lr_range_test_staircase": (bool, False),
+    },
+    ONE_CYCLE: {
+        "cycle_first_step_size": (int, 1000),
+        "cycle_first_stair_count": (int, -1),
+        "cycle_second_step_size": (int, -1),
+        "cycle_second_stair_count": (int, -1),
+        "decay_step_size": (int, 1000),
+        "cycle_min_lr": (float, 0.01),
+        "cycle_max_lr": (float, 0.1),
+        "decay_lr_rate": (float, 0.0),
+        "cycle_min_mom": (float, 0.8),
+        "cycle_max_mom": (float, 0.9),
+        "decay_mom_rate": (float, 0.0),
+    },
+    WARMUP_LR: {
+        "warmup_min_lr": (float, 0),
+        "warmup_max_lr": (float, 0.001),
+        "warmup_num_steps": (int, 1000),
+        "warmup_type": (str, WARMUP_LOG_RATE),
+    },
+}
+"""Arguments of the command line and their defaults, which differ from those of the classes, by schedule."""
 
 # The last of each schedule's parameters, and the rate that it starts from or goes up to.
 _LAST = inspect.Parameter("last_batch_iteration", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=-1)
@@ -35,6 +72,8 @@ def _signature(name: str) -> inspect.Signature:
 class _Named(RateSchedule):
     """A schedule with DeepSpeed's constructor: the optimizer, then the schedule's parameters in DeepSpeed's order.
 
+    The parameters are attributes, too, without the beginning of their name that tells the schedule.
+
     Attributes:
         min_lrs: lowest rate of each group.
         max_lrs: highest rate of each group, that of the end of the warm-up.
@@ -45,40 +84,76 @@ class _Named(RateSchedule):
             cls.__signature__ = _signature(cls.__name__)  # type: ignore[attr-defined]
 
     def __init__(self, optimizer: Optimizer, *values: Any, **named: Any) -> None:
+        name = next(cls.__name__ for cls in type(self).__mro__ if cls.__name__ in SCHEDULES)
+        bound = _signature(name).bind(optimizer, *values, **named)
         if not isinstance(optimizer, Optimizer):
             # An engine's wrapper, or an older one of fp16, holds torch's.
             optimizer = getattr(optimizer, "optimizer", optimizer)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"{type(optimizer).__name__} is not a torch optimizer; build the schedule over one")
-        name = next(cls.__name__ for cls in type(self).__mro__ if cls.__name__ in SCHEDULES)
-        bound = _signature(name).bind(optimizer, *values, **named)
         bound.apply_defaults()
         given = {key: value for key, value in bound.arguments.items() if key != "optimizer" and value is not None}
         start = given.pop("last_batch_iteration")
+        for key in ("warmup_num_steps", "lr_range_test_step_size"):
+            if key in given and (type(given[key]) is not int or given[key] < 1):
+                raise ValueError(f"{key} must be a positive integer, got {given[key]!r}; it is a number of updates")
+        if given.get("warmup_type", WARMUP_LOG_RATE) not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
+            _log.warning(
+                "warmup_type %r is neither 'log' nor 'linear': it is 'log' (as in DeepSpeed)", given["warmup_type"]
+            )
+            given["warmup_type"] = WARMUP_LOG_RATE
         curves, params = curves_of(name, given, optimizer)
-        vars(self).update({key: value for key, value in params.items() if key.startswith("warmup_")})
+        if "warmup_num_steps" in params:
+            params["warmup_num_steps"] = max(2, params["warmup_num_steps"])
+        vars(self).update({re.sub("^(lr_range_test_|cycle_(?!momentum))", "", key): params[key] for key in params})
+        self._is_set = start == -1 and name != ONE_CYCLE
         super().__init__(optimizer, curves, start, name)
-        self.min_lrs, self.max_lrs = self._bounds(params)
+        self._bounds(params)
 
-    def _bounds(self, params: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-        own, found = [float(group["initial_lr"]) for group in self.optimizer.param_groups], []
-        for low in (True, False):
-            key = next((key for key in params if key.endswith("_min_lr" if low else "_max_lr")), None)
-            value = own if key is None else params[key]
-            found.append(list(value) if isinstance(value, list | tuple) else [value] * len(own))
-        if "warmup_min_ratio" in params:  # whose rates are parts of the groups' own
-            found[0] = [rate * params["warmup_min_ratio"] for rate in own]
-        return found[0], found[1]
+    def _bounds(self, params: Mapping[str, Any]) -> None:
+        own = [float(group["initial_lr"]) for group in self.optimizer.param_groups]
+
+        def per_group(end: str) -> list[float]:
+            value = next((params[key] for key in params if key.endswith(end)), own)
+            return list(value) if isinstance(value, list | tuple) else [value] * len(own)
+
+        if self.name == LR_RANGE_TEST:
+            self.min_lr = per_group("_min_lr")
+        elif self.name == WARMUP_COSINE_LR:  # whose rates are parts of the groups' own
+            self.org_lrs = own
+        else:
+            self.min_lrs, self.max_lrs = per_group("_min_lr"), per_group("_max_lr")
+            self.delta_lrs = [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def step(self, batch_iteration: int | None = None) -> None:
         """Advance by one update, or to a number of updates."""
         if batch_iteration is not None:
             self.last_batch_iteration = batch_iteration - 1
+        self._is_set = True
         super().step()
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each group at the present update."""
-        return self.get_last_lr()
+        position = self.last_batch_iteration
+        return [curve(position, own)[0] for curve, own in zip(self._curves, self._own, strict=True)]
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rate of each group, as set last.
+
+        Raises:
+            AssertionError: none was set, as the schedule starts anew from a later update; call ``step`` first.
+        """
+        if not self._is_set:
+            raise AssertionError("need to call step() first: this schedule has set no learning rate yet")
+        return super().get_last_lr()
+
+    def load_state_dict(self, sd: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict()``; groups keep their rates, which an optimizer's state has, until ``step``."""
+        self.last_batch_iteration = sd["last_batch_iteration"]
+
+    def _apply(self) -> None:
+        if self._is_set or self.last_batch_iteration == -1:
+            super()._apply()
 
 
 class LRRangeTest(_Named):
@@ -98,8 +173,7 @@ class WarmupCosineLR(_Named):
 
     def get_lr_ratio(self) -> float:
         """Return the share of the groups' own rates that is used at the present update."""
-        own = float(self.optimizer.param_groups[0]["initial_lr"])
-        return self.get_last_lr()[0] / own if own else 0.0
+        return self._curves[0](self.last_batch_iteration, 1.0)[0]
 
 
 class OneCycle(_Named):
@@ -115,15 +189,19 @@ def add_tuning_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add ``--lr_schedule`` and an argument for each parameter of the schedules."""
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
     group.add_argument(f"--{LR_SCHEDULE}", type=str, default=None, help="LR schedule for training.")
-    seen: set[str] = set()
-    for parameter in (one for name in VALID_LR_SCHEDULES for one in _parameters(name)[:-1]):
-        if parameter.name in seen:  # several schedules have it
-            continue
-        seen.add(parameter.name)
-        kind = next((k for k in ("bool", "int", "float", "str") if k in str(parameter.annotation)), "str")
-        make: Any = {"bool": _truth, "int": int, "float": float, "str": str}[kind]
-        # Without a default, so that only what was given goes into a configuration.
-        group.add_argument(f"--{parameter.name}", type=make, default=None)
+    more: dict[str, tuple[type, Any]] = {
+        "cycle_momentum": (bool, False),
+        "warmup_min_ratio": (float, 0.01),
+        "cos_min_ratio": (float, 0.01),
+    }
+    for name, (kind, default) in {
+        key: row for rows in (*ARGUMENTS.values(), more) for key, row in rows.items()
+    }.items():
+        if name == "cycle_momentum":
+            group.add_argument(f"--{name}", action="store_true")
+        else:
+            make: Any = _truth if kind is bool else kind
+            group.add_argument(f"--{name}", type=make, default=default)
     return parser
 
 
@@ -139,24 +217,44 @@ def get_config_from_args(args: Namespace) -> tuple[dict[str, Any] | None, str | 
     if name is None:
         return None, f"--{LR_SCHEDULE} not specified on command line"
     if name not in VALID_LR_SCHEDULES:
-        return None, f"{name} is not supported LR schedule; it must be one of {', '.join(VALID_LR_SCHEDULES)}"
-    given = {one.name: getattr(args, one.name, None) for one in _parameters(name)[:-1]}
-    return {"type": name, "params": {key: value for key, value in given.items() if value is not None}}, None
+        return None, f"{name} is not supported LR schedule"
+    # As in DeepSpeed, whose command line has the warm-up of all schedules that begin with one.
+    rows = ARGUMENTS.get(name, ARGUMENTS[WARMUP_LR])
+    return {"type": name, "params": {key: getattr(args, key) for key in rows if hasattr(args, key)}}, None
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
-    """Return the rate that an optimizer is to be built with for a scheduler's section; None and the error."""
+    """Return the rate that an optimizer is to be built with for a scheduler's section; None and the error.
+
+    Raises:
+        KeyError: the section's parameters have no rate.
+    """
     for key in ("type", "params"):
         if key not in config:
             return None, f"LR schedule {key} not defined in config"
     name = config["type"]
     if name not in VALID_LR_SCHEDULES:
         return None, f"{name} is not a valid LR schedule"
-    key = _RATES.get(name, "warmup_max_lr")
-    default = {one.name: one.default for one in _parameters(name)}.get(key)
-    rate = config["params"].get(key, default if isinstance(default, float) else None)
-    return (None, f"{name} has no {key} in its params") if rate is None else (_first(rate), "")
+    if name == WARMUP_COSINE_LR:
+        return None, f"{name} scales the optimizer learning rate by a ratio, so its params define no lr"
+    return _first(config["params"][_RATES.get(name, "warmup_max_lr")]), ""
 
 
 def _first(rate: float | Iterable[float]) -> float:
     return float(rate) if isinstance(rate, int | float) else float(next(iter(rate)))
+
+
+def configured(document: Mapping[str, Any]) -> Callable[[Optimizer], RateSchedule] | None:
+    """Return what makes the scheduler of a configuration over an optimizer; None if it names none of these."""
+    section, params = SCHEDULER_PARAMS.split(".")
+    found = document.get(section)
+    found = found if isinstance(found, Mapping) else {}
+    cls = {name.lower(): globals()[name] for name in VALID_LR_SCHEDULES}.get(str(found.get("type")).lower())
+    return None if cls is None else partial(cls, **without_auto(found.get(params) or {}))
+
+
+def __getattr__(name: str) -> str:
+    # DeepSpeed has a constant for the name of each parameter.
+    if name.lower() in {one.name for schedule in VALID_LR_SCHEDULES for one in _parameters(schedule)}:
+        return name.lower()
+    raise AttributeError(f"lr_schedules has no {name!r}")

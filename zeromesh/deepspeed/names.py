@@ -31,20 +31,21 @@ _REPORTING = f"{OWN}.reporting"
 _TIMERS = f"{OWN}.timers"
 
 # Rows that a module and one inside of it have in common.
+_CONFIG = {f"{OWN}.configuration": "DeepSpeedConfig"}
 _ADAM = {_OPTIMIZERS: "FusedAdam DeepSpeedCPUAdam"}
 _ADAGRAD = {_OPTIMIZERS: "DeepSpeedCPUAdagrad"}
 _LION = {_OPTIMIZERS: "FusedLion DeepSpeedCPULion"}
 _LAMB = {_OPTIMIZERS: "FusedLamb"}
-_LOG = {_UTILITIES: "logger log_dist warning_once set_log_level_from_string"}
+_LOG = {_UTILITIES: "logger log_dist warning_once set_log_level_from_string get_log_level_from_string should_log_le"}
 _LEAVES = {
     f"{OWN}.leaves": "set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "
     "unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter",
 }
 _STATES = {
-    _ZERO: "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
+    _ZERO: "safe_get_full_fp32_param safe_get_full_optimizer_state safe_set_full_fp32_param "
     "safe_set_full_grad safe_set_full_optimizer_state safe_update_full_grad_vectorized",
-    f"{OWN}.local_states": "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
-    "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state",
+    f"{OWN}.local_states": "safe_get_full_grad safe_get_local_fp32_param safe_get_local_grad "
+    "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state",
 }
 _PIPE = {_STAGED: "PipelineModule=StagedModule PipelineError", "zeromesh.pipe": "LayerSpec TiedLayerSpec"}
 _PROFILER = {
@@ -57,9 +58,12 @@ HOMES: dict[str, dict[str, str]] = {
         OWN + ".finder": "install",
         _START: "initialize add_config_arguments set_optimizer_flags tp_model_init DeepSpeedConfigError",
         _GROUP: "init_distributed",
+        _UTILITIES: "OnDevice log_dist logger",
+        _DEVICES: "get_accelerator",
         _ENGINE: "DeepSpeedEngine",
         _WRAPPERS: "DeepSpeedOptimizer",
         _STAGED: "PipelineEngine PipelineModule=StagedModule",
+        **_CONFIG,
     },
     "accelerator": {_DEVICES: "get_accelerator DeepSpeedAccelerator=DeviceInterface"},
     "accelerator.abstract_accelerator": {_DEVICES: "DeepSpeedAccelerator=DeviceInterface"},
@@ -68,6 +72,12 @@ HOMES: dict[str, dict[str, str]] = {
     "comm": {_GROUP: "init_distributed is_initialized"},
     "git_version_info": {_UTILITIES: "torch_info"},
     "launcher": {},
+    "moe": {},
+    "moe.layer": {f"{OWN}.experts": "MoE"},
+    "moe.utils": {
+        f"{OWN}.experts": "has_moe_layers is_moe_param is_moe_param_group split_params_into_shared_and_expert_params "
+        "split_params_into_different_moe_groups_for_optimizer",
+    },
     "launcher.runner": {_UTILITIES: "DEEPSPEED_ENVIRONMENT_NAME"},
     "monitor": {},
     "monitor.config": {_REPORTING: "get_monitor_config"},
@@ -103,7 +113,7 @@ HOMES: dict[str, dict[str, str]] = {
         "torch.compiler": "disable is_compiling",
         "torch._dynamo": "is_compile_supported=is_dynamo_supported",
     },
-    "runtime.config": {_START: "DeepSpeedConfigError"},
+    "runtime.config": {_START: "DeepSpeedConfigError", **_CONFIG},
     "runtime.data_pipeline": {},
     "runtime.data_pipeline.curriculum_scheduler": {f"{OWN}.curriculum": "CurriculumScheduler"},
     "runtime.dataloader": {_UTILITIES: "RepeatingLoader"},
@@ -113,7 +123,7 @@ HOMES: dict[str, dict[str, str]] = {
     "runtime.fp16.unfused_optimizer": {_WRAPPERS: "FP16_UnfusedOptimizer"},
     "runtime.lr_schedules": {
         f"{OWN}.lr_schedules": "VALID_LR_SCHEDULES LR_SCHEDULE LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR "
-        "WARMUP_COSINE_LR WARMUP_TYPE WARMUP_LOG_RATE WARMUP_LINEAR_RATE LRRangeTest OneCycle WarmupLR WarmupDecayLR "
+        "WARMUP_COSINE_LR WARMUP_LOG_RATE WARMUP_LINEAR_RATE LRRangeTest OneCycle WarmupLR WarmupDecayLR "
         "WarmupCosineLR add_tuning_arguments get_config_from_args get_lr_from_config",
     },
     "runtime.pipe": {
@@ -132,8 +142,9 @@ HOMES: dict[str, dict[str, str]] = {
         "_prime_factors",
     },
     "runtime.utils": {
-        _UTILITIES: "see_memory_usage clip_grad_norm_ get_global_norm partition_uniform partition_balanced "
-        "ensure_directory_exists move_to_device",
+        _UTILITIES: "see_memory_usage clip_grad_norm_ get_global_norm get_global_norm_of_tensors "
+        "clip_tensors_by_global_norm get_weight_norm has_inf_or_nan CheckOverflow DummyOptim get_only_unique_item "
+        "prefix_sum_inc call_to_str partition_uniform partition_balanced ensure_directory_exists move_to_device",
         _DEVICES: "set_random_seed",
     },
     "runtime.zero": {
@@ -176,6 +187,7 @@ HOMES: dict[str, dict[str, str]] = {
     "utils.logging": _LOG,
     "utils.nvtx": {_DEVICES: "instrument_w_nvtx"},
     "utils.tensor_fragment": _STATES,
+    "utils.torch": {_UTILITIES: "required_torch_version"},
     "utils.timer": {_TIMERS: "SynchronizedWallClockTimer ThroughputTimer"},
     "utils.z3_leaf_module": _LEAVES,
     "utils.zero_to_fp32": {
@@ -192,10 +204,15 @@ SAME = {
 }
 """Modules that are another one of the table."""
 
-REST = {"comm": f"{OWN}.collectives", "ops.op_builder": f"{OWN}.op_builder", "utils.groups": f"{OWN}.process_groups"}
+REST = {
+    "comm": f"{OWN}.collectives",
+    "ops.op_builder": f"{OWN}.op_builder",
+    "runtime.lr_schedules": f"{OWN}.lr_schedules",
+    "utils.groups": f"{OWN}.process_groups",
+}
 """Modules that have the names that a module's row lacks."""
 
-_EXPERTS = "there are no experts yet; train a dense model, or transformers' own mixture with its experts as leaves"
+EXPERTS = "there are no experts yet; train a dense model, or transformers' own mixture with its experts as leaves"
 _SPREAD = (
     f"set {keys.SPREAD_SEQUENCES} in the configuration: the engine cuts each batch over these ranks, all of which are "
     "given the same whole one, and the model returns its loss"
@@ -216,7 +233,7 @@ REFUSED = {
     "ops.transformer": "use torch.nn.functional.scaled_dot_product_attention and torch.compile",
     "ops.sparse_attention": "use torch.nn.attention.flex_attention with a block mask",
     "linear": "use torch.nn.Linear, and peft or torchao for adapters and quantised weights",
-    "moe": _EXPERTS,
+    "moe.sharded_moe": EXPERTS,
     "runtime.data_pipeline.data_sampling": "pass a sampler of your own to engine.deepspeed_io(data_sampler=...)",
     "runtime.weight_quantizer": "quantise the frozen base with torchao or bitsandbytes",
     "runtime.tensor_parallel": f"set {keys.TENSOR_RANKS} in the configuration, which splits layers (docs/tensor.md)",

@@ -23,6 +23,7 @@ from zeromesh.config.engine_answers import Asked
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
 from zeromesh.deepspeed.engine import DeepSpeedEngine
+from zeromesh.deepspeed.lr_schedules import configured
 from zeromesh.deepspeed.pipeline import PipelineEngine
 from zeromesh.deepspeed.wrappers import require_supported
 from zeromesh.initialization.plan import Arguments
@@ -61,6 +62,8 @@ def initialize(
     model = _release(build.require_module(model))
     written, document = _configuration(config, config_params, args)
     _require_wanted_size(model, document)
+    # As one of DeepSpeed's classes, which programs ask for ``get_lr`` and the schedule's values.
+    lr_scheduler = lr_scheduler if lr_scheduler is not None else configured(written)
     make = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     try:
         require_supported(optimizer, Asked(written, Settings.load(document)))

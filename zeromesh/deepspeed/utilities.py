@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +55,22 @@ def warning_once(message: str) -> None:
     logger.warning("%s", message)
 
 
-def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Set the level of the log, such as ``"warning"``."""
+def get_log_level_from_string(log_level_str: str) -> int:
+    """Return the number of a level of the log, such as ``"warning"``."""
     level = logging.getLevelNamesMapping().get(log_level_str.upper())
     if level is None:
         raise ValueError(f"{log_level_str!r} is no level of logging; use one of debug, info, warning, error, critical")
-    (custom_logger or logger).setLevel(level)
+    return level
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level of the log, such as ``"warning"``."""
+    (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Return whether the log shows messages of a level, as its own level is at most that."""
+    return logger.getEffectiveLevel() <= get_log_level_from_string(max_log_level_str)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -82,6 +94,114 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 def get_global_norm(norm_list: Iterable[float]) -> float:
     """Return the norm of a vector from the norms of its parts."""
     return float(sum(norm**2 for norm in norm_list) ** 0.5)
+
+
+def get_global_norm_of_tensors(
+    input_tensors: Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
+) -> torch.Tensor:
+    """Return the norm of all elements of this rank's tensors."""
+    refuse("get_global_norm_of_tensors", "mpu", mpu, "leave it out, and use engine.get_global_grad_norm()")
+    refuse("get_global_norm_of_tensors", "moe_ep_group", moe_ep_group, "there are no experts; leave it out")
+    return nn.utils.get_total_norm([*input_tensors], float(norm_type))
+
+
+def clip_tensors_by_global_norm(
+    input_tensors: Iterable[torch.Tensor], max_norm: float = 1.0, global_norm: Any = None, mpu: Any = None,
+    eps: float = 1e-6,
+) -> Any:  # fmt: skip
+    """Scale tensors in place where their norm is larger than ``max_norm``; return the norm."""
+    tensors = list(input_tensors)
+    norm = get_global_norm_of_tensors(tensors, mpu=mpu) if global_norm is None else global_norm
+    factor = min(1.0, max_norm / (float(norm) + eps))
+    for one in tensors if factor < 1 else ():
+        one.detach().mul_(factor)
+    return norm
+
+
+def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
+    """Return the norm of all elements of parameters that are whole on this rank."""
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return float(get_global_norm_of_tensors([one.detach() for one in given], norm_type, mpu))
+
+
+def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
+    """Return whether a tensor has an element that is infinite or no number."""
+    return ~x.float().isfinite().all()
+
+
+class CheckOverflow:
+    """Check of gradients for elements that are infinite or no number, over all ranks.
+
+    Args:
+        param_groups: lists of parameters, for ``check``.
+        mpu: no effect: all ranks take part.
+        zero_reduce_scatter: no effect.
+        deepspeed: no effect.
+    """
+
+    def __init__(
+        self, param_groups: Any = None, mpu: Any = None, zero_reduce_scatter: bool = False, deepspeed: Any = None
+    ) -> None:
+        self.params = [parameter for group in param_groups or () for parameter in group]
+
+    def check(self, param_groups: Any = None) -> bool:
+        """Return whether a gradient of any rank has such an element. Collective where there are several ranks."""
+        given = self.params if param_groups is None else [one for group in param_groups for one in group]
+        return self.has_overflow(given)
+
+    def has_overflow(self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None) -> bool:
+        """Return whether the gradient of one of these parameters has such an element, on any rank."""
+        found = torch.tensor([float(self.has_overflow_serial(params))])
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            found = found.to(get_accelerator().current_device_name())
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
+
+    def has_overflow_serial(self, params: Iterable[nn.Parameter]) -> bool:
+        """Return whether the gradient of one of these parameters has such an element, on this rank."""
+        return any(one.grad is not None and bool(has_inf_or_nan(one.grad)) for one in params)
+
+    @staticmethod
+    def _has_inf_or_nan(x: torch.Tensor, i: int) -> torch.Tensor:
+        return has_inf_or_nan(x)
+
+
+class DummyOptim:
+    """Parameters in place of an optimizer, where none updates them."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": params}]
+
+
+def get_only_unique_item(items: Iterable[Any]) -> Any:
+    """Return the item that all are equal to; RuntimeError if they are not."""
+    found = set(items)
+    if len(found) != 1:
+        raise RuntimeError(f"expected there to be only one unique element in {sorted(map(str, found))}")
+    return found.pop()
+
+
+def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
+    """Return the sums of the first item, the first two, and so on."""
+    return list(accumulate(weights))
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """Return a call as text, such as ``f(1, a=2)``."""
+    return f"{base}({', '.join([*(repr(one) for one in args), *(f'{key}={kwargs[key]!r}' for key in kwargs)])})"
+
+
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
+    """Return whether torch's version is in a range, whose ends count."""
+    if min_version is None and max_version is None:
+        raise AssertionError("required_torch_version needs min_version or max_version; pass one of them")
+    have = _version(torch.__version__)
+    low, high = _version(min_version or 0), _version(max_version or 10**6)
+    return low <= have[: len(low)] and have[: len(high)] <= high
+
+
+def _version(text: object) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", str(text))[:2])
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zeromesh.comm.agreement import agree_run
+from zeromesh.deepspeed.fp32_weights import leave_script
 from zeromesh.engine_saving import Saving
 from zeromesh.zero import GatheredParameters
 
@@ -17,6 +19,24 @@ PREFIX = "module."  # of names of parameters in the engine, which is a module ar
 
 class Weights(Saving):
     """Weights of the module in an engine."""
+
+    # With the signature, by which libraries find out what it can leave out.
+    @wraps(Saving.save_checkpoint)
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:  # type: ignore[override]
+        """Write a checkpoint as ``zeromesh.Engine`` does, and return True. Collective.
+
+        With ZeRO the folder of checkpoints gets the program ``zero_to_fp32.py``, too, as from DeepSpeed.
+        """
+        folder = super().save_checkpoint(*args, **kwargs).parent
+        if self.mesh.rank == 0 and self.config.zero_optimization.stage > 0:
+            leave_script(folder)
+        return True
+
+    @wraps(Saving.load_checkpoint)
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:  # type: ignore[override]
+        """Load a checkpoint as ``zeromesh.Engine`` does; (None, None) if there is none. Collective."""
+        path, client_state = super().load_checkpoint(*args, **kwargs)
+        return path, None if path is None else client_state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the engine's state dict, whose names begin with ``module.``; whole parameters. Collective."""

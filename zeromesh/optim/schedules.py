@@ -126,8 +126,6 @@ def curves_of(type: str, given: Mapping[str, Any], optimizer: Optimizer) -> tupl
     """Return the curve of each parameter group for a name in ``SCHEDULES``, and the checked parameters."""
     ours = {name.lower(): rate for name, rate in SCHEDULES.items()}[type.lower()]
     given, groups = _check_params(type, given, ours), optimizer.param_groups
-    if type.lower() == "warmuplr" and given.get("warmup_max_lr") is None:
-        given = {**given, "warmup_max_lr": _first_rate(optimizer)}
     curves: list[Curve] = []
     for number in range(len(groups)):
         own = {}
@@ -140,19 +138,6 @@ def curves_of(type: str, given: Mapping[str, Any], optimizer: Optimizer) -> tupl
     if any([curve(-1, 1.0)[1] is not None for curve in curves]):
         _tell_betas(type, optimizer)
     return curves, given
-
-
-def _first_rate(optimizer: Optimizer) -> float:
-    """Return the first group's learning rate, which is all groups' where ``warmup_max_lr`` is not given."""
-    rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
-    if len(set(rates)) > 1:
-        _log.warning(
-            "WarmupLR without warmup_max_lr: the learning rate of all parameter groups goes up to the first one's, %g "
-            f"(as in DeepSpeed); for their own, set {SCHEDULER_PARAMS}.warmup_max_lr to %s",
-            rates[0],
-            rates,
-        )
-    return rates[0]
 
 
 def _tell_betas(name: str, optimizer: Optimizer) -> None:
@@ -218,7 +203,7 @@ def _warmup_lr(
     position: int, own: float, *, warmup_min_lr: float = 0.0, warmup_max_lr: float | None = None,
     warmup_num_steps: int = 1000, warmup_type: str = "log",
 ) -> tuple[float, None]:  # fmt: skip
-    """Rise to ``warmup_max_lr`` (by default the first group's own rate), then stay."""
+    """Rise to ``warmup_max_lr`` (by default each group's own rate), then stay."""
     top = own if warmup_max_lr is None else warmup_max_lr
     return warmup_min_lr + (top - warmup_min_lr) * _warmup(position, warmup_type, warmup_num_steps), None
 
