@@ -18,6 +18,7 @@ deepspeed: Any = ds
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.0,
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
 }
 

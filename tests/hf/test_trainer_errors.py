@@ -159,9 +159,13 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         of_plugin({**THREE, "gradient_clipping": 1.0}, gradient_clipping=0.5),
         ("ValueError", "gradient_clipping=0.5", "has 1.0"),
     ),
-    "a plugin with an option that has no key": (
+    "a plugin with clipping alone": (
         of_plugin(THREE, gradient_clipping=0.5),
-        ("ValueError", "gradient_clipping=0.5", "has no gradient_clipping"),
+        ("ValueError", "gradient_clipping=0.5", "has 0.0"),  # the loop clips
+    ),
+    "a plugin with an option that has no key": (
+        of_plugin(THREE, offload_param_device="cpu"),
+        ("ValueError", "offload_param_device='cpu'", "has no zero_optimization.offload_param.device"),
     ),
     "Accelerate's plugin of two stages": (own_plugin(THREE, zero_stage=2), ("ValueError", "zero_stage=2", "has 3")),
     "Accelerate's plugin of two accumulations": (

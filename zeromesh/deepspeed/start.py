@@ -82,10 +82,12 @@ class DeepSpeedConfigError(ConfigError, AssertionError):
 
 
 def _release(model: nn.Module) -> nn.Module:
-    """Return a model, or that of an engine, freed from the engine that has it, if its parameters are whole."""
-    model = model.module if isinstance(model, DeepSpeedEngine) else model
+    """Return a model, freed from the engine that this module's ``initialize`` made of it, if its parameters are whole.
+
+    A model may be initialised again in DeepSpeed.
+    """
     owner = next(filter(None, map(zero.engine_of, model.parameters())), None)
-    if owner is not None and not owner.sharded.sharded:
+    if isinstance(owner, DeepSpeedEngine) and not owner.sharded.sharded:
         _log.warning("initialize was given a model that an engine has: that engine cannot train it any more")
         owner.destroy()
     return model
