@@ -199,6 +199,7 @@ def configuration(path: Path, **config: Any) -> tuple[PretrainedConfig, dict[str
             f"{str(path)!r} holds adapters of PEFT, which are not read from there; merge them into their model "
             "(zeromesh export RUN FOLDER --merge, or PEFT's merge_and_unload), or name the model without them"
         )
+    _local(path)
     try:
         settings, arguments = transformers.AutoConfig.from_pretrained(
             path, local_files_only=True, return_unused_kwargs=True, trust_remote_code=False, **config

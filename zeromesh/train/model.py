@@ -168,9 +168,10 @@ class Transformer:
     def build(self) -> nn.Module:
         """Return the model for ``zeromesh.initialize``; no rank allocates all of it."""
         quiet()
+        quantized = self.quantized
         with self._explained():
             options = self._options
-            if self.quantized:
+            if quantized:
                 # DoRA's magnitudes are made of the weights' values.
                 options |= {"dtype": self.dtype, "deferred": self.lora is None or not self.lora.use_dora}
             if self.source.quantization is not None:
