@@ -26,7 +26,7 @@ _ROWS = (
     (". runtime.config", ".configuration", "DeepSpeedConfig"),
     (". comm", ".group", "init_distributed"),
     ("comm", ".group", "is_initialized"),
-    (". utils utils.init_on_device", ".utilities", "OnDevice"),
+    (". utils utils.init_on_device", ".utilities", "OnDevice=on_device"),
     (". utils utils.logging", ".utilities", "log_dist logger"),
     ("utils utils.logging", ".utilities", "set_log_level_from_string"),
     ("utils.logging", ".utilities", "warning_once get_log_level_from_string should_log_le"),

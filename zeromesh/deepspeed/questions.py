@@ -125,21 +125,14 @@ REFUSED = {
 def methods() -> dict[str, Callable[..., Any]]:
     """Return the methods of the tables, by name."""
 
-    def ask(name: str, engine: Engine, *args: Any, **kwargs: Any) -> Any:
-        return QUESTIONS[name](engine)
+    def from_table(name: str) -> Callable[..., Any]:
+        # A function and not a partial, which would not be bound to the engine.
+        return lambda self, *args, **kwargs: QUESTIONS[name](self)
 
-    def ask_config(name: str, engine: Engine) -> Any:
-        return answer(name, engine.asked)
+    def from_config(name: str) -> Callable[..., Any]:
+        return lambda self: answer(name, self.asked)
 
-    return {name: _method(ask, name) for name in QUESTIONS} | {name: _method(ask_config, name) for name in ANSWERS}
-
-
-def _method(ask: Callable[..., Any], name: str) -> Callable[..., Any]:
-    # A function and not a partial, which would not be bound to the engine.
-    def method(self: Engine, *args: Any, **kwargs: Any) -> Any:
-        return ask(name, self, *args, **kwargs)
-
-    return method
+    return {name: from_table(name) for name in QUESTIONS} | {name: from_config(name) for name in ANSWERS}
 
 
 class AnsweredConfig(dict[str, Any]):
