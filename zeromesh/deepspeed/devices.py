@@ -42,9 +42,12 @@ class DeviceInterface:
         if hasattr(self._module, name):
             found = getattr(self._module, name)
             return _renamed(found) if isfunction(found) else found
+        if name in _BUILDERS:
+            raise NotImplementedError(
+                f"get_accelerator().{name} is not available here: nothing is compiled at run time"
+            )
         raise AttributeError(
-            f"get_accelerator() has no {name!r}, nor has torch.{self._name}; call torch's own function; nothing is "
-            "compiled at run time"
+            f"get_accelerator() has no {name!r}, nor has torch.{self._name}; call torch's own function"
         )
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
@@ -104,6 +107,8 @@ def _resident(device_index: int | None = None) -> int:
 def _largest(device_index: int | None = None) -> int:
     return max(live_bytes(_CPU), peak_bytes(_CPU))  # the system updates the two at different times
 
+
+_BUILDERS = ("op_builder_dir", "create_op_builder", "get_op_builder", "build_extension")
 
 # On a CPU all is so, and on accelerators streams order what is computed.
 _IN_ORDER = ("is_synchronized_device", "use_host_timers", "resolves_data_dependency", "handles_memory_backpressure")
@@ -175,6 +180,13 @@ _ON_DEVICE: dict[str, Any] = {
     "total_memory": lambda device_index=None: torch.accelerator.get_memory_info(device_index)[1],
     "available_memory": lambda device_index=None: torch.accelerator.get_memory_info(device_index)[0],
     "default_generator": lambda device_index: torch.cuda.default_generators[device_index],
+    # Names of older versions of torch.
+    "memory_cached": lambda device_index=None: torch.cuda.memory_reserved(device_index),
+    "max_memory_cached": lambda device_index=None: torch.cuda.max_memory_reserved(device_index),
+    **dict.fromkeys(
+        ("reset_max_memory_allocated", "reset_max_memory_cached"),
+        lambda device_index=None: torch.cuda.reset_peak_memory_stats(device_index),
+    ),
     "create_graph": lambda: torch.cuda.CUDAGraph(),
     "range_push": lambda msg, domain=None, category=None: torch.cuda.nvtx.range_push(msg),
     "range_pop": lambda domain=None: torch.cuda.nvtx.range_pop(),

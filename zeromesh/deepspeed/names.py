@@ -100,7 +100,7 @@ _ROWS = (
     ("runtime.utils", ".devices", "set_random_seed"),
     ("runtime.utils", ".utilities",
      "see_memory_usage clip_grad_norm_ get_global_norm get_global_norm_of_tensors clip_tensors_by_global_norm "
-     "get_weight_norm has_inf_or_nan CheckOverflow DummyOptim get_only_unique_item prefix_sum_inc call_to_str "
+     "get_weight_norm has_inf_or_nan CheckOverflow get_only_unique_item prefix_sum_inc call_to_str "
      "partition_uniform partition_balanced ensure_directory_exists move_to_device"),
     ("runtime.zero runtime.zero.partition_parameters", ".parameters",
      "Init=ZeroInit ZeroParamStatus register_external_parameter unregister_external_parameter GatheredParameters"),

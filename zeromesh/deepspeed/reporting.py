@@ -28,11 +28,7 @@ MONITOR_SECTIONS = ("tensorboard", "csv_monitor", "wandb")
 
 
 class MonitorMaster:
-    """The monitors that a configuration switches on; only the first rank writes.
-
-    Args:
-        monitor_config: what ``get_monitor_config`` returns, or a configuration with the sections of monitors.
-    """
+    """The monitors that a configuration, or what ``get_monitor_config`` returns, switches on; the first rank writes."""
 
     def __init__(self, monitor_config: Any) -> None:
         settings = get_monitor_config(monitor_config) if isinstance(monitor_config, Mapping) else monitor_config
@@ -67,10 +63,7 @@ class OperationProfiler:
     Products of matrices, convolutions and attention count, as in ``zeromesh.observe.operations``; unlike DeepSpeed's,
     what is done element by element does not. A multiplication and an addition are two operations, and one MAC.
 
-    Args:
-        model: the model; for an engine, pass ``engine.module``.
-        ds_engine: no effect.
-        recompute_fwd_factor: 0; operations that are done again are counted as they happen.
+    Pass ``engine.module`` for an engine. Operations that are done again are counted as they happen.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
@@ -164,20 +157,10 @@ def get_model_profile(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Return the operations, MACs and parameters of one forward of a model, in evaluation mode.
 
-    Args:
-        model: the model.
-        input_shape: shape of the only input, a tensor of ones; else ``args`` and ``kwargs`` are the inputs.
-        args: positional inputs.
-        kwargs: named inputs.
-        print_profile: print the counts by module, as ``print_model_profile`` does with the arguments of its names.
-        detailed: see there.
-        module_depth: see there.
-        top_modules: see there.
-        warm_up: forwards before the one that is counted.
-        as_string: return texts, such as ``1.23 GFLOPS``.
-        output_file: see there.
-        ignore_modules: None; all operations count.
-        mode: ``"forward"``, or ``"generate"`` for the model's method of this name.
+    Inputs are a tensor of ones of ``input_shape``, and ``args`` and ``kwargs``. ``warm_up`` forwards come before that
+    which is counted; ``mode="generate"`` calls the model's method of this name. ``print_profile`` prints the counts by
+    module, as ``print_model_profile`` does with the arguments of its names; ``as_string`` returns texts, such as
+    ``1.23 GFLOPS``. ``ignore_modules`` must be None: all operations count.
     """
     if mode not in ("forward", "generate"):
         raise ValueError(f"get_model_profile: mode = {mode!r} must be 'forward' or 'generate'")

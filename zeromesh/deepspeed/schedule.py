@@ -46,13 +46,7 @@ Steps = Iterator[list[PipeInstruction]]
 
 
 class PipeSchedule(ABC):
-    """The instructions of a stage.
-
-    Args:
-        micro_batches: of a batch.
-        stages: of the pipeline.
-        stage_id: the stage whose instructions these are.
-    """
+    """The instructions of one stage."""
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
         self.micro_batches, self.stages, self.stage_id = micro_batches, stages, stage_id

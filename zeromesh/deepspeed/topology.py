@@ -12,12 +12,7 @@ import torch.distributed as dist
 
 
 class ProcessTopology:
-    """Ranks laid out row-major over named axes.
-
-    Args:
-        axes: names of the axes, outermost first.
-        dims: number of ranks along each.
-    """
+    """Ranks laid out row-major over named axes, the outermost first, with a number of ranks along each."""
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes, self.dims = axes, dims
@@ -122,10 +117,7 @@ class PipelineParallelGrid:
     """This rank's place in a topology, and its groups, which all ranks make together.
 
     The groups are ``dp``, ``pp``, ``slice`` (along the axis ``model``), and ``ds_model``: all ranks of one replica.
-
-    Args:
-        topology: by default the prime factors of the number of ranks are given to pipelines and data in turn.
-        process_group: the ranks of the topology; by default all.
+    Without a topology, the prime factors of the number of ranks are given to pipelines and data in turn.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:

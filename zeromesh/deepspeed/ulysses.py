@@ -22,9 +22,6 @@ class DistributedAttention(nn.Module):
         gather_idx: dim of the sequence, of which each rank has a part.
         sp_stream: None; collectives have their own stream.
         num_kv_heads: None, or the heads of keys and values, which the ranks have to divide.
-
-    Raises:
-        ValueError: an argument cannot be honoured.
     """
 
     def __init__(

@@ -127,12 +127,7 @@ def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
 
 
 class CheckOverflow:
-    """Check of gradients for elements that are infinite or no number, over all ranks.
-
-    Args:
-        param_groups: lists of parameters, for ``check``.
-        more: DeepSpeed's ``mpu``, ``zero_reduce_scatter`` and ``deepspeed`` have no effect: all ranks take part.
-    """
+    """Check of gradients for elements that are infinite or no number, over all ranks, whatever ``mpu`` is given."""
 
     def __init__(self, param_groups: Any = None, *more: Any, **named: Any) -> None:
         self.params = [parameter for group in param_groups or () for parameter in group]
@@ -156,13 +151,6 @@ class CheckOverflow:
         return any(one.grad is not None and bool(has_inf_or_nan(one.grad)) for one in params)
 
     _has_inf_or_nan = staticmethod(lambda x, i: has_inf_or_nan(x))
-
-
-class DummyOptim:
-    """Parameters in place of an optimizer, where none updates them."""
-
-    def __init__(self, params: Any) -> None:
-        self.param_groups = [{"params": params}]
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
@@ -237,11 +225,7 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 class RepeatingLoader:
-    """An iterator over a loader that begins anew at its end.
-
-    Args:
-        loader: a loader, or anything else that can be iterated again and again.
-    """
+    """An iterator over a loader, or anything else that can be iterated again and again, that begins anew at its end."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
