@@ -62,7 +62,7 @@ _ROWS = (
     ("launcher.runner", ".utilities", "DEEPSPEED_ENVIRONMENT_NAME"),
     ("moe.layer", ".experts", "MoE"),
     ("moe.utils", ".experts",
-     "has_moe_layers is_moe_param is_moe_param_group split_params_into_shared_and_expert_params "
+     "has_moe_layers is_moe_param is_moe_param_group=is_moe_param split_params_into_shared_and_expert_params "
      "split_params_into_different_moe_groups_for_optimizer"),
     ("monitor.config", ".reporting", "get_monitor_config"),
     ("monitor.monitor", ".reporting", "MonitorMaster"),
@@ -100,7 +100,7 @@ _ROWS = (
     ("runtime.utils", ".devices", "set_random_seed"),
     ("runtime.utils", ".utilities",
      "see_memory_usage clip_grad_norm_ get_global_norm get_global_norm_of_tensors clip_tensors_by_global_norm "
-     "get_weight_norm has_inf_or_nan CheckOverflow get_only_unique_item prefix_sum_inc call_to_str "
+     "get_weight_norm has_inf_or_nan CheckOverflow DummyOptim get_only_unique_item prefix_sum_inc call_to_str "
      "partition_uniform partition_balanced ensure_directory_exists move_to_device"),
     ("runtime.zero runtime.zero.partition_parameters", ".parameters",
      "Init=ZeroInit ZeroParamStatus register_external_parameter unregister_external_parameter GatheredParameters"),

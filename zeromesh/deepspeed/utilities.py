@@ -153,6 +153,13 @@ class CheckOverflow:
     _has_inf_or_nan = staticmethod(lambda x, i: has_inf_or_nan(x))
 
 
+class DummyOptim:
+    """Parameters in place of an optimizer, where none updates them."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": params}]
+
+
 def get_only_unique_item(items: Iterable[Any]) -> Any:
     """Return the item that all are equal to; RuntimeError if they are not."""
     found = set(items)
