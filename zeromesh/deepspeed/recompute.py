@@ -45,10 +45,10 @@ def configure(
         from zeromesh.config.settings import Settings
 
         section = Settings.load(deepspeed_config).activation_checkpointing
-        partition_activations = (
-            section.partition_activations if partition_activations is None else partition_activations
-        )
-        checkpoint_in_cpu = section.cpu_checkpointing if checkpoint_in_cpu is None else checkpoint_in_cpu
+        if partition_activations is None:
+            partition_activations = section.partition_activations
+        if checkpoint_in_cpu is None:
+            checkpoint_in_cpu = section.cpu_checkpointing
     _configured.update({"partition": bool(partition_activations), "host": bool(checkpoint_in_cpu)})
     _stores.clear()
 

@@ -17,7 +17,7 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes, self.dims = axes, dims
         self.ProcessCoord: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]
-        places = product(*map(range, dims))
+        places: Any = product(*map(range, dims))
         self.mapping: dict[Any, int] = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
 
     def __str__(self) -> str:

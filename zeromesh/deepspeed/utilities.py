@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,9 @@ def clip_tensors_by_global_norm(
     """Scale tensors in place where their norm is larger than ``max_norm``; return the norm."""
     tensors = [one.detach() for one in input_tensors]
     norm = get_global_norm_of_tensors(tensors, mpu=mpu) if global_norm is None else global_norm
-    torch._foreach_mul_(tensors, min(1.0, max_norm / (float(norm) + eps)))
+    factor = min(1.0, max_norm / (float(norm) + eps))
+    for one in tensors if factor < 1 else ():
+        one.mul_(factor)
     return norm
 
 
@@ -129,14 +131,14 @@ def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
 class CheckOverflow:
     """Check of gradients for elements that are infinite or no number, over all ranks, whatever ``mpu`` is given."""
 
-    def __init__(self, param_groups: Any = None, *more: Any, **named: Any) -> None:
-        self.params = [parameter for group in param_groups or () for parameter in group]
+    def __init__(
+        self, param_groups: Any = None, mpu: Any = None, zero_reduce_scatter: bool = False, deepspeed: Any = None
+    ) -> None:
+        self.params = list(chain.from_iterable(param_groups or ()))
 
     def check(self, param_groups: Any = None) -> bool:
         """Return whether a gradient of any rank has such an element. Collective where there are several ranks."""
-        return self.has_overflow(
-            self.params if param_groups is None else [one for group in param_groups for one in group]
-        )
+        return self.has_overflow(self.params if param_groups is None else chain.from_iterable(param_groups))
 
     def has_overflow(self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None) -> bool:
         """Return whether the gradient of one of these parameters has such an element, on any rank."""
