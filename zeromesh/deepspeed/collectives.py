@@ -10,10 +10,10 @@ from functools import cache, wraps
 from inspect import isfunction
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from zeromesh.comm.detect import Environment
+from zeromesh.deepspeed.devices import get_accelerator
 from zeromesh.signatures import refuse
 from zeromesh.zero import newest_engine
 
@@ -27,6 +27,7 @@ _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_ga
 _SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 _OTHER = {
     "inference_all_reduce": "all_reduce",
+    "get_all_ranks_from_group": "get_process_group_ranks",
     **dict.fromkeys(("all_gather_into_tensor", "allgather_fn"), _GATHER),
     **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_fn"), _SCATTER),
 }
@@ -64,11 +65,6 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
-def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """Return the ranks of a group, by their place in it."""
-    return dist.get_process_group_ranks(group or dist.group.WORLD)
-
-
 def monitored_barrier(
     group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False, **logged: Any
 ) -> None:
@@ -79,22 +75,14 @@ def monitored_barrier(
         dist.barrier(group)
 
 
-def configure(
-    deepspeed_config: Any = None, enabled: bool | None = None, prof_all: Any = None, prof_ops: Any = None,
-    verbose: Any = None, debug: Any = None,
-) -> None:  # fmt: skip
+def configure(deepspeed_config: Any = None, enabled: bool | None = None, **settings: Any) -> None:
     """Accept the settings of DeepSpeed's log of collectives: engines always count theirs."""
     if enabled:
         _log.info("collectives of engines are always counted: comm.log_summary() or engine.traffic_report() shows them")
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, dict[str, float]] | None:
-    """Log the traffic of the newest engine by collective and axis, or return it; see ``engine.traffic_report``.
-
-    Raises:
-        RuntimeError: there is no engine whose traffic could be shown.
-        ValueError: ``show_straggler`` is True.
-    """
+    """Log the traffic of the newest engine by collective and axis, or return it; see ``engine.traffic_report``."""
     advice = "engines name slow ranks in the log by themselves"
     refuse("log_summary", "show_straggler", show_straggler, advice, False)
     engine = newest_engine()
@@ -120,6 +108,5 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
     """Return a torch DeviceMesh of the current device."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kind = "cpu" if accelerator is None else accelerator.type
+    kind = get_accelerator().device_name()
     return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, wraps
 from inspect import isfunction
 from typing import Any
@@ -17,15 +17,12 @@ from zeromesh.observe.machine import live_bytes, memory, peak_bytes
 
 Function = Callable[..., Any]
 
-VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-"""Variable that says which devices a process sees, by the type of device."""
-
 
 class DeviceInterface:
     """The device of this process.
 
-    Names that are not methods here are those of torch's module for the device, such as ``torch.cuda.Event``; on a CPU,
-    where torch has no such thing, they are in ``_ON_CPU``.
+    Names that are not methods here are in the tables below, or those of torch's module for the device, such as
+    ``torch.cuda.Event``.
     """
 
     def __init__(self, kind: str) -> None:
@@ -36,18 +33,19 @@ class DeviceInterface:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # copies and pickles ask before there is anything
             raise AttributeError(name)
-        name = _OLDER.get(name, name)
         rows = _ON_CPU if self._name == "cpu" else _ON_DEVICE
         # Before torch's: its functions for the CPU count NUMA nodes, and have no memory figures.
         if name in rows:
             return rows[name]
-        if name in _REFUSED:
-            raise NotImplementedError(f"get_accelerator().{name} is not available here: {_REFUSED[name]}")
         if name.endswith("Tensor") and hasattr(torch, name):
             return getattr(torch if self._name == "cpu" else self._module, name)
         if hasattr(self._module, name):
             found = getattr(self._module, name)
             return _renamed(found) if isfunction(found) else found
+        if name in _BUILDERS:
+            raise NotImplementedError(
+                f"get_accelerator().{name} is not available here: nothing is compiled at run time"
+            )
         raise AttributeError(
             f"get_accelerator() has no {name!r}, nor has torch.{self._name}; call torch's own function"
         )
@@ -56,87 +54,22 @@ class DeviceInterface:
         # A module cannot be pickled, and the process that reads it may have another device.
         return get_accelerator, ()
 
-    # The device.
-
     def device_name(self, device_index: int | None = None) -> str:
         """Return the type of device, with an index if one is given: ``cuda``, ``cuda:1``, ``cpu``."""
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
-
-    def device(self, device_index: int | None = None) -> Any:
-        """Return a context in which this device is the current one."""
-        if self._name == "cpu" or device_index is None:
-            return nullcontext()
-        return self._module.device(device_index)
-
-    def set_device(self, device_index: int | str | torch.device) -> None:
-        """Make a device the current one."""
-        if self._name != "cpu":
-            torch.accelerator.set_device_index(torch.device(device_index))
-
-    def current_device(self) -> int:
-        """Return the index of the current device; on a CPU the rank on this machine."""
-        return _local_rank() if self._name == "cpu" else torch.accelerator.current_device_index()
 
     def current_device_name(self) -> str:
         """Return the current device as torch takes it."""
         return self.device_name(self.current_device())
 
-    def device_count(self) -> int:
-        """Return the number of devices of this machine that this process sees; on a CPU the ranks on it."""
-        if self._name == "cpu":
-            return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        return torch.accelerator.device_count()
-
-    def is_available(self) -> bool:
-        """Return whether there is such a device."""
-        return self._name == "cpu" or torch.accelerator.is_available()
-
-    def communication_backend_name(self) -> str:
-        """Return the backend of torch.distributed that ranks on this device use."""
-        return default_backend()
-
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on this type of device."""
         return tensor.device.type == self._name
-
-    def is_synchronized_device(self) -> bool:
-        """Return whether the device has computed when a call returns, as a CPU has."""
-        return self._name == "cpu"
-
-    # On a CPU all three are so, and on accelerators streams order what is computed.
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
-
-    # Numbers.
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Return the floating-point dtypes that models can be trained in."""
         found = [(torch.half, self.is_fp16_supported()), (torch.bfloat16, self.is_bf16_supported())]
         return [torch.float, *(dtype for dtype, here in found if here)]
-
-    def is_bf16_supported(self) -> bool:
-        """Return whether the device computes in bfloat16."""
-        asks = getattr(self._module, "is_bf16_supported", None)
-        return self._name == "cpu" or asks is None or bool(asks())
-
-    def is_fp16_supported(self) -> bool:
-        """Return whether to use float16: not on a CPU, where it is slow, although ``fp16`` trains there, too."""
-        return self._name != "cpu"
-
-    @contextmanager
-    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Iterator[None]:
-        """Record what is computed in this context, to be replayed; a CPU only computes it."""
-        with nullcontext() if graph is None else self._module.graph(graph, pool, stream):
-            yield
-
-    # Memory of the host, from which an accelerator copies fastest where it is page-locked.
-
-    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """Return the tensor in page-locked memory; on a CPU the tensor itself."""
-        return tensor if self._name == "cpu" else tensor.pin_memory()
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return whether copies to the device need no copy before; on a CPU there are none."""
-        return self._name == "cpu" or tensor.is_pinned()
 
     def get_compile_backend(self) -> str:
         """Return the backend of ``torch.compile``."""
@@ -148,17 +81,6 @@ class DeviceInterface:
         if backend not in known:
             raise ValueError(f"{backend!r} is no backend of torch.compile; it must be one of {', '.join(known)}")
         self._compile_backend = backend
-
-    def visible_devices_envs(self) -> list[str]:
-        """Return the variables that say which devices a process sees."""
-        return [VISIBLE.get(self._name, VISIBLE["cuda"])]
-
-
-_CPU = torch.device("cpu")
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def _renamed(function: Function) -> Function:
@@ -175,6 +97,9 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     """Do nothing, as on a CPU nothing waits and no allocator keeps memory."""
 
 
+_CPU = torch.device("cpu")
+
+
 def _resident(device_index: int | None = None) -> int:
     return live_bytes(_CPU)
 
@@ -183,18 +108,13 @@ def _largest(device_index: int | None = None) -> int:
     return max(live_bytes(_CPU), peak_bytes(_CPU))  # the system updates the two at different times
 
 
-def _figures(device_index: int | None = None) -> dict[str, int]:
-    return {"allocated_bytes.all.current": _resident(), "allocated_bytes.all.peak": _largest()}
+_BUILDERS = ("op_builder_dir", "create_op_builder", "get_op_builder", "build_extension")
 
-
-_OLDER = {
-    "memory_cached": "memory_reserved",
-    "max_memory_cached": "max_memory_reserved",
-    **dict.fromkeys(("reset_max_memory_allocated", "reset_max_memory_cached"), "reset_peak_memory_stats"),
-}
-"""Names of older versions of torch, and the present ones."""
+# On a CPU all is so, and on accelerators streams order what is computed.
+_IN_ORDER = ("is_synchronized_device", "use_host_timers", "resolves_data_dependency", "handles_memory_backpressure")
 
 _BOTH: dict[str, Any] = {
+    "communication_backend_name": default_backend,
     "random": lambda: torch.random,
     "amp": lambda: torch.amp,
     "is_fp64_supported": lambda: True,
@@ -202,22 +122,38 @@ _BOTH: dict[str, Any] = {
     "pin_memory_alignment": lambda: 1,
     "unpin_memory": lambda tensor: tensor,
     "export_envs": lambda: ["NCCL", "GLOO", "OMP"],
+    "visible_devices_envs": lambda: ["CUDA_VISIBLE_DEVICES"],
     "is_triton_supported": lambda: torch.cuda.is_available(),
     "prefer_triton_grouped_mm": lambda: False,
+    "capture_to_graph": lambda graph, pool=None, stream=None: (
+        nullcontext() if graph is None else torch.cuda.graph(graph, pool, stream)
+    ),
     "replay_graph": lambda graph: None if graph is None else graph.replay(),
 }
 
 _ON_CPU: dict[str, Any] = {
     **_BOTH,
-    **dict.fromkeys(("synchronize", "empty_cache", "range_push", "range_pop", "reset_peak_memory_stats"), _ignore),
+    # Devices are the ranks of this machine.
+    "current_device": lambda: int(os.environ.get("LOCAL_RANK", 0)),
+    "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    "device": lambda device_index=None: nullcontext(),
+    **dict.fromkeys(("is_available", "is_bf16_supported", *_IN_ORDER), lambda: True),
+    "is_fp16_supported": lambda: False,  # it is slow, although ``fp16`` trains here, too
+    "pin_memory": lambda tensor, make_copy=True, match_shape=True: tensor,
+    "is_pinned": lambda tensor: True,
+    **dict.fromkeys(("set_device", "synchronize", "empty_cache", "range_push", "range_pop"), _ignore),
+    **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), _ignore),
     # There are no streams: all is in order.
     **dict.fromkeys(("Stream", "Event"), None),
     **dict.fromkeys(("current_stream", "default_stream", "create_graph"), _ignore),
     "stream": lambda stream: nullcontext(),
     "is_current_stream_capturing": lambda: False,
-    **dict.fromkeys(("memory_allocated", "memory_reserved"), _resident),
-    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _largest),
-    "memory_stats": _figures,
+    **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), _resident),
+    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), _largest),
+    "memory_stats": lambda device_index=None: {
+        "allocated_bytes.all.current": _resident(),
+        "allocated_bytes.all.peak": _largest(),
+    },
     "total_memory": lambda device_index=None: memory()["total_bytes"],
     "available_memory": lambda device_index=None: memory()["available_bytes"],
     **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.manual_seed),
@@ -230,23 +166,32 @@ _ON_CPU: dict[str, Any] = {
 
 _ON_DEVICE: dict[str, Any] = {
     **_BOTH,
+    "current_device": lambda: torch.accelerator.current_device_index(),
+    "device_count": lambda: torch.accelerator.device_count(),
+    "set_device": lambda device_index: torch.accelerator.set_device_index(torch.device(device_index)),
+    "device": lambda device_index=None: (
+        nullcontext() if device_index is None else torch.get_device_module().device(device_index)
+    ),
+    "is_available": lambda: torch.accelerator.is_available(),
+    **dict.fromkeys(_IN_ORDER, lambda: False),
+    "is_fp16_supported": lambda: True,
+    "pin_memory": lambda tensor, make_copy=True, match_shape=True: tensor.pin_memory(),
+    "is_pinned": lambda tensor: tensor.is_pinned(),
     "total_memory": lambda device_index=None: torch.accelerator.get_memory_info(device_index)[1],
     "available_memory": lambda device_index=None: torch.accelerator.get_memory_info(device_index)[0],
     "default_generator": lambda device_index: torch.cuda.default_generators[device_index],
+    # Names of older versions of torch.
+    "memory_cached": lambda device_index=None: torch.cuda.memory_reserved(device_index),
+    "max_memory_cached": lambda device_index=None: torch.cuda.max_memory_reserved(device_index),
+    **dict.fromkeys(
+        ("reset_max_memory_allocated", "reset_max_memory_cached"),
+        lambda device_index=None: torch.cuda.reset_peak_memory_stats(device_index),
+    ),
     "create_graph": lambda: torch.cuda.CUDAGraph(),
     "range_push": lambda msg, domain=None, category=None: torch.cuda.nvtx.range_push(msg),
     "range_pop": lambda domain=None: torch.cuda.nvtx.range_pop(),
 }
 """Functions of the accelerator that torch's module for the device has not, or under another name."""
-
-_NO_BUILDERS = "nothing is compiled at run time; kernels come with the package"
-_REFUSED: dict[str, str] = {
-    **dict.fromkeys(("op_builder_dir", "create_op_builder", "get_op_builder", "build_extension"), _NO_BUILDERS),
-    **dict.fromkeys(("register_host_memory", "unregister_host_memory"), "call tensor.pin_memory()"),
-    "pin_empty": "call torch.empty(..., pin_memory=True)",
-    "pin_empty_like": "call torch.empty_like(tensor, device='cpu', pin_memory=True)",
-    "set_visible_devices_envs": "set the variable before the process starts; launchers do so",
-}
 
 
 @cache

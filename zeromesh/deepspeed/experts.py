@@ -23,12 +23,7 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 
 
 def is_moe_param(param: object) -> bool:
-    """Return whether a parameter is an expert's: none is."""
-    return False
-
-
-def is_moe_param_group(param_group: object) -> bool:
-    """Return whether a group is of experts' parameters: none is."""
+    """Return whether a parameter, or a group of them, is an expert's: none is."""
     return False
 
 

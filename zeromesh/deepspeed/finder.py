@@ -19,28 +19,30 @@ VERSION = "0.19.8+zeromesh"
 """Version of DeepSpeed whose interface this is; libraries ask for at least 0.18.2."""
 
 
+def _dotted(fullname: str) -> str:
+    """Return the name of a module below the package, by either name of that."""
+    return fullname.removeprefix(OWN).removeprefix(ALIAS).removeprefix(".")
+
+
 class TableModule(ModuleType):
     """A module of the table, whose attributes are looked up when they are used."""
 
     def __getattr__(self, name: str) -> Any:
-        return names.resolve(self.__name__.removeprefix(f"{OWN}."), name)
+        return names.resolve(_dotted(self.__name__), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A function that has the name of a module beside it stays in its place, as in DeepSpeed's packages.
-        hidden = isinstance(value, ModuleType) and name in names.names(self.__name__.removeprefix(f"{OWN}."))
-        if not hidden:
+        if not (isinstance(value, ModuleType) and name in names.names(_dotted(self.__name__))):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        dotted = self.__name__.removeprefix(f"{OWN}.")
-        return sorted({*super().__dir__(), *contents(dotted)})
+        return sorted({*super().__dir__(), *contents(_dotted(self.__name__))})
 
 
 def contents(dotted: str) -> set[str]:
     """Return the names and the modules in a module of the table."""
-    start = f"{dotted}." if dotted else ""
-    below = (name.removeprefix(start) for name in names.modules() if name.startswith(start))
-    return {*names.names(dotted), *(name for name in below if name and "." not in name)}
+    below = (name.rpartition(".") for name in names.modules() if name)
+    return {*names.names(dotted), *(name for parent, _, name in below if parent == dotted)}
 
 
 class Described(Distribution):
@@ -77,27 +79,23 @@ class Finder(DistributionFinder, MetaPathFinder, Loader):
         """Return how to import a module of the table; raise ImportError for one that is refused."""
         if fullname == plugin_check.HOME and self._answers_alias:
             return plugin_check.find(path)
-        if fullname == ALIAS or fullname.startswith(f"{ALIAS}."):
-            if not self._answers_alias:
-                return None
-            dotted = fullname.removeprefix(ALIAS).removeprefix(".")
-        elif fullname.startswith(f"{OWN}."):
-            dotted = fullname.removeprefix(f"{OWN}.")
-        else:
+        is_alias = fullname.partition(".")[0] == ALIAS
+        if not (self._answers_alias if is_alias else fullname.startswith(f"{OWN}.")):
             return None
+        dotted = _dotted(fullname)
         if dotted in names.modules():
             return ModuleSpec(fullname, self, origin=__file__, is_package=True)
         # Not a ModuleNotFoundError, which `from deepspeed import NAME` would replace by a message without the remedy.
         if names.remedy(dotted) is not None:
             raise ImportError(names.explain(dotted), name=fullname)
         # Files of this package must not be imported a second time under the other name.
-        if fullname.startswith(f"{ALIAS}."):
+        if is_alias:
             raise ModuleNotFoundError(names.explain(dotted), name=fullname)
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module: a new one under its own name, the same one under any other."""
-        dotted = spec.name.removeprefix(f"{OWN}." if spec.name.startswith(OWN) else ALIAS).removeprefix(".")
+        dotted = _dotted(spec.name)
         own = f"{OWN}.{names.SAME.get(dotted, dotted)}".rstrip(".")
         if spec.name == own:
             return TableModule(own)

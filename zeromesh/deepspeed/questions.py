@@ -84,62 +84,45 @@ QUESTIONS: dict[str, Callable[[Engine], Any]] = {
     "is_first_stage": lambda engine: engine.mesh.group("pipeline").rank == 0,
     "is_last_stage": lambda engine: engine.mesh.group("pipeline").rank == engine.mesh.sizes["pipeline"] - 1,
     "is_first_weights_partition_group": lambda engine: engine.mesh.replicate.rank == 0,
-    "is_deepcompile_enabled": lambda engine: False,
-    "is_deepcompile_active": lambda engine: False,
-    "get_additional_losses": lambda engine: None,
-    # Gradients are reduced as the backward goes on, and nothing is left to do.
-    "allreduce_gradients": lambda engine: None,
-    # ``step`` clips gradients.
-    "clip_fp32_gradients": lambda engine: None,
+    **dict.fromkeys(("is_deepcompile_enabled", "is_deepcompile_active"), lambda engine: False),
     "empty_partition_cache": lambda engine: engine.sharded.rest(),
-    # Shapes of activations may always change.
-    "reset_activation_shape": lambda engine: None,
-    "collect_python_gc": lambda engine: None,
+    # Nothing is left to do: gradients are reduced as the backward goes on, ``step`` clips them, and shapes of
+    # activations may always change.
+    **dict.fromkeys(("allreduce_gradients", "clip_fp32_gradients", "reset_activation_shape"), lambda engine: None),
+    **dict.fromkeys(("get_additional_losses", "collect_python_gc"), lambda engine: None),
 }
 """Methods without arguments that count; any are accepted."""
 
-_COLLECTIVES = "use torch.distributed, with engine.data_parallel_group"
-_CURRICULUM = "write the curriculum into the configuration (docs/configuration.md)"
+_COLLECTIVES = (
+    "allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback sparse_allreduce_no_retain "
+    "sparse_allreduce_bucket sparse_allreduce sparse_all_gather all_gather_scalar"
+)
 
 REFUSED = {
-    **dict.fromkeys(
-        (
-            "allreduce_bucket", "allreduce_and_copy", "allreduce_no_retain", "buffered_allreduce_fallback",
-            "sparse_allreduce_no_retain", "sparse_allreduce_bucket", "sparse_allreduce", "sparse_all_gather",
-            "all_gather_scalar",
-        ),
-        _COLLECTIVES,
-    ),
+    **dict.fromkeys(_COLLECTIVES.split(), "use torch.distributed, with engine.data_parallel_group"),
     "set_data_post_process_func": "pass collate_fn to initialize, or engine.set_batch_fn(function)",
-    "set_custom_curriculum_learning_schedule": _CURRICULUM,
+    "set_custom_curriculum_learning_schedule": "write it into the configuration (docs/configuration.md)",
     "random_ltd_initialize": "tokens are not dropped here; leave random_ltd out",
     "load_moe_state_dict": "a checkpoint holds all experts; call engine.load_checkpoint(folder)",
     "register_compile_pass": "pass a backend of your own to engine.compile(backend=...)",
     "get_deepcompile_backend": "call engine.compile(), which compiles each unit",
     "set_has_attention_mask": "the stages of a pipeline exchange tensors of any dtype; leave the call out",
     "_config": f"engine.config has the settings and what was written, as in engine.config[{keys.MICRO_BATCH!r}]",
-}  # fmt: skip
+}
 """Names that cannot be honoured, and what to use instead."""
 
 
 def methods() -> dict[str, Callable[..., Any]]:
     """Return the methods of the tables, by name."""
 
-    def ask(name: str, engine: Engine, *args: Any, **kwargs: Any) -> Any:
-        return QUESTIONS[name](engine)
+    def from_table(name: str) -> Callable[..., Any]:
+        # A function and not a partial, which would not be bound to the engine.
+        return lambda self, *args, **kwargs: QUESTIONS[name](self)
 
-    def ask_config(name: str, engine: Engine) -> Any:
-        return answer(name, engine.asked)
+    def from_config(name: str) -> Callable[..., Any]:
+        return lambda self: answer(name, self.asked)
 
-    return {name: _method(ask, name) for name in QUESTIONS} | {name: _method(ask_config, name) for name in ANSWERS}
-
-
-def _method(ask: Callable[..., Any], name: str) -> Callable[..., Any]:
-    # A function and not a partial, which would not be bound to the engine.
-    def method(self: Engine, *args: Any, **kwargs: Any) -> Any:
-        return ask(name, self, *args, **kwargs)
-
-    return method
+    return {name: from_table(name) for name in QUESTIONS} | {name: from_config(name) for name in ANSWERS}
 
 
 class AnsweredConfig(dict[str, Any]):

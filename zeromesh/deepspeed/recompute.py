@@ -35,29 +35,21 @@ def configure(
 ) -> None:  # fmt: skip
     """Say where ``checkpoint`` keeps its inputs until the backward.
 
-    Args:
-        mpu_: no effect; the mesh of the newest engine says which ranks have the same inputs.
-        deepspeed_config: configuration whose section is taken where an argument below is None.
-        partition_activations: each tensor-parallel rank keeps a part of the inputs.
-        contiguous_checkpointing: no effect; the store of inputs uses its buffers again.
-        num_checkpoints: no effect, as ``contiguous_checkpointing``.
-        checkpoint_in_cpu: inputs wait in host memory.
-        synchronize: no effect but a warning.
-        profile: no effect but a warning.
-
-    Raises:
-        ValueError: the configuration is not valid.
+    With ``partition_activations`` each tensor-parallel rank keeps a part of them, with ``checkpoint_in_cpu`` they wait
+    in host memory; one that is None is taken from the section of ``deepspeed_config``. The other arguments have no
+    effect: the mesh of the newest engine says which ranks have the same inputs, and buffers are used again.
     """
     if synchronize or profile:
         _log.warning("checkpointing.configure: synchronize and profile have no effect; set %s", keys.PROFILE)
-    section = None
     if deepspeed_config is not None:
         from zeromesh.config.settings import Settings
 
         section = Settings.load(deepspeed_config).activation_checkpointing
-    chosen = {"partition": partition_activations, "host": checkpoint_in_cpu}
-    written = {"partition": section and section.partition_activations, "host": section and section.cpu_checkpointing}
-    _configured.update({name: bool(written[name] if value is None else value) for name, value in chosen.items()})
+        if partition_activations is None:
+            partition_activations = section.partition_activations
+        if checkpoint_in_cpu is None:
+            checkpoint_in_cpu = section.cpu_checkpointing
+    _configured.update({"partition": bool(partition_activations), "host": bool(checkpoint_in_cpu)})
     _stores.clear()
 
 
@@ -121,11 +113,7 @@ class CudaRNGStatesTracker:
         """Add the state of a seed; raise ValueError for a name that there is already."""
         if name in _states:
             raise ValueError(f"there is a random state {name!r} already; choose another name, or reset() first")
-        device = get_accelerator()
-        before = device.get_rng_state()
-        device.manual_seed(seed)
-        _states[name] = device.get_rng_state()
-        device.set_rng_state(before)
+        _states[name] = torch.Generator(get_accelerator().current_device_name()).manual_seed(seed).get_state()
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,7 @@ MONITOR_SECTIONS = ("tensorboard", "csv_monitor", "wandb")
 
 
 class MonitorMaster:
-    """The monitors that a configuration switches on; only the first rank writes.
-
-    Args:
-        monitor_config: what ``get_monitor_config`` returns, or a configuration with the sections of monitors.
-    """
+    """The monitors that a configuration, or what ``get_monitor_config`` returns, switches on; the first rank writes."""
 
     def __init__(self, monitor_config: Any) -> None:
         settings = get_monitor_config(monitor_config) if isinstance(monitor_config, Mapping) else monitor_config
@@ -48,27 +44,17 @@ class MonitorMaster:
 UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
 
-def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """Return a number as text such as ``1.23 G``, with the largest fitting unit or a given one."""
-    if units is None:
-        units = next((unit for unit, size in UNITS.items() if abs(num) >= size), "")
-    return f"{round(num / UNITS[units], precision):g} {units}".rstrip()
+def number_to_string(num: float, units: str | None = None, precision: int = 2, *, of: str = "") -> str:
+    """Return a number as text such as ``1.23 G``, with the largest fitting unit or a given one; ``of`` follows it."""
+    prefix = None if units is None else units.removesuffix(of)
+    if prefix is None:
+        prefix = next((unit for unit, size in UNITS.items() if abs(num) >= size), "")
+    return f"{round(num / UNITS[prefix], precision):g} {prefix}{of}".rstrip()
 
 
-def _text(unit: str, number: float, units: str | None = None, precision: int = 2) -> str:
-    given = None if units is None else units.removesuffix(unit) if unit else units
-    amount, _, prefix = number_to_string(number, given, precision).partition(" ")
-    return f"{amount} {prefix}{unit}".rstrip()
-
-
-# A number as text such as ``1.23 GFLOPS``, with the largest fitting unit or a given one.
 flops_to_string, macs_to_string, params_to_string, duration_to_string = (
-    partial(_text, unit) for unit in ("FLOPS", "MACs", "", "s")
+    partial(number_to_string, of=unit) for unit in ("FLOPS", "MACs", "", "s")
 )
-
-
-def _told(value: float, as_string: bool, text: Callable[..., str]) -> Any:
-    return text(value) if as_string else value
 
 
 class OperationProfiler:
@@ -77,10 +63,7 @@ class OperationProfiler:
     Products of matrices, convolutions and attention count, as in ``zeromesh.observe.operations``; unlike DeepSpeed's,
     what is done element by element does not. A multiplication and an addition are two operations, and one MAC.
 
-    Args:
-        model: the model; for an engine, pass ``engine.module``.
-        ds_engine: no effect.
-        recompute_fwd_factor: 0; operations that are done again are counted as they happen.
+    Pass ``engine.module`` for an engine. Operations that are done again are counted as they happen.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
@@ -115,20 +98,23 @@ class OperationProfiler:
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Return the operations of forwards."""
-        return _told(self._operations.forward, as_string, flops_to_string)
+        found = self._operations.forward
+        return flops_to_string(found) if as_string else found
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         """Return the multiplications of forwards, each with its addition."""
-        return _told(self._operations.forward // 2, as_string, macs_to_string)
+        found = self._operations.forward // 2
+        return macs_to_string(found) if as_string else found
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """Return the parameters of the model."""
-        return _told(sum(one.numel() for one in self.model.parameters()), as_string, params_to_string)
+        found = sum(one.numel() for one in self.model.parameters())
+        return params_to_string(found) if as_string else found
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         """Return the seconds in which was counted, which counting makes longer."""
         found = self._seconds + (time.perf_counter() - self._since if self.started else 0.0)
-        return _told(found, as_string, duration_to_string)
+        return duration_to_string(found) if as_string else found
 
     def print_model_profile(
         self, profile_step: int = 1, module_depth: int = -1, top_modules: int = 1, detailed: bool = True,
@@ -152,15 +138,13 @@ class OperationProfiler:
     def _lines(self, step: int, depth: int, top: int, detailed: bool) -> Iterable[str]:
         yield f"operations of step {step}: {self.get_total_flops(True)} in {self.get_total_duration(True)}"
         yield f"parameters: {self.get_total_params(True)}; MACs: {self.get_total_macs(True)}"
+        counted = self._operations.modules
         levels: dict[int, list[str]] = {}
         for name, _ in self.model.named_modules():
             levels.setdefault(name.count(".") + 1 if name else 0, []).append(name)
-        counted = self._operations.modules
-        for level, names in levels.items():
-            if 0 <= depth < level:
-                continue
-            listed = names if detailed else sorted(names, key=lambda name: -counted.get(name, 0))[:top]
-            for name in listed:
+        for level in (level for level in levels if depth < 0 or level <= depth):
+            names = levels[level]
+            for name in names if detailed else sorted(names, key=lambda name: -counted.get(name, 0))[:top]:
                 kind = type(self.model.get_submodule(name)).__name__
                 yield f"{'  ' * level}{name or '(model)'} ({kind}): {scaled_text(counted.get(name, 0), 'FLOP')}"
 
@@ -173,23 +157,10 @@ def get_model_profile(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Return the operations, MACs and parameters of one forward of a model, in evaluation mode.
 
-    Args:
-        model: the model.
-        input_shape: shape of the only input, a tensor of ones.
-        args: positional inputs.
-        kwargs: named inputs.
-        print_profile: print the counts by module, as ``print_model_profile`` does with the four arguments of its names.
-        detailed: see there.
-        module_depth: see there.
-        top_modules: see there.
-        warm_up: forwards before the one that is counted.
-        as_string: return texts, such as ``1.23 GFLOPS``.
-        output_file: see there.
-        ignore_modules: None; all operations count.
-        mode: ``"forward"``, or ``"generate"`` for the model's method of this name.
-
-    Raises:
-        ValueError: an argument cannot be honoured, or there are no inputs.
+    Inputs are a tensor of ones of ``input_shape``, and ``args`` and ``kwargs``. ``warm_up`` forwards come before that
+    which is counted; ``mode="generate"`` calls the model's method of this name. ``print_profile`` prints the counts by
+    module, as ``print_model_profile`` does with the arguments of its names; ``as_string`` returns texts, such as
+    ``1.23 GFLOPS``. ``ignore_modules`` must be None: all operations count.
     """
     if mode not in ("forward", "generate"):
         raise ValueError(f"get_model_profile: mode = {mode!r} must be 'forward' or 'generate'")
@@ -208,7 +179,6 @@ def get_model_profile(
                 call(*inputs, **named)
             profiler.start_profile(ignore_modules)
             call(*inputs, **named)
-            profiler.stop_profile()
     finally:
         profiler.stop_profile()
         model.train(training)

@@ -28,26 +28,25 @@ class BufferOpInstruction(PipeInstruction):
         super().__init__(buffer_id=buffer_id, **kwargs)
 
 
-# Classes without a body: their names are all that a schedule says.
-_PLAIN = ("OptimizerStep", "ReduceGrads", "ReduceTiedGrads")
-_BUFFERED = (
-    "LoadMicroBatch", "ForwardPass", "BackwardPass", "SendActivation", "RecvActivation", "SendGrad", "RecvGrad",
-)  # fmt: skip
-OptimizerStep, ReduceGrads, ReduceTiedGrads = (type(name, (PipeInstruction,), {}) for name in _PLAIN)
-LoadMicroBatch, ForwardPass, BackwardPass, SendActivation, RecvActivation, SendGrad, RecvGrad = (
-    type(name, (BufferOpInstruction,), {}) for name in _BUFFERED
+def _instructions(base: type[Any], *names: str) -> list[type[Any]]:
+    """Return classes without a body: their names are all that a schedule says."""
+    return [type(name, (base,), {"__module__": __name__}) for name in names]
+
+
+OptimizerStep, ReduceGrads, ReduceTiedGrads = _instructions(
+    PipeInstruction, "OptimizerStep", "ReduceGrads", "ReduceTiedGrads"
+)
+LoadMicroBatch, ForwardPass, BackwardPass = _instructions(
+    BufferOpInstruction, "LoadMicroBatch", "ForwardPass", "BackwardPass"
+)
+SendActivation, RecvActivation, SendGrad, RecvGrad = _instructions(
+    BufferOpInstruction, "SendActivation", "RecvActivation", "SendGrad", "RecvGrad"
 )
 Steps = Iterator[list[PipeInstruction]]
 
 
 class PipeSchedule(ABC):
-    """The instructions of a stage.
-
-    Args:
-        micro_batches: of a batch.
-        stages: of the pipeline.
-        stage_id: the stage whose instructions these are.
-    """
+    """The instructions of one stage."""
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
         self.micro_batches, self.stages, self.stage_id = micro_batches, stages, stage_id
@@ -75,6 +74,12 @@ class PipeSchedule(ABC):
     def _buffer_idx(self, micro_batch_id: int) -> int:
         return micro_batch_id % self.num_pipe_buffers()
 
+    def _made(self, *rows: tuple[type[Any], int, bool]) -> list[PipeInstruction]:
+        """Return instructions on the buffers of micro-batches, of those that there are, where a condition holds."""
+        return [
+            kind(self._buffer_idx(batch)) for kind, batch, holds in rows if holds and self._valid_micro_batch(batch)
+        ]
+
 
 class InferenceSchedule(PipeSchedule):
     """Forwards, one micro-batch a step, with two buffers: one is sent while the other is filled."""
@@ -85,18 +90,13 @@ class InferenceSchedule(PipeSchedule):
 
     def steps(self) -> Steps:
         """Yield the instructions of each step."""
-        for step in range(self.micro_batches + self.stages - 1):
-            micro_batch = step - self.stage
-            filled = (step + self.stage) % 2
-            loads = (self.is_first_stage or self.is_last_stage) and self._valid_micro_batch(micro_batch)
-            commands: list[PipeInstruction] = [LoadMicroBatch(filled)] if loads else []
-            sends = self._valid_stage(self.next_stage) and self._valid_micro_batch(micro_batch - 1)
-            receives = self._valid_stage(self.prev_stage) and self._valid_micro_batch(micro_batch)
-            pair = [SendActivation(1 - filled)] if sends else [], [RecvActivation(filled)] if receives else []
+        for batch in range(-self.stage, self.micro_batches + self.stages - 1 - self.stage):
+            sends = (SendActivation, batch - 1, not self.is_last_stage)
+            receives = (RecvActivation, batch, not self.is_first_stage)
             # Neighbours send and receive in opposite orders, or each would wait for the other.
-            for part in pair if self.stage % 2 == 0 else pair[::-1]:
-                commands += part
-            yield commands + ([ForwardPass(filled)] if self._valid_micro_batch(micro_batch) else [])
+            pair = (sends, receives) if self.stage % 2 == 0 else (receives, sends)
+            loads = self.is_first_stage or self.is_last_stage
+            yield self._made((LoadMicroBatch, batch, loads), *pair, (ForwardPass, batch, True))
 
 
 class TrainSchedule(PipeSchedule):
@@ -108,36 +108,21 @@ class TrainSchedule(PipeSchedule):
 
     def steps(self) -> Steps:
         """Yield the instructions of each step."""
-        before = -1
+        before, ends = -1, self.is_first_stage or self.is_last_stage
         last = 2 * (self.micro_batches + self.stages - 1) - 1
         for step in range(last + 1):
-            micro_batch, forward = self._work(step)
-            there, was_there = self._valid_micro_batch(micro_batch), self._valid_micro_batch(before)
-            here, old = self._buffer_idx(micro_batch), self._buffer_idx(before)
-            commands: list[PipeInstruction] = []
-            # A forward follows a backward, whose gradient goes to the stage before; and the other way round.
-            other = self._valid_stage(self.prev_stage if forward else self.next_stage)
-            if forward:
-                commands += [SendGrad(old)] if was_there and other else []
-                commands += [RecvActivation(here)] if there and other else []
-                ends = self.is_first_stage or self.is_last_stage
-                commands += [LoadMicroBatch(here)] if there and ends else []
+            # A forward follows a backward, whose gradient goes to the stage before; and the other way round. Forwards
+            # arrive a step later at each stage; a backward takes as long from the last stage to this one.
+            if (step + self.stage) % 2 == 0:
+                batch, other = (step - self.stage) // 2, not self.is_first_stage
+                moves = (SendGrad, before, other), (RecvActivation, batch, other), (LoadMicroBatch, batch, ends)
+                commands = self._made(*moves, (ForwardPass, batch, True))
             else:
-                commands += [RecvGrad(here)] if there and other else []
-                commands += [SendActivation(old)] if was_there and other else []
-            if there:
-                commands.append(ForwardPass(here) if forward else BackwardPass(here))
-            if step == last:
-                commands += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
-            before = micro_batch
-            yield commands
-
-    def _work(self, step: int) -> tuple[int, bool]:
-        """Return the micro-batch of a step, perhaps outside of their range, and whether it goes forward."""
-        # Forwards arrive a step later at each stage; a backward takes as long from the last stage to this one.
-        if (step + self.stage) % 2 == 0:
-            return (step - self.stage) // 2, True
-        return (step + self.stage + 1) // 2 - self.stages, False
+                batch, other = (step + self.stage + 1) // 2 - self.stages, not self.is_last_stage
+                both = (RecvGrad, batch, other), (SendActivation, before, other)
+                commands = self._made(*both, (BackwardPass, batch, True))
+            before = batch
+            yield commands + ([ReduceTiedGrads(), ReduceGrads(), OptimizerStep()] if step == last else [])
 
 
 class DataParallelSchedule(PipeSchedule):

@@ -89,8 +89,8 @@ class SynchronizedWallClockTimer:
         ranks: list[int] | None = None,
     ) -> None:  # fmt: skip
         """Log the milliseconds of some timers, divided by ``normalizer``."""
-        there = [name for name in names if name in self.timers]
-        parts = [f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in there]
+        there = ((name, self.timers[name]) for name in names if name in self.timers)
+        parts = [f"{name}: {timer.elapsed(reset) / normalizer:.2f}" for name, timer in there]
         log_dist(" | ".join(["time (ms)", *parts, *([self.memory_usage()] if memory_breakdown else [])]), ranks or [0])
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
@@ -102,15 +102,10 @@ class SynchronizedWallClockTimer:
 
 
 class ThroughputTimer:
-    """Samples per second over the steps after the first ones.
+    """Samples per second over the steps after the first ``start_step`` ones.
 
-    Args:
-        config: no effect, or an object whose ``enabled`` is False, for which nothing is measured.
-        batch_size: samples in a step.
-        start_step: steps that are not counted.
-        steps_per_output: steps between two lines of the log; None logs none.
-        monitor_memory: add the memory in use to these lines.
-        logging_fn: takes a line, in place of the log.
+    It measures unless ``config.enabled`` is False. ``logging_fn``, by default the log, takes a line every
+    ``steps_per_output`` steps, with ``monitor_memory`` one that has the memory in use.
     """
 
     def __init__(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Sequence
-from functools import partial
-from itertools import cycle, product
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -13,17 +12,12 @@ import torch.distributed as dist
 
 
 class ProcessTopology:
-    """Ranks laid out row-major over named axes.
-
-    Args:
-        axes: names of the axes, outermost first.
-        dims: number of ranks along each.
-    """
+    """Ranks laid out row-major over named axes, the outermost first, with a number of ranks along each."""
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes, self.dims = axes, dims
         self.ProcessCoord: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]
-        places: Any = product(*(range(dims[number]) for number in range(len(axes))))
+        places: Any = product(*map(range, dims))
         self.mapping: dict[Any, int] = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
 
     def __str__(self) -> str:
@@ -57,10 +51,9 @@ class ProcessTopology:
 
     def get_coord(self, rank: int) -> Any:
         """Return the coordinates of a rank."""
-        found = next((coordinate for coordinate, other in self.mapping.items() if other == rank), None)
-        if found is None:
+        if not 0 <= rank < self.world_size():
             raise ValueError(f"rank {rank} is outside of a topology of {self.world_size()} ranks")
-        return found
+        return list(self.mapping)[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """Return the lists of ranks whose coordinates differ along an axis only."""
@@ -81,8 +74,8 @@ class ProcessTopology:
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """Return the ranks at one place along an axis."""
-        number = self.axes.index(axis)  # ValueError for an unknown axis
-        return [rank for place, rank in self.mapping.items() if place[number] == idx]
+        self.axes.index(axis)  # ValueError for an unknown axis
+        return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
         """Return the number of ranks."""
@@ -107,85 +100,69 @@ def _prime_factors(number: int) -> list[int]:
     """Return the prime factors of a number, smallest first; raise ValueError below 1."""
     if number < 1:
         raise ValueError(f"{number} has no prime factors; give a number of ranks, 1 or more")
-    found, factor = [], 2
-    while number > 1:
-        while number % factor == 0:
-            found.append(factor)
-            number //= factor
-        factor += 1
-    return found
+    smallest = next((factor for factor in range(2, number + 1) if number % factor == 0), None)
+    return [] if smallest is None else [smallest, *_prime_factors(number // smallest)]
 
 
-_NAMES = {
-    "data_parallel": "dp",
-    **dict.fromkeys(("pipe_parallel", "pipeline_model_parallel"), "pp"),
-    **dict.fromkeys(("slice_parallel", "tensor_model_parallel"), "slice"),
-    "model_parallel": "ds_model",
+_KINDS = {
+    "dp": ("data_parallel",),
+    "pp": ("pipe_parallel", "pipeline_model_parallel"),
+    "slice": ("slice_parallel", "tensor_model_parallel"),
+    "ds_model": ("model_parallel",),
 }
-"""Kind of group for each ``X`` of ``get_X_rank``, ``get_X_world_size`` and ``get_X_group``."""
+"""Kinds of groups, each with ``X`` of ``get_X_rank``, ``get_X_world_size`` and ``get_X_group``."""
 
 
 class PipelineParallelGrid:
     """This rank's place in a topology, and its groups, which all ranks make together.
 
     The groups are ``dp``, ``pp``, ``slice`` (along the axis ``model``), and ``ds_model``: all ranks of one replica.
-
-    Args:
-        topology: by default the prime factors of the number of ranks are given to pipelines and data in turn.
-        process_group: the ranks of the topology; by default all.
+    Without a topology, the prime factors of the number of ranks are given to pipelines and data in turn.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size(process_group)
         if topology is None:
-            sizes = {"pipe": 1, "data": 1}
-            for axis, factor in zip(cycle(sizes), _prime_factors(self.world_size), strict=False):
-                sizes[axis] *= factor
-            topology = PipeDataParallelTopology(*sizes.values())
+            factors = _prime_factors(self.world_size)
+            topology = PipeDataParallelTopology(prod(factors[::2]), prod(factors[1::2]))
         if topology.world_size() != self.world_size:
             raise AssertionError(
                 f"the topology has {topology.world_size()} ranks, but {self.world_size} are running; "
                 "choose sizes whose product is that"
             )
         self._topo = topology
-        self.data_parallel_size, self.pipe_parallel_size, self.model_parallel_size = (
+        self.data_parallel_size, self.pipe_parallel_size, self.slice_parallel_size = (
             max(1, topology.get_dim(axis)) for axis in ("data", "pipe", "model")
         )
-        self.slice_parallel_size = self.model_parallel_size
+        self.model_parallel_size = self.slice_parallel_size
         coordinate = topology.get_coord(self.global_rank)
         self.stage_id, self.data_parallel_id = (getattr(coordinate, axis, 0) for axis in ("pipe", "data"))
         self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self.pipe_parallel_size - 1
-        along = {"dp": {"data"}, "pp": {"pipe"}, "slice": {"model"}, "ds_model": {*topology.axes} - {"data"}}
-        lists = {kind: topology.lines(axes) for kind, axes in along.items()}
-        self.dp_groups, self.pipe_groups = lists["dp"], lists["pp"]
+        axes = ({"data"}, {"pipe"}, {"model"}, {*topology.axes} - {"data"})
+        lists = [topology.lines(along) for along in axes]
+        self.dp_groups, self.pipe_groups = lists[:2]
         # Each stage with the next one, and the last with the first.
-        self.p2p_groups = sorted([rank, line[i - len(line) + 1]] for line in lists["pp"] for i, rank in enumerate(line))
-        for kind, lines in lists.items():
+        self.p2p_groups = sorted([rank, line[i - len(line) + 1]] for line in lists[1] for i, rank in enumerate(line))
+        for (kind, names), lines in zip(_KINDS.items(), lists, strict=True):
             made = [(ranks, dist.new_group(ranks)) for ranks in lines]
             ranks, group = next(pair for pair in made if self.global_rank in pair[0])
-            rank, size = ranks.index(self.global_rank), len(ranks)
-            # Among them dp_group, pp_group and slice_group, and ds_model_rank.
-            vars(self).update({f"{kind}_{name}": value for name, value in (("group", ranks), ("proc_group", group))})
-            vars(self).update({f"{kind}_rank": rank, f"{kind}_world_size": size})
-            for prefix in (name for name, other in _NAMES.items() if other == kind):
-                for end, value in (("rank", rank), ("world_size", size), ("group", group)):
-                    vars(self)[f"get_{prefix}_{end}"] = partial(_answer, value)
-        self.get_stage_id, self.get_data_parallel_id, self.get_global_rank, self.topology = (
-            partial(_answer, value) for value in (self.stage_id, self.data_parallel_id, self.global_rank, topology)
-        )
-        self.get_data_parallel_group_ranks = partial(_answer, vars(self)["dp_group"])
+            found = {"rank": ranks.index(self.global_rank), "world_size": len(ranks)}
+            # The short names have the list of ranks as their group.
+            ends = {kind: {"group": ranks, "proc_group": group}}
+            ends |= {name: {"group": group, "group_ranks": ranks} for name in names}
+            vars(self).update({f"{name}_{end}": value for name in ends for end, value in (found | ends[name]).items()})
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"PipelineParallelGrid has no {name!r}; it has {', '.join(sorted(vars(self)))}")
+        if name.startswith("get_") and name[4:] in vars(self):
+            return lambda: vars(self)[name[4:]]
+        there = ", ".join(sorted(vars(self)))
+        raise AttributeError(f"PipelineParallelGrid has no {name!r}; it has {there}, and get_X() for each of them")
 
-    def _is_grid_valid(self) -> bool:
-        return prod(self._topo.dims) == self.world_size
+    def topology(self) -> ProcessTopology:
+        """Return the topology."""
+        return self._topo
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
         """Return the rank of a stage of this rank's pipeline, with other coordinates if they are given."""
         coordinate = self._topo.get_coord(self.global_rank)
         return self._topo.get_rank(**(coordinate._asdict() | {"pipe": stage_id} | kwargs))
-
-
-def _answer(value: Any) -> Any:
-    return value

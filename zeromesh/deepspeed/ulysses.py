@@ -22,9 +22,6 @@ class DistributedAttention(nn.Module):
         gather_idx: dim of the sequence, of which each rank has a part.
         sp_stream: None; collectives have their own stream.
         num_kv_heads: None, or the heads of keys and values, which the ranks have to divide.
-
-    Raises:
-        ValueError: an argument cannot be honoured.
     """
 
     def __init__(
@@ -41,16 +38,10 @@ class DistributedAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int = 0, rotary_pos_emb: Any = None,
         *args: Any, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        """Return this rank's part of the sequence of the attention's output.
+        """Return this rank's part of the sequence of the attention's output, from that of queries, keys and values.
 
-        Args:
-            query: this rank's part of the sequence, with all heads.
-            key: the same of the keys, whose heads may be fewer.
-            value: the same of the values.
-            batch_dim_idx: accepted for DeepSpeed's sake; the dims of heads and sequence say all.
-            rotary_pos_emb: None; rotate queries and keys before.
-            args: further arguments of the attention.
-            kwargs: further named arguments of the attention.
+        Keys and values may have fewer heads. ``batch_dim_idx`` has no effect: the dims of heads and sequence say all.
+        Further arguments are the attention's.
         """
         refuse("DistributedAttention", "rotary_pos_emb", rotary_pos_emb, "rotate query and key before the call")
         whole = [exchange(self.spg, part, self.scatter_idx, self.gather_idx) for part in (query, key, value)]

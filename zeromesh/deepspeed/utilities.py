@@ -7,8 +7,8 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from itertools import accumulate
+from contextlib import contextmanager, nullcontext
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,8 @@ def should_log_le(max_log_level_str: str) -> bool:
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log the memory in use on the first rank, if ``force``."""
     if force:
-        device, gib = get_accelerator(), 2**30
-        held, most = device.memory_allocated() / gib, device.max_memory_allocated() / gib
-        free = (device.available_memory() or 0) / gib
+        names = "memory_allocated", "max_memory_allocated", "available_memory"
+        held, most, free = ((getattr(get_accelerator(), name)() or 0) / 2**30 for name in names)
         log_dist(f"{message} | in use {held:.2f} GB, at most {most:.2f} GB, free {free:.2f} GB")
 
 
@@ -100,8 +99,8 @@ def get_global_norm_of_tensors(
     input_tensors: Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> torch.Tensor:
     """Return the norm of all elements of this rank's tensors."""
-    refuse("get_global_norm_of_tensors", "mpu", mpu, "leave it out, and use engine.get_global_grad_norm()")
-    refuse("get_global_norm_of_tensors", "moe_ep_group", moe_ep_group, "there are no experts; leave it out")
+    for name, value in (("mpu", mpu), ("moe_ep_group", moe_ep_group)):
+        refuse("get_global_norm_of_tensors", name, value, "leave it out, and use engine.get_global_grad_norm()")
     return nn.utils.get_total_norm([*input_tensors], float(norm_type))
 
 
@@ -110,11 +109,11 @@ def clip_tensors_by_global_norm(
     eps: float = 1e-6,
 ) -> Any:  # fmt: skip
     """Scale tensors in place where their norm is larger than ``max_norm``; return the norm."""
-    tensors = list(input_tensors)
+    tensors = [one.detach() for one in input_tensors]
     norm = get_global_norm_of_tensors(tensors, mpu=mpu) if global_norm is None else global_norm
     factor = min(1.0, max_norm / (float(norm) + eps))
     for one in tensors if factor < 1 else ():
-        one.detach().mul_(factor)
+        one.mul_(factor)
     return norm
 
 
@@ -130,24 +129,16 @@ def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
 
 
 class CheckOverflow:
-    """Check of gradients for elements that are infinite or no number, over all ranks.
-
-    Args:
-        param_groups: lists of parameters, for ``check``.
-        mpu: no effect: all ranks take part.
-        zero_reduce_scatter: no effect.
-        deepspeed: no effect.
-    """
+    """Check of gradients for elements that are infinite or no number, over all ranks, whatever ``mpu`` is given."""
 
     def __init__(
         self, param_groups: Any = None, mpu: Any = None, zero_reduce_scatter: bool = False, deepspeed: Any = None
     ) -> None:
-        self.params = [parameter for group in param_groups or () for parameter in group]
+        self.params = list(chain.from_iterable(param_groups or ()))
 
     def check(self, param_groups: Any = None) -> bool:
         """Return whether a gradient of any rank has such an element. Collective where there are several ranks."""
-        given = self.params if param_groups is None else [one for group in param_groups for one in group]
-        return self.has_overflow(given)
+        return self.has_overflow(self.params if param_groups is None else chain.from_iterable(param_groups))
 
     def has_overflow(self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None) -> bool:
         """Return whether the gradient of one of these parameters has such an element, on any rank."""
@@ -161,9 +152,7 @@ class CheckOverflow:
         """Return whether the gradient of one of these parameters has such an element, on this rank."""
         return any(one.grad is not None and bool(has_inf_or_nan(one.grad)) for one in params)
 
-    @staticmethod
-    def _has_inf_or_nan(x: torch.Tensor, i: int) -> torch.Tensor:
-        return has_inf_or_nan(x)
+    _has_inf_or_nan = staticmethod(lambda x, i: has_inf_or_nan(x))
 
 
 class DummyOptim:
@@ -195,13 +184,11 @@ def required_torch_version(min_version: float | str | None = None, max_version: 
     """Return whether torch's version is in a range, whose ends count."""
     if min_version is None and max_version is None:
         raise AssertionError("required_torch_version needs min_version or max_version; pass one of them")
-    have = _version(torch.__version__)
-    low, high = _version(min_version or 0), _version(max_version or 10**6)
+    have, low, high = (
+        tuple(int(part) for part in re.findall(r"\d+", str(text))[:2])
+        for text in (torch.__version__, min_version or 0, max_version or 10**6)
+    )
     return low <= have[: len(low)] and have[: len(high)] <= high
-
-
-def _version(text: object) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", str(text))[:2])
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
@@ -247,11 +234,7 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 class RepeatingLoader:
-    """An iterator over a loader that begins anew at its end.
-
-    Args:
-        loader: a loader, or anything else that can be iterated again and again.
-    """
+    """An iterator over a loader, or anything else that can be iterated again and again, that begins anew at its end."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -272,25 +255,16 @@ class RepeatingLoader:
             return next(self.data_iter)
 
 
-class OnDevice:
-    """Context in which modules are made on a device, and their floating-point parameters in a dtype.
+@contextmanager
+def on_device(dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> Iterator[None]:
+    """Make modules on a device, and their floating-point parameters in a dtype; ``enabled=False`` does nothing.
 
-    Args:
-        dtype: the dtype, such as ``torch.float16``.
-        device: the device; ``"meta"`` makes shapes alone, for weights that are loaded afterwards.
-        enabled: False does nothing.
+    The device ``"meta"`` makes shapes alone, for weights that are loaded afterwards.
     """
-
-    def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:
-        self.dtype, self.device, self.enabled = dtype, device, enabled
-        self._entered = ExitStack()
-
-    def __enter__(self) -> OnDevice:
-        if self.enabled:
-            self._entered.callback(torch.set_default_dtype, torch.get_default_dtype())
-            self._entered.enter_context(torch.device(self.device))
-            torch.set_default_dtype(self.dtype)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.close()
+    before = torch.get_default_dtype()
+    with torch.device(device) if enabled else nullcontext():
+        torch.set_default_dtype(dtype if enabled else before)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
