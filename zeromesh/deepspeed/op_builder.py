@@ -22,32 +22,25 @@ class OpBuilder:
         )
 
 
-_BUILDERS = {
-    "FusedAdamBuilder": ("fused_adam", True),
-    "CPUAdamBuilder": ("cpu_adam", True),
-    "CPUAdagradBuilder": ("cpu_adagrad", True),
-    "CPULionBuilder": ("cpu_lion", True),
-    "FusedLambBuilder": ("fused_lamb", True),
-    "FusedLionBuilder": ("fused_lion", True),
-    # Programs leave out what needs these.
-    **{
-        f"{name}Builder": (operator, False)
-        for name, operator in (
-            ("AsyncIO", "async_io"), ("GDS", "gds"), ("Utils", "utils"), ("Inference", "transformer_inference"),
-            ("InferenceCutlass", "cutlass_ops"), ("InferenceCore", "inference_core_ops"), ("RaggedOps", "ragged_ops"),
-            ("RaggedUtils", "ragged_device_ops"), ("Transformer", "transformer"), ("Quantizer", "quantizer"),
-            ("FPQuantizer", "fp_quantizer"), ("SparseAttn", "sparse_attn"), ("RandomLTD", "random_ltd"),
-            ("StochasticTransformer", "stochastic_transformer"), ("SpatialInference", "spatial_inference"),
-            ("EvoformerAttn", "evoformer_attn"), ("DeepCompile", "dc"),
-        )
-    },
-}  # fmt: skip
-"""Classes of DeepSpeed, with the operator of each, and whether there is one."""
+# Name of a builder's class without "Builder", and of its operator. Programs leave out what needs the missing ones.
+_THERE = """
+    FusedAdam=fused_adam CPUAdam=cpu_adam CPUAdagrad=cpu_adagrad CPULion=cpu_lion FusedLamb=fused_lamb
+    FusedLion=fused_lion
+"""
+_MISSING = """
+    AsyncIO=async_io GDS=gds Utils=utils Inference=transformer_inference InferenceCutlass=cutlass_ops
+    InferenceCore=inference_core_ops RaggedOps=ragged_ops RaggedUtils=ragged_device_ops Transformer=transformer
+    FPQuantizer=fp_quantizer SparseAttn=sparse_attn RandomLTD=random_ltd StochasticTransformer=stochastic_transformer
+    Quantizer=quantizer SpatialInference=spatial_inference EvoformerAttn=evoformer_attn DeepCompile=dc
+"""
+_NAMES = dict(one.split("=") for one in f"{_THERE} {_MISSING}".split())
 
-compatible_ops = {operator: there for operator, there in _BUILDERS.values()}
+compatible_ops = {operator: f"={operator}" in _THERE for operator in _NAMES.values()}
 """Names of operators to whether they can be used."""
 
-builders = {name: type(name, (OpBuilder,), {"NAME": operator}) for name, (operator, _) in _BUILDERS.items()}
+builders = {
+    f"{name}Builder": type(f"{name}Builder", (OpBuilder,), {"NAME": operator}) for name, operator in _NAMES.items()
+}
 """Builders by the name of their class."""
 
 

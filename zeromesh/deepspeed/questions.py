@@ -87,8 +87,8 @@ QUESTIONS: dict[str, Callable[[Engine], Any]] = {
     "is_deepcompile_enabled": lambda engine: False,
     "is_deepcompile_active": lambda engine: False,
     "get_additional_losses": lambda engine: None,
-    # Gradients are reduced as the backward goes on, and nothing is left to do.
-    "allreduce_gradients": lambda engine: None,
+    # Gradients are reduced as the backward goes on, also as the user's own, and nothing is left to do.
+    **dict.fromkeys(("allreduce_gradients", "_backward_prologue", "_backward_epilogue"), lambda engine: None),
     # ``step`` clips gradients.
     "clip_fp32_gradients": lambda engine: None,
     "empty_partition_cache": lambda engine: engine.sharded.rest(),
