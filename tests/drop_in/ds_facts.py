@@ -63,10 +63,9 @@ class Facts:
                 found.append(round(float(parameter.detach().double().sum()), 4))
         return found
 
-    def all(self) -> Iterator[tuple[str, Any]]:
-        for name in sorted(name for name in dir(self) if name.startswith("of_")):
-            for key, ask in getattr(self, name)():
-                yield f"{name[3:]}: {key}", ask()
+    def answers(self, section: str) -> Iterator[tuple[str, Any]]:
+        for key, ask in getattr(self, f"of_{section}")():
+            yield f"{section}: {key}", ask()
 
     def of_arguments(self) -> Iterator[tuple[str, Any]]:
         start = self.deepspeed.initialize
@@ -76,7 +75,12 @@ class Facts:
             "no configuration": {"model": Net()},
             "two configurations": {"model": Net(), "config": {}, "args": type("Args", (), {"deepspeed_config": {}})()},
             "no such optimizer": {"model": Net(), "config": named, "model_parameters": Net().parameters()},
+            "no size of a batch": {"model": Net(), "config": {"steps_per_print": 1}},
+            "an optimizer's name": {"model": Net(), "config": {"train_batch_size": 4}, "optimizer": "Adam"},
         }
+        for stage in (1, 2):
+            config = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+            cases[f"no optimizer at ZeRO-{stage}"] = {"model": Net(), "config": config}
         for name, given in cases.items():
             yield name, lambda given=given: raises(AssertionError, lambda: start(**given))
 
@@ -139,6 +143,20 @@ class Facts:
 
             yield f"clipped at ZeRO-{stage} unless told otherwise", run
             yield f"not clipped at ZeRO-{stage}", lambda run=run: run(gradient_clipping=0.0)
+
+        def again(stage: int) -> list[float]:
+            net = Net()
+            engines: list[Any] = []
+            for number in range(2):
+                for earlier in engines:
+                    earlier.destroy()
+                engines.append(self.engine(stage, net=net, named="Adam"))
+                engines[-1].backward(engines[-1](batch(number)))
+                engines[-1].step()
+            return self.sums(engines[-1])
+
+        for stage in range(4):
+            yield f"initialized again at ZeRO-{stage}", lambda stage=stage: again(stage)
 
     def of_contexts(self) -> Iterator[tuple[str, Any]]:
         def nested(engine: Any) -> None:
@@ -254,9 +272,12 @@ class Facts:
             yield f"fp32_optimizer_states={wide}", lambda wide=wide: dtypes(wide)
 
 
+SECTIONS = sorted(name.removeprefix("of_") for name in dir(Facts) if name.startswith("of_"))
+
 if __name__ == "__main__":
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    lines = [f" {json.dumps(name)}: {json.dumps(answer)}" for name, answer in Facts(deepspeed).all()]
+    facts = (fact for section in SECTIONS for fact in Facts(deepspeed).answers(section))
+    lines = [f" {json.dumps(name)}: {json.dumps(answer)}" for name, answer in facts]
     RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -4,14 +4,15 @@ import json
 
 import pytest
 
-from ds_facts import RECORDED, Facts
+from ds_facts import RECORDED, SECTIONS, Facts
 from zeromesh import deepspeed
 
 
-@pytest.mark.full
-def test_what_deepspeed_does_happens_here(one_rank: None) -> None:
-    recorded = json.loads(RECORDED.read_text())
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_deepspeed_does_happens_here(section: str, one_rank: None) -> None:
+    recorded = {name: value for name, value in json.loads(RECORDED.read_text()).items() if name.startswith(section)}
 
-    found = dict(Facts(deepspeed).all())
+    found = dict(Facts(deepspeed).answers(section))
 
+    assert recorded
     assert json.loads(json.dumps(found)) == recorded

@@ -105,6 +105,24 @@ def test_a_model_with_a_leaf_trains_as_plain_torch() -> None:
         deepspeed.utils.unset_z3_leaf_modules(engine.module, [Routed])
 
 
+def train_in_parts(again: bool) -> dict[str, torch.Tensor]:
+    """Make two updates without states at ZeRO-3, the second one by an engine of its own if ``again``."""
+    model, zero = make_model().double(), {"zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True}
+    for step in range(2):
+        if step == 0 or again:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            config = {"train_micro_batch_size_per_gpu": 4, **zero}
+            engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        engine.backward(engine(*give(step)))
+        engine.step()
+    return dict(engine.module_state_dict())
+
+
+@on_ranks(2)
+def test_a_model_in_parts_is_initialised_again_as_it_is() -> None:
+    torch.testing.assert_close(train_in_parts(again=True), train_in_parts(again=False), rtol=0.0, atol=0.0)
+
+
 @on_ranks(2)
 def test_local_states_are_the_ranks_parts_of_the_whole() -> None:
     utils = deepspeed.utils

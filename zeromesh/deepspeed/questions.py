@@ -85,6 +85,7 @@ QUESTIONS: dict[str, Callable[[Engine], Any]] = {
     "is_last_stage": lambda engine: engine.mesh.group("pipeline").rank == engine.mesh.sizes["pipeline"] - 1,
     "is_first_weights_partition_group": lambda engine: engine.mesh.replicate.rank == 0,
     **dict.fromkeys(("is_deepcompile_enabled", "is_deepcompile_active"), lambda engine: False),
+    **dict.fromkeys(("_backward_prologue", "_backward_epilogue"), lambda engine: None),
     "empty_partition_cache": lambda engine: engine.sharded.rest(),
     # Nothing is left to do: gradients are reduced as the backward goes on, ``step`` clips them, and shapes of
     # activations may always change.

@@ -28,6 +28,7 @@ from zeromesh.deepspeed.pipeline import PipelineEngine
 from zeromesh.deepspeed.wrappers import require_supported
 from zeromesh.initialization.plan import Arguments
 from zeromesh.pipe import PipelineModule
+from zeromesh.shard.guard import OWN_CLASS, change_class
 from zeromesh.signatures import refuse
 
 _log = logging.getLogger("zeromesh")
@@ -82,14 +83,21 @@ class DeepSpeedConfigError(ConfigError, AssertionError):
 
 
 def _release(model: nn.Module) -> nn.Module:
-    """Return a model, freed from the engine that this module's ``initialize`` made of it, if its parameters are whole.
+    """Return a model, freed from the engine that this module's ``initialize`` made of it. Collective at stage 3.
 
     A model may be initialised again in DeepSpeed.
     """
     owner = next(filter(None, map(zero.engine_of, model.parameters())), None)
-    if isinstance(owner, DeepSpeedEngine) and not owner.sharded.sharded:
+    if isinstance(owner, DeepSpeedEngine):
         _log.warning("initialize was given a model that an engine has: that engine cannot train it any more")
+        owned = [one for one in model.parameters() if owner.sharded.sharded and zero.engine_of(one) is owner]
+        with zero.GatheredParameters(owned):
+            values = [parameter.detach().clone() for parameter in owned]
         owner.destroy()
+        for parameter, value in zip(owned, values, strict=True):
+            change_class(parameter, getattr(type(parameter), OWN_CLASS, type(parameter)))
+            with torch.no_grad():
+                parameter.set_(value)  # type: ignore[call-overload]
     return model
 
 

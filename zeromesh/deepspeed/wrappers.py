@@ -26,32 +26,14 @@ class Named(type):
         return type.__instancecheck__(cls, instance) or cls.__name__ in getattr(instance, "stands_for", ())
 
 
-class DeepSpeedOptimizer(metaclass=Named):
-    """Optimizers that ``initialize`` has returned, whatever their class."""
-
-
-class ZeROOptimizer(DeepSpeedOptimizer):
-    """Those at ZeRO stages from 1 on."""
-
-
-class DeepSpeedZeroOptimizer(ZeROOptimizer):
-    """Those at ZeRO stages 1 and 2."""
-
-
-class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
-    """Those at ZeRO stage 3."""
-
-
-class BF16_Optimizer(ZeROOptimizer):
-    """Those at stage 1, of bf16 with gradients in fp32."""
-
-
-class FP16_Optimizer(DeepSpeedOptimizer):
-    """Those of 16 bits at stage 0, of a fused Adam."""
-
-
-class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
-    """Those of 16 bits at stage 0, of other optimizers."""
+# Optimizers that ``initialize`` has returned; from the second on under ZeRO, and the last two in 16 bits at stage 0.
+DeepSpeedOptimizer = Named("DeepSpeedOptimizer", (), {})
+ZeROOptimizer = Named("ZeROOptimizer", (DeepSpeedOptimizer,), {})
+DeepSpeedZeroOptimizer = Named("DeepSpeedZeroOptimizer", (ZeROOptimizer,), {})
+DeepSpeedZeroOptimizer_Stage3 = Named("DeepSpeedZeroOptimizer_Stage3", (ZeROOptimizer,), {})
+BF16_Optimizer = Named("BF16_Optimizer", (ZeROOptimizer,), {})
+FP16_Optimizer = Named("FP16_Optimizer", (DeepSpeedOptimizer,), {})
+FP16_UnfusedOptimizer = Named("FP16_UnfusedOptimizer", (DeepSpeedOptimizer,), {})
 
 
 class _Inner:
@@ -109,6 +91,9 @@ def attributes(engine: Engine, is_users: bool) -> dict[str, Any]:
         "clip_grad": engine.gradient_clipping(),
         "dtype": engine.get_data_types()[0],
         "gradient_accumulation_dtype": engine.get_data_types()[1],
+        "communication_data_type": engine.communication_data_type,
+        "cpu_offload": engine.zero_use_cpu_optimizer(),
+        "custom_loss_scaler": False,
         # Masters that this rank updates.
         "fp32_groups": groups,
         "fp32_groups_flat": pieces,
@@ -121,12 +106,22 @@ def require_supported(optimizer: Any, asked: Asked) -> None:
     """Raise what DeepSpeed raises of an optimizer and data types that it does not bring together.
 
     Raises:
-        AssertionError: an optimizer that DeepSpeed does not know under ZeRO, or 16-bit masters where it has none.
+        AssertionError: no size of a batch, an optimizer that DeepSpeed does not know under ZeRO, none at stages 1, 2,
+            or 16-bit masters where it has none.
         NotImplementedError: gradients are kept in another dtype than parameters, at stage 0.
         ZeRORuntimeException: offloaded states with an optimizer that was not made for the host.
     """
     settings = asked.settings
     stage, precision = settings.zero_optimization.stage, settings.precision
+    if not settings.says_batch:
+        raise AssertionError(f"the configuration says no size of batches; set {keys.MICRO_BATCH}")
+    if not (optimizer is None or isinstance(optimizer, Optimizer) or callable(optimizer)):
+        raise AssertionError(f"optimizer is {optimizer!r}; pass an optimizer of torch's, or a function that makes one")
+    if stage in (1, 2) and optimizer is None and settings.optimizer is None:
+        raise AssertionError(
+            f"ZeRO stage {stage} shards an optimizer's states, and there is none: pass optimizer=, name one in the "
+            "configuration, or leave the stage out"
+        )
     own = precision.compute or torch.float32
     if stage == 0 and precision.accumulate not in (None, own):
         raise NotImplementedError(
