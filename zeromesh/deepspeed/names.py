@@ -42,9 +42,9 @@ _LEAVES = {
     "unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter",
 }
 _STATES = {
-    _ZERO: "safe_get_full_fp32_param safe_get_full_optimizer_state safe_set_full_fp32_param "
-    "safe_set_full_grad safe_set_full_optimizer_state safe_update_full_grad_vectorized",
-    f"{OWN}.local_states": "safe_get_full_grad safe_get_local_fp32_param safe_get_local_grad "
+    _ZERO: "safe_get_full_fp32_param safe_update_full_grad_vectorized",
+    f"{OWN}.local_states": "safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
+    "safe_set_full_grad safe_set_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad "
     "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state",
 }
 _PIPE = {_STAGED: "PipelineModule=StagedModule PipelineError", "zeromesh.pipe": "LayerSpec TiedLayerSpec"}
