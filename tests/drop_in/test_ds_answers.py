@@ -50,3 +50,6 @@ def test_a_configuration_answers_as_its_engine_would(tmp_path: Path) -> None:
     path.write_text('{"train_batch_size": 4, "train_batch_size": 8}')
     with pytest.raises(ValueError, match="more than once"):
         deepspeed.DeepSpeedConfig(str(path))
+    document = {"train_batch_size": 4, "checkpoint": {"tag_validation": "Maybe"}}
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="must be one of Warn, Ignore, Fail"):
+        deepspeed.initialize(model=torch.nn.Linear(1, 1), config=document)

@@ -294,6 +294,64 @@ def _write_and_compare(folder: Path) -> None:
         assert torch.equal(found[name], want), name
     trained = functions.get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
     assert found.keys() - trained.keys() == {"last.weight"}
+    _require_gathered_load(folder)
+
+
+def _require_gathered_load(folder: Path) -> None:
+    functions, gather = deepspeed.utils.zero_to_fp32, deepspeed.zero.GatheredParameters
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3}}
+    config["checkpoint"] = {"tag_validation": "Fail"}
+    model = make_model()
+    model.register_buffer("count", torch.ones(3))
+    model.last.weight.requires_grad_(False)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    parameters = [*model.parameters()]
+    with pytest.raises(RuntimeError, match="pass modifier_rank"), gather(parameters):
+        functions.load_state_dict_from_zero_checkpoint(engine.module, folder)
+    with gather(parameters, modifier_rank=0):
+        functions.load_state_dict_from_zero_checkpoint(engine.module, folder)
+    # A program that compares them gathers without a modifier_rank, and loads what the model has already.
+    with gather(parameters):
+        state = functions.load_state_dict_from_zero_checkpoint(engine.module, folder).state_dict()
+        state = {name: value.clone() for name, value in state.items()}
+    want = functions.get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert all(torch.equal(state[name], value) for name, value in want.items())
+
+    with pytest.raises(AssertionError, match="with the tags of-0, of-1"):
+        engine.save_checkpoint(folder.parent / "tags", f"of-{dist.get_rank()}")
+    with pytest.raises(AssertionError, match="is no complete checkpoint"):
+        engine.load_checkpoint(folder, "none")
+    engine.save_checkpoint(folder.parent / "tags", exclude_frozen_parameters=True)
+    left = functions.get_fp32_state_dict_from_zero_checkpoint(folder.parent / "tags")
+    assert want.keys() - left.keys() == {"last.weight"}
+
+
+@on_ranks(2)
+def test_unused_and_frozen_parameters_have_the_states_that_deepspeed_gives_them() -> None:
+    utils = deepspeed.utils
+    for stage, error in ((1, ValueError), (3, KeyError)):
+        config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+        model = make_model().double()
+        model.last.weight.requires_grad_(False)
+        document = {**config, "zero_optimization": {"stage": stage}}
+        engine = deepspeed.initialize(model=model, config=document)[0]
+        unused = model.routed.experts[2].steps[0].weight
+        before = utils.safe_get_full_fp32_param(unused)
+        engine.backward(engine(*give(0)))
+        engine.step()
+        # As AdamW does with a gradient of zeros: weight decay alone, which is 0.01.
+        torch.testing.assert_close(utils.safe_get_full_fp32_param(unused), before * (1 - 0.1 * 0.01))
+        assert not utils.safe_get_full_optimizer_state(unused, "exp_avg").any()
+        with pytest.raises(error, match="no state 'moment'; it has exp_avg"):
+            utils.safe_get_full_optimizer_state(unused, "moment")
+        utils.safe_set_full_optimizer_state(unused, torch.ones(8, 8), "exp_avg")
+        assert utils.safe_get_full_optimizer_state(unused, "exp_avg").all()
+        frozen = model.last.weight
+        for change in (utils.safe_set_full_fp32_param, utils.safe_set_full_grad, utils.safe_set_local_fp32_param):
+            change(frozen, torch.zeros(1, 8))
+        with deepspeed.zero.GatheredParameters(frozen):
+            assert frozen.any()
+        engine.destroy()
 
 
 def test_fp32_weights_of_a_checkpoint_are_the_masters(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeromesh.config.document import is_unset
+from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Resolved, Settings
 from zeromesh.config.tables import RENAMED, look_up
 
@@ -43,7 +44,11 @@ def _compute(asked: Asked, name: str) -> bool:
 
 
 def _tag_validation(asked: Asked) -> str:
-    return str(asked.value("checkpoint.tag_validation", "Warn")).lower()
+    found = str(asked.value("checkpoint.tag_validation", "Warn"))
+    if found.lower() not in ("warn", "ignore", "fail"):
+        problem = f'checkpoint.tag_validation = "{found}": must be one of Warn, Ignore, Fail; choose one of them'
+        raise ConfigError([problem], "the configuration")
+    return found.lower()
 
 
 def _section(section: Any) -> Any:

@@ -77,7 +77,7 @@ _HOST_UPDATE = "the update on the host always takes all threads of torch, and be
 WITHOUT_EFFECT: dict[str, str] = {
     "sparse_gradients": "gradients travel dense",
     "zero_force_ds_cpu_optimizer": "there is no separate optimizer for the host",
-    "checkpoint.tag_validation": "tags are not compared between ranks",
+    "checkpoint.tag_validation": "ranks have to pass one tag; the drop-in for DeepSpeed does as it says",
     "seq_parallel_communication_data_type": "communication_data_type says how gradients travel",
     "disable_allgather": "what is gathered follows from the placement of the states",
     "dump_state": "the resolved configuration is part of every run",

@@ -160,6 +160,15 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         super().step(lr_kwargs)
         self._applied = self.global_steps - self.skipped_steps > before
 
+    def _step(self, schedule: Callable[[], Any] | None) -> None:
+        # DeepSpeed's gradient of a parameter that no forward has used is zero, not none: it gets states as others do,
+        # and momentum and weight decay go on.
+        for flat in self.sharded.flats:
+            if flat.gradient is not None:
+                used = zip(flat.gradient.used, flat.parameters, strict=True)
+                flat.gradient.mark_used([here or parameter.requires_grad for here, parameter in used])
+        super()._step(schedule)
+
     def was_step_applied(self) -> bool:
         """Return whether the last ``step()`` changed the parameters."""
         return self._applied
@@ -244,12 +253,10 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         return Loader(dataset, sampler, batch, collate_fn, drop)
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Let ``train_batch()`` without an iterator take the micro-batches of a loader, for one pass."""
+        """Let ``train_batch()`` without an iterator take the micro-batches of a loader or iterator, for one pass."""
         self._passes = iter(loader)
 
-    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Let ``train_batch()`` without an iterator take those of this one."""
-        self._passes = iterator
+    set_dataiterator = set_dataloader
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Let ``train_batch`` and ``eval_batch`` take what a function makes of each micro-batch."""

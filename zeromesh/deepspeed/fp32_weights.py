@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zeromesh.checkpoint.boxes import Reader
+from zeromesh.checkpoint.contents import FROZEN_LEFT_OUT
 from zeromesh.checkpoint.folder import latest, locate
 from zeromesh.weight_files import ExportFiles
 
@@ -32,7 +33,8 @@ def _tensors(folder: str | Path, tag: str | None, exclude_frozen: bool) -> Itera
     reader.verify(names={name for name in reader.names if name.startswith(("parameter/", "buffer/"))})
     parameters: dict[str, Any] = reader.manifest["parameters"]
     for name, row in parameters.items():
-        if exclude_frozen and not row["trainable"]:
+        left_out = exclude_frozen or reader.manifest.get(FROZEN_LEFT_OUT, False)
+        if left_out and not row["trainable"]:
             continue
         # Tensors without elements are not in the files.
         value = reader.tensor(f"parameter/{name}") if f"parameter/{name}" in reader.names else torch.empty(0)
@@ -64,10 +66,20 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Load a checkpoint's weights into a model that no engine has, on the CPU; return the model."""
+    """Load a checkpoint's weights into a model on the CPU, and return it.
+
+    A model that an engine shards has to be gathered around the call, with ``modifier_rank`` if it is to change.
+    """
     model = model.cpu()
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    state, now = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), model.state_dict()
+    # An equal value is not written: GatheredParameters without a modifier_rank refuses changes.
+    state = {name: value for name, value in state.items() if name in now and not _equals(now[name], value)}
+    model.load_state_dict(state, strict=False)
     return model
+
+
+def _equals(now: torch.Tensor, value: torch.Tensor) -> bool:
+    return torch.equal(now, value.to(now.dtype))
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

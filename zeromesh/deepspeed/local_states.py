@@ -6,6 +6,8 @@ all of a parameter, a part of it, or nothing. All functions are collective.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 
@@ -14,6 +16,8 @@ from zeromesh.engine import Engine
 from zeromesh.model.piece import Piece
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import Pick
+
+_log = logging.getLogger(__name__)
 
 
 def _engine(parameter: nn.Parameter) -> Engine:
@@ -36,7 +40,20 @@ def _local(parameter: nn.Parameter, pick: Pick) -> torch.Tensor | None:
     return None if found is None else found.detach().reshape(-1).clone()
 
 
+def _is_fixed(parameter: nn.Parameter) -> bool:
+    """Return whether values set for a parameter are ignored as in DeepSpeed, with a warning: it is not trained."""
+    if zero.is_elsewhere(parameter) or zero.engine_of(parameter) is None:
+        return False
+    _, flat, index = zero.place_of(parameter)
+    if not flat.layout.trainable:
+        name = flat.layout.segments[index].name
+        _log.warning("%s is frozen, so a value set is ignored; change it in GatheredParameters(modifier_rank=)", name)
+    return not flat.layout.trainable
+
+
 def _set_local(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
+    if _is_fixed(parameter):
+        return
     present = _local(parameter, pick)
     if present is None:
         raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has no such state on this rank to be changed")
@@ -73,6 +90,46 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     return None
 
 
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Return the whole of one of the optimizer's states; None if the parameter is frozen, or before the first update.
+
+    Raises:
+        ValueError, or KeyError at stage 3: after an update there is no such state.
+    """
+    return _require_state(param, zero.safe_get_full_optimizer_state(param, optim_state_key), optim_state_key)
+
+
+def _require_state(parameter: nn.Parameter, found: torch.Tensor | None, key: str) -> torch.Tensor | None:
+    """Return a state that was found; raise as DeepSpeed if there is none, after an update and with ZeRO."""
+    if found is not None or zero.is_elsewhere(parameter):
+        return found
+    engine, (_, flat, _) = _engine(parameter), zero.place_of(parameter)
+    stage = getattr(engine, "zero_optimization_stage", lambda: 0)()
+    known = {name for state in getattr(engine.optimizer, "state", {}).values() for name in state}
+    if flat.layout.trainable and stage > 0 and known and key not in known:
+        error = KeyError if stage == 3 else ValueError
+        raise error(f"the optimizer has no state {key!r}; it has {', '.join(sorted(known))}")
+    return None
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Change a whole parameter and its master, with the same value on all ranks; nothing if it is frozen."""
+    if not _is_fixed(param):
+        zero.safe_set_full_fp32_param(param, value)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Change the whole gradient before ``step``, with the same value on all ranks; nothing if it is frozen."""
+    if not _is_fixed(param):
+        zero.safe_set_full_grad(param, value)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Change the whole of one of the optimizer's states, with the same value on all ranks; nothing if it is frozen."""
+    if not _is_fixed(param):
+        zero.safe_set_full_optimizer_state(param, value, optim_state_key)
+
+
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's elements of a parameter's master: 1-D, perhaps empty; None if the parameter is frozen."""
     return _local(param, lambda flat, local, piece: piece.parameter)
@@ -91,15 +148,16 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return this rank's elements of one of the optimizer's states; None before the first update."""
-    return _local(param, lambda flat, local, piece: zero.state_of(param, piece, optim_state_key))
+    """Return this rank's elements of one of the optimizer's states; errors are those of the whole's."""
+    found = _local(param, lambda flat, local, piece: zero.state_of(param, piece, optim_state_key))
+    return _require_state(param, found, optim_state_key)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Change this rank's elements of a parameter and its master. Every rank calls it, each with its own values.
 
     Raises:
-        ValueError: the number of elements is another one, or the parameter is frozen or another stage's.
+        ValueError: the number of elements is another one, or the parameter is another stage's.
     """
     _set_local(param, value, lambda flat, local, piece: piece.parameter.data)
     _engine(param).sharded.publish()

@@ -125,10 +125,11 @@ class _Named(RateSchedule):
             self.min_lrs, self.max_lrs = per_group("_min_lr"), per_group("_max_lr")
             self.delta_lrs = [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
-    def step(self, batch_iteration: int | None = None) -> None:
-        """Advance by one update, or to a number of updates."""
-        if batch_iteration is not None:
-            self.last_batch_iteration = batch_iteration - 1
+    def step(self, last_batch_iteration: int | None = None, *, batch_iteration: int | None = None) -> None:
+        """Advance by one update, or to a number of updates, which has another name in some of DeepSpeed's classes."""
+        number = batch_iteration if last_batch_iteration is None else last_batch_iteration
+        if number is not None:
+            self.last_batch_iteration = number - 1
         self._is_set = True
         super().step()
 

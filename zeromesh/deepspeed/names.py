@@ -36,10 +36,10 @@ _ROWS = (
     ("utils.torch", ".utilities", "required_torch_version"),
     ("utils.timer", ".timers", "SynchronizedWallClockTimer ThroughputTimer"),
     ("utils utils.tensor_fragment", _ZERO,
-     "safe_get_full_fp32_param safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
-     "safe_set_full_optimizer_state safe_update_full_grad_vectorized"),
+     "safe_get_full_fp32_param safe_update_full_grad_vectorized"),
     ("utils utils.tensor_fragment", ".local_states",
-     "safe_get_full_grad safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
+     "safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
+     "safe_set_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
      "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state"),
     ("utils utils.z3_leaf_module", ".leaves",
      "set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "

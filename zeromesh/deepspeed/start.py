@@ -19,7 +19,7 @@ from zeromesh.comm.environment import Environment, init_distributed
 from zeromesh.config import keys
 from zeromesh.config.adopt import Change, adopt, share_layers, warn_of
 from zeromesh.config.document import read_object
-from zeromesh.config.engine_answers import Asked
+from zeromesh.config.engine_answers import Asked, answer
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
 from zeromesh.deepspeed.engine import DeepSpeedEngine
@@ -67,7 +67,9 @@ def initialize(
     lr_scheduler = lr_scheduler if lr_scheduler is not None else configured(written)
     make = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     try:
-        require_supported(optimizer, Asked(written, Settings.load(document)))
+        asked = Asked(written, Settings.load(document))
+        require_supported(optimizer, asked)
+        answer("checkpoint_tag_validation_fail", asked)  # an unknown value is refused now, not at the first save
     except ConfigError as error:
         raise DeepSpeedConfigError(error.problems, error.source) from None
     chosen = Arguments(model, document, optimizer, model_parameters, lr_scheduler, training_data, collate_fn, None)

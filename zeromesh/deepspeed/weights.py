@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import torch
 
-from zeromesh.comm.agreement import agree_run
+from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.deepspeed.fp32_weights import leave_script
 from zeromesh.engine_saving import Saving
 from zeromesh.zero import GatheredParameters
+
+_log = logging.getLogger(__name__)
 
 PREFIX = "module."  # of names of parameters in the engine, which is a module around the user's
 
@@ -22,20 +25,43 @@ class Weights(Saving):
 
     # With the signature, by which libraries find out what it can leave out.
     @wraps(Saving.save_checkpoint)
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:  # type: ignore[override]
+    def save_checkpoint(  # type: ignore[override]
+        self, save_dir: str | Path, tag: Any = None, *args: Any, **kwargs: Any
+    ) -> bool:
         """Write a checkpoint as ``zeromesh.Engine`` does, and return True. Collective.
 
         With ZeRO the folder of checkpoints gets the program ``zero_to_fp32.py``, too, as from DeepSpeed.
+
+        Raises:
+            AssertionError: ranks pass different tags, and ``checkpoint.tag_validation`` is ``Fail``.
         """
-        folder = super().save_checkpoint(*args, **kwargs).parent
+        tags = texts(self.mesh.group("world"), "" if tag is None else str(tag))
+        if len(set(tags)) > 1:
+            problem = f"save_checkpoint() with the tags {', '.join(sorted(set(tags)))}; pass one on all ranks"
+            if self.checkpoint_tag_validation_fail():  # type: ignore[attr-defined]
+                raise AssertionError(problem)
+            # Whatever is configured: a checkpoint is one folder, which all ranks write to.
+            _log.warning("%s; the first rank's is taken", problem)
+        folder = super().save_checkpoint(save_dir, tags[0] or None, *args, **kwargs).parent
         if self.mesh.rank == 0 and self.config.zero_optimization.stage > 0:
             leave_script(folder)
         return True
 
     @wraps(Saving.load_checkpoint)
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:  # type: ignore[override]
-        """Load a checkpoint as ``zeromesh.Engine`` does; (None, None) if there is none. Collective."""
-        path, client_state = super().load_checkpoint(*args, **kwargs)
+        """Load a checkpoint as ``zeromesh.Engine`` does; (None, None) if there is none. Collective.
+
+        Raises:
+            AssertionError: there is no checkpoint of this tag, or a file of it is missing.
+            RuntimeError: it does not fit, or is not what was written.
+        """
+        try:
+            path, client_state = super().load_checkpoint(*args, **kwargs)
+        # The types that programs for DeepSpeed expect.
+        except FileNotFoundError as error:
+            raise AssertionError(str(error)) from error
+        except ValueError as error:
+            raise RuntimeError(str(error)) from error
         return path, None if path is None else client_state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
