@@ -1,5 +1,6 @@
 """Trainings by other libraries on two ranks equal those by the same libraries alone."""
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from harness import run_ranks
-from hf_training import BATCH, Result, stage, train
+from hf_training import BATCH, Result, model, quantized, samples, stage, train
 
 pytest.importorskip("accelerate")
 
@@ -93,6 +94,76 @@ def test_a_run_goes_on_with_fewer_ranks_and_another_stage(tmp_path: Path) -> Non
     assert_equal(found, wanted)
 
 
+QUANTIZED: dict[str, tuple[str, dict[str, Any]]] = {
+    "trainer": ("bitsandbytes", {}),
+    "trainer, base before": ("bitsandbytes", {"way": "early"}),
+    "trainer with the mixin": ("bitsandbytes", {"way": "mixin"}),
+    "trl": ("bitsandbytes-sft", {}),
+    "trl with the mixin": ("bitsandbytes-sft", {"mixin": True}),
+    "accelerate": ("accelerate", {"quantize": True}),
+}
+"""Trainings of adapters on 4 bits of bitsandbytes, and options that they have."""
+
+
+@pytest.fixture(scope="module")
+def plain_adapters(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Result]]:
+    """The folder of a base beside the runs, and training there without ZeroMesh."""
+    for needed in ("peft", "bitsandbytes"):
+        pytest.importorskip(needed)
+    folder = tmp_path_factory.mktemp("quantized")
+    model(64).save_pretrained(folder)  # layers have at least one block of 64 elements
+
+    @cache
+    def train_alone(library: str, **more: Any) -> tuple[Path, Result]:
+        (result,) = run_ranks(train_plain, 1, library, folder / f"{library} {more}", timeout=LIMIT, **more)
+        return folder, result
+
+    return train_alone
+
+
+def train_plain(library: str, folder: Path, **more: Any) -> Result:
+    """Train in a process of its own, so that no setting of earlier tests changes the last digits."""
+    torch.distributed.destroy_process_group()
+    return train(library, folder, None, **more)
+
+
+def reload_adapters(folder: Path) -> float:
+    """Return the loss of the samples for evaluation with adapters that a run saved."""
+    from peft import PeftModel
+
+    net = PeftModel.from_pretrained(quantized(folder.parent), folder / "final").eval()
+    batches = samples(8, 2)
+    with torch.no_grad():
+        return sum(float(net(**{k: v[None] for k, v in row.items()}).loss) for row in batches) / len(batches)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_adapters_on_a_quantized_base_train_as_they_do_alone(name: str, number: int, plain_adapters: Any) -> None:
+    library, more = QUANTIZED[name]
+    if library == "bitsandbytes-sft":
+        pytest.importorskip("trl")
+    folder, wanted = plain_adapters(library, **{key: more[key] for key in more.keys() & {"quantize"}})
+    run = folder / f"{name} {number}"
+    (found, *_) = run_ranks(train, RANKS, library, run, stage(number), timeout=LIMIT, **more)
+    assert_equal(found, wanted)
+    if library != "accelerate":
+        assert reload_adapters(run) == pytest.approx(found[0][-1], rel=TOLERANCE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [2, 3])
+def test_adapters_that_trl_rounds_to_bf16_are_the_plain_ones(number: int, plain_adapters: Any) -> None:
+    pytest.importorskip("trl")
+    folder, wanted = plain_adapters("bitsandbytes-sft", wide=False)
+    run = folder / f"rounded {number}"
+    (found,) = run_ranks(train, 1, "bitsandbytes-sft", run, stage(number), timeout=LIMIT, wide=False)
+    # Norms between the losses are the engine's in fp32, and torch's in bf16.
+    assert found[0][::2] == wanted[0][::2]
+    assert all(torch.equal(found[1][key], value) for key, value in wanted[1].items())
+
+
 MESHES = {
     "data": (2, {}, BATCH // 2),
     "tensor": (2, {"mesh": {"tensor": 2}}, BATCH),
@@ -114,3 +185,29 @@ def test_our_trainer_trains_on_every_mesh(name: str, number: int, folders: Path)
     folder = folders / f"{name}-{number}"
     (found, *_) = run_ranks(train, ranks, "own", folder, config, timeout=LIMIT, batch=batch)
     assert_equal(found, alone("own", folders))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, RANKS])
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("library", ["own", "lightning", "lightning-sgd"])
+def test_our_trainers_take_optimizers_of_torch_with_states_on_the_host(
+    library: str, number: int, ranks: int, folders: Path
+) -> None:
+    name, _, sgd = library.partition("-")
+    pytest.importorskip({"own": "transformers"}.get(name, name))
+    zero = {"stage": number, "offload_optimizer": {"device": "cpu"}}
+    more: dict[str, Any] = {"batch": BATCH // ranks} if name == "own" else {"sgd": bool(sgd)}
+    wanted = train(name, folders / library / "plain", None, sgd=True) if sgd else alone(name, folders)
+    folder = folders / f"{library}-host-{number}-{ranks}"
+    (found, *_) = run_ranks(train, ranks, name, folder, {"zero_optimization": zero}, timeout=LIMIT, **more)
+    assert_equal(found, wanted)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_the_strategy_of_lightning_takes_sgd(ranks: int, folders: Path) -> None:
+    pytest.importorskip("lightning")
+    wanted = train("lightning", folders / "sgd" / "plain", None, sgd=True)
+    (found, *_) = run_ranks(train, ranks, "lightning", folders / f"sgd{ranks}", stage(3), timeout=LIMIT, sgd=True)
+    assert_equal(found, wanted)
