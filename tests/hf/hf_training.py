@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +364,7 @@ LIBRARIES: dict[str, Callable[..., Result]] = {
     "trl-dpo": trl_dpo,
     "trl-grpo": trl_grpo,
     "lightning": lightning_module,
+    "lightning-sgd": partial(lightning_module, sgd=True),
     "own": own_trainer,
 }
 

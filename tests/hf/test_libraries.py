@@ -17,7 +17,8 @@ RANKS = 2
 TOLERANCE = 1e-5
 """Losses are computed in fp32; sums over ranks have another order than those of one process."""
 LIMIT = 300
-NEEDS = {"trl-sft": "trl", "trl-dpo": "trl", "trl-grpo": "trl", "lightning": "lightning", "peft": "peft"}
+NEEDS = {"trl-sft": "trl", "trl-dpo": "trl", "trl-grpo": "trl", "peft": "peft"}
+NEEDS |= {"lightning": "lightning", "lightning-sgd": "lightning"}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def test_a_trainer_and_a_loop_equal_the_plain_ones(library: str, number: int, fo
 @pytest.mark.full
 @pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize(
-    "library", ["transformers", "accelerate", "peft", "trl-sft", "trl-dpo", "trl-grpo", "lightning"]
+    "library", ["transformers", "accelerate", "peft", "trl-sft", "trl-dpo", "trl-grpo", "lightning", "lightning-sgd"]
 )
 def test_every_library_trains_as_it_does_alone(library: str, number: int, folders: Path) -> None:
     if library in NEEDS:
@@ -194,20 +195,9 @@ def test_our_trainer_trains_on_every_mesh(name: str, number: int, folders: Path)
 def test_our_trainers_take_optimizers_of_torch_with_states_on_the_host(
     library: str, number: int, ranks: int, folders: Path
 ) -> None:
-    name, _, sgd = library.partition("-")
-    pytest.importorskip({"own": "transformers"}.get(name, name))
+    pytest.importorskip(NEEDS.get(library, "transformers"))
     zero = {"stage": number, "offload_optimizer": {"device": "cpu"}}
-    more: dict[str, Any] = {"batch": BATCH // ranks} if name == "own" else {"sgd": bool(sgd)}
-    wanted = train(name, folders / library / "plain", None, sgd=True) if sgd else alone(name, folders)
+    more: dict[str, Any] = {"batch": BATCH // ranks} if library == "own" else {}
     folder = folders / f"{library}-host-{number}-{ranks}"
-    (found, *_) = run_ranks(train, ranks, name, folder, {"zero_optimization": zero}, timeout=LIMIT, **more)
-    assert_equal(found, wanted)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("ranks", [1, RANKS])
-def test_the_strategy_of_lightning_takes_sgd(ranks: int, folders: Path) -> None:
-    pytest.importorskip("lightning")
-    wanted = train("lightning", folders / "sgd" / "plain", None, sgd=True)
-    (found, *_) = run_ranks(train, ranks, "lightning", folders / f"sgd{ranks}", stage(3), timeout=LIMIT, sgd=True)
-    assert_equal(found, wanted)
+    (found, *_) = run_ranks(train, ranks, library, folder, {"zero_optimization": zero}, timeout=LIMIT, **more)
+    assert_equal(found, alone(library, folders))
