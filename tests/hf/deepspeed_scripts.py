@@ -19,7 +19,8 @@ STEPS = 6
 
 def config(stage: int, rate: float = 1e-2) -> dict[str, Any]:
     optimizer = {"type": "Adam", "params": {"lr": rate, "betas": [0.8, 0.999], "eps": 1e-4}}
-    return {"train_batch_size": BATCH, "optimizer": optimizer, "zero_optimization": {"stage": stage}}
+    sizes = {"train_batch_size": BATCH, "gradient_clipping": 0.0}  # DeepSpeed clips to 1 unless it is told
+    return {**sizes, "optimizer": optimizer, "zero_optimization": {"stage": stage}}
 
 
 def adam(model: nn.Module, rate: float = 1e-2) -> torch.optim.Optimizer:

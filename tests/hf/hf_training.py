@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,11 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def model() -> Any:
+def model(width: int = 32) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 4}
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=TOKENS, num_key_value_heads=2, **sizes, **ends))
 
@@ -107,7 +108,7 @@ def transformers_trainer(folder: Path, config: Config, resume: Path | None = Non
     return outcome(trainer, folder)
 
 
-def accelerate_loop(folder: Path, config: Config) -> Result:
+def accelerate_loop(folder: Path, config: Config, quantize: bool = False) -> Result:
     from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
     from torch.utils.data import DataLoader
 
@@ -115,8 +116,9 @@ def accelerate_loop(folder: Path, config: Config) -> Result:
     plugin = None if config is None else DeepSpeedPlugin(hf_ds_config={**config, "gradient_clipping": 0.5})
     loading = DataLoaderConfiguration(split_batches=True)
     accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2, dataloader_config=loading)
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, eps=EPS)
+    net = adapted(quantized(folder.parent)) if quantize else model()
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, eps=EPS)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     loader = DataLoader(samples(32), batch_size=BATCH)
     net, optimizer, loader, schedule = accelerator.prepare(net, optimizer, loader, schedule)
@@ -131,9 +133,10 @@ def accelerate_loop(folder: Path, config: Config) -> Result:
             schedule.step()
             optimizer.zero_grad()
         losses.append(float(accelerator.gather(loss.detach().reshape(1)).mean()))
-    accelerator.save_state(str(folder / "state"))
-    with torch.no_grad():
-        accelerator.load_state(str(folder / "state"))
+    if not quantize:  # Accelerate itself cannot load the scales of a plain model in 4 bits
+        accelerator.save_state(str(folder / "state"))
+        with torch.no_grad():
+            accelerator.load_state(str(folder / "state"))
     state = accelerator.get_state_dict(net)
     chosen = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save, "state_dict": state}
     accelerator.unwrap_model(net).save_pretrained(folder / "final", **chosen)
@@ -141,11 +144,12 @@ def accelerate_loop(folder: Path, config: Config) -> Result:
     return losses, saved(folder / "final")
 
 
-def adapted() -> Any:
+def adapted(base: Any = None) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    made = get_peft_model(model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    base = base or model()
     torch.manual_seed(1)
+    made = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     for name, parameter in made.named_parameters():
         if "lora_B" in name:  # at zero, those of the other factor have no gradient
             nn.init.normal_(parameter, std=0.1)
@@ -174,6 +178,57 @@ def by_mixin(kind: Any, config: Config, mixin: bool, **more: Any) -> tuple[Any, 
         arguments(None, use_cpu=True, **more),
         {"zeromesh": {"zero_optimization": config["zero_optimization"]}},
     )
+
+
+def quantized(start: Path) -> Any:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    code = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    chosen = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **code), "dtype": torch.float32}
+    base = AutoModelForCausalLM.from_pretrained(start, **chosen)
+    for layer in base.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):  # or the plain run would be evaluated in bf16
+            layer.support_avx512bf16_for_cpu = False
+    return base
+
+
+def quantized_base(folder: Path, config: Config, way: str = "late") -> Result:
+    """Adapters on 4 bits, and their evaluation. ``late``: transformers loads the base while ZeRO is in force."""
+    from transformers import Trainer, TrainingArguments
+
+    base = quantized(folder.parent) if way == "early" else None
+    kind, shared, chosen = by_mixin(Trainer, config, way == "mixin", save_strategy="steps", save_steps=2)
+    args = TrainingArguments(str(folder), **shared)
+    data = {"train_dataset": samples(32), "eval_dataset": samples(8, 2)}
+    trainer = kind(adapted(base or quantized(folder.parent)), args, **data, **chosen)
+    trainer.train()
+    trainer.evaluate()
+    return outcome(trainer, folder)
+
+
+def quantized_sft(folder: Path, config: Config, mixin: bool = False, wide: bool = True) -> Result:
+    """Adapters that TRL adds by itself to a base in 4 bits, made ``wide`` again: TRL trains such in bf16."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    train, values = (
+        Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows])
+        for rows in (samples(32), samples(8, 2))
+    )
+    kind, shared, chosen = by_mixin(SFTTrainer, config, mixin)
+    args = SFTConfig(str(folder), max_length=32, **shared)
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    chosen |= {"train_dataset": train, "eval_dataset": values, "processing_class": tokenizer()}
+    base = quantized(folder.parent)
+    torch.manual_seed(1)
+    trainer = kind(base, args, peft_config=adapters, **chosen)
+    for parameter in trainer.model.parameters() if wide else ():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    trainer.train()
+    trainer.evaluate()
+    return outcome(trainer, folder)
 
 
 def trl_sft(folder: Path, config: Config, mixin: bool = False) -> Result:
@@ -227,7 +282,12 @@ def trl_grpo(folder: Path, config: Config, mixin: bool = False, **more: Any) -> 
 
 
 def lightning_module(
-    folder: Path, config: Config, epochs: int = 1, resume: Path | None = None, said: Mapping[str, Any] | None = None
+    folder: Path,
+    config: Config,
+    epochs: int = 1,
+    resume: Path | None = None,
+    said: Mapping[str, Any] | None = None,
+    sgd: bool = False,
 ) -> Result:
     """A module with accumulation, clipping and validation; ``said`` is in the configuration of the strategy, too."""
     import lightning
@@ -248,6 +308,8 @@ def lightning_module(
             self.log("value", self.inner(**batch).loss, sync_dist=True)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
+            if sgd:
+                return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
             return torch.optim.AdamW(self.parameters(), lr=RATE, eps=EPS)
 
     chosen: dict[str, Any] = {}
@@ -296,10 +358,13 @@ LIBRARIES: dict[str, Callable[..., Result]] = {
     "transformers": transformers_trainer,
     "accelerate": accelerate_loop,
     "peft": peft_adapters,
+    "bitsandbytes": quantized_base,
+    "bitsandbytes-sft": quantized_sft,
     "trl-sft": trl_sft,
     "trl-dpo": trl_dpo,
     "trl-grpo": trl_grpo,
     "lightning": lightning_module,
+    "lightning-sgd": partial(lightning_module, sgd=True),
     "own": own_trainer,
 }
 

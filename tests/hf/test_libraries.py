@@ -1,5 +1,6 @@
 """Trainings by other libraries on two ranks equal those by the same libraries alone."""
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from harness import run_ranks
-from hf_training import BATCH, Result, stage, train
+from hf_training import BATCH, Result, model, quantized, samples, stage, train
 
 pytest.importorskip("accelerate")
 
@@ -16,7 +17,8 @@ RANKS = 2
 TOLERANCE = 1e-5
 """Losses are computed in fp32; sums over ranks have another order than those of one process."""
 LIMIT = 300
-NEEDS = {"trl-sft": "trl", "trl-dpo": "trl", "trl-grpo": "trl", "lightning": "lightning", "peft": "peft"}
+NEEDS = {"trl-sft": "trl", "trl-dpo": "trl", "trl-grpo": "trl", "peft": "peft"}
+NEEDS |= {"lightning": "lightning", "lightning-sgd": "lightning"}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def test_a_trainer_and_a_loop_equal_the_plain_ones(library: str, number: int, fo
 @pytest.mark.full
 @pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize(
-    "library", ["transformers", "accelerate", "peft", "trl-sft", "trl-dpo", "trl-grpo", "lightning"]
+    "library", ["transformers", "accelerate", "peft", "trl-sft", "trl-dpo", "trl-grpo", "lightning", "lightning-sgd"]
 )
 def test_every_library_trains_as_it_does_alone(library: str, number: int, folders: Path) -> None:
     if library in NEEDS:
@@ -93,6 +95,76 @@ def test_a_run_goes_on_with_fewer_ranks_and_another_stage(tmp_path: Path) -> Non
     assert_equal(found, wanted)
 
 
+QUANTIZED: dict[str, tuple[str, dict[str, Any]]] = {
+    "trainer": ("bitsandbytes", {}),
+    "trainer, base before": ("bitsandbytes", {"way": "early"}),
+    "trainer with the mixin": ("bitsandbytes", {"way": "mixin"}),
+    "trl": ("bitsandbytes-sft", {}),
+    "trl with the mixin": ("bitsandbytes-sft", {"mixin": True}),
+    "accelerate": ("accelerate", {"quantize": True}),
+}
+"""Trainings of adapters on 4 bits of bitsandbytes, and options that they have."""
+
+
+@pytest.fixture(scope="module")
+def plain_adapters(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Result]]:
+    """The folder of a base beside the runs, and training there without ZeroMesh."""
+    for needed in ("peft", "bitsandbytes"):
+        pytest.importorskip(needed)
+    folder = tmp_path_factory.mktemp("quantized")
+    model(64).save_pretrained(folder)  # layers have at least one block of 64 elements
+
+    @cache
+    def train_alone(library: str, **more: Any) -> tuple[Path, Result]:
+        (result,) = run_ranks(train_plain, 1, library, folder / f"{library} {more}", timeout=LIMIT, **more)
+        return folder, result
+
+    return train_alone
+
+
+def train_plain(library: str, folder: Path, **more: Any) -> Result:
+    """Train in a process of its own, so that no setting of earlier tests changes the last digits."""
+    torch.distributed.destroy_process_group()
+    return train(library, folder, None, **more)
+
+
+def reload_adapters(folder: Path) -> float:
+    """Return the loss of the samples for evaluation with adapters that a run saved."""
+    from peft import PeftModel
+
+    net = PeftModel.from_pretrained(quantized(folder.parent), folder / "final").eval()
+    batches = samples(8, 2)
+    with torch.no_grad():
+        return sum(float(net(**{k: v[None] for k, v in row.items()}).loss) for row in batches) / len(batches)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_adapters_on_a_quantized_base_train_as_they_do_alone(name: str, number: int, plain_adapters: Any) -> None:
+    library, more = QUANTIZED[name]
+    if library == "bitsandbytes-sft":
+        pytest.importorskip("trl")
+    folder, wanted = plain_adapters(library, **{key: more[key] for key in more.keys() & {"quantize"}})
+    run = folder / f"{name} {number}"
+    (found, *_) = run_ranks(train, RANKS, library, run, stage(number), timeout=LIMIT, **more)
+    assert_equal(found, wanted)
+    if library != "accelerate":
+        assert reload_adapters(run) == pytest.approx(found[0][-1], rel=TOLERANCE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [2, 3])
+def test_adapters_that_trl_rounds_to_bf16_are_the_plain_ones(number: int, plain_adapters: Any) -> None:
+    pytest.importorskip("trl")
+    folder, wanted = plain_adapters("bitsandbytes-sft", wide=False)
+    run = folder / f"rounded {number}"
+    (found,) = run_ranks(train, 1, "bitsandbytes-sft", run, stage(number), timeout=LIMIT, wide=False)
+    # Norms between the losses are the engine's in fp32, and torch's in bf16.
+    assert found[0][::2] == wanted[0][::2]
+    assert all(torch.equal(found[1][key], value) for key, value in wanted[1].items())
+
+
 MESHES = {
     "data": (2, {}, BATCH // 2),
     "tensor": (2, {"mesh": {"tensor": 2}}, BATCH),
@@ -114,3 +186,18 @@ def test_our_trainer_trains_on_every_mesh(name: str, number: int, folders: Path)
     folder = folders / f"{name}-{number}"
     (found, *_) = run_ranks(train, ranks, "own", folder, config, timeout=LIMIT, batch=batch)
     assert_equal(found, alone("own", folders))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, RANKS])
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("library", ["own", "lightning", "lightning-sgd"])
+def test_our_trainers_take_optimizers_of_torch_with_states_on_the_host(
+    library: str, number: int, ranks: int, folders: Path
+) -> None:
+    pytest.importorskip(NEEDS.get(library, "transformers"))
+    zero = {"stage": number, "offload_optimizer": {"device": "cpu"}}
+    more: dict[str, Any] = {"batch": BATCH // ranks} if library == "own" else {}
+    folder = folders / f"{library}-host-{number}-{ranks}"
+    (found, *_) = run_ranks(train, ranks, library, folder, {"zero_optimization": zero}, timeout=LIMIT, **more)
+    assert_equal(found, alone(library, folders))
