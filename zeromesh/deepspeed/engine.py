@@ -160,15 +160,6 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         super().step(lr_kwargs)
         self._applied = self.global_steps - self.skipped_steps > before
 
-    def _step(self, schedule: Callable[[], Any] | None) -> None:
-        # DeepSpeed's gradient of a parameter that no forward has used is zero, not none: it gets states as others do,
-        # and momentum and weight decay go on.
-        for flat in self.sharded.flats:
-            if flat.gradient is not None:
-                used = zip(flat.gradient.used, flat.parameters, strict=True)
-                flat.gradient.mark_used([here or parameter.requires_grad for here, parameter in used])
-        super()._step(schedule)
-
     def was_step_applied(self) -> bool:
         """Return whether the last ``step()`` changed the parameters."""
         return self._applied

@@ -96,20 +96,24 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     Raises:
         ValueError, or KeyError at stage 3: after an update there is no such state.
     """
-    return _require_state(param, zero.safe_get_full_optimizer_state(param, optim_state_key), optim_state_key)
+    found = zero.safe_get_full_optimizer_state(param, optim_state_key)
+    return _unmade(param, optim_state_key) if found is None else found
 
 
-def _require_state(parameter: nn.Parameter, found: torch.Tensor | None, key: str) -> torch.Tensor | None:
-    """Return a state that was found; raise as DeepSpeed if there is none, after an update and with ZeRO."""
-    if found is not None or zero.is_elsewhere(parameter):
-        return found
-    engine, (_, flat, _) = _engine(parameter), zero.place_of(parameter)
+def _unmade(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
+    """Return zeros as a state of a trained parameter that no forward has used, with ZeRO; None before an update."""
+    if zero.is_elsewhere(parameter):
+        return None
+    engine, (_, flat, index) = _engine(parameter), zero.place_of(parameter)
     stage = getattr(engine, "zero_optimization_stage", lambda: 0)()
+    if not flat.layout.trainable or stage == 0 or engine.global_steps == engine.skipped_steps:
+        return None
     known = {name for state in getattr(engine.optimizer, "state", {}).values() for name in state}
-    if flat.layout.trainable and stage > 0 and known and key not in known:
+    if known and key not in known:
         error = KeyError if stage == 3 else ValueError
         raise error(f"the optimizer has no state {key!r}; it has {', '.join(sorted(known))}")
-    return None
+    # DeepSpeed makes a gradient of zeros for it. Here it has none, as in plain torch: weight decay does not shrink it.
+    return torch.zeros(flat.layout.segments[index].held.whole, dtype=flat.master.dtype, device=flat.master.device)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -150,7 +154,11 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return this rank's elements of one of the optimizer's states; errors are those of the whole's."""
     found = _local(param, lambda flat, local, piece: zero.state_of(param, piece, optim_state_key))
-    return _require_state(param, found, optim_state_key)
+    if found is not None or (whole := _unmade(param, optim_state_key)) is None:
+        return found
+    _, flat, index = zero.place_of(param)
+    # There is a piece, since ``_local`` is empty without one.
+    return whole.new_zeros(next(piece.parameter.numel() for at, _, piece in flat.pieces if at == index))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
