@@ -50,6 +50,29 @@ def test_a_configuration_answers_as_its_engine_would(tmp_path: Path) -> None:
     path.write_text('{"train_batch_size": 4, "train_batch_size": 8}')
     with pytest.raises(ValueError, match="more than once"):
         deepspeed.DeepSpeedConfig(str(path))
+    assert deepspeed.DeepSpeedConfig({"train_batch_size": 4}).gradient_clipping == 1.0
+    curriculum = {
+        "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 16,
+        "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 8},
+    }  # fmt: skip
+    scheduler = deepspeed.runtime.data_pipeline.curriculum_scheduler.CurriculumScheduler(curriculum)
+    assert [scheduler.get_difficulty(step) for step in (1, 4)] == [8, 16]
     document = {"train_batch_size": 4, "checkpoint": {"tag_validation": "Maybe"}}
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="must be one of Warn, Ignore, Fail"):
         deepspeed.initialize(model=torch.nn.Linear(1, 1), config=document)
+
+
+def test_a_wrong_configuration_leaves_the_models_engine_alone(one_rank: None) -> None:
+    model = torch.nn.Linear(2, 1)
+    right = {"train_batch_size": 1, "gradient_clipping": "auto", "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = deepspeed.initialize(model=model, config=right)[0]
+    assert engine.gradient_clipping() == 1.0
+    with pytest.raises(ValueError, match='did you mean "warmup_num_steps"'):
+        deepspeed.initialize(
+            model=model, config={**right, "scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}}
+        )
+    with pytest.raises(ValueError, match="total_num_steps"):
+        deepspeed.initialize(model=torch.nn.Linear(2, 1), config={**right, "scheduler": {"type": "WarmupDecayLR"}})
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    assert engine.was_step_applied()

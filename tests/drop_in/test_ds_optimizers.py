@@ -159,3 +159,15 @@ def test_a_subclass_counts_as_its_base_only_where_it_adds_nothing_but_a_construc
     assert rule_of(optimizers.FusedAdam, {"decoupled_weight_decay": True}) == "adamw"
     assert rule_of(optimizers.FusedAdam, {"decoupled_weight_decay": False}) == "adam"
     assert rule_of(Other, {}) is None
+
+
+def test_states_in_fp32_of_16_bit_parameters_survive_a_load() -> None:
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    first, second = (optimizers.DeepSpeedCPUAdam([parameter], lr=0.1) for _ in range(2))
+    parameter.grad = torch.tensor([0.1, 0.2, 0.3], dtype=torch.bfloat16)
+    first.step()
+    second.load_state_dict(first.state_dict())
+    kept, found = first.state[parameter]["exp_avg"], second.state[parameter]["exp_avg"]
+    assert found.dtype == torch.float32
+    assert torch.equal(found, kept)
+    second.step()

@@ -106,6 +106,19 @@ def test_a_pipeline_without_a_loss_is_evaluated_to_its_outputs(tmp_path: Path) -
     torch.testing.assert_close(engine.eval_batch(iter(given) if rank == 0 else None), want)
 
 
+@pytest.mark.full
+@on_ranks(4)
+def test_outputs_and_losses_are_means_over_replicas() -> None:
+    engine, plain = start(F.mse_loss, 2), nn.Sequential(*make_layers())
+    given = data(4)
+    own = given[2 * engine.data_rank :][:2]
+    outputs = engine.eval_batch(at_ends(engine, own), compute_loss=False)
+    means = [torch.stack([plain(x) for x, _ in given[start : start + 2]]).mean(0) for start in (0, 2)]
+    torch.testing.assert_close(outputs, torch.stack(means).mean(0).detach())
+    loss = engine.eval_batch(at_ends(engine, own))
+    torch.testing.assert_close(loss, torch.stack([F.mse_loss(plain(x), y) for x, y in given]).mean().detach())
+
+
 LETTERS = {
     "L": "LoadMicroBatch", "F": "ForwardPass", "B": "BackwardPass", "s": "SendActivation", "r": "RecvActivation",
     "S": "SendGrad", "R": "RecvGrad", "t": "ReduceTiedGrads", "g": "ReduceGrads", "o": "OptimizerStep",

@@ -336,7 +336,12 @@ def lightning_module(
     return [*(losses / ranks()).tolist(), float(trainer.callback_metrics["value"])], weights
 
 
-def own_trainer(folder: Path, config: Config, batch: int = BATCH, **more: Any) -> Result:
+def mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    learned = labels[..., 1:].flatten()
+    return nn.functional.cross_entropy(outputs.logits[..., :-1, :].flatten(0, 1), learned)
+
+
+def own_trainer(folder: Path, config: Config, batch: int = BATCH, own_loss: bool = False, **more: Any) -> Result:
     """``zeromesh.hf.Trainer``: no word of DeepSpeed, and as many samples per rank as there are shares of the data."""
     import transformers
 
@@ -346,7 +351,10 @@ def own_trainer(folder: Path, config: Config, batch: int = BATCH, **more: Any) -
     often = {"eval_strategy": "steps", "eval_steps": 2, "use_cpu": True, "max_grad_norm": 0.5}
     args = transformers.TrainingArguments(str(folder), **arguments(None, **{**sizes, **often, **more}))
     kind, chosen = (transformers.Trainer, {}) if config is None else (zeromesh.hf.Trainer, {"zeromesh": dict(config)})
-    chosen["compute_metrics"] = lambda found: {"spread": float(found.predictions.std())}
+    if own_loss:  # evaluated by the loss alone
+        chosen["compute_loss_func"] = mean_loss
+    else:
+        chosen["compute_metrics"] = lambda found: {"spread": float(found.predictions.std())}
     # The last update of an epoch has one micro-batch, not two.
     data = {"train_dataset": samples(5 * BATCH, ignored=5), "eval_dataset": samples(8, 2)}
     trainer = kind(model(), args, **data, **chosen)

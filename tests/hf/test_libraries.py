@@ -189,6 +189,14 @@ def test_our_trainer_trains_on_every_mesh(name: str, number: int, folders: Path)
 
 
 @pytest.mark.full
+def test_stages_take_a_loss_of_the_trainers_own(folders: Path) -> None:
+    (wanted,) = run_ranks(train, 1, "own", folders / "own loss", None, timeout=LIMIT, own_loss=True)
+    config = {"zero_optimization": {"stage": 1}, "mesh": {"pipeline": 2}}
+    (found, *_) = run_ranks(train, 2, "own", folders / "staged loss", config, timeout=LIMIT, own_loss=True)
+    assert_equal(found, wanted)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, RANKS])
 @pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize("library", ["own", "lightning", "lightning-sgd"])

@@ -7,11 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.comm.detect import Environment
-from zeromesh.config.adopt import adopt
-from zeromesh.config.document import read_object
+from zeromesh.config.adopt import Change, adopt
+from zeromesh.config.document import is_unset, read_object
 from zeromesh.config.engine_answers import ANSWERS, Asked, answer
-from zeromesh.config.keys import MICRO_BATCH
+from zeromesh.config.keys import CLIPPING, MICRO_BATCH
 from zeromesh.config.settings import Settings
+
+_CLIPS_AT = 1.0
+
+
+def clip_by_default(document: dict[str, Any]) -> list[Change]:
+    """Let a configuration that does not say otherwise clip gradients as DeepSpeed does; return the change."""
+    given = document.get(CLIPPING)
+    if CLIPPING in document and not is_unset(given):
+        return []
+    document[CLIPPING] = _CLIPS_AT
+    why = "DeepSpeed clips at this norm unless the key says otherwise; 0 does not clip"
+    return [Change(CLIPPING, given, f"{_CLIPS_AT}", why)]
 
 
 class DeepSpeedConfig:
@@ -34,6 +46,7 @@ class DeepSpeedConfig:
             self.world_size = mpu.get_data_parallel_world_size()
         self._param_dict = dict(config) if isinstance(config, Mapping) else read_object(Path(config))
         document, _ = adopt(self._param_dict)
+        clip_by_default(document)
         try:
             settings = Settings.load(document)
             if not settings.says_batch:

@@ -29,7 +29,7 @@ class CurriculumScheduler:
             if own.get(KIND) == CUSTOM:
                 settings = Curriculum(**{name: value for name, value in own.items() if name != KIND})
             else:
-                settings = Curriculum(**own, enabled=True)  # has to be complete
+                settings = Curriculum(**{**own, "enabled": True})  # has to be complete
                 self._get = partial(length_at, settings)
         except ValueError as error:
             known = own.get(KIND) is None or str(own[KIND]).startswith("fixed_")

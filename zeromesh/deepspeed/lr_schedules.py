@@ -7,14 +7,13 @@ import logging
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
 
 from zeromesh.config.keys import SCHEDULER_PARAMS
 from zeromesh.optim.schedules import SCHEDULES, RateSchedule, curves_of
-from zeromesh.optim.values import without_auto
+from zeromesh.optim.values import unknown_parameter, without_auto
 
 _log = logging.getLogger("zeromesh")
 
@@ -126,7 +125,7 @@ class _Named(RateSchedule):
             self.delta_lrs = [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def step(self, last_batch_iteration: int | None = None, *, batch_iteration: int | None = None) -> None:
-        """Advance by one update, or to a number of updates, which has another name in some of DeepSpeed's classes."""
+        """Advance by one update, or to a number of updates; ``batch_iteration`` is ``OneCycle``'s name of it."""
         number = batch_iteration if last_batch_iteration is None else last_batch_iteration
         if number is not None:
             self.last_batch_iteration = number - 1
@@ -251,7 +250,21 @@ def configured(document: Mapping[str, Any]) -> Callable[[Optimizer], RateSchedul
     found = document.get(section)
     found = found if isinstance(found, Mapping) else {}
     cls = {name.lower(): globals()[name] for name in VALID_LR_SCHEDULES}.get(str(found.get("type")).lower())
-    return None if cls is None else partial(cls, **without_auto(found.get(params) or {}))
+    if cls is None:
+        return None
+    given, known = without_auto(found.get(params) or {}), [one.name for one in _parameters(cls.__name__)]
+    for key in given:
+        if key not in known:
+            raise unknown_parameter(SCHEDULER_PARAMS, key, cls.__name__, known)
+
+    def make(optimizer: Optimizer) -> RateSchedule:
+        try:
+            made: RateSchedule = cls(optimizer, **given)
+        except TypeError as error:
+            raise ValueError(f"scheduler {cls.__name__} with {SCHEDULER_PARAMS} = {given}: {error}") from None
+        return made
+
+    return make
 
 
 def __getattr__(name: str) -> str:

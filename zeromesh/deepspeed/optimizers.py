@@ -56,6 +56,24 @@ def _keep_fp32(optimizer: Optimizer) -> None:
                 _move(optimizer.state, wide, parameter)
         narrow.clear()
 
+    given: list[dict[str, Any]] = []
+
+    def before_load(optimizer: Any, document: dict[str, Any]) -> None:
+        given.append(document)
+
+    def after_load(optimizer: Any) -> None:
+        # torch has made them as narrow as the parameters.
+        document = given.pop()
+        numbers = [number for group in document["param_groups"] for number in group["params"]]
+        members = [one for group in optimizer.param_groups for one in group["params"]]
+        for number, parameter in zip(numbers, members, strict=True):
+            for key, value in document["state"].get(number, {}).items():
+                now = optimizer.state[parameter][key]
+                if getattr(now, "dtype", None) in _NARROW:
+                    optimizer.state[parameter][key] = value.to(now.device, torch.float32, copy=True)
+
+    optimizer.register_load_state_dict_pre_hook(before_load)
+    optimizer.register_load_state_dict_post_hook(after_load)
     optimizer.register_step_pre_hook(begin)
     optimizer.register_step_post_hook(end)
 

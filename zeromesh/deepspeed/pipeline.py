@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 
 from zeromesh import batches
+from zeromesh.comm.collectives import Group
+from zeromesh.config.keys import CONTEXT_RANKS
 from zeromesh.deepspeed.engine import DeepSpeedEngine
 from zeromesh.deepspeed.topology import PipelineParallelGrid, ProcessTopology
 from zeromesh.engine import BY_BATCH
 from zeromesh.engine_state import Parts
+from zeromesh.model.containers import map_tensors
 from zeromesh.pipe import PipelineModule
 from zeromesh.pipeline.runtime.cut import examine
 from zeromesh.pipeline.schedule.partition import starts_of
@@ -60,7 +63,7 @@ class StagedModule(PipelineModule):
 
     @property
     def forward_funcs(self) -> list[Any]:
-        """Layers of this rank's stage, which get memory and values now; those of others do in ``initialize``."""
+        """Layers of this rank's stage. The call gives them memory and values; others get theirs in ``initialize``."""
         first, stop = self.parts[self.stage_id : self.stage_id + 2]
         layers = [self.computes_with(number) for number in range(first, stop)]
         for parameter in (one for layer in layers for one in layer.parameters() if is_deferred(one)):
@@ -68,7 +71,7 @@ class StagedModule(PipelineModule):
         return layers
 
     def get_additional_losses(self) -> None:
-        """Return None; a subclass may return a dict of losses to report."""
+        """Return None; losses that a subclass returns are not reported."""
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         """Return the name of a layer's file in DeepSpeed's checkpoints."""
@@ -134,6 +137,13 @@ class _Evaluated(batches.WithLoss):
         return torch.zeros(())
 
 
+def _mean_over(value: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the mean over the group's ranks of a tensor of any shape. Collective."""
+    if group.size == 1:
+        return value
+    return group.exchange(value.flatten()).mean(0).view(value.shape).to(value.device)
+
+
 class PipelineEngine(DeepSpeedEngine):
     """The engine of a ``PipelineModule``, which is trained by ``train_batch`` alone."""
 
@@ -141,6 +151,11 @@ class PipelineEngine(DeepSpeedEngine):
         self, parts: Parts, document: Mapping[str, Any], mpu: Any = None, users_optimizer: bool = False
     ) -> None:
         super().__init__(parts, document, mpu, users_optimizer)
+        if isinstance(self.module, StagedModule) and self.mesh.sizes["context"] > 1:
+            raise ValueError(
+                f"{CONTEXT_RANKS} is {self.mesh.sizes['context']}, but grids of DeepSpeed have no such axis; set it to "
+                "1, or use zeromesh.pipe.PipelineModule with zeromesh.initialize"
+            )
         self.grid = self.module.mpu() if isinstance(self.module, StagedModule) else None
         self.mpu = self.grid if mpu is None else mpu
         self.total_loss: torch.Tensor | None = None  # of the micro-batches of the last update, on the last stage
@@ -204,7 +219,7 @@ class PipelineEngine(DeepSpeedEngine):
         found: Any = [value for value, _ in results] or None
         if found is not None and reduce_output == "avg":
             found = torch.stack(found).mean(0)
-            found = self.mesh.group("data").exchange(found).mean(0) if self.mesh.data_size > 1 else found
+            found = _mean_over(_mean_over(found, self.mesh.group("data")), self.mesh.replicate)
         pipeline = self.mesh.group("pipeline")
         if bcast_loss and reduce_output == "avg" and pipeline.size > 1:
             found = self._shared(found, pipeline.size - 1)
@@ -231,9 +246,10 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _shared(self, value: Any, source: int) -> Any:
         group = self.mesh.group("pipeline").process_group
-        box = [value]
+        # Tensors would come back on the sender's device.
+        box = [map_tensors(value, torch.Tensor.cpu)]
         dist.broadcast_object_list(box, dist.get_global_rank(group, source), group, self.device)
-        return box[0]
+        return map_tensors(box[0], lambda tensor: tensor.to(self.device))
 
     def set_has_attention_mask(self, value: bool) -> None:
         """Accept the call: stages exchange tensors of any dtype."""

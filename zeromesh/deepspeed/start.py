@@ -17,11 +17,12 @@ from torch import nn
 from zeromesh import build, zero
 from zeromesh.comm.environment import Environment, init_distributed
 from zeromesh.config import keys
-from zeromesh.config.adopt import Change, adopt, share_layers, warn_of
+from zeromesh.config.adopt import adopt, share_layers, warn_of
 from zeromesh.config.document import read_object
 from zeromesh.config.engine_answers import Asked, answer
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
+from zeromesh.deepspeed.configuration import clip_by_default
 from zeromesh.deepspeed.engine import DeepSpeedEngine
 from zeromesh.deepspeed.lr_schedules import configured
 from zeromesh.deepspeed.pipeline import PipelineEngine
@@ -32,9 +33,6 @@ from zeromesh.shard.guard import OWN_CLASS, change_class
 from zeromesh.signatures import refuse
 
 _log = logging.getLogger("zeromesh")
-
-CLIPS_AT = 1.0
-"""Norm that DeepSpeed clips gradients at where nothing is said, since 0.19."""
 
 # Ranks that share the layers of a model, from ``tp_model_init`` to ``initialize``.
 _WANTED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -60,11 +58,9 @@ def initialize(
     _accept(mpu, mesh_param)
     if model is None:
         raise AssertionError("initialize needs a model: pass model= with a torch.nn.Module")
-    model = _release(build.require_module(model))
+    model = build.require_module(model)
     written, document = _configuration(config, config_params, args)
     _require_wanted_size(model, document)
-    # As one of DeepSpeed's classes, which programs ask for ``get_lr`` and the schedule's values.
-    lr_scheduler = lr_scheduler if lr_scheduler is not None else configured(written)
     make = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     try:
         asked = Asked(written, Settings.load(document))
@@ -72,6 +68,10 @@ def initialize(
         answer("checkpoint_tag_validation_fail", asked)  # an unknown value is refused now, not at the first save
     except ConfigError as error:
         raise DeepSpeedConfigError(error.problems, error.source) from None
+    if lr_scheduler is None and (optimizer is not None or asked.settings.optimizer is not None):
+        # As one of DeepSpeed's classes, which programs ask for ``get_lr`` and the schedule's values.
+        lr_scheduler = configured(written)
+    model = _release(model)  # not before the configuration is known to be right
     chosen = Arguments(model, document, optimizer, model_parameters, lr_scheduler, training_data, collate_fn, None)
     start = partial(init_distributed, distributed_port=distributed_port, dist_init_required=dist_init_required)
     made = partial(make, document=written, mpu=mpu, users_optimizer=optimizer is not None)
@@ -128,10 +128,7 @@ def _configuration(config: Any, config_params: Any, args: Any) -> tuple[dict[str
     if not isinstance(given, str | Path | Mapping):
         raise DeepSpeedConfigError([f"it is a {type(given).__name__}; pass a path or a dict"], "the configuration")
     document, changes = adopt(given)
-    if keys.CLIPPING not in document:
-        document[keys.CLIPPING] = CLIPS_AT
-        why = "DeepSpeed clips at this norm unless the key says otherwise; 0 does not clip"
-        changes.append(Change(keys.CLIPPING, None, f"{CLIPS_AT}", why))
+    changes += clip_by_default(document)
     if Environment.detect().rank == 0:
         warn_of(changes)
     return dict(given) if isinstance(given, Mapping) else read_object(Path(given)), document

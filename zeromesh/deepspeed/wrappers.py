@@ -48,8 +48,8 @@ class _Inner:
         return type(self._of())
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":
-            raise AttributeError("the inner optimizer has no optimizer in it")
+        if name in ("optimizer", "_of"):  # the second one in a copy that has nothing yet
+            raise AttributeError(f"the inner optimizer has no {name} in it")
         return getattr(self._of(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -74,7 +74,9 @@ class TrainerMixin:
         if self._stages is not None:
             # Trainer evaluates the model itself, not the engine.
             engine = self.model_wrapped  # type: ignore[attr-defined]
-            model = partial(outputs_of, engine, ("loss",) if prediction_loss_only else None)
+            # A loss of the trainer's own is computed of the other outputs.
+            own = self.compute_loss_func is not None or type(self).compute_loss is not TrainerMixin.compute_loss  # type: ignore[attr-defined]
+            model = partial(outputs_of, engine, ("loss",) if prediction_loss_only and not own else None)
         found = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
         if self._context == 1 or prediction_loss_only:
             return found

@@ -77,14 +77,16 @@ class StagedSteps:
         return mean
 
 
-def outputs_of(engine: Any, names: tuple[str, ...] | None, **inputs: Any) -> dict[str, Any]:
-    """Return tensors of the model's output, on every rank of the pipeline. Collective.
+def outputs_of(engine: Any, names: tuple[str, ...] | None, **inputs: Any) -> Any:
+    """Return tensors of the model's output, as one of transformers, on every rank of the pipeline. Collective.
 
     Args:
         engine: has the stages.
         names: of the output's entries; None: all tensors.
         inputs: of the model.
     """
+    from transformers.utils.generic import ModelOutput
+
     found: list[dict[str, Any]] = []
 
     def keep(output: Any) -> None:
@@ -96,7 +98,8 @@ def outputs_of(engine: Any, names: tuple[str, ...] | None, **inputs: Any) -> dic
     gathered: list[list[dict[str, Any]]] = [[] for _ in range(group.size)]
     dist.all_gather_object(gathered, found, group=group.process_group)
     (output,) = (one for rank in gathered for one in rank)
-    return {name: value.to(engine.device) for name, value in output.items()}
+    moved = {name: value.to(engine.device) for name, value in output.items()}
+    return ModelOutput(moved)  # type: ignore[no-untyped-call]
 
 
 def whole_sequences(part: torch.Tensor, group: Group) -> torch.Tensor:

@@ -100,6 +100,8 @@ def read_tensors(path: Path, data: bytes | None = None) -> Any:
         if name is None:
             raise _damaged(path, error) from None
         raise _refused(path, name[1]) from None
+    except (FileNotFoundError, PermissionError):
+        raise
     # A file that is cut off lacks its directory, or ends within a pickle.
     except (RuntimeError, OSError, EOFError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from None
