@@ -1,0 +1,231 @@
+"""Elastic training: state that survives a restart of the ranks.
+
+Horovod changes the ranks inside living processes. Here the launcher starts all ranks again (``zeromesh launch
+--max-restarts``), and committed state goes through a file, which rank 0 writes and reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence, Sized
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeromesh.comm.detect import may_restart
+from zeromesh.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from zeromesh.horovod.start import rank, size
+from zeromesh.horovod.world import HorovodInternalError
+
+FOLDER = "ZEROMESH_ELASTIC"
+"""Variable with the folder of committed states, which all nodes see; by default .zeromesh-elastic."""
+
+
+def state_file() -> Path | None:
+    """Return the file of the state committed in this run; None if no launcher restarts the ranks."""
+    if not may_restart():
+        return None
+    run = os.environ.get("TORCHELASTIC_RUN_ID") or "run"
+    return Path(os.environ.get(FOLDER) or ".zeromesh-elastic") / f"{run}.pt"
+
+
+class ObjectState:
+    """Named Python objects that can be committed and restored; each is an attribute.
+
+    Args:
+        bcast_object: in place of ``broadcast_object``.
+        get_rank: in place of ``rank``.
+        values: the objects, by name.
+    """
+
+    def __init__(
+        self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None, **values: Any
+    ) -> None:
+        self._broadcast = bcast_object or broadcast_object
+        self._rank = get_rank or rank
+        self._callbacks: list[Callable[[], None]] = []
+        self._names = list(values)
+        for name, value in values.items():
+            setattr(self, name, value)
+        self._saved = self.snapshot()
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Register functions that are called when the ranks have been started again, perhaps in another number."""
+        self._callbacks += callbacks
+
+    def on_reset(self) -> None:
+        """Call the registered functions, after a restart."""
+        for callback in self._callbacks:
+            callback()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return a copy of everything that is committed."""
+        return {"values": {name: copy.deepcopy(getattr(self, name)) for name in self._names}}
+
+    def apply(self, snapshot: dict[str, Any]) -> None:
+        """Take the values of a copy."""
+        for name, value in copy.deepcopy(snapshot["values"]).items():
+            setattr(self, name, value)
+
+    def save(self) -> None:
+        """Keep a copy in memory; rank 0 also in a file where a launcher restarts the ranks."""
+        self._saved = self.snapshot()
+        path = state_file()
+        if path is None or self._rank() != 0:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        torch.save(self._saved, part)
+        part.replace(path)  # a rank that dies in between leaves the last commit as it was
+
+    def commit(self) -> None:
+        """Save the state, and check for new hosts."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Do nothing: the launcher starts the ranks again when nodes come or go, and tells no living rank."""
+
+    def restore(self) -> None:
+        """Go back to the last commit."""
+        self.apply(self._saved)
+
+    def load(self) -> bool:
+        """Take the state that an earlier start of this run committed; return whether there is one. Collective."""
+        path = state_file()
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+        found = again and path is not None and self._rank() == 0 and path.exists()
+        if found and path is not None:
+            self.apply(torch.load(path, map_location="cpu", weights_only=False))
+        return bool(self._broadcast(found))
+
+    def sync(self) -> None:
+        """Give every rank the state of rank 0, and save it."""
+        values = self._broadcast({name: getattr(self, name) for name in self._names})
+        for name, value in values.items():
+            setattr(self, name, value)
+        self._saved = self.snapshot()
+
+
+class TorchState(ObjectState):
+    """State of training: models, optimizers, samplers, and other objects.
+
+    Args:
+        model: a module.
+        optimizer: an optimizer, also a ``DistributedOptimizer``.
+        values: by name, further modules, optimizers, ``ElasticSampler``, and Python objects.
+    """
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
+        given = {"model": model, "optimizer": optimizer} | values
+        kinds = (torch.nn.Module, torch.optim.Optimizer, ElasticSampler)
+        self._parts = [name for name, value in given.items() if isinstance(value, kinds)]
+        for name in self._parts:
+            setattr(self, name, given[name])
+        super().__init__(**{name: value for name, value in given.items() if name not in self._parts})
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return a copy of everything that is committed."""
+        parts = {name: copy.deepcopy(getattr(self, name).state_dict()) for name in self._parts}
+        return super().snapshot() | {"parts": parts}
+
+    def apply(self, snapshot: dict[str, Any]) -> None:
+        """Take the values of a copy."""
+        for name, state in snapshot["parts"].items():
+            getattr(self, name).load_state_dict(copy.deepcopy(state))
+        super().apply(snapshot)
+
+    def sync(self) -> None:
+        """Give every rank the state of rank 0, and save it."""
+        for name in self._parts:
+            part = getattr(self, name)
+            if isinstance(part, torch.nn.Module):
+                broadcast_parameters(part.state_dict(), root_rank=0)
+            elif isinstance(part, torch.optim.Optimizer):
+                broadcast_optimizer_state(part, root_rank=0)
+            else:
+                part.load_state_dict(broadcast_object(part.state_dict()))
+        super().sync()
+
+
+class ElasticSampler(torch.utils.data.Sampler[int]):
+    """Sampler that divides an epoch's samples over the ranks, and after a restart those that are left.
+
+    Args:
+        dataset: has a length.
+        shuffle: permute the samples, differently in each epoch.
+        seed: of the permutation; the same on all ranks.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.epoch = 0
+        self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, at its end rather than its start, since a restart inside an epoch continues it."""
+        self.epoch, self.processed_num = epoch, 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Note that every rank has processed a batch of ``batch_size`` samples."""
+        self.processed_num += batch_size * self._ranks
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch and the number of samples processed in it, by all ranks."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continue an epoch."""
+        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Divide the samples that are left of the epoch over the ranks that there are now."""
+        self._rank, self._ranks = rank(), size()
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        left = order[self.processed_num :]
+        # All ranks get as many samples: the first ones once more where they do not divide.
+        padded = -(-len(left) // self._ranks) * self._ranks
+        self.indices = [left[place % len(left)] for place in range(self._rank, padded, self._ranks)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a training function whose first argument is its state.
+
+    The function starts with the last committed state after a restart, and with that of rank 0 on all ranks. If it
+    raises HorovodInternalError, the state goes back to the last commit, and the error goes on to the launcher, which
+    starts all ranks again.
+    """
+
+    @functools.wraps(function)
+    def wrapper(state: ObjectState, *args: Any, **kwargs: Any) -> Any:
+        if state.load():
+            state.on_reset()
+        state.sync()
+        try:
+            result = function(state, *args, **kwargs)
+        except HorovodInternalError:
+            state.restore()
+            raise
+        path = state_file()
+        if path is not None and rank() == 0:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+        return result
+
+    return wrapper

@@ -1,0 +1,343 @@
+"""``DistributedOptimizer``: an optimizer whose gradients are reduced over the ranks during backward."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zeromesh.horovod.functions import broadcast_object
+from zeromesh.horovod.negotiation import ReduceOp
+from zeromesh.horovod.operations import (
+    Adasum,
+    Average,
+    Compression,
+    grouped_allreduce_async,
+    operation,
+    sparse_allreduce_async,
+    synchronize,
+)
+from zeromesh.horovod.sets import ProcessSet, global_process_set, members_of
+
+Parameter = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of ``DistributedOptimizer`` about the reduction."""
+
+    compression: Any
+    op: ReduceOp
+    predivide: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+
+@dataclass
+class Bucket:
+    """Parameters whose gradients are reduced together, under one name."""
+
+    name: str
+    parameters: list[Parameter]
+    ready: set[int] = field(default_factory=set)  # ids of those whose gradients are complete
+    finish: Callable[[], None] | None = None  # waits for the reduction in progress
+
+
+class Reduction:
+    """Reduces gradients as backward completes them, and counts its passes.
+
+    Args:
+        names: name of each parameter.
+        buckets: all parameters that are trained, each in one bucket.
+        passes: number of backward passes of an update.
+        options: how to reduce.
+    """
+
+    def __init__(self, names: dict[Parameter, str], buckets: list[Bucket], passes: int, options: Options) -> None:
+        self.passes = passes
+        self.options = options
+        self.buckets = buckets
+        self._names = names
+        self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
+        self._seen: dict[Parameter, int] = {}
+        self._filling = False
+        members = members_of(options.process_set, "DistributedOptimizer")
+        self.active = members.rank >= 0 and members.size > 1
+        for parameter in self._bucket_of if self.active and options.op is not Adasum else ():
+            parameter.register_post_accumulate_grad_hook(self._after_gradient)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether gradients have been computed that no update has used."""
+        return bool(self._seen)
+
+    def reset(self) -> None:
+        """Forget the passes so far."""
+        for bucket in self.buckets:
+            if bucket.finish is not None:
+                bucket.finish()
+            bucket.finish, bucket.ready = None, set()
+        self._seen = {}
+
+    def finish(self) -> None:
+        """Reduce what has not been, and wait until all gradients are those of all ranks."""
+        if not self.active:
+            self._seen = {}
+            return
+        for bucket in self.buckets:
+            if bucket.finish is None:
+                self._start(bucket)
+        for bucket in self.buckets:
+            if bucket.finish is not None:
+                bucket.finish()
+            bucket.finish, bucket.ready = None, set()
+        self._seen = {}
+
+    def _after_gradient(self, parameter: Parameter) -> None:
+        if self._filling:
+            return
+        seen = self._seen[parameter] = self._seen.get(parameter, 0) + 1
+        if seen > self.passes:
+            raise AssertionError(
+                f"the gradient of {self._names[parameter]} was computed {seen} times since the last step(), but "
+                f"backward_passes_per_step is {self.passes}; call step() or synchronize() before, or raise "
+                "backward_passes_per_step to add up gradients locally"
+            )
+        bucket = self._bucket_of[parameter]
+        if seen == self.passes:
+            bucket.ready.add(id(parameter))
+        if len(bucket.ready) == len(bucket.parameters):
+            self._start(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
+        """Start to reduce the gradients of a bucket; those that this rank has not computed are zeros."""
+        self._fill(bucket.parameters)
+        gradients = [_gradient(parameter) for parameter in bucket.parameters]
+        options = self.options
+        if len(gradients) == 1 and gradients[0].is_sparse and not options.sparse_as_dense:
+            waiting = sparse_allreduce_async(gradients[0], bucket.name, options.op, options.process_set)
+            bucket.finish = lambda: _replace(gradients[0], waiting())
+            return
+        pairs = [options.compression.compress(g.to_dense() if g.is_sparse else g) for g in gradients]
+        split = options.predivide if options.op is Average else 1.0
+        handle = grouped_allreduce_async(
+            [tensor for tensor, _ in pairs], None, bucket.name, options.op, 1.0 / split, split, options.process_set
+        )
+
+        def finish() -> None:
+            for gradient, result, (_, ctx) in zip(gradients, synchronize(handle), pairs, strict=True):
+                _replace(gradient, options.compression.decompress(result, ctx))
+
+        bucket.finish = finish
+
+    def _fill(self, parameters: Sequence[Parameter]) -> None:
+        missing = [parameter for parameter in parameters if parameter.grad is None]
+        if missing:
+            self._filling = True
+            try:
+                # Autograd makes the gradients: other ranks may have computed them, and wait for these.
+                torch.autograd.backward(missing, [torch.zeros_like(parameter) for parameter in missing])
+            finally:
+                self._filling = False
+
+
+def _gradient(parameter: Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+@torch.no_grad()
+def _replace(gradient: torch.Tensor, result: torch.Tensor) -> None:
+    if gradient.is_sparse:
+        gradient.zero_().add_(result if result.is_sparse else result.to_sparse(gradient.sparse_dim()))
+    else:
+        gradient.copy_(result)
+
+
+class _Distributed(torch.optim.Optimizer):
+    """Methods that ``DistributedOptimizer`` puts before those of the optimizer's own class."""
+
+    _reduction: Reduction
+    _synchronized: bool
+    _synchronizes: bool
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Number of backward passes of an update."""
+        return self._reduction.passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set the number of backward passes of an update."""
+        self._reduction.passes = _passes(passes)
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are those of all ranks; to clip them before ``step``, for example."""
+        self._reduction.finish()
+        self._synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let ``step`` take the gradients as they are, since ``synchronize`` was called before."""
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = True
+
+    def step(self, closure: Any = None) -> Any:
+        """Wait for the gradients of all ranks, and update the parameters."""
+        if self._reduction.options.op is Adasum and self._reduction.active:
+            return self._adasum_step(closure)
+        if closure is not None and self._reduction.active:
+            # Optimizers call a closure that runs backward: its gradients are complete at its end.
+            def reduced() -> Any:
+                loss = closure()
+                self._reduction.finish()
+                return loss
+
+            return super().step(reduced)
+        if self._synchronizes:
+            if self._synchronized:
+                warnings.warn(
+                    "step() reduces the gradients again after synchronize(); write `with "
+                    "optimizer.skip_synchronize(): optimizer.step()`",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._synchronized = False
+        return super().step(closure)
+
+    def _adasum_step(self, closure: Any) -> Any:
+        """Update by this rank's gradients alone, and combine the ranks' changes of the parameters."""
+        parameters = [parameter for bucket in self._reduction.buckets for parameter in bucket.parameters]
+        before = [parameter.detach().clone() for parameter in parameters]
+        loss = super().step(closure)
+        options = self._reduction.options
+        with torch.no_grad():
+            changes = [parameter - old for parameter, old in zip(parameters, before, strict=True)]
+            pairs = [options.compression.compress(change) for change in changes]
+            handle = grouped_allreduce_async(
+                [tensor for tensor, _ in pairs], None, "adasum.changes", Adasum, process_set=options.process_set
+            )
+            for parameter, old, change, (_, ctx) in zip(parameters, before, synchronize(handle), pairs, strict=True):
+                parameter.copy_(old + options.compression.decompress(change, ctx))
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients; AssertionError between backward and ``step``, when they are being reduced."""
+        if self._reduction.active and self._reduction.under_way:
+            raise AssertionError(
+                "zero_grad() was called after backward and before step() or synchronize(), while gradients are being "
+                "reduced; call it after step()"
+            )
+        super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load the optimizer's states, and forget backward passes so far."""
+        self._reduction.reset()
+        self._synchronized = False
+        super().load_state_dict(state_dict)
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Parameter]] | None = None,
+    compression: Any = Compression.none, backward_passes_per_step: int = 1, op: int = Average,
+    gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None, sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:  # fmt: skip
+    """Return an optimizer of a class derived from the given one's, whose gradients are reduced over the ranks.
+
+    Args:
+        optimizer: is used up: its groups and states are those of the result.
+        named_parameters: ``model.named_parameters()``; the names are those of the reductions, unique in the run.
+        compression: dtype of gradients on the way.
+        backward_passes_per_step: passes whose gradients are added up on each rank before they are reduced.
+        op: Average, Sum or another; Adasum combines the ranks' changes of the parameters.
+        gradient_predivide_factor: with Average, gradients are divided by it before the sum and multiplied after.
+        num_groups: deprecated name of ``groups``.
+        groups: number of messages, or lists of parameters to reduce in one message; the others go alone.
+        sparse_as_dense: reduce sparse gradients as dense ones.
+        process_set: ranks that take part; on others the optimizer is as before.
+
+    Raises:
+        ValueError: names that are not unique or lack a parameter, or arguments that contradict each other.
+    """
+    found = operation(None, op)
+    if gradient_predivide_factor != 1.0 and found is not Average:
+        raise ValueError(f"gradient_predivide_factor needs op Average, not {found.name}; leave it out")
+    groups = num_groups if groups is None and num_groups else groups
+    names = _names(optimizer, named_parameters)
+    options = Options(compression, found, gradient_predivide_factor, sparse_as_dense, process_set)
+    members = members_of(process_set, "DistributedOptimizer")
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if groups is not None and members.rank >= 0:
+        # In the order of one rank: ranks may have other orders of parameters.
+        order = broadcast_object([names[p] for p in trained], members.ranks[0], "groups", process_set)
+        places = {name: place for place, name in enumerate(order)}
+        trained.sort(key=lambda parameter: places.get(names[parameter], len(places)))
+    buckets = [Bucket(names[part[0]], part) for part in _split(trained, groups) if part]
+    reduction = Reduction(names, buckets, _passes(backward_passes_per_step), options)
+    kind = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
+    made = kind.__new__(kind)
+    # A schedule made before has put a ``step`` there that is the other object's.
+    made.__dict__ |= {name: value for name, value in vars(optimizer).items() if name != "step"}
+    made.__dict__ |= {"_reduction": reduction, "_synchronized": False, "_synchronizes": True}
+    return made
+
+
+def _passes(passes: int) -> int:
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step is {passes}, but must be at least 1")
+    return passes
+
+
+def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Parameter]] | None) -> dict[Parameter, str]:
+    """Return the name of each parameter."""
+    pairs = list(named) if named is not None else [
+        (f"allreduce.noname.{number}.{place}", parameter)
+        for number, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+    ]  # fmt: skip
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+        raise ValueError("named_parameters must be pairs of a name and a parameter, as model.named_parameters() gives")
+    seen = [name for name, _ in pairs]
+    if twice := sorted({name for name in seen if seen.count(name) > 1}):
+        raise ValueError(f"named_parameters has several parameters of the name {', '.join(twice)}; make names unique")
+    names = {parameter: name for name, parameter in pairs}
+    unnamed = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+    if unnamed:
+        raise ValueError(
+            f"named_parameters lacks {len(unnamed)} of the optimizer's parameters, the first of shape "
+            f"{tuple(unnamed[0].shape)}; give the names of all models whose parameters the optimizer has"
+        )
+    return names
+
+
+def _split(trained: list[Parameter], groups: Any) -> list[list[Parameter]]:
+    """Return the parameters of each message."""
+    if groups is None or groups == 0:
+        return [[parameter] for parameter in trained]
+    if isinstance(groups, int) and groups > 0:
+        return [list(part) for part in _even(trained, groups)]
+    if not isinstance(groups, list) or any(not isinstance(p, torch.Tensor) for part in groups for p in part):
+        raise ValueError(f"groups is {groups!r}, but must be a number that is not negative, or lists of parameters")
+    given = [parameter for part in groups for parameter in part]
+    if len({id(parameter) for parameter in given}) < len(given):
+        raise ValueError("groups has a parameter twice; name each at most once")
+    inside = {id(parameter) for parameter in given}
+    known = {id(parameter) for parameter in trained}
+    parts = [[parameter for parameter in part if id(parameter) in known] for part in groups]
+    return parts + [[parameter] for parameter in trained if id(parameter) not in inside]
+
+
+def _even(trained: list[Parameter], count: int) -> Iterator[list[Parameter]]:
+    size, more = divmod(len(trained), count)
+    start = 0
+    for number in range(count):
+        end = start + size + (number < more)
+        yield trained[start:end]
+        start = end
