@@ -30,8 +30,11 @@ def state_file() -> Path | None:
     """Return the file of the state committed in this run; None if no launcher restarts the ranks."""
     if not may_restart():
         return None
-    run = os.environ.get("TORCHELASTIC_RUN_ID") or "run"
-    return Path(os.environ.get(FOLDER) or ".zeromesh-elastic") / f"{run}.pt"
+    # The launcher's process is the same after a restart, and another one in each run.
+    launcher = os.getppid()
+    stat = Path(f"/proc/{launcher}/stat")
+    since = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else "0"
+    return Path(os.environ.get(FOLDER) or ".zeromesh-elastic") / f"{launcher}-{since}.pt"
 
 
 class ObjectState:
@@ -98,9 +101,9 @@ class ObjectState:
     def load(self) -> bool:
         """Take the state that an earlier start of this run committed; return whether there is one. Collective."""
         path = state_file()
-        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
-        found = again and path is not None and self._rank() == 0 and path.exists()
+        found = path is not None and self._rank() == 0 and path.exists()
         if found and path is not None:
+            # It is a file of this run, which holds the program's own objects.
             self.apply(torch.load(path, map_location="cpu", weights_only=False))
         return bool(self._broadcast(found))
 

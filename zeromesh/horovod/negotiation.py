@@ -60,7 +60,7 @@ NEUTRAL = (ReduceOp.Sum, ReduceOp.Average, ReduceOp.Adasum)
 
 
 @dataclass
-class Pending:
+class Submission:
     """An operation that some of its ranks have asked for."""
 
     requests: dict[int, Request] = field(default_factory=dict)  # by rank
@@ -78,7 +78,7 @@ class Negotiator:
         self.sets: dict[int, list[int]] = {0: list(range(size))}
         self._next_set = 1
         self._warn = warn
-        self._pending: dict[str, Pending] = {}
+        self._pending: dict[str, Submission] = {}
         self._joined: list[int] = []  # in the order in which they joined
         self._left: set[int] = set()
         self._waits: dict[int, str] = {}  # rank -> key of the operation that it is blocked in
@@ -90,7 +90,7 @@ class Negotiator:
             return [_failure([rank], key, f"process set {request['set']} has been removed")]
         if request["kind"] == "join":
             self._joined.append(rank)
-        self._pending.setdefault(key, Pending()).requests[rank] = request
+        self._pending.setdefault(key, Submission()).requests[rank] = request
         found = self._decide([key])
         # A rank that joins may be the last one that others wait for.
         return found + (self._decide(list(self._pending)) if request["kind"] == "join" else [])

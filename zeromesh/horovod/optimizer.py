@@ -44,7 +44,18 @@ class Bucket:
     name: str
     parameters: list[Parameter]
     ready: set[int] = field(default_factory=set)  # ids of those whose gradients are complete
-    finish: Callable[[], None] | None = None  # waits for the reduction in progress
+    waiting: Callable[[], None] | None = None  # waits for the reduction in progress
+
+    def begin(self, waiting: Callable[[], None]) -> None:
+        """Note a reduction in progress."""
+        self.waiting = waiting
+
+    def finish(self) -> None:
+        """Wait for the reduction, if there is one, and be ready for the next."""
+        waiting, self.waiting = self.waiting, None
+        self.ready.clear()
+        if waiting is not None:
+            waiting()
 
 
 class Reduction:
@@ -72,16 +83,18 @@ class Reduction:
 
     @property
     def under_way(self) -> bool:
-        """Whether gradients have been computed that no update has used."""
+        """True if gradients have been computed that no update has used."""
         return bool(self._seen)
 
     def reset(self) -> None:
         """Forget the passes so far."""
         for bucket in self.buckets:
-            if bucket.finish is not None:
-                bucket.finish()
-            bucket.finish, bucket.ready = None, set()
+            bucket.finish()
         self._seen = {}
+
+    def set_passes(self, passes: int) -> None:
+        """Set the number of backward passes of an update."""
+        self.passes = _passes(passes)
 
     def finish(self) -> None:
         """Reduce what has not been, and wait until all gradients are those of all ranks."""
@@ -89,12 +102,10 @@ class Reduction:
             self._seen = {}
             return
         for bucket in self.buckets:
-            if bucket.finish is None:
+            if bucket.waiting is None:
                 self._start(bucket)
         for bucket in self.buckets:
-            if bucket.finish is not None:
-                bucket.finish()
-            bucket.finish, bucket.ready = None, set()
+            bucket.finish()
         self._seen = {}
 
     def _after_gradient(self, parameter: Parameter) -> None:
@@ -120,7 +131,7 @@ class Reduction:
         options = self.options
         if len(gradients) == 1 and gradients[0].is_sparse and not options.sparse_as_dense:
             waiting = sparse_allreduce_async(gradients[0], bucket.name, options.op, options.process_set)
-            bucket.finish = lambda: _replace(gradients[0], waiting())
+            bucket.begin(lambda: _replace(gradients[0], waiting()))
             return
         pairs = [options.compression.compress(g.to_dense() if g.is_sparse else g) for g in gradients]
         split = options.predivide if options.op is Average else 1.0
@@ -132,7 +143,7 @@ class Reduction:
             for gradient, result, (_, ctx) in zip(gradients, synchronize(handle), pairs, strict=True):
                 _replace(gradient, options.compression.decompress(result, ctx))
 
-        bucket.finish = finish
+        bucket.begin(finish)
 
     def _fill(self, parameters: Sequence[Parameter]) -> None:
         missing = [parameter for parameter in parameters if parameter.grad is None]
@@ -172,7 +183,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes of an update."""
-        self._reduction.passes = _passes(passes)
+        self._reduction.set_passes(passes)
 
     def synchronize(self) -> None:
         """Wait until all gradients are those of all ranks; to clip them before ``step``, for example."""
@@ -282,10 +293,10 @@ def DistributedOptimizer(
     buckets = [Bucket(names[part[0]], part) for part in _split(trained, groups) if part]
     reduction = Reduction(names, buckets, _passes(backward_passes_per_step), options)
     kind = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
-    made = kind.__new__(kind)
+    made: Any = object.__new__(kind)
     # A schedule made before has put a ``step`` there that is the other object's.
-    made.__dict__ |= {name: value for name, value in vars(optimizer).items() if name != "step"}
-    made.__dict__ |= {"_reduction": reduction, "_synchronized": False, "_synchronizes": True}
+    vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    vars(made).update(_reduction=reduction, _synchronized=False, _synchronizes=True)
     return made
 
 

@@ -33,10 +33,8 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     world = worlds.start()
     size = world.environment.world_size
     given = list(comm) if isinstance(comm, Iterable) else [] if comm is None else range(getattr(comm, "size", 0))
-    if (
-        (given
-        and sorted(given) != list(range(size)))
-        or (comm is not None and not isinstance(comm, Iterable) and not given)
+    if (given and sorted(given) != list(range(size))) or (
+        comm is not None and not isinstance(comm, Iterable) and not given
     ):
         worlds.shutdown()
         raise ValueError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Timeline:
+class OperationTimeline:
     """Events of this rank's operations; nothing is kept while ``path`` is empty."""
 
     def __init__(self, path: str = "") -> None:

@@ -28,7 +28,7 @@ from zeromesh.comm.environment import shutdown as end_group
 from zeromesh.comm.mpi import backend as mpi
 from zeromesh.horovod import moves
 from zeromesh.horovod.negotiation import Decision, Negotiator, Request, key_of, shown
-from zeromesh.horovod.timeline import Timeline
+from zeromesh.horovod.timeline import OperationTimeline
 
 BLOCKED = 2.0
 """Seconds of waiting after which a rank says so, for rank 0 to see when all wait for each other."""
@@ -86,7 +86,7 @@ class World:
     def __init__(self, environment: Environment, local_sizes: Sequence[int], owns_group: bool) -> None:
         self.environment = environment
         self.homogeneous = len(set(local_sizes)) == 1
-        self.timeline = Timeline(os.environ.get("HOROVOD_TIMELINE", "") if environment.rank == 0 else "")
+        self.timeline = OperationTimeline(os.environ.get("HOROVOD_TIMELINE", "") if environment.rank == 0 else "")
         self._owns_group = owns_group
         ranks = range(environment.world_size)
         self.members = {0: moves.Members(dist.new_group(list(ranks)), ranks, environment.rank)}
@@ -201,6 +201,7 @@ class World:
         like = decision["like"]
         kind = like["kind"]
         if kind == "join":
+            self._counts.clear()  # ranks have made different numbers of calls, and count alike from here
             return decision["last"]
         if kind == "add_process_set":
             ranks, own = like["ranks"], self.environment.rank
@@ -259,7 +260,7 @@ def _zeros(like: Request) -> list[torch.Tensor]:
 def _store(environment: Environment) -> Any:
     """Return a key-value store with queues that all ranks share, with keys of this world alone. Collective."""
     ours = "mpi" in backends().values() and mpi.is_ours()
-    found = mpi.store() if ours else dist.distributed_c10d._get_default_store()
+    found: Any = mpi.store() if ours else dist.distributed_c10d._get_default_store()
     agreed: list[Any] = [None]
     server = None
     if environment.rank == 0:
@@ -275,9 +276,11 @@ def _store(environment: Environment) -> Any:
             "the process group's store is a file, which carries no messages between nodes; start the group with "
             "init_method env:// or tcp://, or let hvd.init() start it"
         )
-    if port:
-        found = server or dist.TCPStore("127.0.0.1", port, None, False)  # type: ignore[attr-defined]
-    store = dist.PrefixStore(f"horovod/{token}", found.clone())
+    if port:  # not a clone, as rank 0's store keeps the server
+        own: Any = server or dist.TCPStore("127.0.0.1", port, None, False)  # type: ignore[attr-defined]
+    else:
+        own = found.clone()
+    store: Any = dist.PrefixStore(f"horovod/{token}", own)  # type: ignore[attr-defined]
     store.set_timeout(NEVER)
     return store
 
