@@ -178,7 +178,7 @@ def test_a_name_in_use_is_refused() -> None:
 
 @on_ranks(3)
 def test_contradictions_are_errors_on_every_rank() -> None:
-    with world() as (rank, size):
+    with world() as (rank, _):
         one = torch.ones(2)
         for call, match in [
             (lambda: hvd.allreduce(torch.ones(2 + rank)), r"shapes must be the same.*\n  rank 0: \[\[2\]\]\n  rank 1"),

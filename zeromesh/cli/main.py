@@ -159,7 +159,10 @@ def launch(
     program: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; what follows are its arguments.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", show_default=False)] = None,
     nproc: Annotated[
-        int | None, typer.Option(metavar="N", help="Ranks per node; one for each accelerator, else 1, if left out.")
+        int | None,
+        typer.Option(
+            "--nproc", "-np", metavar="N", help="Ranks per node; one for each accelerator, else 1, if left out."
+        ),
     ] = None,
     nnodes: Annotated[
         str, typer.Option(metavar="A[:B]", help="Nodes; A:B lets nodes come and go between A and B.")
