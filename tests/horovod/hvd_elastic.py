@@ -11,6 +11,11 @@ import zeromesh.horovod as hvd
 STEPS = 5
 
 
+def loss_of(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+    rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+    return model(rows).square().mean()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--die-at", type=int, default=-1)
@@ -30,9 +35,8 @@ def main() -> None:
         while state.step < STEPS:
             if state.step == args.die_at and not resets and hvd.rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            generator = torch.Generator().manual_seed(10 * state.step + hvd.rank())
             optimizer.zero_grad()
-            model(torch.randn(3, 4, generator=generator, dtype=torch.float64)).square().mean().backward()
+            loss_of(model, state.step, hvd.rank()).backward()
             optimizer.step()
             state.step += 1
             if state.step % 2 == 0:

@@ -266,7 +266,10 @@ def _store(environment: Environment) -> Any:
     if environment.rank == 0:
         try:
             found.queue_len("horovod")
-        except (RuntimeError, NotImplementedError):  # a store in a file, or in this process alone
+            queues = environment.world_size > 1  # in a store of one process, a wait for a message is not woken
+        except (RuntimeError, NotImplementedError):  # a store in a file
+            queues = False
+        if not queues:
             server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
         agreed = [(uuid.uuid4().hex, server.port if server else 0)]
     dist.broadcast_object_list(agreed)
