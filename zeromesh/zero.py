@@ -41,6 +41,7 @@ from zeromesh.plan.estimators import (
 from zeromesh.shard.deferred import recording
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import Pick
+from zeromesh.shard.table.table import Table
 from zeromesh.shard.unit import Unit
 from zeromesh.signatures import refuse
 
@@ -157,9 +158,9 @@ def _owner(parameter: nn.Parameter) -> Engine:
     return engine
 
 
-def _find(parameter: nn.Parameter) -> tuple[Engine, Unit, Flat, int]:
+def _find(parameter: nn.Parameter) -> tuple[Engine, Unit | Table, Flat, int]:
     engine = _owner(parameter)
-    for unit in engine.sharded.units:
+    for unit in engine.sharded.parts:
         for flat in unit.flats:
             for index, member in enumerate(flat.parameters):
                 if member is parameter:
@@ -167,7 +168,7 @@ def _find(parameter: nn.Parameter) -> tuple[Engine, Unit, Flat, int]:
     raise AssertionError("a registered parameter is in no unit")
 
 
-def place_of(parameter: nn.Parameter) -> tuple[Unit, Flat, int]:
+def place_of(parameter: nn.Parameter) -> tuple[Unit | Table, Flat, int]:
     """Return the unit of a parameter, the flat buffer in it, and the parameter's index there."""
     return _find(parameter)[1:]
 

@@ -88,6 +88,35 @@ class Scheduler(Section):
     _known_type = field_validator("type")(check_scheduler)
 
 
+class TableOptimizer(Section):
+    """The update of rows that a batch has used."""
+
+    type: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = key(
+        ..., "sgd, adagrad, rowwise_adagrad (one state per row), or adam (torch's SparseAdam)."
+    )
+    lr: CountFloat | None = key(None, "Learning rate; schedules change it. Null: 0.01 of adagrad, else 0.001.")
+    eps: CountFloat | None = key(None, "Added to the root. Null: 1e-10 of adagrad, 1e-8 of adam.")
+    lr_decay: CountFloat | None = key(None, "Decay of adagrad's learning rate per update. Null: 0.")
+    initial_accumulator_value: CountFloat | None = key(None, "First value of adagrad's sums. Null: 0.")
+    betas: list[float] | None = key(None, "Decay rates of adam's moments. Null: 0.9 and 0.999.")
+
+
+class EmbeddingTables(Section):
+    """Embeddings with sparse gradients, whose rows are spread over the data-parallel ranks at every stage."""
+
+    modules: Names | None = key(
+        None, "Patterns of names of nn.Embedding and nn.EmbeddingBag. Null: those with sparse=True; []: none."
+    )
+    optimizer: TableOptimizer | None = key(
+        None, "Update of the rows. Null: by the run's optimizer, which must be SGD, Adagrad, Adam or AdamW."
+    )
+    device: Literal["none", "cpu", "nvme"] = key("none", "Tier of the rows and their optimizer states.")
+    nvme_path: str | None = key(None, "Folder of the rows' files on the NVMe device.")
+    cache_rows: PositiveInt = key(
+        100_000, "Rows of each table, the last used ones, that a GPU, or host memory before NVMe, keeps."
+    )
+
+
 class ActivationCheckpointing(Section):
     """Recompute activations in the backward instead of keeping them."""
 

@@ -10,7 +10,6 @@ from weakref import WeakSet, ref
 import torch
 
 from zeromesh.shard.accumulation import Accumulation
-from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.grads import PLAIN_GRAD
 from zeromesh.shard.hooks import CALL, Call, check_version, computing_backward, passes_of
@@ -123,7 +122,8 @@ class Backward:
         if task == self._users_task:
             return
         self.drop_failed()
-        accumulates = _accumulates(flat for unit in self._units for flat in unit.flats)
+        leaves = [leaf for table in self._reducer.tables for leaf in table.leaves()]
+        accumulates = _accumulates([*self._trained(), *leaves])
         factor = self._accumulation.missing_factor() if accumulates else 1.0
         self._users_task = task
         if accumulates:
@@ -132,6 +132,10 @@ class Backward:
         else:
             self._begin_walks()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_users)
+
+    def _trained(self) -> Iterator[torch.Tensor]:
+        flats = (flat for unit in self._units for flat in unit.flats if flat.gradient is not None)
+        return (parameter for flat in flats for parameter in flat.parameters)
 
     def _end_users(self) -> None:
         if self._phase is not Phase.USER:
@@ -193,6 +197,12 @@ class Backward:
         if self._phase is Phase.NONE:
             self._begin_users()
         self._reducer.arrive(gradient, index, value)
+
+    def rows_arrive(self) -> float:
+        """Begin the backward, if no other gradient has; return the factor of gradients that arrive."""
+        if self._phase is Phase.NONE:
+            self._begin_users()
+        return self._reducer.incoming
 
     def backward_begins(self, call: Call) -> None:
         """Hook: the backward of one call of a unit begins."""
@@ -299,9 +309,9 @@ class Backward:
             self._reducer.reduce([flat.gradient for flat in unit.flats if flat.gradient], self._ends(unit))
 
 
-def _accumulates(flats: Iterable[Flat]) -> bool:
-    """Return whether the current backward leaves a gradient in some parameter."""
-    for parameter in (parameter for flat in flats if flat.gradient is not None for parameter in flat.parameters):
+def _accumulates(leaves: Iterable[torch.Tensor]) -> bool:
+    """Return whether the current backward leaves a gradient in some leaf."""
+    for parameter in leaves:
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             if not parameter.requires_grad:
                 continue

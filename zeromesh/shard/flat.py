@@ -52,6 +52,7 @@ class Flat:
         tied_stages: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.layout = layout
+        self.sharded = row.parameter is Placement.SHARDED
         # Pipeline stages that have these parameters, where several do. The first of them counts what all have: in
         # norms, in numbers of elements, and in what is saved.
         self.tied_stages = tuple(tied_stages)
@@ -231,6 +232,23 @@ class Flat:
         self.watch()
         if layout.trainable:
             self.pieces = tuple(_cut_pieces(layout, self.own, self.master))
+
+    def hold_rows(self, master: torch.Tensor, here: int, store: Store) -> None:
+        """Let this rank's rows of a table rest in ``master``, 1-D, which begins with ``here`` elements of them.
+
+        The parameter keeps its shape, and has the memory of one number.
+        """
+        (parameter,), (segment,) = self.parameters, self.layout.segments
+        self.store, self.master, self._shard = store, master, master
+        self.full = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(self.layout.size)
+        self.views = (self.full[: segment.stop].view(segment.shape),)
+        rebind(parameter, self.views[0])
+        parameter.grad = None
+        self.watch()
+        if here:
+            start, local = self.shard_range.start, slice(0, here)
+            piece = Piece(segment.name, segment.held, start, start + here, nn.Parameter(master[local]), by_row=True)
+            self.pieces = ((0, local, piece),)
 
     def master_dtype(self, mixed: bool) -> torch.dtype:
         """Return the dtype of the master; ``mixed`` as for ``fill``."""
