@@ -254,14 +254,19 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return the whole mean gradient over ranks; None if no rank has one. Call it between backward and ``step``."""
     if param in _ELSEWHERE:
         return None
-    engine, _, flat, index = _find(param)
+    engine, part, flat, index = _find(param)
     gradient = flat.gradient
-    if gradient is None or not engine.sharded.reducer.begun:
+    if (gradient is None and not isinstance(part, Table)) or not engine.sharded.reducer.begun:
         return None
     engine.sharded.reducer.complete()
-    factor, shard = engine.gradient_factor, gradient.shard
+    is_used, shard = False, None
+    if isinstance(part, Table):
+        is_used, shard = part.used, part.dense_gradient()
+    elif gradient is not None:
+        is_used, shard = gradient.used[index], gradient.shard
+    factor = engine.gradient_factor
     # Another rank may have used a parameter that this one did not: all return a gradient, or none.
-    used = torch.tensor([float(gradient.used[index])], dtype=torch.float64)
+    used = torch.tensor([float(is_used)], dtype=torch.float64)
     if not bool(engine.mesh.group("stage").exchange(used).any()) or shard is None:
         return None
     return _whole(param, lambda flat, local, piece: shard[local].to(flat.master.dtype) * factor)
@@ -361,13 +366,18 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Change the whole gradient before ``step``. Every rank passes the same value.
 
     Raises:
-        ValueError: the value has another shape, or the parameter is frozen.
+        ValueError: the value has another shape, or the parameter is frozen, or a table.
         RuntimeError: this is not between backward and ``step``.
     """
     if param in _ELSEWHERE:
         return
-    engine, _, flat, index = _find(param)
+    engine, part, flat, index = _find(param)
     gradient = flat.gradient
+    if isinstance(part, Table):
+        raise ValueError(
+            f"the gradient of {part.name}.weight has the rows of this update's batches only and cannot be replaced; "
+            "scale the loss instead, or set sparse=False"
+        )
     if gradient is not None:
         if not engine.sharded.reducer.begun:
             raise RuntimeError("there is no gradient to change; call this between backward and step")

@@ -94,11 +94,11 @@ class TableOptimizer(Section):
     type: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = key(
         ..., "sgd, adagrad, rowwise_adagrad (one state per row), or adam (torch's SparseAdam)."
     )
-    lr: CountFloat | None = key(None, "Learning rate; schedules change it. Null: 0.01 of adagrad, else 0.001.")
-    eps: CountFloat | None = key(None, "Added to the root. Null: 1e-10 of adagrad, 1e-8 of adam.")
-    lr_decay: CountFloat | None = key(None, "Decay of adagrad's learning rate per update. Null: 0.")
-    initial_accumulator_value: CountFloat | None = key(None, "First value of adagrad's sums. Null: 0.")
-    betas: list[float] | None = key(None, "Decay rates of adam's moments. Null: 0.9 and 0.999.")
+    params: Table = key(
+        {},
+        "lr (0.01 of adagrad, else 0.001), eps, lr_decay and initial_accumulator_value of adagrad, betas of adam. "
+        "Schedules change lr as that of the other parameters.",
+    )
 
 
 class EmbeddingTables(Section):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.keys import TABLE_OPTIMIZER
 from zeromesh.model.placement import Tier
+from zeromesh.optim.values import without_auto
 from zeromesh.shard.table.find import find_tables
 from zeromesh.shard.table.rules import RULE_KEY, RULES, rule_of
 from zeromesh.shard.table.tables import TableSettings
@@ -58,10 +59,10 @@ def with_table_group(
         return list(owned)
     weights = {id(module.weight) for module in tables.values()}
     rule = RULES[chosen.type]
-    given = chosen.model_dump(exclude={"type"}, exclude_none=True)
+    given = without_auto(chosen.params)
     if unknown := sorted(set(given) - set(rule.defaults)):
         raise ValueError(
-            f"{TABLE_OPTIMIZER}.{unknown[0]} is no option of {chosen.type}, which has {', '.join(rule.defaults)}"
+            f"{TABLE_OPTIMIZER}.params.{unknown[0]} is no option of {chosen.type}, which has {', '.join(rule.defaults)}"
         )
     taken = [p for group in owned for p in group["params"] if id(p) in weights]
     rest = [{**group, "params": [p for p in group["params"] if id(p) not in weights]} for group in owned]

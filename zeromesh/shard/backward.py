@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
+from itertools import chain
 from weakref import WeakSet, ref
 
 import torch
@@ -16,6 +17,7 @@ from zeromesh.shard.hooks import CALL, Call, check_version, computing_backward, 
 from zeromesh.shard.order import Order, Pass, Walk
 from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.residency import Residency
+from zeromesh.shard.table.table import RowArrival, Table
 from zeromesh.shard.unit import Unit
 
 
@@ -122,8 +124,7 @@ class Backward:
         if task == self._users_task:
             return
         self.drop_failed()
-        leaves = [leaf for table in self._reducer.tables for leaf in table.leaves()]
-        accumulates = _accumulates([*self._trained(), *leaves])
+        accumulates = _accumulates(self._units, self._reducer.tables)
         factor = self._accumulation.missing_factor() if accumulates else 1.0
         self._users_task = task
         if accumulates:
@@ -132,10 +133,6 @@ class Backward:
         else:
             self._begin_walks()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_users)
-
-    def _trained(self) -> Iterator[torch.Tensor]:
-        flats = (flat for unit in self._units for flat in unit.flats if flat.gradient is not None)
-        return (parameter for flat in flats for parameter in flat.parameters)
 
     def _end_users(self) -> None:
         if self._phase is not Phase.USER:
@@ -186,7 +183,7 @@ class Backward:
             else:  # it is computed later, if at all, and is an output when it is there
                 when_computed(note)
 
-    def gradient_arrived(self, gradient: Gradient, index: int, parameter: torch.Tensor) -> None:
+    def gradient_arrived(self, gradient: Gradient | RowArrival, index: int, parameter: torch.Tensor) -> None:
         """Hook: autograd has accumulated a parameter's gradient."""
         found = PLAIN_GRAD.__get__(parameter)
         if found is None:
@@ -197,12 +194,6 @@ class Backward:
         if self._phase is Phase.NONE:
             self._begin_users()
         self._reducer.arrive(gradient, index, value)
-
-    def rows_arrive(self) -> float:
-        """Begin the backward, if no other gradient has; return the factor of gradients that arrive."""
-        if self._phase is Phase.NONE:
-            self._begin_users()
-        return self._reducer.incoming
 
     def backward_begins(self, call: Call) -> None:
         """Hook: the backward of one call of a unit begins."""
@@ -309,9 +300,11 @@ class Backward:
             self._reducer.reduce([flat.gradient for flat in unit.flats if flat.gradient], self._ends(unit))
 
 
-def _accumulates(leaves: Iterable[torch.Tensor]) -> bool:
-    """Return whether the current backward leaves a gradient in some leaf."""
-    for parameter in leaves:
+def _accumulates(units: Sequence[Unit], tables: Iterable[Table]) -> bool:
+    """Return whether the current backward leaves a gradient in some parameter, or in rows of a table."""
+    flats = (flat for unit in units for flat in unit.flats if flat.gradient is not None)
+    parameters = (parameter for flat in flats for parameter in flat.parameters)
+    for parameter in chain(parameters, (leaf for table in tables for leaf in table.leaves())):
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             if not parameter.requires_grad:
                 continue

@@ -31,6 +31,12 @@ def rebind(parameter: torch.Tensor, value: torch.Tensor) -> None:
     parameter.data = value
 
 
+def _bind_first(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Take a parameter over from the user: a gradient that it has is of no update here."""
+    rebind(parameter, value)
+    parameter.grad = None
+
+
 class Store(Protocol):
     """Storage of flat buffers; see ``zeromesh.shard.store``."""
 
@@ -223,8 +229,7 @@ class Flat:
             unmade = parameter.is_meta
             source = materialise(segment.name, parameter) if materialise is not None else None
             value = _first_ranks_value(parameter, mesh, unmade, self.tied_stages) if source is None else None
-            rebind(parameter, view)
-            parameter.grad = None
+            _bind_first(parameter, view)
             if value is not None:
                 self.put(segment, segment.held.cut(value.view(segment.held.whole)).reshape(-1))
             elif source is not None:
@@ -242,8 +247,7 @@ class Flat:
         self.store, self.master, self._shard = store, master, master
         self.full = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(self.layout.size)
         self.views = (self.full[: segment.stop].view(segment.shape),)
-        rebind(parameter, self.views[0])
-        parameter.grad = None
+        _bind_first(parameter, self.views[0])
         self.watch()
         if here:
             start, local = self.shard_range.start, slice(0, here)

@@ -31,7 +31,7 @@ _METHODS = (
 OWN_CLASS = "_own_class"  # attribute of a class that replaces a parameter's own: that class
 UNLOADED = "_is_unloaded"  # attribute of a class whose parameters are not in memory
 
-O = TypeVar("O", bound="Owner")
+Owned = TypeVar("Owned", bound="Owner")
 
 Saving = Callable[[], AbstractContextManager[None]]
 
@@ -104,7 +104,7 @@ def with_edges(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[l
 
 
 def unloaded_class(
-    base: type[nn.Parameter], unit: O, names: Mapping[int, str], touch: Callable[[O, str], None]
+    base: type[nn.Parameter], unit: Owned, names: Mapping[int, str], touch: Callable[[Owned, str], None]
 ) -> type[nn.Parameter]:
     """The class that the unit's parameters have while they are unloaded, or may be soon."""
     # Torch calls its `__torch_function__` before any operation: it has the unit fetched if the model is computing, and

@@ -23,6 +23,7 @@ from zeromesh.shard.gradient import FullState, Gradient, GradientPolicy, ShardSt
 from zeromesh.shard.gradient_memory import GradientMemory
 from zeromesh.shard.slots import Slot
 from zeromesh.shard.sums import count_once, sum_copies
+from zeromesh.shard.table.table import RowArrival
 from zeromesh.shard.table.tables import Tables
 from zeromesh.tiers.link import Link
 
@@ -93,11 +94,6 @@ class Reducer:
         """True if some gradient is not summed over the ranks, though its backward has ended."""
         return self._waiting or any(gradient.full_state is FullState.FILLING for gradient in self.gradients)
 
-    @property
-    def incoming(self) -> float:
-        """Factor of gradients that arrive in the current backward."""
-        return self._incoming
-
     # During a backward.
 
     def listen(self, on_shard: Callable[[Gradient], None]) -> None:
@@ -116,8 +112,11 @@ class Reducer:
             self.tables.reopen()
         self._completed = False
 
-    def arrive(self, gradient: Gradient, index: int, value: torch.Tensor) -> None:
-        """Take the gradient of parameter ``index``; the caller gives up ``value``."""
+    def arrive(self, gradient: Gradient | RowArrival, index: int, value: torch.Tensor) -> None:
+        """Take the gradient of parameter ``index``, or of rows; the caller gives up ``value``."""
+        if isinstance(gradient, RowArrival):
+            gradient.take(value, self._incoming)
+            return
         if value.is_sparse:
             value = value.to_dense()
         with span("accumulate", gradient.unit):

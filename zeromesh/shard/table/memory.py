@@ -28,12 +28,6 @@ class RowMemory:
         self._device = device
         self._hot = None if hot is None else HotRows(weights.shape[0], hot, device)
 
-    def add(self, plane: torch.Tensor) -> None:
-        """Add a plane of states."""
-        self.planes.append(plane)
-        if self._hot is not None:
-            self._hot.drop(self.planes[:-1])
-
     def replace(self, planes: Sequence[torch.Tensor]) -> None:
         """Use other memory for the planes."""
         self.planes = list(planes)
@@ -41,7 +35,8 @@ class RowMemory:
     def read(self, ids: torch.Tensor) -> torch.Tensor:
         """Return a copy of the weights of rows ``ids`` (int64, on the device): shape (k, width), on the device."""
         if self._hot is not None:
-            return self._hot.planes[0].index_select(0, self._hot.admit(ids, self.planes))
+            slots = self._hot.admit(ids, self.planes)
+            return self._hot.planes[0].index_select(0, slots)
         weights = self.planes[0]
         return weights.index_select(0, ids.to(weights.device)).to(self._device)
 

@@ -7,7 +7,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
@@ -23,7 +23,30 @@ from zeromesh.shard.table.lookup import lookup
 from zeromesh.shard.table.memory import RowMemory, plane_on
 from zeromesh.shard.table.rules import RULES, Options
 
+# Function of a hook, an index and the tensor that has the gradient; see ``Backward.gradient_arrived``.
+Arrived = Callable[["RowArrival", int, torch.Tensor], None]
+
+LOOKUP_TAG = 8  # of all tables, so that ranks which look up different ones find out
 NORM_CONSTANT = 1e-7  # of torch's renormalisation: max_norm / (norm + 1e-7)
+
+
+class RowArrival:
+    """Hook on the rows of one lookup, which takes their gradient."""
+
+    def __init__(self, arrived: Arrived, table: Table, ids: torch.Tensor) -> None:
+        # Weakly: the graph that has the rows must not hold the engine.
+        self._arrived, self._table, self._ids = WeakMethod(arrived), ref(table), ids
+
+    def __call__(self, rows: torch.Tensor) -> None:
+        """Signature of torch's hooks."""
+        if (arrived := self._arrived()) is not None:
+            arrived(self, 0, rows)
+
+    def take(self, gradient: torch.Tensor, factor: float) -> None:
+        """Give the table the gradient times ``factor``."""
+        if (table := self._table()) is not None:
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            table.take(self._ids, gradient if factor == 1.0 else gradient.to(wide) * factor)
 
 
 class GradientState(Enum):
@@ -115,11 +138,11 @@ class Table:
             self.mesh.replicate.broadcast(values)
             plane.copy_(values)
 
-    def spread(self, begun: Callable[[], float]) -> None:
-        """Let the module look its rows up; ``begun`` is called as gradients arrive, and returns their factor."""
-        weak, self._begun = ref(self), begun
-        # A closure would keep the engine alive with the model.
-        fetch = partial(_fetch, weak)
+    def spread(self, arrived: Arrived) -> None:
+        """Let the module look its rows up; ``arrived`` is called with their gradients."""
+        self._notify = arrived
+        # The model may outlive the engine.
+        fetch = partial(_fetch, ref(self))
         self.module.forward = partial(torch.compiler.disable(lookup), self.module, fetch, self.name)
 
     # Forward.
@@ -133,7 +156,7 @@ class Table:
         device = self.mesh.device
         request = RowRequest(self.name, self.number, ids.to(device), self.per_rank)
         with torch.no_grad():
-            route = ask(self.group, self.flat.tag, [request], failure)
+            route = ask(self.group, LOOKUP_TAG, [request], failure)
             asked = torch.cat(route.asked)
             if self.module.max_norm is not None:
                 self._renorm(asked.unique())
@@ -142,11 +165,10 @@ class Table:
             answers = dict(enumerate(rows.split([one.numel() for one in route.asked])))
             wanted = found.split([to[0] for to in route.counts[self.group.rank]])
             wanted[self.group.rank].copy_(answers[self.group.rank])
-            swap(self.group, self.flat.tag + 1, answers, dict(enumerate(wanted)), "table_rows")
+            swap(self.group, LOOKUP_TAG, answers, dict(enumerate(wanted)), "table_rows")
         if torch.is_grad_enabled() and self.module.weight.requires_grad:
             found.requires_grad_()
-            # The leaf lives with its graph, which must not hold the engine.
-            found.register_post_accumulate_grad_hook(partial(_arrive, ref(self), ids))
+            found.register_post_accumulate_grad_hook(RowArrival(self._notify, self, ids))
             self._leaves = [leaf for leaf in self._leaves if leaf() is not None] + [ref(found)]
         return found
 
@@ -166,16 +188,11 @@ class Table:
 
     # Backward.
 
-    def arrive(self, ids: torch.Tensor, leaf: torch.Tensor) -> None:
-        """Take the gradient of rows from a lookup."""
-        gradient = leaf.grad
-        leaf.grad = None
-        factor = self._begun()
-        if gradient is not None:
-            assert self.state is GradientState.LOCAL, self
-            self.used = True
-            wide = torch.promote_types(gradient.dtype, torch.float32)
-            self._arrived.append((ids.to(gradient.device), gradient.to(wide).mul_(factor) if factor != 1 else gradient))
+    def take(self, ids: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Take the gradient of rows ``ids``, ascending and without duplicates, from one lookup."""
+        assert self.state is GradientState.LOCAL, self
+        self.used = True
+        self._arrived.append((ids.to(gradient.device), gradient))
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ascending row numbers and the sums of their gradients on this rank."""
@@ -193,6 +210,11 @@ class Table:
         """Take the gradients of rows here from all ranks, in their order."""
         self.ids, self.gradient = add_up(parts, gradients)
         self.state = GradientState.SUMMED
+
+    def dense_gradient(self) -> torch.Tensor:
+        """Return the summed gradient of the rows here with the rows that have none: shape (rows here x width,)."""
+        whole = self.gradient.new_zeros(self.rows_here, self.width)
+        return whole.index_copy_(0, self.ids, self.gradient).view(-1)
 
     def reopen(self, counted: bool) -> None:
         """Take the sum as a gradient of this rank alone; not ``counted``: another rank has a copy of it."""
@@ -284,8 +306,3 @@ def _fetch(table: ref[Table], ids: torch.Tensor, failure: Exception | None) -> t
     if alive is None:
         raise RuntimeError("the engine that has the rows of this table is gone; keep the engine as long as the model")
     return alive.fetch(ids, failure)
-
-
-def _arrive(table: ref[Table], ids: torch.Tensor, leaf: torch.Tensor) -> None:
-    if (alive := table()) is not None:
-        alive.arrive(ids, leaf)

@@ -20,7 +20,7 @@ from zeromesh.shard.flat import Flat
 from zeromesh.shard.guard import Guard, Presence, unloaded_class
 from zeromesh.shard.table.exchange import RowRequest, ask, swap, vector_of
 from zeromesh.shard.table.rules import rule_of
-from zeromesh.shard.table.table import GradientState, Table
+from zeromesh.shard.table.table import Arrived, GradientState, Table
 
 ROWS_TAG, COPIES_TAG = 9, 10  # of gradients to the ranks that have the rows, and between copies of these
 
@@ -67,12 +67,12 @@ class Tables:
 
     def place(
         self, materialise: Callable[[str, nn.Parameter], Source | None] | None, names: Mapping[int, str],
-        begun: Callable[[], float],
+        arrived: Arrived,
     ) -> None:  # fmt: skip
         """Take the rows into memory, and let the modules look them up; see ``Table.place`` and ``Table.spread``."""
         for table in self.every:
             table.place(materialise, self._settings.hot, self._settings.folder)
-            table.spread(begun)
+            table.spread(arrived)
             unloaded = unloaded_class(nn.Parameter, table, names, self.refuse)
             guard = Guard(table, unloaded, nn.Parameter)
             guard.switch(Presence.UNLOADED)
