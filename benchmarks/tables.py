@@ -106,7 +106,8 @@ def ddp(sparse: bool, rows: int) -> tuple[Callable[[torch.Tensor], None], Callab
 
 
 def torchrec(rows: int) -> tuple[Callable[[torch.Tensor], None], Callable[[], float]]:
-    """Return the step of torchrec with the table on one rank (it shards rows on GPUs only) and AdaGrad fused into the backward; bytes are not counted."""
+    """Return the step of torchrec, with AdaGrad fused into the backward; bytes are not counted."""
+    # It spreads rows over GPUs only: on processors one rank has the whole table.
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
     from torchrec.distributed import DistributedModelParallel
