@@ -111,13 +111,13 @@ class Saving(EngineState):
         Parameters that are sharded, split or of other stages of a pipeline are in it as whole copies: every rank has
         all of the model then. ``gathered_state_dict`` gives it to the first rank alone.
         """
-        if not (self.sharded.sharded or self.sharded.is_split or self.pipelined):
+        if not (self.sharded.sharded or self.sharded.is_split or self.pipelined or len(self.sharded.tables)):
             found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
             return found
         # With the parameters themselves, so that those that are sharded can be found by identity.
         found = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
         copies: dict[int, torch.Tensor] = {}
-        for unit in self.sharded.units:
+        for unit in self.sharded.parts:
             members = [parameter for flat in unit.flats for parameter in flat.parameters]
             with self.sharded.gathered([unit]):
                 copies |= {id(parameter): parameter.detach().clone() for parameter in members}
@@ -130,7 +130,7 @@ class Saving(EngineState):
         The state of a model in pipeline stages holds all stages, as ``state_dict`` returns it.
         """
         sharded = self.sharded
-        with sharded.gathered(sharded.units):
+        with sharded.gathered(sharded.parts):
             result = whole.load_here(sharded, state_dict, strict)
             for flat in sharded.flats:
                 for index, segment in enumerate(flat.layout.segments):

@@ -18,6 +18,7 @@ from zeromesh.model.quantized import change, dense, is_quantized, is_transposed,
 from zeromesh.pretrained import first_names
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import ShardedModel
+from zeromesh.shard.table.table import Table
 from zeromesh.shard.unit import Unit
 from zeromesh.weight_files import ExportFiles
 
@@ -86,7 +87,7 @@ def _published_states(sharded: ShardedModel, dtype: torch.dtype | None) -> Itera
     """Yield the part of the plain model's state that each unit adds, as its checkpoints are published, on all ranks."""
     model, adapted = sharded.model, is_adapted(sharded.model)
     # The memory of a gathered unit is left to those who hold its tensors; other parameters go on changing.
-    left = {id(p) for unit in sharded.units if unit.sharded for flat in unit.flats for p in flat.parameters}
+    left = {id(p) for unit in sharded.parts if unit.sharded for flat in unit.flats for p in flat.parameters}
     for tensors in _unit_tensors(sharded):
         # Buffers come apart from parameters, and keep their dtype: a running mean is read in fp32.
         wanted = dtype if any(isinstance(tensor, nn.Parameter) for tensor in tensors.values()) else None
@@ -177,7 +178,7 @@ def _unit_tensors(sharded: ShardedModel) -> Iterator[dict[str, torch.Tensor]]:
     model = sharded.model
     written = written_names(model)
     owners = {id(part): (written[name], p) for name, p in model.named_parameters() for _, part in parts(p)}
-    for unit in sharded.units:
+    for unit in sharded.parts:
         members: dict[str, torch.Tensor] = {
             name: owners[id(p)][1]
             for flat in filter(sharded.is_first, unit.flats)
@@ -191,11 +192,11 @@ def _unit_tensors(sharded: ShardedModel) -> Iterator[dict[str, torch.Tensor]]:
     yield {name: buffer for name, buffer in model.named_buffers() if name in kept and name not in sharded.idle}
 
 
-def _with_adapters(sharded: ShardedModel, unit: Unit, names: Iterable[str]) -> list[Unit]:
+def _with_adapters(sharded: ShardedModel, unit: Unit | Table, names: Iterable[str]) -> list[Unit | Table]:
     """Return the unit, and those that hold the other parameters of its adapted layers."""
     if not is_adapted(sharded.model):
         return [unit]
-    owners = {id(p): owner for owner in sharded.units for flat in owner.flats for p in flat.parameters}
+    owners = {id(p): owner for owner in sharded.parts for flat in owner.flats for p in flat.parameters}
     paths = {path for name in names if (path := _adapted_path(sharded.model, name)) is not None}
     found = {unit, *(owners[id(p)] for path in paths for _, p in stored(sharded.model.get_submodule(path)))}
     # All ranks gather in one order.
@@ -360,7 +361,7 @@ def _save_adapters(sharded: ShardedModel, folder: Path, taken: Sequence[tuple[nn
     world, first = sharded.mesh.group("world"), sharded.mesh.rank == 0
     # PEFT looks into the modules that are trained whole instead of being adapted.
     copies = {id(p) for m in model.modules() if hasattr(m, "adapter_state_dict") for p in m.parameters()}
-    units = [unit for unit in sharded.units if any(id(p) in copies for flat in unit.flats for p in flat.parameters)]
+    units = [unit for unit in sharded.parts if any(id(p) in copies for flat in unit.flats for p in flat.parameters)]
     with sharded.gathered(units), _standing_in(taken if first else ()):
         # The first rank's choice is that of all: PEFT looks for the base model's folder, which others may not see.
         names = agree_run(
@@ -378,7 +379,7 @@ def _save_adapters(sharded: ShardedModel, folder: Path, taken: Sequence[tuple[nn
 def _chosen_states(sharded: ShardedModel, wanted: Sequence[str], others: Mapping[str, str]) -> Iterator[State]:
     """Yield the masters of some parameters, and buffers, on the ranks that show them."""
     shown = shows(sharded.mesh)
-    for unit in sharded.units:
+    for unit in sharded.parts:
         for flat in filter(sharded.is_first, unit.flats):
             for index, segment in enumerate(flat.layout.segments):
                 if names := {name for name in wanted if others.get(name, name) == segment.name}:
@@ -402,7 +403,7 @@ def _standing_in(places: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
             vars(module)[name] = value
 
 
-def _whole(sharded: ShardedModel, unit: Unit, flat: Flat, index: int) -> torch.Tensor:
+def _whole(sharded: ShardedModel, unit: Unit | Table, flat: Flat, index: int) -> torch.Tensor:
     """Return a copy of a parameter's master, in whose precision adapters are written."""
     # Frozen, as a resized embedding: it has no master.
     if not flat.layout.trainable:

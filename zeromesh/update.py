@@ -123,6 +123,7 @@ class Update:
         try:
             with span("update"):
                 optimizer.step()
+                self._sharded.tables.update(optimizer)
         except BaseException:  # some masters may have changed, and other ranks may have done it all
             self._sharded.updated()
             raise

@@ -41,6 +41,7 @@ from zeromesh.plan.estimators import (
 from zeromesh.shard.deferred import recording
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import Pick
+from zeromesh.shard.table.table import Table
 from zeromesh.shard.unit import Unit
 from zeromesh.signatures import refuse
 
@@ -157,9 +158,9 @@ def _owner(parameter: nn.Parameter) -> Engine:
     return engine
 
 
-def _find(parameter: nn.Parameter) -> tuple[Engine, Unit, Flat, int]:
+def _find(parameter: nn.Parameter) -> tuple[Engine, Unit | Table, Flat, int]:
     engine = _owner(parameter)
-    for unit in engine.sharded.units:
+    for unit in engine.sharded.parts:
         for flat in unit.flats:
             for index, member in enumerate(flat.parameters):
                 if member is parameter:
@@ -167,7 +168,7 @@ def _find(parameter: nn.Parameter) -> tuple[Engine, Unit, Flat, int]:
     raise AssertionError("a registered parameter is in no unit")
 
 
-def place_of(parameter: nn.Parameter) -> tuple[Unit, Flat, int]:
+def place_of(parameter: nn.Parameter) -> tuple[Unit | Table, Flat, int]:
     """Return the unit of a parameter, the flat buffer in it, and the parameter's index there."""
     return _find(parameter)[1:]
 
@@ -253,14 +254,19 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return the whole mean gradient over ranks; None if no rank has one. Call it between backward and ``step``."""
     if param in _ELSEWHERE:
         return None
-    engine, _, flat, index = _find(param)
+    engine, part, flat, index = _find(param)
     gradient = flat.gradient
-    if gradient is None or not engine.sharded.reducer.begun:
+    if (gradient is None and not isinstance(part, Table)) or not engine.sharded.reducer.begun:
         return None
     engine.sharded.reducer.complete()
-    factor, shard = engine.gradient_factor, gradient.shard
+    is_used, shard = False, None
+    if isinstance(part, Table):
+        is_used, shard = part.used, part.dense_gradient()
+    elif gradient is not None:
+        is_used, shard = gradient.used[index], gradient.shard
+    factor = engine.gradient_factor
     # Another rank may have used a parameter that this one did not: all return a gradient, or none.
-    used = torch.tensor([float(gradient.used[index])], dtype=torch.float64)
+    used = torch.tensor([float(is_used)], dtype=torch.float64)
     if not bool(engine.mesh.group("stage").exchange(used).any()) or shard is None:
         return None
     return _whole(param, lambda flat, local, piece: shard[local].to(flat.master.dtype) * factor)
@@ -360,13 +366,18 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Change the whole gradient before ``step``. Every rank passes the same value.
 
     Raises:
-        ValueError: the value has another shape, or the parameter is frozen.
+        ValueError: the value has another shape, or the parameter is frozen, or a table.
         RuntimeError: this is not between backward and ``step``.
     """
     if param in _ELSEWHERE:
         return
-    engine, _, flat, index = _find(param)
+    engine, part, flat, index = _find(param)
     gradient = flat.gradient
+    if isinstance(part, Table):
+        raise ValueError(
+            f"the gradient of {part.name}.weight has the rows of this update's batches only and cannot be replaced; "
+            "scale the loss instead, or set sparse=False"
+        )
     if gradient is not None:
         if not engine.sharded.reducer.begun:
             raise RuntimeError("there is no gradient to change; call this between backward and step")

@@ -17,17 +17,21 @@ class Tables(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(8, 4, sparse=True)
+        self.tied = nn.Linear(4, 8, bias=False)
+        self.tied.weight = self.words.weight
         self.bags = nn.ModuleList([nn.EmbeddingBag(8, 4, sparse=True)])
+        self.bags[0].weight.register_hook(lambda gradient: gradient)
         self.plain = nn.Embedding(8, 4)
 
 
-def test_embeddings_with_sparse_gradients_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_embeddings_whose_gradients_are_dense_in_spite_of_sparse_are_named(caplog: pytest.LogCaptureFixture) -> None:
     zeromesh.initialize(model=Tables(), config=ADAM)[0].destroy()
     found = [line for line in warnings(caplog) if "sparse=True" in line]
-    assert len(found) == 1
-    assert found[0].startswith("gradients of words, bags.0 are dense here")
+    assert [line.split(" are dense")[0] for line in found] == ["gradients of words", "gradients of bags.0"]
+    assert "its weight is used elsewhere, too" in found[0]
+    assert "its weight has hooks" in found[1]
     model = Tables()
-    with pytest.raises(ValueError, match="SparseAdam.*updates only the rows that a batch used.*another algorithm"):
+    with pytest.raises(ValueError, match="SparseAdam.*sparse gradients alone; use Adam"):
         zeromesh.initialize(model=model, optimizer=torch.optim.SparseAdam([model.words.weight]), config={})
 
 

@@ -90,7 +90,7 @@ def held(sharded: ShardedModel, flat: Flat) -> tuple[torch.Tensor, int]:
     """Return the part of a flat buffer from which parameters are saved, and its start in the layout."""
     if flat.layout.trainable:
         return flat.master, flat.own.start
-    return (flat.shard, flat.shard_range.start) if sharded.sharded else (flat.full, 0)
+    return (flat.shard, flat.shard_range.start) if flat.sharded else (flat.full, 0)
 
 
 def _boxes(name: str, held: Held, start: int, stop: int, data: torch.Tensor) -> Iterator[Box]:
@@ -121,6 +121,10 @@ def _optimizer_boxes(optimizer: Optimizer, flat: Flat, index: int, piece: Piece)
             # As Adafactor's rows and columns: what it stands for is known to the optimizer only, so it is not cut.
             if start == 0:
                 yield Box(name, shape, 0, value.numel(), value.flatten())
+            continue
+        if piece.by_row and value.numel() * piece.shape[1] == piece.stop - piece.start:
+            rows = piece.shape[:1]
+            yield Box(name, rows, start // piece.shape[1], stop // piece.shape[1], value.flatten())
             continue
         if value.numel() != piece.stop - piece.start:
             raise ValueError(f"optimizer state {key!r} of {piece.name} has shape {shape}, not its parameter's")

@@ -246,7 +246,7 @@ def _load_by(function: Callable[..., Any], sharded: ShardedModel, reader: Reader
     kinds = ("parameter/", "buffer/")
     source = {_bare(name): reader.tensor(name) for name in reader.names if name.startswith(kinds)}
     source |= {name: source[own] for name, own in reader.manifest.get("tied", {}).items() if own in source}
-    with sharded.gathered(sharded.units):
+    with sharded.gathered(sharded.parts):
         agree_run(sharded.mesh.group("world"), "load by the user's function", lambda: _call(function, source, sharded))
         for flat in sharded.flats:
             for index in range(len(flat.parameters)):

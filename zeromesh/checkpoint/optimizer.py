@@ -97,19 +97,23 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
                 continue
             shape, dtype = reader.shape(name), reader.dtype(name)
             # Kernels trust the size and the kind of a state, and would read behind its end.
-            if is_elementwise and (
-                shape != piece.shape or dtype.is_floating_point != piece.parameter.is_floating_point()
-            ):
+            fits = shape == piece.shape or _by_row(piece, shape)
+            if is_elementwise and (not fits or dtype.is_floating_point != piece.parameter.is_floating_point()):
                 raise ValueError(
                     f"{name} in {reader.folder} is {dtype} of shape {shape}, but its parameter is "
                     f"{piece.parameter.dtype} of shape {piece.shape}: it is not what was written; choose another "
                     "checkpoint, or pass load_optimizer_states=False"
                 )
-            if not updates_whole(flat) and shape != piece.shape:
+            if not updates_whole(flat) and not fits:
                 raise ValueError(
                     f"{name} in {reader.folder} has shape {shape} and cannot be cut as its parameter of "
                     f"shape {piece.shape}; load it with {UNSHARDED}, or pass load_optimizer_states=False"
                 )
+
+
+def _by_row(piece: Piece, shape: tuple[int, ...]) -> bool:
+    """Return whether a state of this shape has one number for each row of the parameter."""
+    return piece.by_row and shape == piece.shape[:1]
 
 
 def _state_keys(reader: Reader) -> list[str]:
@@ -146,11 +150,13 @@ def _read_state(reader: Reader, name: str, piece: Piece) -> torch.Tensor:
     parameter, shape, dtype = piece.parameter, reader.shape(name), reader.dtype(name)
     like = shape == piece.shape
     start, stop = (piece.start, piece.stop) if like else (0, torch.Size(shape).numel())
+    if _by_row(piece, shape):
+        start, stop = piece.start // piece.shape[1], piece.stop // piece.shape[1]
     # The run's own precision: a checkpoint may be of masters in another one.
     dtype = parameter.dtype if dtype.is_floating_point else dtype
     state = torch.empty(stop - start, dtype=dtype, device=parameter.device)
     read_held(reader, name, piece.held if like else Held(shape), start, stop, state)
-    return state.view(parameter.shape if like else shape)
+    return state.view(parameter.shape if like else state.shape if piece.by_row else shape)
 
 
 def read_held(reader: Reader, name: str, held: Held, start: int, stop: int, out: torch.Tensor) -> None:

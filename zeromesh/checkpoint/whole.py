@@ -165,7 +165,7 @@ def _shown(sharded: ShardedModel) -> Iterator[State]:
     """Yield the tensors of this rank's stage, on the ranks that show them."""
     shown = shows(sharded.mesh)
     # One at a time, so that no rank holds the whole model on its device.
-    for unit in sharded.units:
+    for unit in sharded.parts:
         with sharded.gathered([unit]):
             flats = filter(sharded.is_first, unit.flats) if shown else ()
             members = [parameter for flat in flats for parameter in flat.parameters]

@@ -44,6 +44,10 @@ CONTEXT_RANKS = "mesh.context"
 SPREAD_SEQUENCES = '"mesh": {"context": 2}, "context_parallel": {"strategy": "ulysses"}'
 ONE_CONTEXT_RANK = f"set {CONTEXT_RANKS} to 1"
 
+TABLE_MODULES = "embedding_tables.modules"
+TABLE_OPTIMIZER = "embedding_tables.optimizer"
+TABLE_DEVICE = "embedding_tables.device"
+
 PIPELINE_RANKS = "mesh.pipeline"
 ONE_STAGE = f"set {PIPELINE_RANKS} to 1"
 STAGE_BLOCKS = "pipeline.blocks"

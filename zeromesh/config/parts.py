@@ -88,6 +88,35 @@ class Scheduler(Section):
     _known_type = field_validator("type")(check_scheduler)
 
 
+class TableOptimizer(Section):
+    """The update of rows that a batch has used."""
+
+    type: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = key(
+        ..., "sgd, adagrad, rowwise_adagrad (one state per row), or adam (torch's SparseAdam)."
+    )
+    params: Table = key(
+        {},
+        "lr (0.01 of adagrad, else 0.001), eps, lr_decay and initial_accumulator_value of adagrad, betas of adam. "
+        "Schedules change lr as that of the other parameters.",
+    )
+
+
+class EmbeddingTables(Section):
+    """Embeddings with sparse gradients, whose rows are spread over the data-parallel ranks at every stage."""
+
+    modules: Names | None = key(
+        None, "Patterns of names of nn.Embedding and nn.EmbeddingBag. Null: those with sparse=True; []: none."
+    )
+    optimizer: TableOptimizer | None = key(
+        None, "Update of the rows. Null: by the run's optimizer, which must be SGD, Adagrad, Adam or AdamW."
+    )
+    device: Literal["none", "cpu", "nvme"] = key("none", "Tier of the rows and their optimizer states.")
+    nvme_path: str | None = key(None, "Folder of the rows' files on the NVMe device.")
+    cache_rows: PositiveInt = key(
+        100_000, "Rows of each table, the last used ones, that a GPU, or host memory before NVMe, keeps."
+    )
+
+
 class ActivationCheckpointing(Section):
     """Recompute activations in the backward instead of keeping them."""
 

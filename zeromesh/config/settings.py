@@ -101,6 +101,7 @@ class Settings(Section):
     mesh: parts.MeshSizes = parts.MeshSizes()
     communication: parts.Communication = parts.Communication()
     slots: parts.SlotSettings = parts.SlotSettings()
+    embedding_tables: parts.EmbeddingTables = parts.EmbeddingTables()
     units: Names = key(
         (), "Classes, or patterns of module names, whose parameters travel together. Empty: found automatically."
     )
@@ -293,6 +294,8 @@ class Settings(Section):
         found = problems(self.zero_optimization, self.communication, self.across_nodes, switches)
         if self.model is not None and self.huggingface is not None:
             found.append("model and huggingface both describe the model to train; keep one of them")
+        if self.embedding_tables.device == "nvme" and self.embedding_tables.nvme_path is None:
+            found.append("embedding_tables.device is nvme; name a folder with embedding_tables.nvme_path")
         if self.lora is not None and self.huggingface is None:
             found.append("lora needs a model of transformers; name its folder with huggingface.path")
         if not self.managed_gradient_accumulation and (self.gradient_accumulation_steps or 1) > 1:

@@ -75,7 +75,7 @@ _ALWAYS = "it is always so here"
 _HOST_UPDATE = "the update on the host always takes all threads of torch, and begins as soon as it can"
 
 WITHOUT_EFFECT: dict[str, str] = {
-    "sparse_gradients": "gradients travel dense",
+    "sparse_gradients": "embeddings with sparse=True have sparse gradients in any case",
     "zero_force_ds_cpu_optimizer": "there is no separate optimizer for the host",
     "checkpoint.tag_validation": "ranks have to pass one tag; the drop-in for DeepSpeed does as it says",
     "seq_parallel_communication_data_type": "communication_data_type says how gradients travel",

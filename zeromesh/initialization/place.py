@@ -23,6 +23,7 @@ from zeromesh.shard.find import find_units
 from zeromesh.shard.materialise import replace
 from zeromesh.shard.place import ModelPart, Sharding, Slots
 from zeromesh.shard.sharded import ShardedModel
+from zeromesh.shard.table.tables import TableSettings
 
 if TYPE_CHECKING:
     from zeromesh.activation.store import ActivationStore
@@ -68,13 +69,16 @@ class Reading:
 
 def shard(
     model: nn.Module, mesh: Mesh, settings: Resolved, materialise: Any = None, split: Mapping[str, Held] | None = None,
-    cut: Pipelined | None = None, prepare: Prepare | None = None,
+    cut: Pipelined | None = None, prepare: Prepare | None = None, tables: TableSettings | None = None,
 ) -> ShardedModel:  # fmt: skip
     """Place the model's states over the mesh as the configuration says; see ``ShardedModel`` for the arguments."""
     scaler = LossScaler(settings.precision.loss_scale) if settings.precision.loss_scale else None
     slots = Slots(settings.slots.parameter, settings.slots.gradient)
     summed = settings.gradient_allreduce_op == "sum"
-    sharding = Sharding(settings.row, settings.precision, slots, settings.units, settings.gradient_predivide, summed)
+    sharding = Sharding(
+        settings.row, settings.precision, slots, settings.units, settings.gradient_predivide, summed,
+        tables or TableSettings(),
+    )  # fmt: skip
     part = ModelPart(split or {}) if cut is None else ModelPart(split or {}, cut.tied, cut.idle)
     accumulation = Accumulation(settings.gradient_accumulation_steps, scaler)
     return ShardedModel(model, mesh, sharding, part, accumulation, materialise, prepare)

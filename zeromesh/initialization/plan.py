@@ -52,6 +52,7 @@ class Plan:
     stages: Pipelined | None  # None where there is one stage
     loader: Loader | None  # of training_data; its first samples may have decided where the model is cut
     before: Before
+    tables: Mapping[str, nn.Module]  # embeddings whose rows are spread over the ranks, by name
 
     @property
     def model(self) -> nn.Module:

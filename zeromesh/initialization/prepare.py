@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.initialization.plan import Plan
+from zeromesh.initialization.tables import check_rules
 from zeromesh.model.piece import Piece, PieceExchange
 from zeromesh.model.split import Held
 from zeromesh.observe.monitors import Monitor, open_monitor
@@ -99,8 +100,9 @@ def build_optimizer(
 
 
 def try_optimizer(
-    model: nn.Module, settings: Resolved, owned: Sequence[dict[str, Any]], cuts: bool, schedule: bool = True
-) -> Optimizer | None:
+    model: nn.Module, settings: Resolved, owned: Sequence[dict[str, Any]], cuts: bool, schedule: bool = True,
+    tables: Mapping[str, nn.Module] | None = None,
+) -> Optimizer | None:  # fmt: skip
     """Build the configuration's optimizer and schedule without memory: they raise what the real ones would."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     pieces: dict[int, Piece | None] = {}
@@ -108,13 +110,16 @@ def try_optimizer(
         empty = nn.Parameter(torch.empty(like.numel(), dtype=like.dtype, device="meta"))
         pieces[id(like)] = Piece(name, Held(tuple(like.shape)), 0, like.numel(), empty)
     # It takes no step, so it asks for nothing but the names.
-    exchange: Any = SimpleNamespace(buckets=[[name for name, _ in trained]])
+    of_tables = {f"{name}.weight" for name in tables or ()}
+    exchange: Any = SimpleNamespace(buckets=[[name for name, _ in trained if name not in of_tables]])
     logger = logging.getLogger("zeromesh.optim")
     level = logger.level
     # The real ones log the same messages again.
     logger.setLevel(logging.CRITICAL)
     try:
         optimizer = build_optimizer(model, settings, owned, cuts, pieces, exchange)
+        stands_for = {id(piece.parameter): piece.name for piece in pieces.values() if piece}
+        check_rules(optimizer, {k: v for k, v in stands_for.items() if v in of_tables}, settings, users=False)
         if schedule:
             build_scheduler(settings, None, optimizer)
     finally:

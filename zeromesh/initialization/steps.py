@@ -30,7 +30,7 @@ from zeromesh.config.written import row_name
 from zeromesh.curriculum import LengthCurriculum
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
-from zeromesh.initialization import layout, place, prepare
+from zeromesh.initialization import layout, place, prepare, tables
 from zeromesh.initialization.automatic import choose_layout
 from zeromesh.initialization.offload import preparation, where_offloaded
 from zeromesh.initialization.plan import Arguments, Plan, Prepared
@@ -127,7 +127,6 @@ def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
         mesh.compare_calls()
     if mesh.rank == 0:
         _tell_batch(settings, resolved, mesh.data_size)
-        _warn_of_sparse(model)
 
     def lay_out() -> tuple[layout.Split | None, Loader | None]:
         split = layout.split_plan(model, resolved, mesh)
@@ -138,9 +137,18 @@ def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
         return split, prepare.build_loader(chosen.data, chosen.collate_fn, resolved, mesh, shuffles)
 
     split, loader = agree_run(mesh.group("world"), "prepare its layout and data", lay_out)
+    found = agree_run(mesh.group("world"), "choose its tables", lambda: tables.choose_tables(model, resolved, mesh))
     stages = layout.plan_stages(model, resolved, mesh, loader, chosen.loss_fn)
     return Plan(
-        chosen, resolved, settings.says_batch, mesh, split, stages, loader, reports.memory_before(model, mesh.device)
+        chosen,
+        resolved,
+        settings.says_batch,
+        mesh,
+        split,
+        stages,
+        loader,
+        reports.memory_before(model, mesh.device),
+        found,
     )
 
 
@@ -157,31 +165,24 @@ def _tell_batch(settings: Settings, resolved: Resolved, ranks: int) -> None:
         _log.info("%s: train_batch_size = %d is kept on %s", said, batch, where)
 
 
-def _warn_of_sparse(model: nn.Module) -> None:
-    """Warn of embeddings with ``sparse=True``: their gradients are dense here."""
-    tables = (nn.Embedding, nn.EmbeddingBag)
-    names = [name or "the model" for name, m in model.named_modules() if isinstance(m, tables) and m.sparse]
-    if names:
-        _log.warning(
-            "gradients of %s are dense here, in spite of sparse=True: optimizers with moments or weight decay change "
-            "rows that no batch used, which in torch they refuse to do; leave sparse=True out if that is what you want",
-            ", ".join(names),
-        )
-
-
 def prepare_run(plan: Plan) -> Prepared:
     """Make or try the optimizer, the schedule and the monitors while the model is as it was."""
     chosen, settings = plan.arguments, plan.settings
 
     def made() -> Prepared:
         monitor = prepare.open_monitors(settings, plan.mesh.rank)
-        owned = list(prepare.parameter_groups(plan.model, chosen.parameters))
+        groups = list(prepare.parameter_groups(plan.model, chosen.parameters))
+        owned = tables.with_table_group(groups, plan.tables, settings)
         user = prepare.user_optimizer(plan, owned)
         if user is not None:
+            weights = {id(module.weight): name for name, module in plan.tables.items()}
+            tables.check_rules(user, weights, settings, users=True)
             scheduler = prepare.build_scheduler(settings, chosen.scheduler, user)
             return Prepared(owned, user, scheduler, monitor, where_offloaded(settings, user))
         # A scheduler of the user's is not tried: its function wants the optimizer that will be stepped.
-        tried = prepare.try_optimizer(plan.model, settings, owned, plan.cuts_parameters, chosen.scheduler is None)
+        tried = prepare.try_optimizer(
+            plan.model, settings, owned, plan.cuts_parameters, chosen.scheduler is None, plan.tables
+        )
         return Prepared(owned, None, chosen.scheduler, monitor, where_offloaded(settings, tried))
 
     return agree_run(plan.world, "prepare its optimizer, schedule and monitors", made)
@@ -227,7 +228,9 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         place.unpack_quantized(model)
         held = None if split is None else split[0].held
         files = preparation(model, prepared.offload, mesh)
-        sharded = place.shard(model, mesh, settings, values, held, plan.stages, files)
+        sharded = place.shard(
+            model, mesh, settings, values, held, plan.stages, files, tables.table_settings(plan.tables, settings)
+        )
         using = place.while_alive(sharded.events.using)
         if split is not None:
             apply(model, split[0], mesh.group("tensor"), mesh.device, split[1], using)
@@ -242,7 +245,7 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         exchange = FlatExchange(sharded.flats, sharded.row, mesh)
         if built is not None:
             here: dict[nn.Parameter, Piece | None] = dict.fromkeys(everywhere)
-            here |= {p: pieces[id(p)] for flat in sharded.flats if flat.gradient for p in flat.parameters}
+            here |= {p: pieces[id(p)] for flat in sharded.flats if flat.layout.trainable for p in flat.parameters}
             untested = settings.zero_allow_untested_optimizer
             factory.adopt(built, here, plan.cuts_parameters, untested, exchange)
         else:

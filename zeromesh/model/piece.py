@@ -22,6 +22,7 @@ class Piece:
     # Shape (stop - start,), in the master dtype. Its ``grad`` is set before each update, and is None in a step in which
     # no rank had a gradient for it, as torch has it.
     parameter: torch.nn.Parameter
+    by_row: bool = False  # whole rows of a matrix, of which the optimizer may have states of one number per row
 
     @property
     def shape(self) -> tuple[int, ...]:

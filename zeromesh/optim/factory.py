@@ -35,8 +35,8 @@ _EXCHANGING: frozenset[type[Optimizer]] = frozenset({Lamb, Muon})
 
 _NEVER: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: "it evaluates the loss several times per step; use it without an engine",
-    torch.optim.SparseAdam: "it updates only the rows that a batch used, and gradients are dense here; under Adam, "
-    "which takes them, the moments of all rows decay: that is another algorithm",
+    torch.optim.SparseAdam: "it takes sparse gradients alone; use Adam, under which embeddings with sparse=True are "
+    "updated as by SparseAdam",
 }
 
 _WHOLE: dict[type[Optimizer], str] = {

@@ -12,7 +12,7 @@ from zeromesh.shard.sharded import ShardedModel
 def allocations(sharded: ShardedModel) -> Iterator[tuple[str, str, int]]:
     """Yield (state, tier, bytes) of what the model's states take at the most."""
     for flat in sharded.flats:
-        rest, tier = (flat.shard, flat.parameter_tier) if sharded.sharded else (flat.full, Tier.DEVICE)
+        rest, tier = (flat.shard, flat.parameter_tier) if flat.sharded else (flat.full, Tier.DEVICE)
         if tier is not Tier.NVME:
             yield "optimizer" if rest.dtype != flat.layout.dtype else "parameter", tier.value, rest.nbytes
         if flat.master is not flat.shard and not flat.keeps_states:

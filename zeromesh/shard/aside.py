@@ -31,7 +31,9 @@ class Aside:
         sharded.take_changes()
         sharded.rest()
         # What rests on the host or in files is there already.
-        here = [flat for flat in sharded.flats if flat.optimizer_tier is Tier.DEVICE and not flat.keeps_states]
+        # Tables stay: their rows are read where they are.
+        flats = [flat for unit in sharded.units for flat in unit.flats]
+        here = [flat for flat in flats if flat.optimizer_tier is Tier.DEVICE and not flat.keeps_states]
         if OPTIMIZER in kinds and self._optimizer is not None:
             pieces = (piece for flat in here for _, _, piece in flat.pieces)
             values = (value for piece in pieces for value in self._optimizer.state.get(piece.parameter, {}).values())
@@ -39,7 +41,7 @@ class Aside:
             self._states += [value for value in values if isinstance(value, torch.Tensor) and value.ndim]
         for flat in here:
             # A master that is the parameter itself is in use where parameters are not sharded.
-            apart = flat.master is not flat.shard or sharded.sharded
+            apart = flat.master is not flat.shard or flat.sharded
             kind = MASTER if flat.layout.trainable else PARAMETERS
             both = flat.master is flat.shard and PARAMETERS in kinds
             if apart and flat not in self._flats and (kind in kinds or both):

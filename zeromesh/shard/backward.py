@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
+from itertools import chain
 from weakref import WeakSet, ref
 
 import torch
 
 from zeromesh.shard.accumulation import Accumulation
-from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.grads import PLAIN_GRAD
 from zeromesh.shard.hooks import CALL, Call, check_version, computing_backward, passes_of
 from zeromesh.shard.order import Order, Pass, Walk
 from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.residency import Residency
+from zeromesh.shard.table.table import RowArrival, Table
 from zeromesh.shard.unit import Unit
 
 
@@ -123,7 +124,7 @@ class Backward:
         if task == self._users_task:
             return
         self.drop_failed()
-        accumulates = _accumulates(flat for unit in self._units for flat in unit.flats)
+        accumulates = _accumulates(self._units, self._reducer.tables)
         factor = self._accumulation.missing_factor() if accumulates else 1.0
         self._users_task = task
         if accumulates:
@@ -182,7 +183,7 @@ class Backward:
             else:  # it is computed later, if at all, and is an output when it is there
                 when_computed(note)
 
-    def gradient_arrived(self, gradient: Gradient, index: int, parameter: torch.Tensor) -> None:
+    def gradient_arrived(self, gradient: Gradient | RowArrival, index: int, parameter: torch.Tensor) -> None:
         """Hook: autograd has accumulated a parameter's gradient."""
         found = PLAIN_GRAD.__get__(parameter)
         if found is None:
@@ -299,9 +300,11 @@ class Backward:
             self._reducer.reduce([flat.gradient for flat in unit.flats if flat.gradient], self._ends(unit))
 
 
-def _accumulates(flats: Iterable[Flat]) -> bool:
-    """Return whether the current backward leaves a gradient in some parameter."""
-    for parameter in (parameter for flat in flats if flat.gradient is not None for parameter in flat.parameters):
+def _accumulates(units: Sequence[Unit], tables: Iterable[Table]) -> bool:
+    """Return whether the current backward leaves a gradient in some parameter, or in rows of a table."""
+    flats = (flat for unit in units for flat in unit.flats if flat.gradient is not None)
+    parameters = (parameter for flat in flats for parameter in flat.parameters)
+    for parameter in chain(parameters, (leaf for table in tables for leaf in table.leaves())):
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             if not parameter.requires_grad:
                 continue

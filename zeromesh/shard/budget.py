@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from zeromesh.config.keys import EARLY_UPDATE, HOST_MEMORY_LIMIT, OFFLOADED_SHARE, OPTIMIZER_DEVICE, PARAMETER_DEVICE
-from zeromesh.model.placement import Placement, PlacementRow, Tier
+from zeromesh.model.placement import PlacementRow, Tier
 from zeromesh.observe.units import bytes_text
 from zeromesh.shard.early import next_bytes
 from zeromesh.shard.flat import Flat
@@ -45,7 +45,7 @@ class MemoryBudget:
         for flat in flats:
             layout, elements = flat.layout, flat.own.stop - flat.own.start
             dtype = flat.master_dtype(mixed)
-            if row.parameter is Placement.SHARDED and flat.parameter_tier is Tier.HOST:
+            if flat.sharded and flat.parameter_tier is Tier.HOST:
                 parameter += layout.shard_size * layout.dtype.itemsize
             if flat.optimizer_tier is Tier.NVME and layout.trainable:
                 files[flat] = dtype

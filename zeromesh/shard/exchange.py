@@ -32,7 +32,7 @@ class FlatExchange:
     """Implements ``zeromesh.model.piece.PieceExchange`` on the flat buffers, one per bucket."""
 
     def __init__(self, flats: Sequence[Flat], row: PlacementRow, mesh: Mesh) -> None:
-        self._flats = [flat for flat in flats if flat.layout.trainable]
+        self._flats = [flat for flat in flats if flat.gradient is not None]
         self._shared = row.optimizer is Placement.SHARDED and mesh.shard.size > 1
         self._group = mesh.shard
         self._mesh = mesh

@@ -31,6 +31,12 @@ def rebind(parameter: torch.Tensor, value: torch.Tensor) -> None:
     parameter.data = value
 
 
+def _bind_first(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Take a parameter over from the user: a gradient that it has is of no update here."""
+    rebind(parameter, value)
+    parameter.grad = None
+
+
 class Store(Protocol):
     """Storage of flat buffers; see ``zeromesh.shard.store``."""
 
@@ -52,6 +58,7 @@ class Flat:
         tied_stages: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.layout = layout
+        self.sharded = row.parameter is Placement.SHARDED
         # Pipeline stages that have these parameters, where several do. The first of them counts what all have: in
         # norms, in numbers of elements, and in what is saved.
         self.tied_stages = tuple(tied_stages)
@@ -222,8 +229,7 @@ class Flat:
             unmade = parameter.is_meta
             source = materialise(segment.name, parameter) if materialise is not None else None
             value = _first_ranks_value(parameter, mesh, unmade, self.tied_stages) if source is None else None
-            rebind(parameter, view)
-            parameter.grad = None
+            _bind_first(parameter, view)
             if value is not None:
                 self.put(segment, segment.held.cut(value.view(segment.held.whole)).reshape(-1))
             elif source is not None:
@@ -231,6 +237,22 @@ class Flat:
         self.watch()
         if layout.trainable:
             self.pieces = tuple(_cut_pieces(layout, self.own, self.master))
+
+    def hold_rows(self, master: torch.Tensor, here: int, store: Store) -> None:
+        """Let this rank's rows of a table rest in ``master``, 1-D, which begins with ``here`` elements of them.
+
+        The parameter keeps its shape, and has the memory of one number.
+        """
+        (parameter,), (segment,) = self.parameters, self.layout.segments
+        self.store, self.master, self._shard = store, master, master
+        self.full = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(self.layout.size)
+        self.views = (self.full[: segment.stop].view(segment.shape),)
+        _bind_first(parameter, self.views[0])
+        self.watch()
+        if here:
+            start, local = self.shard_range.start, slice(0, here)
+            piece = Piece(segment.name, segment.held, start, start + here, nn.Parameter(master[local]), by_row=True)
+            self.pieces = ((0, local, piece),)
 
     def master_dtype(self, mixed: bool) -> torch.dtype:
         """Return the dtype of the master; ``mixed`` as for ``fill``."""

@@ -168,11 +168,12 @@ class Grads:
         self._early.spoil()
         self._reducer.complete()
         places = [self._places[id(parameter)] for parameter in parameters if id(parameter) in self._places]
-        norm = norm_of(places, order, self._mesh) * self._factor
+        norm = norm_of(places, order, self._mesh, self._reducer.tables.summed(parameters)) * self._factor
         if (coefficient := limit / (norm + 1e-6)) < 1.0 or norm != norm:  # torch's constant
             for gradient, index in places:
                 assert gradient.shard is not None
                 gradient.shard[gradient.part(index)] *= coefficient
+            self._reducer.tables.scale(coefficient, parameters)
         return norm
 
     def _drop(self, gradient: Gradient, index: int) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol, TypeVar
 from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from zeromesh.shard.unit import Unit
+from zeromesh.shard.flat import Flat
 
 # Attributes and methods that need a tensor's description only, and no memory.
 _ATTRIBUTES = (
@@ -31,6 +31,8 @@ _METHODS = (
 OWN_CLASS = "_own_class"  # attribute of a class that replaces a parameter's own: that class
 UNLOADED = "_is_unloaded"  # attribute of a class whose parameters are not in memory
 
+Owned = TypeVar("Owned", bound="Owner")
+
 Saving = Callable[[], AbstractContextManager[None]]
 
 
@@ -42,6 +44,14 @@ def change_class(parameter: torch.Tensor, chosen: type) -> None:
 def is_unloaded(parameter: torch.Tensor) -> bool:
     """Return whether a parameter is not in memory, or perhaps not for long."""
     return hasattr(type(parameter), UNLOADED)
+
+
+class Owner(Protocol):
+    """A unit, or a table."""
+
+    @property
+    def flats(self) -> tuple[Flat, ...]:
+        """Its flat buffers."""
 
 
 class Presence(Enum):
@@ -94,7 +104,7 @@ def with_edges(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[l
 
 
 def unloaded_class(
-    base: type[nn.Parameter], unit: Unit, names: Mapping[int, str], touch: Callable[[Unit, str], None]
+    base: type[nn.Parameter], unit: Owned, names: Mapping[int, str], touch: Callable[[Owned, str], None]
 ) -> type[nn.Parameter]:
     """The class that the unit's parameters have while they are unloaded, or may be soon."""
     # Torch calls its `__torch_function__` before any operation: it has the unit fetched if the model is computing, and
@@ -165,7 +175,7 @@ def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Paramete
 class Guard:
     """Switches the class of a unit's parameters as they come and go; at first they are here."""
 
-    def __init__(self, unit: Unit, unloaded: type[nn.Parameter], gathered: type[nn.Parameter]) -> None:
+    def __init__(self, unit: Owner, unloaded: type[nn.Parameter], gathered: type[nn.Parameter]) -> None:
         self._parameters = [parameter for flat in unit.flats for parameter in flat.parameters]
         own = [type(parameter) for parameter in self._parameters]
         plain = [getattr(one, OWN_CLASS, one) is nn.Parameter for one in own]

@@ -17,6 +17,7 @@ from zeromesh.shard.find import assign, unit_modules
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout
+from zeromesh.shard.table.tables import TableSettings
 from zeromesh.shard.unit import Unit
 
 # Contents of the messages with the tags of a flat buffer, for error texts.
@@ -44,6 +45,7 @@ class Sharding:
     targets: Sequence[str] = ()  # modules that become units, see `find_units`
     predivide: float | None = None  # see `GradientPolicy`
     summed: bool = False  # see `GradientPolicy`
+    tables: TableSettings = field(default_factory=TableSettings)
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,11 @@ class ModelPart:
     idle: Collection[str] = ()  # names of buffers that are here, and that another stage computes with
 
 
-def make_units(model: nn.Module, targets: Sequence[str]) -> list[Unit]:
-    """The units of a model, the root first, without parameters yet; see ``unit_modules``."""
+def make_units(model: nn.Module, targets: Sequence[str], tables: Collection[str] = ()) -> list[Unit]:
+    """The units of a model, the root first, without parameters yet; see ``unit_modules``. Tables are no units."""
     units = [Unit(0, "", model, None)]
-    for index, (name, module) in enumerate(unit_modules(model, targets), start=1):
+    found = [(name, module) for name, module in unit_modules(model, targets) if name not in tables]
+    for index, (name, module) in enumerate(found, start=1):
         enclosing = [u for u in units if u.name == "" or name.startswith(u.name + ".")]
         units.append(Unit(index, name, module, max(enclosing, key=lambda u: len(u.name))))
     return units
@@ -70,7 +73,7 @@ def lay_out(
 ) -> list[tuple[Unit, list[Flat], PlacementRow]]:
     """Settle where each parameter of every unit will lie, in flat buffers that have no memory yet."""
     tensor = mesh.group("tensor")
-    owned = assign(units[0].module, [unit.name for unit in units[1:]])
+    owned = assign(units[0].module, [*(unit.name for unit in units[1:]), *sharding.tables.modules])
     rows = _rows([sum(parameter.numel() for _, parameter in owned[unit.name]) for unit in units], sharding.row)
     found: list[tuple[Unit, list[Flat], PlacementRow]] = []
     number = 0

@@ -23,6 +23,8 @@ from zeromesh.shard.gradient import FullState, Gradient, GradientPolicy, ShardSt
 from zeromesh.shard.gradient_memory import GradientMemory
 from zeromesh.shard.slots import Slot
 from zeromesh.shard.sums import count_once, sum_copies
+from zeromesh.shard.table.table import RowArrival
+from zeromesh.shard.table.tables import Tables
 from zeromesh.tiers.link import Link
 
 
@@ -44,10 +46,12 @@ class Reducer:
     """Fills slots with gradients and reduces them into their shards."""
 
     def __init__(
-        self, gradients: Sequence[Gradient], policy: GradientPolicy, mesh: Mesh, accumulates: bool, link: Link
-    ) -> None:
+        self, gradients: Sequence[Gradient], policy: GradientPolicy, mesh: Mesh, accumulates: bool, link: Link,
+        tables: Tables,
+    ) -> None:  # fmt: skip
         self.gradients = tuple(gradients)
         self.policy = policy
+        self.tables = tables  # their gradients are rows, which are summed at the boundary only
         self.memory = GradientMemory(self.gradients, policy, mesh, accumulates, self._settle)
         # Called when the last sum before an update is on its way to a shard on the host; `landed` tells when it is
         # there. It is called again if gradients of weights that are used outside of their unit come later.
@@ -105,10 +109,14 @@ class Reducer:
         if self._completed:
             # The sums over replicas and shares were made: each counts once in those that follow.
             count_once(self.gradients, self._mesh)
+            self.tables.reopen()
         self._completed = False
 
-    def arrive(self, gradient: Gradient, index: int, value: torch.Tensor) -> None:
-        """Take the gradient of parameter ``index``; the caller gives up ``value``."""
+    def arrive(self, gradient: Gradient | RowArrival, index: int, value: torch.Tensor) -> None:
+        """Take the gradient of parameter ``index``, or of rows; the caller gives up ``value``."""
+        if isinstance(gradient, RowArrival):
+            gradient.take(value, self._incoming)
+            return
         if value.is_sparse:
             value = value.to_dense()
         with span("accumulate", gradient.unit):
@@ -260,6 +268,7 @@ class Reducer:
             if gradient.shard is None:
                 self._make_zero(gradient)
         sum_copies(self.gradients, self._mesh, self.policy, self.memory.limit)
+        self.tables.complete()
 
     def _make_zero(self, gradient: Gradient) -> torch.Tensor:
         """Give a gradient of which nothing is left, on this rank at least, a shard of zeros, and return it."""
@@ -281,6 +290,7 @@ class Reducer:
             for slot in gradient.forget():
                 self.memory.slots.give(slot)
             gradient.reset(keeps_memory=self.policy.kept or gradient.tier is not Tier.DEVICE)
+        self.tables.forget()
         self.begun = self._completed = self._waiting = False
         self._averaged = 1.0
 
@@ -301,6 +311,7 @@ class Reducer:
             for gradient in self.gradients:
                 if gradient.shard is not None:
                     gradient.shard.mul_(factor)
+            self.tables.scale(factor)
             self._averaged *= factor
 
     def put(self, gradient: Gradient, index: int, value: torch.Tensor, factor: float) -> None:

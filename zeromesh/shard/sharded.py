@@ -36,6 +36,8 @@ from zeromesh.shard.residency import Residency
 from zeromesh.shard.slots import Pool, largest
 from zeromesh.shard.store import Tiers
 from zeromesh.shard.sums import squared_norm
+from zeromesh.shard.table.table import Table
+from zeromesh.shard.table.tables import Tables
 from zeromesh.shard.unit import State, Unit
 from zeromesh.tiers.link import Link
 
@@ -66,11 +68,13 @@ class ShardedModel:
         self.model, self.mesh, self.row, self.idle = model, mesh, row, part.idle
         self.sharded = row.parameter is Placement.SHARDED
         # Everything is laid out before anything gets memory, so that what does not fit is refused first.
-        self.units = make_units(model, sharding.targets)
+        self.units = make_units(model, sharding.targets, sharding.tables.modules)
         mixed = precision.compute is not None
         laid_out = lay_out(self.units, mesh, sharding, part)
         self.root, rest = self.units[0], self.units[1:]
-        self.flats = [flat for _, flats, _ in laid_out for flat in flats]
+        flats = [flat for _, flats, _ in laid_out for flat in flats]
+        self.tables = Tables(sharding.tables, mesh, max(len(flats), len(self.units)), precision.compute)
+        self.flats = [*flats, *self.tables.flats]
         self.names = {id(p): s.name for f in self.flats for p, s in zip(f.parameters, f.layout.segments, strict=True)}
         policy = GradientPolicy.of(
             row, wire=precision.communicate, accumulate=precision.accumulate, slots=slots.gradient,
@@ -79,9 +83,10 @@ class ShardedModel:
         self.link = Link(mesh.device)
         gradients = [flat.gradient for flat in self.flats if flat.gradient]
         self.accumulation = accumulation or Accumulation(1)
-        self.reducer = Reducer(gradients, policy, mesh, self.accumulation.steps > 1, self.link)
-        early = [flat for flat in self.flats if can_begin_early(flat, mesh)]
-        budget = MemoryBudget.of(self.flats, row, mixed, self.reducer.memory.shard_bytes[Tier.HOST], early)
+        self.reducer = Reducer(gradients, policy, mesh, self.accumulation.steps > 1, self.link, self.tables)
+        early = [flat for flat in flats if can_begin_early(flat, mesh)]
+        in_memory = [flat for flat in self.tables.flats if flat.parameter_tier is not Tier.NVME]
+        budget = MemoryBudget.of([*flats, *in_memory], row, mixed, self.reducer.memory.shard_bytes[Tier.HOST], early)
         self.store = Tiers() if prepare is None else prepare(budget)
         self.swap, self.stored = self.store.swap, self.store.stored
         assert self.swap is not None or not (budget.files or budget.packed), "states without a place for them"
@@ -101,8 +106,9 @@ class ShardedModel:
         read_ahead = None if self.stored is None else self.stored.read_ahead
         self.residency = Residency(self.root, rest, self.pool, self.root_pool, mesh, self._switch, read_ahead)
         self.events = Events(self.units, self._order, self.residency, self.reducer, mesh, self.accumulation)
+        self.tables.place(materialise, self.names, self.events.backward.gradient_arrived)
         settle = self.events.backward.drop_failed
-        self.grads = Grads(self.flats, self.names, self.reducer, self.accumulation, mesh, settle, self.early)
+        self.grads = Grads(flats, self.names, self.reducer, self.accumulation, mesh, settle, self.early)
         self.grads.install()
         base = self.grads.class_of(nn.Parameter)
         gathered = gathered_class(base, self.events.saved.saving)
@@ -142,6 +148,7 @@ class ShardedModel:
         self._finish_fetches()  # what is on its way would land upon what was written
         for unit in self.units:
             unit.take_changes()
+        self.tables.take_changes()
         present = {id(parameter): parameter for _, parameter in stored(self.model)}
         gone = [name for index, name in self.names.items() if index not in present]
         new = {index for index, p in present.items() if index not in self.names and p.requires_grad}
@@ -180,7 +187,7 @@ class ShardedModel:
         """Return this rank's piece of each trainable parameter, by its ``id``; None if the rank holds nothing of it."""
         found: dict[int, Piece | None] = {}
         for flat in self.flats:
-            if flat.gradient is not None:
+            if flat.layout.trainable:
                 found |= {id(parameter): None for parameter in flat.parameters}
                 found |= {id(flat.parameters[index]): piece for index, _, piece in flat.pieces}
         return found
@@ -194,13 +201,14 @@ class ShardedModel:
         # One message carries the norm, the notes, and all that ranks have to agree on: gradients that arrived, buffers
         # that changed, the order of use.
         with span("norm"):
-            squared = squared_norm(self.reducer.gradients, self.mesh).cpu()
+            squared = squared_norm(self.reducer.gradients, self.mesh, self.tables.summed()).cpu()
         with span("agree"):
             rows = self.mesh.group("world").exchange(torch.cat([squared, vector]))
         squares, all_notes, all_flags = rows.split([1, len(notes), self._most_flags], dim=1)
         agreed = iter(all_flags[self.mesh.stage_ranks].amax(0).tolist())
         for gradient in self.reducer.gradients:
             gradient.mark_used([bool(next(agreed)) for _ in gradient.used])
+        self.tables.mark_used([bool(next(agreed)) for _ in self.tables.used()])
         self.buffers.share([bool(next(agreed)) for _ in self.buffers.changed()])
         self._order.agree([next(agreed) for _ in self._order.report()])
         return Agreement(float(squares.sum().sqrt()), all_notes)
@@ -209,10 +217,13 @@ class ShardedModel:
         """Return notes for ranks that hold the same part of the model; the largest value counts."""
         used = [float(flag) for gradient in self.reducer.gradients for flag in gradient.used]
         changed = [float(flag) for flag in self.buffers.changed()]
-        return [*used, *changed, *self._order.report()]
+        return [*used, *map(float, self.tables.used()), *changed, *self._order.report()]
 
     def first_not_finite(self) -> str:
         """Name a parameter with a gradient that is not finite on this rank, as the end of a sentence; may be empty."""
+        for table in self.tables:
+            if not bool(table.gradient.isfinite().all()):
+                return f"; the first parameter concerned on rank {self.mesh.rank} is {table.name}.weight"
         for flat in self.flats:
             gradient = flat.gradient
             if gradient is None or gradient.shard is None or bool(gradient.shard.isfinite().all()):
@@ -224,6 +235,7 @@ class ShardedModel:
 
     def set_gradients(self, factor: float, later: HostUpdate | None = None) -> None:
         """Multiply the gradients by ``factor`` and hand them to the pieces; None where no rank had one."""
+        self.tables.scale(factor)
         for flat in self.flats:
             gradient = flat.gradient
             if gradient is None or gradient.shard is None:
@@ -319,10 +331,17 @@ class ShardedModel:
             self.mesh.shard.all_reduce(whole, flat.tag + 3)
         return join(segment.held, whole.view(segment.shape), self.mesh)
 
+    @property
+    def parts(self) -> list[Unit | Table]:
+        """Everything that has parameters: the units, then the tables."""
+        return [*self.units, *self.tables]
+
     @contextmanager
-    def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Gather the units' parameters on every rank in this context. All ranks enter it in the same order."""
-        with self.events.gathered(units):
+    def gathered(self, parts: Sequence[Unit | Table]) -> Iterator[None]:
+        """Gather the parameters of units and tables on every rank in this context. All ranks enter it in one order."""
+        units = [part for part in parts if isinstance(part, Unit)]
+        tables = [part for part in parts if isinstance(part, Table)]
+        with self.tables.gathered(tables, self._whole), self.events.gathered(units):
             split = [
                 (flat, index, segment)
                 for unit in units
@@ -339,14 +358,20 @@ class ShardedModel:
                 for flat, index, _ in split:
                     flat.rebind(index)
 
+    def _whole(self, flat: Flat) -> torch.Tensor:
+        whole = self.assemble(flat, 0, lambda _, __, piece: piece.parameter.detach())
+        assert whole is not None
+        return whole
+
     def take_value(self, flat: Flat, index: int, rank: int) -> None:
         """Give every rank, and the masters, the value that rank ``rank`` has of a gathered parameter."""
-        flat.take_changes()
+        if flat not in self.tables.flats:
+            flat.take_changes()
         with torch.no_grad():
             value, segment = flat.parameters[index].data, flat.layout.segments[index]
             self.mesh.group("stage").broadcast(value, rank)
             part = segment.held.cut(value)
-            if part is not value:
+            if part is not value:  # of a split parameter
                 flat.views[index].copy_(part)
             flat.put(segment, part.reshape(-1))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 
@@ -114,9 +115,11 @@ def _sum_ties(gradients: Sequence[Gradient], mesh: Mesh) -> None:
         gradient.mark_used(total[gradient.shard.numel() :].bool().tolist())
 
 
-def squared_norm(gradients: Sequence[Gradient], mesh: Mesh) -> torch.Tensor:
-    """Return the sum of squares of all that this rank counts of the gradients; float64, shape (1,)."""
+def squared_norm(gradients: Sequence[Gradient], mesh: Mesh, others: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    """Return the sum of squares of all that this rank counts of the gradients, and ``others``; float64, shape (1,)."""
     total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
+    for values in others:
+        total += _sum_of_squares(values.reshape(-1))
     if mesh.replicate.rank == 0:
         for gradient in gradients:
             assert gradient.shard is not None
@@ -125,10 +128,10 @@ def squared_norm(gradients: Sequence[Gradient], mesh: Mesh) -> torch.Tensor:
     return total
 
 
-def norm_of(places: Sequence[Place], order: float, mesh: Mesh) -> float:
-    """Return the norm of some parameters' gradients as they are kept, of any positive ``order`` or inf."""
+def norm_of(places: Sequence[Place], order: float, mesh: Mesh, others: Sequence[torch.Tensor] = ()) -> float:
+    """Return the norm of gradients as they are kept, and ``others``, of any positive ``order`` or inf."""
     own = torch.zeros(1, dtype=torch.float64)
-    for values in _counted(places, mesh):
+    for values in chain(_counted(places, mesh), (one.reshape(-1) for one in others if one.numel())):
         if order == torch.inf:
             own = torch.maximum(own, values.abs().max().double().cpu())
         elif order == 2:

@@ -1,0 +1,474 @@
+"""Embeddings with sparse gradients train as in one process, and what moves follows the rows that a batch uses."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zeromesh
+from harness import on_ranks, run_ranks
+from zeromesh import zero
+
+STEPS, PER_RANK = 10, 4
+ROWS, WORDS = 23, 37
+
+TORCH: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, torch.optim.SGD, {"lr": 0.1}),
+    "adagrad": (torch.optim.Adagrad, torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.01}),
+    "adam": (torch.optim.Adam, torch.optim.SparseAdam, {"lr": 0.05, "betas": (0.8, 0.99), "eps": 1e-6}),
+}
+"""By the name in the configuration: the optimizers of the other parameters and of tables in torch, and arguments."""
+
+
+class RowwiseAdagrad(torch.optim.Optimizer):
+    """One sum per row, of the mean square of its gradient; rows without a gradient stay."""
+
+    def __init__(self, params: Any, lr: float, eps: float) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                total = self.state[p].setdefault("sum", torch.zeros(p.shape[0], 1, dtype=p.dtype))
+                gradient = p.grad.coalesce().to_dense()
+                total += gradient.square().mean(1, keepdim=True)
+                p -= group["lr"] * gradient / (total.sqrt() + group["eps"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    ranks: int = 2
+    kind: str = "adam"  # of the update
+    stage: int = 2
+    accumulation: int = 1
+    clip: float = 0.0
+    device: str = "none"
+    mesh: tuple[int, int] | None = None  # replicate, data
+    user: bool = False  # whether the user calls loss.backward()
+    checkpointing: bool = False
+
+
+class Model(nn.Module):
+    """Tables of every kind; the second rank has no indices for one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 6, sparse=True, padding_idx=3)
+        self.short = nn.Embedding(5, 3, sparse=True, max_norm=0.7)
+        self.sums = nn.EmbeddingBag(ROWS, 5, sparse=True, mode="sum", include_last_offset=True)
+        self.means = nn.EmbeddingBag(ROWS, 4, sparse=True, mode="mean", padding_idx=2, max_norm=1.0, norm_type=1.0)
+        self.idle = nn.EmbeddingBag(3, 2, sparse=True, mode="sum")
+        self.net = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, batch: "Batch") -> torch.Tensor:
+        parts = [
+            self.words(batch.words).mean(1),
+            self.words(batch.words[:, :1]).squeeze(1)[:, :2],  # twice in one forward
+            self.short(batch.short),
+            self.sums(batch.bags, batch.offsets, per_sample_weights=batch.weights),
+            self.means(batch.pairs),
+        ]
+        self.idle(batch.bags[:0], batch.offsets[:1])
+        return F.mse_loss(self.net(torch.cat(parts, 1)).squeeze(1), batch.y)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Indices of a few samples."""
+
+    words: torch.Tensor
+    short: torch.Tensor
+    bags: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor
+    pairs: torch.Tensor
+    y: torch.Tensor
+
+
+def batch_of(step: int, share: int | None, shares: int) -> Batch:
+    """Return a share of a global batch, or all. Bags of every third sample, and of the second share, are empty."""
+    random = torch.Generator().manual_seed(step)
+    count = PER_RANK * shares
+    words = torch.randint(0, WORDS, (count, 3), generator=random)
+    short = torch.randint(0, 5, (count,), generator=random)
+    bags = torch.randint(0, ROWS, (count, 2), generator=random)
+    pairs = torch.randint(0, ROWS, (count, 2), generator=random)
+    weights = torch.rand(count, 2, generator=random, dtype=torch.float64)
+    y = torch.randn(count, generator=random, dtype=torch.float64)
+    mine = range(count) if share is None else range(share * PER_RANK, (share + 1) * PER_RANK)
+    full = [sample for sample in mine if sample % 3 and sample // PER_RANK != 1]
+    lengths = torch.tensor([2 * (sample in full) for sample in mine])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    at = torch.tensor([*mine])
+    filled = torch.tensor(full, dtype=torch.int64)
+    return Batch(words[at], short[at], bags[filled].flatten(), offsets, weights[filled].flatten(), pairs[at], y[at])
+
+
+def make() -> Model:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def plain(case: Case) -> dict[str, torch.Tensor]:
+    """Train in one process of torch."""
+    model = make()
+    tables = [m.weight for m in model.children() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    if case.kind == "rowwise_adagrad":
+        optimizers = [torch.optim.SGD(model.net.parameters(), lr=0.1), RowwiseAdagrad(tables, 0.3, 1e-9)]
+    else:
+        dense, sparse, options = TORCH[case.kind]
+        optimizers = [dense(model.net.parameters(), **options), sparse(tables, **options)]
+    for step in range(STEPS):
+        for part in range(case.accumulation):
+            (model(batch_of(step * case.accumulation + part, None, case.ranks)) / case.accumulation).backward()
+        if case.clip:
+            clip(list(model.parameters()), case.clip)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def clip(parameters: Sequence[torch.Tensor], limit: float) -> None:
+    """Clip as torch's function, which takes no sparse gradients."""
+    norm = norm_of(parameters)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * min(1.0, limit / (float(norm) + 1e-6))
+
+
+def norm_of(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    return torch.cat([value.flatten() for value in values]).norm()
+
+
+def config_of(case: Case, folder: str) -> dict[str, Any]:
+    kind = "sgd" if case.kind == "rowwise_adagrad" else case.kind
+    options = dict(TORCH[kind][2]) | ({"weight_decay": 0.0} if kind == "adam" else {})
+    tables: dict[str, Any] = {"device": case.device, "cache_rows": 3}
+    if case.device == "nvme":
+        tables["nvme_path"] = folder
+    if case.kind == "rowwise_adagrad":
+        tables["optimizer"] = {"type": case.kind, "params": {"lr": 0.3, "eps": 1e-9}}
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": PER_RANK,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": case.clip,
+        "optimizer": {"type": kind, "params": options},
+        "zero_optimization": {"stage": case.stage},
+        "embedding_tables": tables,
+    }
+    if case.mesh is not None:
+        found["mesh"] = {"replicate": case.mesh[0], "data": case.mesh[1]}
+    return found
+
+
+def engine_of(case: Case, folder: str) -> zeromesh.Engine:
+    return zeromesh.initialize(model=make(), config=config_of(case, folder))[0]
+
+
+def advance(engine: zeromesh.Engine, case: Case, steps: range) -> None:
+    for step in steps:
+        for part in range(case.accumulation):
+            loss = engine(batch_of(step * case.accumulation + part, engine.data_rank, case.ranks))
+            if case.user:
+                loss.backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+
+
+def train(cases: Sequence[Case], folder: str) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for number, case in enumerate(cases):
+        engine = engine_of(case, f"{folder}/{number}")
+        advance(engine, case, range(STEPS))
+        found.append(engine.gathered_state_dict())
+        engine.destroy()
+    return found
+
+
+def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], case: object) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-11, atol=1e-12, msg=partial("{}, {}: {}".format, case, name)
+        )
+
+
+USUAL = [
+    Case(),
+    Case(kind="adagrad", stage=0, accumulation=2, clip=0.05, device="cpu"),
+    Case(kind="rowwise_adagrad", stage=3, device="nvme", user=True),
+    Case(kind="sgd", stage=1, clip=0.05, user=True, accumulation=2),
+]
+
+
+def test_tables_train_as_in_one_process(tmp_path: Path) -> None:
+    runs = run_ranks(train, 2, USUAL, str(tmp_path))[0]
+    for case, found in zip(USUAL, runs, strict=True):
+        check(found, plain(case), case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+def test_every_update_and_stage_trains_as_in_one_process(ranks: int, device: str, tmp_path: Path) -> None:
+    kinds = (*TORCH, "rowwise_adagrad")
+    cases = [Case(ranks, kind, stage, device=device) for kind in kinds for stage in range(4)]
+    cases += [Case(ranks, kind, 2, accumulation=3, clip=0.05, device=device, user=True) for kind in kinds]
+    if ranks == 4:
+        cases += [Case(ranks, kind, stage, 2, 0.05, device, (2, 2)) for kind in kinds for stage in (0, 3)]
+    references: dict[Case, dict[str, torch.Tensor]] = {}
+    for case, found in zip(cases, run_ranks(train, ranks, cases, str(tmp_path))[0], strict=True):
+        same = replace(case, stage=0, device="none", mesh=None, user=False)
+        if same not in references:
+            references[same] = plain(same)
+        check(found, references[same], case)
+
+
+# Checkpoints and whole weights.
+
+
+def save(case: Case, folder: str) -> None:
+    engine = engine_of(case, f"{folder}/files")
+    advance(engine, case, range(STEPS // 2))
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def go_on(case: Case, folder: str) -> dict[str, torch.Tensor]:
+    engine = engine_of(case, f"{folder}/files")
+    advance(engine, case, range(20, 22))  # states that must not stay
+    engine.load_checkpoint(folder)
+    advance(engine, case, range(STEPS // 2, STEPS))
+    found = engine.gathered_state_dict()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after", "device"),
+    [
+        ("rowwise_adagrad", 2, 2, "nvme"),
+        pytest.param("rowwise_adagrad", 3, 1, "none", marks=pytest.mark.full),
+        pytest.param("rowwise_adagrad", 1, 3, "cpu", marks=pytest.mark.full),
+        pytest.param("adam", 4, 3, "nvme", marks=pytest.mark.full),
+        pytest.param("adam", 1, 2, "none", marks=pytest.mark.full),
+        pytest.param("adagrad", 2, 4, "cpu", marks=pytest.mark.full),
+    ],
+)
+def test_a_checkpoint_goes_on_with_other_ranks_and_tiers(
+    kind: str, before: int, after: int, device: str, tmp_path: Path
+) -> None:
+    # The global batch stays: with other numbers of ranks the micro-batches are others, so that the data follow from the
+    # first number.
+    first = Case(before, kind, 2)
+    run_ranks(save, before, first, str(tmp_path))
+    then = Case(after, kind, 3, device=device)
+    found = run_ranks(go_on, after, then, str(tmp_path))[0]
+    if before == after:
+        check(found, plain(first), then)
+    else:
+        expected = run_ranks(go_on, before, first, str(tmp_path))[0]
+        model = make()
+        assert {name: value.shape for name, value in found.items()} == {
+            n: v.shape for n, v in model.state_dict().items()
+        }
+        assert all(torch.isfinite(value).all() for value in found.values())
+        assert found.keys() == expected.keys()
+
+
+def loaded_states(case: Case, folder: str) -> dict[str, Any]:
+    engine = engine_of(case, f"{folder}/files")
+    engine.load_checkpoint(folder)
+    assert isinstance(engine.optimizer, torch.optim.Optimizer)
+    weights = engine.gathered_state_dict()
+    states = {
+        key: [zero.safe_get_full_optimizer_state(engine.module.words.weight, key)]
+        for key in ("exp_avg", "exp_avg_sq")
+        if case.kind == "adam"
+    }
+    engine.destroy()
+    return {"weights": weights, "states": states}
+
+
+@pytest.mark.full
+def test_weights_and_states_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(save, 3, Case(3), str(tmp_path))
+    found = [
+        run_ranks(loaded_states, n, Case(n, device=d), str(tmp_path))[0]
+        for n, d in ((3, "none"), (2, "nvme"), (1, "cpu"))
+    ]
+    for other in found[1:]:
+        for name, value in found[0]["weights"].items():
+            assert torch.equal(other["weights"][name], value)
+        for key, (value,) in found[0]["states"].items():
+            assert torch.equal(other["states"][key][0], value)
+            assert value.any()
+
+
+@on_ranks(2)
+def test_weights_are_whole_where_they_are_asked_for() -> None:
+    before = make().state_dict()
+    engine = engine_of(Case(stage=0), "")
+    weight = engine.module.words.weight
+    for name, value in engine.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    with zero.GatheredParameters([weight], modifier_rank=1):
+        assert torch.equal(weight, before["words.weight"])
+        if engine.mesh.rank == 1:
+            weight.data.mul_(2.0)
+    assert torch.equal(engine.state_dict()["words.weight"], 2 * before["words.weight"])
+    engine.load_state_dict(before)
+    assert torch.equal(dict(engine.full_weights())["words.weight"], before["words.weight"])
+    engine.backward(engine(batch_of(0, engine.data_rank, 2)))
+    gradient = zero.safe_get_full_grad(weight)
+    model = make()
+    model(batch_of(0, None, 2)).backward()
+    assert gradient is not None
+    torch.testing.assert_close(gradient, model.words.weight.grad.to_dense(), rtol=1e-12, atol=1e-14)
+    norm = zeromesh.clip_grad_norm_(engine.parameters(), 1e-3)
+    plain_norm = norm_of(model.parameters())
+    torch.testing.assert_close(norm, plain_norm, rtol=1e-12, atol=0.0)
+    after = zero.safe_get_full_grad(weight)
+    torch.testing.assert_close(after, gradient * (1e-3 / (norm + 1e-6)), rtol=1e-12, atol=1e-14)
+    engine.destroy()
+
+
+# What moves, and what is wrong.
+
+
+def moved(rows: int, stage: int) -> dict[str, dict[str, float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(rows, 8, sparse=True), nn.Linear(8, 1))
+    config = {"optimizer": {"type": "Adagrad", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}}
+    engine = zeromesh.initialize(model=model, config=config)[0]
+    engine.traffic_report(reset=True)
+    for _ in range(2):
+        engine.backward(engine(torch.arange(10).view(5, 2) * (rows // 10)).square().mean())
+        engine.step()
+    found = engine.traffic_report()
+    engine.destroy()
+    return found
+
+
+def test_bytes_follow_the_rows_used_and_not_the_table() -> None:
+    for stage in (0, 3):
+        small, large = (run_ranks(moved, 2, rows, stage)[0] for rows in (100, 100_000))
+        assert small == large
+        # Half of the ten rows are of the other rank: 2 steps x 5 rows x 8 numbers x 4 bytes, and as much for gradients.
+        assert small["table_rows/data"]["bytes"] == small["table_gradients/data"]["bytes"] == 2 * 5 * 8 * 4
+
+
+@on_ranks(2)
+def test_an_index_out_of_range_raises_on_every_rank() -> None:
+    engine = engine_of(Case(), "")
+    batch = batch_of(0, engine.data_rank, 2)
+    if engine.mesh.rank == 1:
+        bad = batch.bags.clone() if batch.bags.numel() else torch.tensor([ROWS])
+        pairs = batch.pairs.clone()
+        pairs[2, 1] = ROWS + 4
+        batch = replace(batch, pairs=pairs)
+        assert bad is not None
+    text = (
+        rf"index {ROWS + 4} of sample 2 is out of range for means, which has {ROWS} rows"
+        if engine.mesh.rank == 1
+        else "rank 1 of the ranks that share means gave it an index that is out of range"
+    )
+    with pytest.raises(IndexError if engine.mesh.rank == 1 else RuntimeError, match=text):
+        engine(batch)
+    advance(engine, Case(), range(1))  # it goes on
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_ranks_that_look_up_different_tables_are_told() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Embedding(4, 2, sparse=True) for name in "ab"})
+    model["head"] = nn.Linear(2, 1)
+    engine = zeromesh.initialize(model=model, config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})[0]
+    with pytest.raises(RuntimeError, match="looks up rows of another table than"):
+        engine.module["ab"[engine.mesh.rank]](torch.tensor([1]))
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_a_weight_used_as_a_whole_is_refused() -> None:
+    engine = engine_of(Case(), "")
+    weight = engine.module.words.weight
+    assert weight.shape == (WORDS, 6)
+    for use in (lambda: weight.sum(), lambda: nn.init.normal_(weight), lambda: torch.randn(2, 6) @ weight.T):
+        with pytest.raises(RuntimeError, match="words.* has its rows spread over 2 ranks.*GatheredParameters"):
+            use()
+    weight.data = torch.zeros(WORDS, 6, dtype=torch.float64)
+    engine.backward(engine(batch_of(0, engine.data_rank, 2)))
+    with pytest.raises(RuntimeError, match="words.weight was given new data"):
+        engine.step()
+    engine.destroy()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "weight decay": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}},
+        "weight_decay = 0.01 of AdamW would change rows of 0.weight that no batch has used",
+    ),
+    "momentum": (
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},
+        "momentum = 0.9 of SGD would change rows of 0.weight",
+    ),
+    "no rule": ({"optimizer": {"type": "Lion", "params": {"lr": 0.1}}}, "Lion has no update for rows of 0.weight"),
+    "unknown option": (
+        {
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "embedding_tables": {"optimizer": {"type": "sgd", "params": {"eps": 1}}},
+        },
+        "embedding_tables.optimizer.params.eps is no option of sgd, which has lr",
+    ),
+    "no embedding": (
+        {"optimizer": {"type": "SGD"}, "embedding_tables": {"modules": ["tables.*"]}},
+        r"embedding_tables.modules: 'tables.\*' matches no embedding of the model; it has 0",
+    ),
+    "no folder": ({"embedding_tables": {"device": "nvme"}}, "embedding_tables.device is nvme; name a folder"),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_change_rows_that_no_batch_used_is_refused(name: str) -> None:
+    config, message = REFUSED[name]
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    with pytest.raises(ValueError, match=message):
+        zeromesh.initialize(model=model, config=config)
+    model(torch.tensor([1])).sum().backward()  # the model is as it was
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_users_optimizer_updates_tables_by_its_groups() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1)).double()
+    table, rest = model[0].weight, [*model[1].parameters()]
+    before = table.detach().clone()
+    groups = [{"params": rest}, {"params": [table], "table_rule": "sgd", "lr": 0.5, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    engine = zeromesh.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config={})[0]
+    expected = before.clone()
+    for step in range(3):
+        weight = next(p.detach().clone() for p in rest)
+        engine.backward(engine(torch.tensor([1, 1, 3])).sum())
+        engine.step()
+        rate = 0.5 / (1 + step)
+        expected[1] -= rate * 2 * weight[0]
+        expected[3] -= rate * weight[0]
+    torch.testing.assert_close(engine.state_dict()["0.weight"], expected, rtol=1e-12, atol=1e-14)
+    engine.destroy()

@@ -1,0 +1,87 @@
+"""Embedding tables: which modules they are, the groups that update them, and where they rest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zeromesh.comm.mesh import Mesh
+from zeromesh.config.keys import TABLE_OPTIMIZER
+from zeromesh.model.placement import Tier
+from zeromesh.optim.values import without_auto
+from zeromesh.shard.table.find import find_tables
+from zeromesh.shard.table.rules import RULE_KEY, RULES, rule_of
+from zeromesh.shard.table.tables import TableSettings
+
+if TYPE_CHECKING:
+    from zeromesh.config.settings import Resolved
+
+_log = logging.getLogger("zeromesh")
+
+_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+
+
+def choose_tables(model: nn.Module, settings: Resolved, mesh: Mesh) -> dict[str, nn.Module]:
+    """Return the tables of a model by name; warn of embeddings whose gradients are dense in spite of sparse=True."""
+    found, reasons = find_tables(model, settings.embedding_tables.modules, mesh.sizes)
+    if mesh.rank == 0:
+        for name, reason in reasons.items():
+            _log.warning(
+                "gradients of %s are dense here, in spite of sparse=True, because %s: optimizers with moments or "
+                "weight decay change rows that no batch used; leave sparse=True out if that is what you want",
+                name, reason,
+            )  # fmt: skip
+    return found
+
+
+def table_settings(tables: Mapping[str, nn.Module], settings: Resolved) -> TableSettings:
+    """Return what places the tables; the folder of their files is made."""
+    chosen = settings.embedding_tables
+    folder = None
+    if tables and chosen.device == "nvme" and chosen.nvme_path is not None:
+        folder = Path(chosen.nvme_path).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+    hot = None if chosen.device == "none" else chosen.cache_rows
+    return TableSettings(tables, _TIERS[chosen.device], folder, hot)
+
+
+def with_table_group(
+    owned: Sequence[dict[str, Any]], tables: Mapping[str, nn.Module], settings: Resolved
+) -> list[dict[str, Any]]:
+    """Return the groups with the tables' weights in one of their own, if the configuration has an update for them."""
+    chosen = settings.embedding_tables.optimizer
+    if chosen is None or not tables:
+        return list(owned)
+    weights = {id(module.weight) for module in tables.values()}
+    rule = RULES[chosen.type]
+    given = without_auto(chosen.params)
+    if unknown := sorted(set(given) - set(rule.defaults)):
+        raise ValueError(
+            f"{TABLE_OPTIMIZER}.params.{unknown[0]} is no option of {chosen.type}, which has {', '.join(rule.defaults)}"
+        )
+    taken = [p for group in owned for p in group["params"] if id(p) in weights]
+    rest = [{**group, "params": [p for p in group["params"] if id(p) not in weights]} for group in owned]
+    return [*rest, {"params": taken, **rule.defaults, **given, RULE_KEY: chosen.type}]
+
+
+def check_rules(
+    optimizer: Optimizer | None, parameters: Mapping[int, str], settings: Resolved, *, users: bool
+) -> None:  # fmt: skip
+    """Raise ValueError if a table cannot be updated by its group; ``parameters`` names the tables' by ``id``."""
+    if optimizer is None or not parameters:
+        return
+    for group in optimizer.param_groups:
+        names = [parameters[id(p)] for p in group["params"] if id(p) in parameters]
+        if not names:
+            continue
+        if users and settings.embedding_tables.optimizer is not None and RULE_KEY not in group:
+            raise ValueError(
+                f"{TABLE_OPTIMIZER} is set, but {names[0]} is in a group of the optimizer that was passed; give tables "
+                f'a group of their own with "{RULE_KEY}" and its options, or pass a function that makes the optimizer'
+            )
+        rule_of(type(optimizer), group, ", ".join(names))

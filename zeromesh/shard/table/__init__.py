@@ -1,0 +1,1 @@
+"""Embedding tables whose rows are spread over the ranks: lookups, sparse gradients, updates of the rows seen."""

@@ -1,0 +1,308 @@
+"""One embedding table whose rows are spread over the ranks of the shard group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakMethod, ref
+
+import torch
+from torch import nn
+
+from zeromesh.comm.mesh import Mesh
+from zeromesh.model.placement import Placement, PlacementRow, Tier
+from zeromesh.model.split import Held
+from zeromesh.shard.deferred import Source
+from zeromesh.shard.flat import Flat
+from zeromesh.shard.layout import Layout, Segment
+from zeromesh.shard.table.exchange import RowRequest, ask, swap, vector_of
+from zeromesh.shard.table.lookup import lookup
+from zeromesh.shard.table.memory import RowMemory, plane_on
+from zeromesh.shard.table.rules import RULES, Options
+
+# Function of a hook, an index and the tensor that has the gradient; see ``Backward.gradient_arrived``.
+Arrived = Callable[["RowArrival", int, torch.Tensor], None]
+
+LOOKUP_TAG = 8  # of all tables, so that ranks which look up different ones find out
+NORM_CONSTANT = 1e-7  # of torch's renormalisation: max_norm / (norm + 1e-7)
+
+
+class RowArrival:
+    """Hook on the rows of one lookup, which takes their gradient."""
+
+    def __init__(self, arrived: Arrived, table: Table, ids: torch.Tensor) -> None:
+        # Weakly: the graph that has the rows must not hold the engine.
+        self._arrived, self._table, self._ids = WeakMethod(arrived), ref(table), ids
+
+    def __call__(self, rows: torch.Tensor) -> None:
+        """Signature of torch's hooks."""
+        if (arrived := self._arrived()) is not None:
+            arrived(self, 0, rows)
+
+    def take(self, gradient: torch.Tensor, factor: float) -> None:
+        """Give the table the gradient times ``factor``."""
+        if (table := self._table()) is not None:
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            table.take(self._ids, gradient if factor == 1.0 else gradient.to(wide) * factor)
+
+
+class GradientState(Enum):
+    """State of a table's gradient between two updates."""
+
+    LOCAL = "local"  # rows of this rank's own batches, if any
+    SUMMED = "summed"  # the sum over the ranks, of the rows that are here
+
+
+class Table:
+    """One table: its rows here, their gradients and their updates."""
+
+    def __init__(
+        self, name: str, module: Any, number: int, mesh: Mesh, tier: Tier, wire: torch.dtype | None
+    ) -> None:  # fmt: skip
+        weight = module.weight
+        self.name, self.module, self.index = name, module, number
+        self.count, self.width = weight.shape
+        self.number, self.mesh, self.group = number, mesh, mesh.shard
+        self.per_rank = -(-self.count // self.group.size)
+        self.wire = wire or weight.dtype  # dtype in which rows and gradients travel and are computed with
+        row = PlacementRow(
+            Placement.SHARDED, Placement.SHARDED, Placement.SHARDED, parameter_tier=tier, gradient_tier=tier,
+            optimizer_tier=tier, pinned=False,
+        )  # fmt: skip
+        held = Held(tuple(weight.shape))
+        segment = Segment(f"{name}.weight", weight.shape, 0, weight.numel(), held)
+        layout = Layout(weight.dtype, True, (segment,), self.group.size, self.per_rank * self.group.size * self.width)
+        self.flat = Flat(layout, [weight], number, row, mesh)
+        self.flats = (self.flat,)
+        self.sharded = True
+        # Rows from ``first`` on; the last ranks may have fewer, or none.
+        self.first = self.group.rank * self.per_rank
+        self.rows_here = max(0, min(self.count, self.first + self.per_rank) - self.first)
+        self.state = GradientState.LOCAL
+        self.used = False  # a gradient has come since the last update
+        self._arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.ids = torch.empty(0, dtype=torch.int64)  # of the summed gradient, local numbers
+        self.gradient = torch.empty(0, self.width)
+        self._leaves: list[Any] = []
+        self._file: Callable[[str], Path] | None = None
+
+    def __repr__(self) -> str:
+        return f"table {self.name!r}"
+
+    # Placement.
+
+    def place(
+        self, materialise: Callable[[str, nn.Parameter], Source | None] | None, hot: int | None, folder: Path | None
+    ) -> None:
+        """Take this rank's rows of the parameter into memory on the tier; the parameter keeps its shape only."""
+        flat, segment = self.flat, self.flat.layout.segments[0]
+        weight = flat.parameters[0]
+        rank = self.mesh.rank
+        self._file = partial(_file_of, folder, self.name, rank)
+        unmade = weight.is_meta
+        source = materialise(segment.name, weight) if materialise is not None else None
+        tier, device = flat.parameter_tier, self.mesh.device
+        plane = plane_on(tier, (self.per_rank, self.width), flat.layout.dtype, device, self._file("weight"))
+        if source is not None:
+            start, stop = self.first * self.width, (self.first + self.rows_here) * self.width
+            plane[: self.rows_here].view(-1).copy_(source.read(start, stop))
+        else:
+            self._take_first_ranks(weight.detach(), plane, unmade)
+        flat.hold_rows(plane.view(-1), self.rows_here * self.width, Settled(self))
+        accelerated = device.type != "cpu"
+        self.rows = RowMemory(plane, device, hot if accelerated or tier is Tier.NVME else None)
+
+    def _take_first_ranks(self, value: torch.Tensor, plane: torch.Tensor, unmade: bool) -> None:
+        """Copy the rows of the first rank's value; what was ``unmade`` is equal on all ranks."""
+        group, per_rank = self.group, self.per_rank
+
+        def part(rank: int) -> torch.Tensor:
+            return value[rank * per_rank : (rank + 1) * per_rank].to(self.mesh.device)
+
+        if unmade or group.rank == 0:
+            plane[: self.rows_here].copy_(part(group.rank))
+        if not unmade and group.size > 1:
+            tag = self.flat.tag
+            landing = vector_of(self.rows_here * self.width, value.dtype, group).view(-1, self.width)
+            for rank in range(1, group.size):  # one after the other, so that no copy of the whole is made
+                sends = {rank: part(rank)} if group.rank == 0 else {}
+                receives = {0: landing} if group.rank == rank else {}
+                swap(group, tag, sends, receives, "table_values")
+            if group.rank:
+                plane[: self.rows_here].copy_(landing)
+        if not unmade and self.mesh.replicate.size > 1:
+            values = plane.to(self.mesh.device)
+            self.mesh.replicate.broadcast(values)
+            plane.copy_(values)
+
+    def spread(self, arrived: Arrived) -> None:
+        """Let the module look its rows up; ``arrived`` is called with their gradients."""
+        self._notify = arrived
+        # The model may outlive the engine.
+        fetch = partial(_fetch, ref(self))
+        self.module.forward = partial(torch.compiler.disable(lookup), self.module, fetch, self.name)
+
+    # Forward.
+
+    def fetch(self, ids: torch.Tensor, failure: Exception | None) -> torch.Tensor:
+        """Return rows ``ids``, ascending and without duplicates, from the ranks that have them. Collective.
+
+        Returns:
+            Shape (k, width), in the wire dtype; a leaf whose gradient is taken as the gradient of these rows.
+        """
+        device = self.mesh.device
+        request = RowRequest(self.name, self.number, ids.to(device), self.per_rank)
+        with torch.no_grad():
+            route = ask(self.group, LOOKUP_TAG, [request], failure)
+            asked = torch.cat(route.asked)
+            if self.module.max_norm is not None:
+                self._renorm(asked.unique())
+            rows = self.rows.read(asked).to(self.wire)
+            found = vector_of(ids.numel() * self.width, self.wire, self.group).view(-1, self.width)
+            answers = dict(enumerate(rows.split([one.numel() for one in route.asked])))
+            wanted = found.split([to[0] for to in route.counts[self.group.rank]])
+            wanted[self.group.rank].copy_(answers[self.group.rank])
+            swap(self.group, LOOKUP_TAG, answers, dict(enumerate(wanted)), "table_rows")
+        if torch.is_grad_enabled() and self.module.weight.requires_grad:
+            found.requires_grad_()
+            found.register_post_accumulate_grad_hook(RowArrival(self._notify, self, ids))
+            self._leaves = [leaf for leaf in self._leaves if leaf() is not None] + [ref(found)]
+        return found
+
+    def _renorm(self, ids: torch.Tensor) -> None:
+        """Shorten rows that are longer than the module's ``max_norm``, in place, as torch's embedding does."""
+        limit, order = float(self.module.max_norm), float(self.module.norm_type)
+
+        def shorten(copies: list[torch.Tensor]) -> None:
+            norms = torch.linalg.vector_norm(copies[0], order, dim=1, keepdim=True)
+            copies[0].mul_(torch.where(norms > limit, limit / (norms + NORM_CONSTANT), 1.0))
+
+        self.rows.change(ids, shorten, count=1)
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Return the rows of living graphs."""
+        return [leaf for one in self._leaves if (leaf := one()) is not None]
+
+    # Backward.
+
+    def take(self, ids: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Take the gradient of rows ``ids``, ascending and without duplicates, from one lookup."""
+        assert self.state is GradientState.LOCAL, self
+        self.used = True
+        self._arrived.append((ids.to(gradient.device), gradient))
+
+    def local(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ascending row numbers and the sums of their gradients on this rank."""
+        device = self.mesh.device
+        if len(self._arrived) == 1:
+            ids, gradient = self._arrived[0]
+        else:
+            none = torch.empty(0, dtype=torch.int64, device=device), vector_of(0, self.wire, self.group)
+            every = self._arrived or [(none[0], none[1].view(0, self.width))]
+            ids, gradient = add_up([one for one, _ in every], [one for _, one in every])
+        self._arrived = []
+        return ids, gradient.to(self.wire)
+
+    def take_sum(self, parts: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        """Take the gradients of rows here from all ranks, in their order."""
+        self.ids, self.gradient = add_up(parts, gradients)
+        self.state = GradientState.SUMMED
+
+    def dense_gradient(self) -> torch.Tensor:
+        """Return the summed gradient of the rows here with the rows that have none: shape (rows here x width,)."""
+        whole = self.gradient.new_zeros(self.rows_here, self.width)
+        return whole.index_copy_(0, self.ids, self.gradient).view(-1)
+
+    def reopen(self, counted: bool) -> None:
+        """Take the sum as a gradient of this rank alone; not ``counted``: another rank has a copy of it."""
+        if self.state is GradientState.SUMMED:
+            self._arrived = [(self.ids + self.first, self.gradient)] if counted else []
+            self.state = GradientState.LOCAL
+
+    def scale(self, factor: float) -> None:
+        """Multiply all that has come by ``factor``."""
+        self._arrived = [(ids, gradient * factor) for ids, gradient in self._arrived]
+        self.gradient = self.gradient * factor
+
+    def mark_used(self, used: bool) -> None:
+        """Take whether any rank had a gradient."""
+        self.used = used
+
+    def forget(self) -> None:
+        """Forget the gradient."""
+        self._arrived, self.state, self.used = [], GradientState.LOCAL, False
+        self.ids, self.gradient = self.ids[:0], self.gradient[:0]
+
+    # Update.
+
+    def update(self, rule: str, options: Options, state: dict[str, Any]) -> None:
+        """Update the rows that have a gradient; ``state`` is the optimizer's for the piece here."""
+        chosen, dtype = RULES[rule], self.flat.master.dtype
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0)
+            for one in chosen.states:
+                shape = (self.rows_here, 1 if one.per_row else self.width)
+                plane = plane_on(self.flat.optimizer_tier, shape, dtype, self.mesh.device, self.file(one.key))
+                initial = options.get(one.initial, 0.0) if one.initial else 0.0
+                state[one.key] = plane.fill_(initial).view(-1) if initial else plane.view(-1)
+        self._bind(chosen.states, state)
+        state["step"] = state["step"] + 1
+        gradient = self.gradient.to(self.rows.place, dtype)
+        gradient = -gradient if options.get("maximize") else gradient
+        number, known = int(state["step"]), {**chosen.defaults, **options}
+
+        def change(copies: list[torch.Tensor]) -> None:
+            chosen.update(copies[0], gradient, copies[1:], number, known)
+
+        self.rows.change(self.ids, change)
+
+    def _bind(self, states: tuple[Any, ...], state: dict[str, Any]) -> None:
+        """Use the states that the optimizer has for these rows, which a checkpoint may have replaced."""
+        planes = [self.rows.planes[0], *(state[one.key].view(self.rows_here, -1) for one in states)]
+        if [one.data_ptr() for one in planes] != [one.data_ptr() for one in self.rows.planes]:
+            self.rows.settle(forget=True)
+            self.rows.replace(planes)
+
+    def file(self, key: str) -> Path:
+        """Return the file of a plane on NVMe."""
+        assert self._file is not None
+        return self._file(key)
+
+
+class Settled:
+    """Store of a table's flat buffer: what reads or writes its rows finds them where they rest, and not in a cache."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
+        """Have the rows and their states at rest."""
+        self._table.rows.settle(forget=write)
+
+    load_shard = load_states
+
+    def form(self, flat: Flat) -> tuple[bool, bool]:
+        """Return that states are always in memory, and masters whole."""
+        return False, False
+
+
+def add_up(ids: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ascending row numbers, and the sums of gradients of equal ones in the order in which they are given."""
+    every, inverse = torch.unique(torch.cat(ids), return_inverse=True)
+    values = torch.cat(gradients)
+    wide = values.new_zeros(every.numel(), values.shape[1], dtype=torch.promote_types(values.dtype, torch.float32))
+    return every, wide.index_add_(0, inverse, values.to(wide.dtype))
+
+
+def _file_of(folder: Path | None, name: str, rank: int, key: str) -> Path:
+    return (folder or Path(".")) / f"table-{name}-{key}-rank{rank}.bin"
+
+
+def _fetch(table: ref[Table], ids: torch.Tensor, failure: Exception | None) -> torch.Tensor:
+    alive = table()
+    if alive is None:
+        raise RuntimeError("the engine that has the rows of this table is gone; keep the engine as long as the model")
+    return alive.fetch(ids, failure)
