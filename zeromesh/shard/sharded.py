@@ -72,9 +72,9 @@ class ShardedModel:
         mixed = precision.compute is not None
         laid_out = lay_out(self.units, mesh, sharding, part)
         self.root, rest = self.units[0], self.units[1:]
-        flats = [flat for _, flats, _ in laid_out for flat in flats]
-        self.tables = Tables(sharding.tables, mesh, max(len(flats), len(self.units)), precision.compute)
-        self.flats = [*flats, *self.tables.flats]
+        of_units = [flat for _, flats, _ in laid_out for flat in flats]
+        self.tables = Tables(sharding.tables, mesh, max(len(of_units), len(self.units)), precision.compute)
+        self.flats = [*of_units, *self.tables.flats]
         self.names = {id(p): s.name for f in self.flats for p, s in zip(f.parameters, f.layout.segments, strict=True)}
         policy = GradientPolicy.of(
             row, wire=precision.communicate, accumulate=precision.accumulate, slots=slots.gradient,
@@ -84,9 +84,9 @@ class ShardedModel:
         gradients = [flat.gradient for flat in self.flats if flat.gradient]
         self.accumulation = accumulation or Accumulation(1)
         self.reducer = Reducer(gradients, policy, mesh, self.accumulation.steps > 1, self.link, self.tables)
-        early = [flat for flat in flats if can_begin_early(flat, mesh)]
+        early = [flat for flat in of_units if can_begin_early(flat, mesh)]
         in_memory = [flat for flat in self.tables.flats if flat.parameter_tier is not Tier.NVME]
-        budget = MemoryBudget.of([*flats, *in_memory], row, mixed, self.reducer.memory.shard_bytes[Tier.HOST], early)
+        budget = MemoryBudget.of([*of_units, *in_memory], row, mixed, self.reducer.memory.shard_bytes[Tier.HOST], early)
         self.store = Tiers() if prepare is None else prepare(budget)
         self.swap, self.stored = self.store.swap, self.store.stored
         assert self.swap is not None or not (budget.files or budget.packed), "states without a place for them"
@@ -108,7 +108,7 @@ class ShardedModel:
         self.events = Events(self.units, self._order, self.residency, self.reducer, mesh, self.accumulation)
         self.tables.place(materialise, self.names, self.events.backward.gradient_arrived)
         settle = self.events.backward.drop_failed
-        self.grads = Grads(flats, self.names, self.reducer, self.accumulation, mesh, settle, self.early)
+        self.grads = Grads(of_units, self.names, self.reducer, self.accumulation, mesh, settle, self.early)
         self.grads.install()
         base = self.grads.class_of(nn.Parameter)
         gathered = gathered_class(base, self.events.saved.saving)

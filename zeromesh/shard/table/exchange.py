@@ -10,6 +10,9 @@ import torch
 
 from zeromesh.comm.collectives import Group
 
+# Lookups of all tables share a tag, so that ranks which look up different ones find out.
+LOOKUP_TAG, ROWS_TAG, COPIES_TAG = 8, 9, 10
+
 FAILED = -1  # stands for each count of a rank whose request is wrong
 
 
@@ -100,3 +103,13 @@ def swap(
     coming = {peer: one for peer, one in receives.items() if peer != group.rank and one.numel()}
     if going or coming:
         group.send_and_receive(going, coming, tag, what).wait()
+
+
+def from_all(group: Group, tag: int, own: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of all ranks, in their order; they differ in their first dimension only. Collective."""
+    lengths = group.exchange(torch.tensor([own.shape[0]]), tag).flatten().tolist()
+    found = [
+        own if rank == group.rank else own.new_empty(length, *own.shape[1:]) for rank, length in enumerate(lengths)
+    ]
+    swap(group, tag, dict.fromkeys(range(group.size), own), dict(enumerate(found)), "table_copies")
+    return found

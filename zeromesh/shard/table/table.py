@@ -18,7 +18,7 @@ from zeromesh.model.split import Held
 from zeromesh.shard.deferred import Source
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.layout import Layout, Segment
-from zeromesh.shard.table.exchange import RowRequest, ask, swap, vector_of
+from zeromesh.shard.table.exchange import COPIES_TAG, LOOKUP_TAG, RowRequest, ask, from_all, swap, vector_of
 from zeromesh.shard.table.lookup import lookup
 from zeromesh.shard.table.memory import RowMemory, plane_on
 from zeromesh.shard.table.rules import RULES, Options
@@ -26,7 +26,6 @@ from zeromesh.shard.table.rules import RULES, Options
 # Function of a hook, an index and the tensor that has the gradient; see ``Backward.gradient_arrived``.
 Arrived = Callable[["RowArrival", int, torch.Tensor], None]
 
-LOOKUP_TAG = 8  # of all tables, so that ranks which look up different ones find out
 NORM_CONSTANT = 1e-7  # of torch's renormalisation: max_norm / (norm + 1e-7)
 
 
@@ -174,6 +173,8 @@ class Table:
 
     def _renorm(self, ids: torch.Tensor) -> None:
         """Shorten rows that are longer than the module's ``max_norm``, in place, as torch's embedding does."""
+        if self.mesh.replicate.size > 1:  # other copies of the rows are looked up by other samples
+            ids = torch.cat(from_all(self.mesh.replicate, COPIES_TAG, ids)).unique()
         limit, order = float(self.module.max_norm), float(self.module.norm_type)
 
         def shorten(copies: list[torch.Tensor]) -> None:

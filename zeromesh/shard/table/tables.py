@@ -18,11 +18,9 @@ from zeromesh.observe.spans import span
 from zeromesh.shard.deferred import Source
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.guard import Guard, Presence, unloaded_class
-from zeromesh.shard.table.exchange import RowRequest, ask, swap, vector_of
+from zeromesh.shard.table.exchange import COPIES_TAG, ROWS_TAG, RowRequest, ask, from_all, swap, vector_of
 from zeromesh.shard.table.rules import rule_of
 from zeromesh.shard.table.table import Arrived, GradientState, Table
-
-ROWS_TAG, COPIES_TAG = 9, 10  # of gradients to the ranks that have the rows, and between copies of these
 
 
 @dataclass(frozen=True)
@@ -131,19 +129,7 @@ class Tables:
         if group.size == 1:
             return
         for table in tables:
-            lengths = group.exchange(torch.tensor([table.ids.numel()]), COPIES_TAG).flatten().tolist()
-            ids = [table.ids if r == group.rank else vector_of(n, torch.int64, group) for r, n in enumerate(lengths)]
-            values = [
-                table.gradient
-                if r == group.rank
-                else vector_of(n * table.width, table.gradient.dtype, group).view(-1, table.width)
-                for r, n in enumerate(lengths)
-            ]
-            for own, every in ((table.ids, ids), (table.gradient, values)):
-                swap(
-                    group, COPIES_TAG, dict.fromkeys(range(group.size), own), dict(enumerate(every)), "table_gradients"
-                )
-            table.take_sum(ids, values)
+            table.take_sum(from_all(group, COPIES_TAG, table.ids), from_all(group, COPIES_TAG, table.gradient))
 
     def summed(self, parameters: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Return the summed gradients of tables, those of ``parameters`` or all, that this rank counts in a norm."""
