@@ -84,9 +84,9 @@ check: .venv/.test.done
 	.venv/bin/python tools/config_reference.py --check
 	$(MAKE) docs
 
-# The manual as a site, in build/site. Strict: a link or an anchor that leads nowhere is an error.
+# The manual as a site, in build/site. A link or an anchor that leads nowhere is an error, unless --quiet hides it.
 docs: .venv/.docs.done
-	$(RUN) properdocs build --quiet --strict -f mkdocs.yml
+	$(RUN) properdocs build --strict -f mkdocs.yml
 
 docs-serve: .venv/.docs.done
 	$(RUN) properdocs serve -f mkdocs.yml
