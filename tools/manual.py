@@ -25,16 +25,22 @@ PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHAN
 """Pages of the repository's root, and their names in the site."""
 
 API = {
-    "zeromesh": "Names of the package itself.",
-    "zeromesh.engine": "The object that `initialize` returns first.",
-    "zeromesh.zero": "Names of `deepspeed.zero`.",
-    "zeromesh.pipe": "Names of `deepspeed.pipe`.",
-    "zeromesh.checkpointing": "Names of `deepspeed.checkpointing`.",
-    "zeromesh.batches": "Batches that compute their own loss.",
-    "zeromesh.hf": "Trainer, Accelerate, TRL and Lightning.",
-    "zeromesh.deepspeed": "The drop-in for scripts of DeepSpeed.",
+    "zeromesh": ("the package's functions, and what they return", ""),
+    "zeromesh.engine": ("the engine that `initialize` returns", ""),
+    "zeromesh.zero": (
+        "names of `deepspeed.zero`",
+        "Init GatheredParameters safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state"
+        " safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state safe_update_full_grad_vectorized"
+        " clip_grad_norm_ TiledLinear tile_linears join_tiles estimate_zero2_model_states_mem_needs"
+        " estimate_zero3_model_states_mem_needs",
+    ),
+    "zeromesh.pipe": ("names of `deepspeed.pipe`", "LayerSpec TiedLayerSpec PipelineModule"),
+    "zeromesh.checkpointing": ("names of `deepspeed.checkpointing`", ""),
+    "zeromesh.batches": ("batches that compute their own loss", "WithLoss"),
+    "zeromesh.hf": ("Trainer, its mixin, and the plugin for Accelerate", ""),
+    "zeromesh.hf.lightning": ("the strategy for Lightning", "Strategy"),
 }
-"""Modules of the API reference. They are read, never imported."""
+"""Module -> text and, where users need only some, members. Modules are read and never imported."""
 
 FENCE = re.compile(r"^(`{3,}).*?^\1$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
@@ -50,11 +56,14 @@ def _title(path: Path) -> str:
 def _generated() -> dict[str, str]:
     """Return the pages that exist in the site alone, by name."""
     made = {name: (ROOT / source).read_text(encoding="utf-8") for source, name in PAGES.items()}
-    rows = [f"| [`{module}`]({module}.md) | {text} |" for module, text in API.items()]
+    rows = [f"| [`{module}`]({module}.md) | {text} |" for module, (text, _) in API.items()]
     head = "# API reference\n\nThese pages are made from the docstrings.\n\n| module | content |\n|---|---|\n"
-    made["api/index.md"] = head + "\n".join(rows) + "\n"
-    for module in API:
-        options = '    options: {filters: ["!^_", "!^Engine$"]}\n' if module == "zeromesh" else ""  # it has a page
+    end = "\n`zeromesh.deepspeed` has the names of DeepSpeed; see [DeepSpeed scripts](../deepspeed.md).\n"
+    made["api/index.md"] = head + "\n".join(rows) + "\n" + end
+    for module, (_, members) in API.items():
+        chosen = [f"members: {members.split()}"] if members else []
+        chosen += ['filters: ["!^_", "!^Engine$"]'] if module == "zeromesh" else []  # the engine has a page
+        options = f"    options: {{{', '.join(chosen)}}}\n" if chosen else ""
         made[f"api/{module}.md"] = f"# {module}\n\n::: {module}\n{options}"
     decisions = sorted((ROOT / "docs" / "adr").glob("0*.md"))
     made["adr/index.md"] = "# Decisions\n\n" + "".join(f"- [{_title(file)}]({file.name})\n" for file in decisions)
