@@ -30,16 +30,16 @@ HEIGHT = 3600
 """Pixels of a page that a screenshot has, from its top."""
 
 # A window is never as narrow as a phone, so the page is shown in a frame, which also measures it.
-FRAME = """<!doctype html><body style="margin:0"><iframe id="f" src="/{page}"
- style="border:0;width:{width}px;height:{height}px"></iframe>
+FRAME = """<!doctype html><body style="margin:0">
+<iframe id="f" style="border:0;width:{width}px;height:{height}px"></iframe>
 <script>
+const index = "{scheme}" === "slate" ? 2 : 1;  // in the palette of mkdocs.yml
+const media = "(prefers-color-scheme: " + ["", "light", "dark"][index] + ")";
+const choice = {{index, color: {{media, scheme: "{scheme}", primary: "indigo", accent: "indigo"}}}};
+localStorage.setItem("/.__palette", JSON.stringify(choice));  // as the switch of the page does
 const frame = document.getElementById("f");
-frame.onload = () => {{
-  const inner = frame.contentDocument;
-  inner.body.setAttribute("data-md-color-scheme", "{scheme}");
-  const size = inner.documentElement;
-  console.log("width is " + size.scrollWidth + " pixels");
-}};
+frame.onload = () => console.log("width is " + frame.contentDocument.documentElement.scrollWidth + " pixels");
+frame.src = "/{page}";
 </script>"""
 
 
