@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from properdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
