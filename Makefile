@@ -4,7 +4,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python -m
 
-.PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme bench-plan validate-plan check wheels pythons clean
+.PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme bench-plan validate-plan check docs docs-serve wheels pythons clean
 
 train: .venv/.plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
@@ -82,6 +82,14 @@ check: .venv/.test.done
 	.venv/bin/python tools/check_structure.py
 	$(RUN) pytest --collect-only --quiet --quiet
 	.venv/bin/python tools/config_reference.py --check
+	$(MAKE) docs
+
+# The manual as a site, in build/site. A link or an anchor that leads nowhere is an error, unless --quiet hides it.
+docs: .venv/.docs.done
+	$(RUN) properdocs build --strict -f mkdocs.yml
+
+docs-serve: .venv/.docs.done
+	$(RUN) properdocs serve -f mkdocs.yml
 
 # The sdist and two wheels in dist/, installed and tried.
 wheels: .venv/.test.done

@@ -42,8 +42,13 @@ class TiledLinear(nn.Module):
     are added from left to right.
 
     Args:
-        in_features, out_features, bias, device, dtype: as in ``nn.Linear``.
-        in_splits, out_splits: into how many parts inputs and outputs are cut; sizes differ by one at the most.
+        in_features: width of the input, as in ``nn.Linear``.
+        out_features: width of the output.
+        bias: True adds a bias.
+        in_splits: number of parts of the input; their sizes differ by one at the most.
+        out_splits: number of parts of the output, as ``in_splits``.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
         tiles: by part of the outputs, then of the inputs. The first of each row has the bias.
