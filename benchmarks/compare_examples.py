@@ -17,6 +17,7 @@ import platform
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,28 +37,43 @@ WARM = 0.2  # share of a run's first steps whose time does not count
 OURS, DDP, ONE = "ZeroMesh, 2 ranks", "DDP, 2 ranks", "plain torch, 1 process"
 Case = tuple[str, tuple[str, ...]]  # what is run, and its options
 BASIC: tuple[Case, ...] = (("", ()),)
+BASE = ROOT / "runs" / "examples-base"  # the model that is fine-tuned: that of the example gpt
 CASES: dict[str, tuple[Case, ...]] = {
     "vision": (("resnet18", ()), ("resnet18, --sync", ("--sync",))),
+    "dpo": (("", ("--base", str(BASE))),),
+    "lora": tuple((method, ("--base", str(BASE), "--method", method)) for method in ("full", "lora")),
 }
 VARIANTS: dict[str, tuple[int, tuple[str, ...]]] = {OURS: (2, ()), DDP: (2, ("--plain",)), ONE: (1, ("--plain",))}
 """Name -> ranks, and options."""
+OFFLOAD: dict[str, tuple[int, tuple[str, ...]]] = {
+    "ZeroMesh": (1, ("--offload", "none")), "ZeroMesh, states on the host": (1, ("--offload", "cpu")),
+    "ZeroMesh, states in files": (1, ("--offload", "nvme")), ONE: (1, ("--plain",)),
+}  # fmt: skip
 
 
 def run_rank(script: str, options: list[str]) -> None:
     """Run an example as one rank, in this process; print its result and the most memory that it used as JSON."""
     sys.argv = [script, *options]
     module = runpy.run_path(script)  # imports what it needs; its memory is not counted
+    clock = time.perf_counter
+    if os.environ.get("PROCESSOR_TIME"):
+        time.perf_counter = time.process_time  # as the example calls it
     heap = Heap()
     before = heap.live()
-    with heap.watch(0.002) as peak:
+    with heap.watch(0.01) as peak:
         result = module["train"](module["parse"](options))
+    time.perf_counter = clock
     print("\n" + json.dumps(result | {"memory": peak.bytes - before}), flush=True)
 
 
-def run(script: Path, ranks: int, options: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return what each rank printed; raise CalledProcessError if one failed."""
+def run(script: Path, ranks: int, options: tuple[str, ...], processor: bool = False) -> list[dict[str, Any]]:
+    """Return what each rank printed; raise CalledProcessError if one failed.
+
+    ``processor``: seconds are those of the processor, without waits for other ranks and other programs.
+    """
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_PORT": str(free_port())}
     common |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    common |= {"PROCESSOR_TIME": "1"} if processor else {}
     command = [sys.executable, str(Path(__file__)), "--rank", str(script), *options]
     started = [
         subprocess.Popen(command, env=os.environ | common | {"RANK": str(n), "LOCAL_RANK": str(n)},
@@ -91,19 +107,21 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of {name}, gloo, torch {torch.__version__.partition('+')[0]}"
 
 
-def measure(name: str, seeds: list[int]) -> None:
+def measure(name: str, seeds: list[int], processor: bool) -> None:
     """Run all variants of an example with some seeds, and write the figures; those of other seeds stay."""
     script, file = EXAMPLES / name / "train.py", EXAMPLES / name / "figures.json"
+    if name in ("dpo", "lora") and not BASE.exists():
+        run(EXAMPLES / "gpt" / "train.py", 2, ("--output", str(BASE)))
     found = [row for row in json.loads(file.read_text())["rows"] if row["seed"] not in seeds] if file.exists() else []
     for seed in seeds:
         for case, options in CASES.get(name, BASIC):
-            for variant, (ranks, more) in VARIANTS.items():
-                row = summary(run(script, ranks, (*options, *more, "--seed", str(seed))))
+            for variant, (ranks, more) in (OFFLOAD if name == "lora" else VARIANTS).items():
+                row = summary(run(script, ranks, (*options, *more, "--seed", str(seed)), processor))
                 row = {"case": case, "variant": variant, "seed": seed} | row
                 print(name, case, variant, seed, row["quality"], f"{1000 * row['step']:.0f} ms", flush=True)
                 found.append(row)
-                figures = {"date": datetime.date.today().isoformat(), "machine": machine(), "rows": found}
-                file.write_text(json.dumps(figures, separators=(",", ":")) + "\n")
+                figures = {"date": datetime.date.today().isoformat(), "machine": machine(), "processor": processor}
+                file.write_text(json.dumps(figures | {"rows": found}, separators=(",", ":")) + "\n")
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -132,10 +150,11 @@ def table(figures: dict[str, Any]) -> str:
         cells += [spread([1000 * row["step"] for row in found], 0), spread([row["memory"] / 1e6 for row in found], 0)]
         lines.append("| " + " | ".join(cells) + " |")
     seeds = len({row["seed"] for row in figures["rows"]})
+    runs = "one run each" if seeds == 1 else f"{seeds} seeds, median (least to largest)"
+    what = ", in processor time of a rank, without waits: other programs ran besides" if figures["processor"] else ""
     note = (
-        f"Measured on {figures['date']}: {figures['machine']}; {seeds} seeds, median (least to largest). Time is the "
-        "median step; memory is the most that a rank allocated at a time, with the data and without the libraries. "
-        "Each process has one thread; other programs ran on the machine."
+        f"Measured on {figures['date']}: {figures['machine']}; {runs}. Time is the median step{what}; memory is the "
+        "most that a rank allocated at a time, with the data and without the libraries. Each process has one thread."
     )
     return "\n".join(lines) + f"\n\n{note}\n"
 
@@ -177,11 +196,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="folders of examples; none: all with a train.py")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a run of each variant for each")
+    parser.add_argument("--processor-time", action="store_true", help="of a rank, where other programs run besides")
     parser.add_argument("--page", action="store_true", help="measure nothing; make pages and pictures again")
     options = parser.parse_args()
     for name in options.names or sorted(path.parent.name for path in EXAMPLES.glob("*/train.py")):
         if not options.page:
-            measure(name, options.seeds)
+            measure(name, options.seeds, options.processor_time)
         figures = json.loads((EXAMPLES / name / "figures.json").read_text())
         put(EXAMPLES / name / "README.md", table(figures))
         draw(figures, EXAMPLES / name / "loss.svg")

@@ -48,8 +48,8 @@ _HOMES = {
 
 __all__ = [
     "Engine", "Environment", "Mesh", "Settings", "checkpointing", "clip_grad_norm_", "convert_checkpoint",
-    "from_pretrained", "gather_with_gradient", "init_distributed", "initialize", "launch", "load_pretrained", "make_mesh",
-    "no_decay_groups", "pipe", "shard", "sync_batch_norm", "zero",
+    "from_pretrained", "gather_with_gradient", "init_distributed", "initialize", "launch", "load_pretrained",
+    "make_mesh", "no_decay_groups", "pipe", "shard", "sync_batch_norm", "zero",
 ]  # fmt: skip
 
 

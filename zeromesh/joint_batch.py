@@ -59,8 +59,8 @@ def gather_with_gradient(tensor: torch.Tensor, process_group: dist.ProcessGroup 
 def sync_batch_norm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
     """Make each batch norm of a module, changed in place, take its statistics over the batches of all ranks.
 
-    Call it before ``initialize``. In training, outputs, gradients and running statistics then equal those of one process
-    with the joint batch; ranks may have batches of different sizes. In evaluation mode nothing is exchanged.
+    Call it before ``initialize``. In training, outputs, gradients and running statistics then equal those of one
+    process with the joint batch; ranks may have batches of different sizes. In evaluation nothing is exchanged.
 
     Args:
         module: the model; ``torch.nn.SyncBatchNorm`` modules are taken too. Subclasses with a ``forward`` of their own

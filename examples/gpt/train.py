@@ -37,9 +37,9 @@ def read_bytes(files: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
 def bits_per_byte(model: Any, rows: torch.Tensor) -> float:
     """Return the mean loss over rows, in bits."""
     model.eval()
-    losses = [model(input_ids=part, labels=part).loss.item() for part in rows.split(16) if len(part) == 16]
+    total = sum(len(part) * model(input_ids=part, labels=part).loss.item() for part in rows.split(64))
     model.train()
-    return sum(losses) / len(losses) / math.log(2)
+    return total / len(rows) / math.log(2)
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
@@ -86,9 +86,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=60, help="modules of the standard library to read")
-    parser.add_argument("--length", type=int, default=128, help="bytes of a row")
+    parser.add_argument("--length", type=int, default=64, help="bytes of a row")
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)

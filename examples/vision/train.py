@@ -90,7 +90,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet18", help="resnet50, vgg11_bn, vit_b_16 ... of torchvision")
     parser.add_argument("--size", type=int, default=32, help="pixels of a side; the digits have 8")
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sync", action="store_true", help="batch statistics over all ranks")

@@ -26,7 +26,7 @@ def allow_torchvision() -> None:
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     found = importlib.util.find_spec("torchvision")
-    assert found is not None, f"{FOLDER} has no torchvision; make the environment with tools/setup.py test"
+    assert found is not None, f"{FOLDER} has no torchvision: python3 tools/setup.py test installs it there"
     if not torch.version.cuda and "torchvision" not in sys.modules:
         for name in OPERATORS:
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
