@@ -4,7 +4,7 @@
 
 For each example and seed, its variants run in turn. ``figures.json`` beside
 the example keeps the figures; the README between its two comments, and the picture, are made from it. ``--page`` makes
-the table of all examples from these files.
+all pages from these files.
 """
 
 from __future__ import annotations
@@ -180,6 +180,25 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
+def overview(link: str) -> str:
+    """Return the table of all examples; ``link`` leads from the page to their folders."""
+    lines = ["| example | figure | ZeroMesh | DDP | one process |", "|---|---|---|---|---|"]
+    for path in sorted(EXAMPLES.glob("*/figures.json")):
+        rows = groups(json.loads(path.read_text()))
+        case = next(iter(rows))[0]
+        shown = {variant: found for (one, variant), found in rows.items() if one == case}
+        ours = next(variant for variant in shown if variant.startswith("ZeroMesh"))
+        figure = [name for name in shown[ours][0]["quality"] if "MB" not in name][-1]
+        title = (path.parent / "README.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        cells = [
+            spread([row["quality"][figure] for row in shown[variant]], 2) if variant in shown else "not measured"
+            for variant in (ours, DDP, ONE)
+        ]
+        named = f"{figure} ({case})" if case else figure
+        lines.append(f"| [{title}]({link}{path.parent.name}/README.md) | {named} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def put(page: Path, text: str) -> None:
     """Replace what a page has between the comments."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
@@ -205,6 +224,8 @@ def main() -> None:
         figures = json.loads((EXAMPLES / name / "figures.json").read_text())
         put(EXAMPLES / name / "README.md", table(figures))
         draw(figures, EXAMPLES / name / "loss.svg")
+    put(PAGES[0], overview(""))
+    put(PAGES[1], overview("../examples/"))
 
 
 if __name__ == "__main__":

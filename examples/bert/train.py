@@ -58,7 +58,6 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     zeromesh.init_distributed()  # one process or many, under any launcher
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
     pieces = read_pieces(options.files, options.length, options.entries)
     kept = len(pieces) - options.test - 1  # the last pieces are not trained on
     torch.manual_seed(options.seed)  # the same weights on all ranks
@@ -90,7 +89,6 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         seconds.append(time.perf_counter() - started)
         if rank == 0 and step % 20 == 0:
             print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
-
     held_out = torch.arange(kept, len(pieces) - 1)
     test = make_batch(pieces, held_out, options.entries, torch.Generator().manual_seed(0))
     test = {name: tensor.to(device) for name, tensor in test.items()}
@@ -99,9 +97,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         output = model(**test)
     tokens = (output.prediction_logits.argmax(-1) == test["labels"])[test["labels"] != -100]
     pairs = output.seq_relationship_logits.argmax(-1) == test["next_sentence_label"]
-    shares = {"masked tokens found, %": tokens, "pairs found, %": pairs}
-    found = {name: 100 * float(right.double().mean()) for name, right in shares.items()}
-    return {"loss": losses, "seconds": seconds, **found}
+    tokens, pairs = (100 * float(right.double().mean()) for right in (tokens, pairs))
+    return {"loss": losses, "seconds": seconds, "masked tokens found, %": tokens, "pairs found, %": pairs}
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
