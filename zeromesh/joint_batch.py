@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
 # The newer names of torch 2.13, which warns of the others.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -57,32 +58,50 @@ def gather_with_gradient(tensor: torch.Tensor, process_group: dist.ProcessGroup 
 
 
 def sync_batch_norm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Make each batch norm of a module, changed in place, take its statistics over the batches of all ranks.
+    """Replace each batch norm in a module by one that takes its statistics over the batches of all ranks.
 
     Call it before ``initialize``. In training, outputs, gradients and running statistics then equal those of one
     process with the joint batch; ranks may have batches of different sizes. In evaluation nothing is exchanged.
 
     Args:
-        module: the model; ``torch.nn.SyncBatchNorm`` modules are taken too. Subclasses with a ``forward`` of their own
-            stay as they are.
+        module: the model; ``torch.nn.SyncBatchNorm`` modules are replaced too. Subclasses with a ``forward`` of their
+            own stay as they are.
         process_group: the ranks that share statistics; None: all. With tensor or pipeline parallelism, name the ranks
             that have other samples.
 
     Returns:
-        The same module.
+        The same module; if it is a batch norm itself, the new one. Parameters, buffers and hooks stay the same objects.
+
+    Raises:
+        ValueError: a lazy batch norm has not seen a batch, so that its size is unknown.
     """
-    for part in module.modules():
-        if type(part).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
-            # The class alone changes, so that parameters, also deferred ones, hooks and names stay.
-            part.__class__ = SynchronisedBatchNorm
-            part.process_group = process_group
+    if _is_replaced(module):
+        return SynchronisedBatchNorm(module, process_group)
+    # A layer that is used in several places stays one layer.
+    made: dict[nn.Module, nn.Module] = {}
+    for parent in list(module.modules()):
+        for name, part in parent._modules.items():
+            if part is not None and _is_replaced(part):
+                made.setdefault(part, SynchronisedBatchNorm(part, process_group))
+                setattr(parent, name, made[part])
     return module
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        return False
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        raise ValueError(f"{type(module).__name__} has no size before its first batch; run the model on one first")
+    return True
 
 
 class SynchronisedBatchNorm(_BatchNorm):
     """Batch norm over the samples of all ranks; input (samples, channels, ...). Made by ``sync_batch_norm``."""
 
-    process_group: Any = None
+    def __init__(self, source: nn.Module, process_group: dist.ProcessGroup | None) -> None:
+        nn.Module.__init__(self)
+        vars(self).update(vars(source))
+        self.process_group = process_group
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:

@@ -129,6 +129,19 @@ def test_modules_with_a_forward_of_their_own_stay() -> None:
     assert [type(part) for part in model] == [Own, SynchronisedBatchNorm, nn.InstanceNorm1d, nn.LayerNorm]
 
 
+def test_replaced_layers_keep_their_parameters_hooks_and_sharing() -> None:
+    norm = nn.BatchNorm1d(2)
+    calls: list[int] = []
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    model = zeromesh.sync_batch_norm(nn.Sequential(norm, nn.Sequential(norm)))
+    assert model[0] is model[1][0]
+    assert model[0].weight is norm.weight
+    model.eval()(torch.ones(1, 2))
+    assert calls == [1, 1]
+    with pytest.raises(ValueError, match="LazyBatchNorm1d has no size before its first batch"):
+        zeromesh.sync_batch_norm(nn.Sequential(nn.LazyBatchNorm1d()))
+
+
 def test_without_ranks_it_is_torchs_batch_norm() -> None:
     values = torch.randn(6, 3, dtype=torch.float64)
     layer, reference = zeromesh.sync_batch_norm(nn.BatchNorm1d(3).double()), nn.BatchNorm1d(3).double()
