@@ -221,6 +221,8 @@ def main() -> None:
     for name in options.names or sorted(path.parent.name for path in EXAMPLES.glob("*/train.py")):
         if not options.page:
             measure(name, options.seeds, options.processor_time)
+        if not (EXAMPLES / name / "figures.json").exists():
+            continue
         figures = json.loads((EXAMPLES / name / "figures.json").read_text())
         put(EXAMPLES / name / "README.md", table(figures))
         draw(figures, EXAMPLES / name / "loss.svg")

@@ -27,7 +27,7 @@ class _Gather(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         own = gradient.new_empty(len(gradient) // dist.get_world_size(context.group), *gradient.shape[1:])
         _reduce_scatter(own, gradient.contiguous(), group=context.group)
         return own, None
@@ -53,7 +53,7 @@ def gather_with_gradient(tensor: torch.Tensor, process_group: dist.ProcessGroup 
         raise ValueError("a tensor without dimensions cannot be joined along its first one; pass tensor.view(1)")
     if not dist.is_initialized():
         return tensor
-    result: torch.Tensor = _Gather.apply(tensor, process_group)
+    result: torch.Tensor = _Gather.apply(tensor, process_group)  # type: ignore[no-untyped-call]
     return result
 
 

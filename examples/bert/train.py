@@ -104,7 +104,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"files": 60, "length": 30, "entries": 512, "width": 128, "layers": 2, "steps": 150, "test": 320, "seed": 0}
+    sizes = {"files": 60, "length": 30, "entries": 512, "width": 128, "layers": 2, "steps": 300, "test": 320, "seed": 0}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--lr", type=float, default=3e-3)

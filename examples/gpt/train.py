@@ -89,7 +89,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=64, help="bytes of a row")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", help="folder of the trained model")

@@ -104,7 +104,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"width": 64, "layers": 2, "steps": 160, "test": 256, "seed": 0}.items():
+    for name, value in {"width": 64, "layers": 2, "steps": 300, "test": 256, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--plain", action="store_true", help="DistributedDataParallel instead of ZeroMesh")
