@@ -142,7 +142,8 @@ def table(figures: dict[str, Any]) -> str:
     """Return the table of an example, and the line that says where it was measured."""
     rows = groups(figures)
     cases, names = any(case for case, _ in rows), list(figures["rows"][0]["quality"])
-    heads = [*(["run"] if cases else []), "", *names, "ms per step", "MB per rank"]
+    clock = "processor ms per step" if figures["processor"] else "ms per step"
+    heads = [*(["run"] if cases else []), "", *names, clock, "MB per rank"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for (case, variant), found in rows.items():
         cells = [*([case] if cases else []), variant]
