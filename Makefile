@@ -4,7 +4,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python -m
 
-.PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme bench-plan validate-plan check docs docs-serve wheels pythons clean
+.PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme bench-plan validate-plan check docs docs-serve wheels pythons clean bench-examples
 
 train: .venv/.plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
@@ -73,6 +73,10 @@ bench-plan: .venv/.plots.done
 validate-plan: .venv/.test.done
 	.venv/bin/python benchmarks/validate_plan.py $(or $(ROWS),benchmarks/published-rows.json) \
 		--markdown $(or $(OUT),docs/plan-report-card.md)
+
+# Each example beside plain torch and DDP: `make bench-examples EXAMPLES="vision bert" SEEDS="0 1"`.
+bench-examples: .venv/.test.done
+	.venv/bin/python benchmarks/compare_examples.py $(EXAMPLES) $(if $(SEEDS),--seeds $(SEEDS))
 
 check: .venv/.test.done
 	$(RUN) ruff check .

@@ -40,6 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "batches",
         "computation",
         "curriculum",
+        "joint_batch",
         "reports",
         "training_data",
         "pretrained",

@@ -57,6 +57,15 @@ def install(python, extra):
         sys.exit("".join(log[-40:]) + "\nthe installation failed; these were its last lines: " + " ".join(command))
 
 
+def install_torchvision(python):
+    """Install torchvision in a folder of its own, where ``tests/support/with_torchvision.py`` finds it."""
+    # transformers imports it wherever it is, and fails where its wheel does not match the build of torch.
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    pin = [line for line in pins if line.startswith("torchvision==")]
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--no-deps", "--upgrade"]
+    subprocess.run([*command, "--target", str(VENV / "torchvision"), *pin], check=True)
+
+
 def main():
     """Set up the environment and leave the stamp that make looks at."""
     extra = sys.argv[1]
@@ -65,6 +74,8 @@ def main():
     python = create()
     print(f"installing zeromesh[{extra}] and what it needs into {VENV.name} (once, some minutes)", flush=True)
     install(python, extra)
+    if extra == "test":
+        install_torchvision(python)
     (VENV / f".{extra}.done").touch()
     print(f"{VENV.name} is ready, after {time.monotonic() - started:.0f} s", flush=True)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zeromesh.config.settings import Settings
     from zeromesh.convert import convert_checkpoint
     from zeromesh.engine import Engine
+    from zeromesh.joint_batch import gather_with_gradient, sync_batch_norm
     from zeromesh.launcher.launch import launch
     from zeromesh.optim.groups import no_decay_groups
     from zeromesh.pretrained import from_pretrained, load_pretrained
@@ -37,6 +38,8 @@ _HOMES = {
     "load_pretrained": "zeromesh.pretrained",
     "no_decay_groups": "zeromesh.optim.groups",
     "clip_grad_norm_": "zeromesh.zero",
+    "gather_with_gradient": "zeromesh.joint_batch",
+    "sync_batch_norm": "zeromesh.joint_batch",
     "convert_checkpoint": "zeromesh.convert",
     "zero": "",
     "pipe": "",
@@ -45,8 +48,8 @@ _HOMES = {
 
 __all__ = [
     "Engine", "Environment", "Mesh", "Settings", "checkpointing", "clip_grad_norm_", "convert_checkpoint",
-    "from_pretrained", "init_distributed", "initialize", "launch", "load_pretrained", "make_mesh", "no_decay_groups",
-    "pipe", "shard", "zero",
+    "from_pretrained", "gather_with_gradient", "init_distributed", "initialize", "launch", "load_pretrained",
+    "make_mesh", "no_decay_groups", "pipe", "shard", "sync_batch_norm", "zero",
 ]  # fmt: skip
 
 

@@ -1,0 +1,151 @@
+"""Computations over the joint batch of all ranks: a gather with gradients, and synchronised batch norm.
+
+Both run on any device. ``torch.nn.SyncBatchNorm`` has no kernel for CPU tensors, and raises there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+# The newer names of torch 2.13, which warns of the others.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        context.group = group
+        result = tensor.new_empty(dist.get_world_size(group) * len(tensor), *tensor.shape[1:])
+        _all_gather(result, tensor.contiguous(), group=group)
+        return result
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        own = gradient.new_empty(len(gradient) // dist.get_world_size(context.group), *gradient.shape[1:])
+        _reduce_scatter(own, gradient.contiguous(), group=context.group)
+        return own, None
+
+
+def gather_with_gradient(tensor: torch.Tensor, process_group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the tensors of all ranks, joined along their first dimension in the order of the ranks. Collective.
+
+    The gradient of a rank's tensor is the sum of what all ranks make of it, so that a mean over ranks of losses over
+    the joint batch has the gradient that it has in one process. Ranks must call ``backward`` alike.
+
+    Args:
+        tensor: (n, ...) of one shape and dtype on all ranks; at least one dimension.
+        process_group: the ranks that take part; None: all.
+
+    Returns:
+        (ranks x n, ...); without a process group that has been started, the tensor itself.
+
+    Raises:
+        ValueError: the tensor has no dimension.
+    """
+    if tensor.dim() == 0:
+        raise ValueError("a tensor without dimensions cannot be joined along its first one; pass tensor.view(1)")
+    if not dist.is_initialized():
+        return tensor
+    result: torch.Tensor = _Gather.apply(tensor, process_group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def sync_batch_norm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Replace each batch norm in a module by one that takes its statistics over the batches of all ranks.
+
+    Call it before ``initialize``. In training, outputs, gradients and running statistics then equal those of one
+    process with the joint batch; ranks may have batches of different sizes. In evaluation nothing is exchanged.
+
+    Args:
+        module: the model; ``torch.nn.SyncBatchNorm`` modules are replaced too. Subclasses with a ``forward`` of their
+            own stay as they are.
+        process_group: the ranks that share statistics; None: all. With tensor or pipeline parallelism, name the ranks
+            that have other samples.
+
+    Returns:
+        The same module; if it is a batch norm itself, the new one. Parameters, buffers and hooks stay the same objects.
+
+    Raises:
+        ValueError: a lazy batch norm has not seen a batch, so that its size is unknown.
+    """
+    if _is_replaced(module):
+        return SynchronisedBatchNorm(module, process_group)
+    # A layer that is used in several places stays one layer.
+    made: dict[nn.Module, nn.Module] = {}
+    for parent in list(module.modules()):
+        for name, part in parent._modules.items():
+            if part is not None and _is_replaced(part):
+                made.setdefault(part, SynchronisedBatchNorm(part, process_group))
+                setattr(parent, name, made[part])
+    return module
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        return False
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        raise ValueError(f"{type(module).__name__} has no size before its first batch; run the model on one first")
+    return True
+
+
+class SynchronisedBatchNorm(_BatchNorm):
+    """Batch norm over the samples of all ranks; input (samples, channels, ...). Made by ``sync_batch_norm``."""
+
+    def __init__(self, source: nn.Module, process_group: dist.ProcessGroup | None) -> None:
+        nn.Module.__init__(self)
+        vars(self).update(vars(source))
+        self.process_group = process_group
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of (samples, channels, ...), but it has {input.dim()} dimensions")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise over all dimensions but the second and, in training, over ranks."""
+        tracked = self.running_mean is not None and self.running_var is not None
+        if not dist.is_initialized() or not (self.training or not tracked):
+            return super().forward(input)
+        self._check_input_dim(input)
+        # In 16-bit runs statistics are in fp32, as in torch.
+        values = input.to(torch.promote_types(input.dtype, torch.float32))
+        mean, variance, count = self._statistics(values)
+        if self.training and tracked:
+            self._track(mean.detach(), (variance * (count / (count - 1))).detach())
+        shape = (1, -1, *(1 for _ in input.shape[2:]))
+        scale = torch.rsqrt(variance + self.eps)
+        if self.weight is not None:
+            scale = scale * self.weight
+        result = (values - mean.view(shape)) * scale.view(shape)
+        if self.bias is not None:
+            result = result + self.bias.view(shape)
+        return result.to(input.dtype)
+
+    def _statistics(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return mean and biased variance (channels), and the number of values per channel, over all ranks."""
+        own = values.transpose(0, 1).flatten(1)
+        mean = own.mean(1)
+        squares = (own - mean[:, None]).square().sum(1)
+        counted = mean.new_full((1,), own.shape[1])
+        # One message: means and sums of squares around them, which are combined without cancellation.
+        rows = gather_with_gradient(torch.cat([mean, squares, counted])[None], self.process_group)
+        means, squares, counts = rows.split([len(mean), len(mean), 1], 1)
+        total = counts.sum()
+        mean = (means * counts).sum(0) / total
+        return mean, (squares + counts * (means - mean).square()).sum(0) / total, total
+
+    @torch.no_grad()
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        weight = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
