@@ -113,10 +113,11 @@ class KerasOptimizer(Optimizer):
                 variable.assign(group[key])
 
     def _numbers(self) -> list[tuple[str, Any]]:
-        """Return the states that are no parameter's, such as Nadam's product of momenta, by name."""
+        """Return the states that are no parameter's, such as Nadam's product of momenta, with a key for each."""
         known = {id(variable) for _, _, variable in self._slots}
         rest = [one for one in self._own.variables if id(one) not in known and one is not self._own.iterations]
-        return [(one.name, one) for one in rest if one.name != "learning_rate"]
+        # By number: Keras counts names of variables per process.
+        return [(f"number_{place}", one) for place, one in enumerate(rest)]
 
     def _follow_states(self, group: dict[str, Any]) -> None:
         """Let Keras and torch share the states: those of a checkpoint, or that were moved, count."""

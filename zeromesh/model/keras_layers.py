@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
+
+_NUMBER = re.compile(r"_\d+$")
 
 HELD = "_torch_params"  # attribute in which Keras registers variables with torch
 LAYERS = "layers"  # container, inside of it, of the layers that no attribute of their owner registers
@@ -68,9 +71,9 @@ def follow_buffers(model: nn.Module) -> None:
     """Let variables that are buffers have the tensors that are registered now."""
     for layer in layers_of(model):
         held = layer._modules[HELD]
-        for variable, key, _ in _state(layer):
-            if key in held._buffers:
-                vars(variable)["_value"] = held._buffers[key]
+        for variable, name in _variables(layer):
+            if name in held._buffers:
+                vars(variable)["_value"] = held._buffers[name]
 
 
 def _require_built(layer: Any) -> None:
@@ -82,16 +85,22 @@ def _require_built(layer: Any) -> None:
         )
 
 
-def _key(variable: Any) -> str:
-    return str(variable.path).replace(".", "_")  # torch has the dot for itself
+def _numbered(names: Iterable[str]) -> list[str]:
+    """Return names that are unique, and the same for models that are built alike."""
+    # Keras counts layers per process: a model that is built again has other numbers at the end of its names.
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        base = _NUMBER.sub("", name).replace(".", "_")  # torch has the dot for itself
+        count = seen[base] = seen.get(base, -1) + 1
+        found.append(f"{base}_{count}" if count else base)
+    return found
 
 
-def _state(layer: Any) -> Iterator[tuple[Any, str, bool]]:
-    """Yield the layer's own variables that are no parameters: (variable, key, whether it is persistent)."""
-    for variable in layer._non_trainable_variables:
-        yield variable, _key(variable), True
-    for number, generator in enumerate(layer._seed_generators):
-        yield generator.state, f"{_key(generator.state)}_{number}", False
+def _variables(layer: Any) -> list[tuple[Any, str]]:
+    """Return the layer's own variables with their names in torch: parameters, states, seeds of generators."""
+    every = [*layer._trainable_variables, *layer._non_trainable_variables, *(g.state for g in layer._seed_generators)]
+    return list(zip(every, _numbered(variable.name for variable in every), strict=True))
 
 
 def _expose(layer: Any) -> None:
@@ -105,18 +114,19 @@ def _expose(layer: Any) -> None:
     others = [child for name, child in layer._modules.items() if name != HELD and not is_layer(child)]
     wrapped = {id(parameter) for child in others for parameter in child.parameters()}
     held = nn.ParameterDict()
-    for variable in layer._trainable_variables:
-        if id(variable._value) not in wrapped:
-            held[_key(variable)] = variable._value
-    for variable, key, persistent in _state(layer):
-        if id(variable._value) not in wrapped:
-            if isinstance(variable._value, nn.Parameter):
-                vars(variable)["_value"] = variable._value.detach()
-            held.register_buffer(key, variable._value, persistent)
+    trained = len(layer._trainable_variables)
+    kept = trained + len(layer._non_trainable_variables)
+    for number, (variable, name) in enumerate(_variables(layer)):
+        if id(variable._value) in wrapped:
+            continue
+        if number < trained:
+            held[name] = variable._value
+            continue
+        if isinstance(variable._value, nn.Parameter):
+            vars(variable)["_value"] = variable._value.detach()
+        held.register_buffer(name, variable._value, persistent=number < kept)
     if rest := [one for one in layer._layers if id(one) not in direct]:
-        names = [one.name.replace(".", "_") for one in rest]
-        # Names are unique in most models, and numbers make them so in the others.
-        named = {n if names.count(n) == 1 else f"{n}_{i}": one for i, (n, one) in enumerate(zip(names, rest, strict=True))}
+        named = dict(zip(_numbered(one.name for one in rest), rest, strict=True))
         held.add_module(LAYERS, nn.ModuleDict(named))
     layer._modules[HELD] = held
 
