@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
     ("hf",),
-    ("train", "deepspeed"),
+    ("train", "deepspeed", "keras"),
     ("__init__",),
     ("build",),
     ("initialization",),

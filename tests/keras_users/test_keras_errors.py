@@ -75,10 +75,10 @@ def test_what_is_not_compiled_or_built_is_refused() -> None:
         zeromesh.initialize(model=keras.Sequential([keras.layers.Dense(3)]), config=CONFIG)
 
 
-@pytest.mark.parametrize(("module", "said"), [("keras", "of Keras on the backend 'jax'"), ("tensorflow", "of TensorFlow")])
-def test_a_model_of_another_backend_is_refused_by_name(
-    module: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("module", "said"), [("keras", "of Keras on the backend 'jax'"), ("tensorflow", "of TensorFlow")]
+)
+def test_a_model_of_another_backend_is_refused_by_name(module: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import zeromesh
 
     model = type("Functional", (), {"__module__": f"{module}.src.models"})()

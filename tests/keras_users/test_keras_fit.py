@@ -29,12 +29,19 @@ def trained(name: str, stage: int | None) -> tuple[Any, ...]:
     # 15 samples train in batches of 6, 6 and 3, and 5 validate.
     history = model.fit(x, y, batch_size=6, epochs=2, validation_split=0.25, callbacks=[notes], verbose=0)
     weights = model.get_weights()
-    return notes.logs, history.history, weights, model.evaluate(x, y, batch_size=7, verbose=0), model.predict(x, batch_size=7, verbose=0)
+    return (
+        notes.logs,
+        history.history,
+        weights,
+        model.evaluate(x, y, batch_size=7, verbose=0),
+        model.predict(x, batch_size=7, verbose=0),
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [("cnn", 3), ("transformer", 2)] + [pytest.param(n, s, marks=pytest.mark.full) for n, s in [("cnn", 0), ("cnn", 2), ("transformer", 3)]],
+    [("cnn", 3), ("transformer", 2)]
+    + [pytest.param(n, s, marks=pytest.mark.full) for n, s in [("cnn", 0), ("cnn", 2), ("transformer", 3)]],
 )
 @on_ranks(2)
 def test_fit_equals_one_keras_process(name: str, stage: int) -> None:

@@ -28,7 +28,10 @@ def test_files_and_weights_are_whole(tmp_path: Path) -> None:
 
     model, (x, y) = distributed(), images()
     files = [str(tmp_path / "best.keras"), str(tmp_path / "last.weights.h5")]
-    saved = [keras.callbacks.ModelCheckpoint(files[0]), keras.callbacks.ModelCheckpoint(files[1], save_weights_only=True)]
+    saved = [
+        keras.callbacks.ModelCheckpoint(files[0]),
+        keras.callbacks.ModelCheckpoint(files[1], save_weights_only=True),
+    ]
     model.fit(x, y, batch_size=8, epochs=1, callbacks=saved, verbose=0)
     wanted = model.get_weights()
     whole = keras.models.load_model(files[0])
@@ -152,6 +155,6 @@ def test_batches_of_tensorflow_train_as_arrays_do() -> None:
     wanted.fit(x, y, batch_size=6, shuffle=False, verbose=0)
     assert_near(found.get_weights(), wanted.get_weights(), 0)
     assert_near(found.predict(data, verbose=0), wanted.predict(x, verbose=0))
-    held = list(data.take(1))[0][0]
+    held = next(iter(data.take(1)))[0]
     ((one,),) = batches([(held,)])
     assert one.data_ptr() == torch.from_dlpack(held).data_ptr()

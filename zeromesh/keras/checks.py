@@ -6,14 +6,20 @@ from typing import Any
 
 import keras
 import torch
-from torch import nn
 
 from zeromesh.config import keys
 from zeromesh.config.settings import Settings
 from zeromesh.keras.optimizer import check_optimizer, check_variables
 from zeromesh.model.keras_layers import refuse_other_backends
 
-_STEPS = ("train_step", "test_step", "predict_step", "make_train_function", "make_test_function", "make_predict_function")
+_STEPS = (
+    "train_step",
+    "test_step",
+    "predict_step",
+    "make_train_function",
+    "make_test_function",
+    "make_predict_function",
+)
 _MEANS = ("sum_over_batch_size", "mean")
 _FIRST_RANK = ("CSVLogger", "RemoteMonitor", "TensorBoard")  # they write files or send what is the same on all ranks
 _REFUSED = {
@@ -26,28 +32,30 @@ _REFUSED = {
 def check_model(model: Any, settings: Settings) -> None:
     """Raise ValueError if a model cannot be distributed under these settings."""
     refuse_other_backends(model)
-    if not isinstance(model, keras.Model) or not isinstance(model, nn.Module):
-        raise ValueError(f"distribute needs a keras.Model, not a {type(model).__name__}; pass others to zeromesh.initialize")
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            f"distribute needs a keras.Model, not a {type(model).__name__}; pass others to zeromesh.initialize"
+        )
     if not model.compiled or model.optimizer is None:
         raise ValueError("the model is not compiled: call model.compile(optimizer=..., loss=...) before distribute")
     own = [name for name in _STEPS if getattr(type(model), name) is not getattr(keras.Model, name)]
     if own:
         raise ValueError(
-            f"{type(model).__name__} has a {own[0]} of its own, which distribute would replace: override compute_loss and "
-            "compute_metrics instead, or write the loop yourself with zeromesh.initialize"
+            f"{type(model).__name__} has a {own[0]} of its own, which distribute would replace: override compute_loss "
+            "and compute_metrics instead, or write the loop yourself with zeromesh.initialize"
         )
     if model.jit_compile:
         raise ValueError(
-            "the model is compiled with jit_compile=True, which would compile the fetching of parameters: leave it out, and "
-            "call model.engine.compile(), which compiles the forward of each unit"
+            "the model is compiled with jit_compile=True, which would compile the fetching of parameters: leave it out, "
+            "and call model.engine.compile(), which compiles the forward of each unit"
         )
     check_optimizer(model.optimizer)
     check_variables(model.trainable_variables)
     for loss in keras.tree.flatten(model._compile_loss._user_loss if model._compile_loss else None):
         if isinstance(loss, keras.losses.Loss) and loss.reduction not in _MEANS:
             raise ValueError(
-                f"the loss {loss.name} has reduction={loss.reduction!r}, which is no mean over rows that ranks could share: "
-                'use reduction="sum_over_batch_size"'
+                f"the loss {loss.name} has reduction={loss.reduction!r}, which is no mean over rows that ranks could "
+                'share: use reduction="sum_over_batch_size"'
             )
     _check_settings(model, settings)
 
@@ -55,13 +63,13 @@ def check_model(model: Any, settings: Settings) -> None:
 def _check_settings(model: Any, settings: Settings) -> None:
     if settings.optimizer is not None or settings.scheduler is not None:
         raise ValueError(
-            "the configuration has an optimizer or a scheduler, and the model is compiled with its own: leave them out of "
-            "the configuration; a keras.optimizers.schedules.LearningRateSchedule is a schedule"
+            "the configuration has an optimizer or a scheduler, and the model is compiled with its own: leave them "
+            "out of the configuration; a keras.optimizers.schedules.LearningRateSchedule is a schedule"
         )
     if settings.gradient_clipping:
         raise ValueError(
-            f"{keys.CLIPPING} is {settings.gradient_clipping}, and the optimizer of the model clips by Keras' own formula: "
-            "leave it out, and pass global_clipnorm to the Keras optimizer"
+            f"{keys.CLIPPING} is {settings.gradient_clipping}, and the optimizer of the model clips by Keras' own "
+            "formula: leave it out, and pass global_clipnorm to the Keras optimizer"
         )
     compute = settings.precision.compute
     wanted = None if compute is None else str(compute).removeprefix("torch.")

@@ -8,13 +8,14 @@ from typing import Any
 
 import keras
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from zeromesh.engine import Engine
 from zeromesh.kernels.sums import checksum
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """Rows ``[start, stop)`` of a joint batch of ``total`` rows, of which each of ``ranks`` ranks has some."""
 
     start: int
@@ -23,7 +24,7 @@ class Rows:
     ranks: int
 
     @classmethod
-    def of(cls, batch: Any, rank: int, ranks: int) -> Rows:
+    def of(cls, batch: Any, rank: int, ranks: int) -> BatchRows:
         """Return the rows of ``rank``; the first ranks have one row more where they cannot be equal."""
         total = rows_in(batch)
         each, more = divmod(total, ranks)
@@ -41,7 +42,7 @@ class Rows:
         return self.count * self.ranks / self.total
 
     def cut(self, batch: Any) -> Any:
-        """Return these rows of every tensor in a structure: views. A rank without rows gets the first, to compute along."""
+        """Return views of these rows of every tensor; a rank without rows gets the first one, to compute along."""
         start, stop = (self.start, self.stop) if self.count else (0, 1)
         return keras.tree.map_structure(lambda one: one if one is None else one[start:stop], batch)
 
@@ -50,7 +51,9 @@ def rows_in(batch: Any) -> int:
     """Return the number of rows of a batch; raise ValueError if its tensors differ in it, or there are none."""
     counts = {int(one.shape[0]) for one in keras.tree.flatten(batch) if one is not None}
     if len(counts) != 1 or 0 in counts:
-        raise ValueError(f"the tensors of a batch have {sorted(counts)} rows; pass a batch whose tensors have as many each")
+        raise ValueError(
+            f"the tensors of a batch have {sorted(counts)} rows; pass a batch whose tensors have as many each"
+        )
     return counts.pop()
 
 
@@ -66,7 +69,7 @@ def as_torch(value: Any) -> Any:
         return value
     if hasattr(value, "__dlpack__"):
         try:
-            return torch.from_dlpack(value)
+            return from_dlpack(value)
         except (BufferError, RuntimeError, TypeError, ValueError):  # read-only memory, a dtype that one side lacks
             pass
     return keras.ops.convert_to_tensor(value)
@@ -85,11 +88,11 @@ def batches(data: Iterable[Any], engine: Engine | None = None) -> Iterator[Any]:
     for batch in data:
         found = keras.tree.map_structure(as_torch, batch, none_is_leaf=True)
         if engine is not None:
-            rows = Rows.of(found, engine.data_rank, engine.data_size)
+            rows = BatchRows.of(found, engine.data_rank, engine.data_size)
             if rows.total < rows.ranks:
                 raise ValueError(
-                    f"a batch has {rows.total} rows for {rows.ranks} ranks; drop it (drop_remainder=True of tf.data), or "
-                    "use larger batches"
+                    f"a batch has {rows.total} rows for {rows.ranks} ranks; drop it (drop_remainder=True of tf.data), "
+                    "or use larger batches"
                 )
             device = engine.device
             found = keras.tree.map_structure(lambda one, to=device: one if one is None else one.to(to), rows.cut(found))

@@ -7,7 +7,6 @@ from typing import Any
 
 import keras
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.comm.collectives import Group
@@ -65,8 +64,8 @@ class KerasOptimizer(Optimizer):
         group = self.param_groups[0]
         if group["kind"] != self._kind:
             raise ValueError(
-                f"the checkpoint that was loaded is of Keras' {group['kind']}, and the model is compiled with {self._kind}: "
-                "compile it with the same optimizer, or load with load_optimizer_states=False"
+                f"the checkpoint that was loaded is of Keras' {group['kind']}, and the model is compiled with "
+                f"{self._kind}: compile it with the same optimizer, or load with load_optimizer_states=False"
             )
         with keras.device(str(group["params"][0].device) if group["params"] else "cpu"):
             if self._own is None:
@@ -177,8 +176,3 @@ def check_variables(variables: Iterable[Any]) -> None:
                 f"variable {variable.path} has the constraint {type(variable.constraint).__name__}, which would be "
                 "applied to pieces of it: leave it out, or use weight_decay of the optimizer"
             )
-
-
-def parameters_of(model: nn.Module) -> dict[int, str]:
-    """Return the names of a model's parameters by ``id``."""
-    return {id(parameter): name for name, parameter in model.named_parameters()}

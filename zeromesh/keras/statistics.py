@@ -48,7 +48,7 @@ class JointMoments:
         elements = inputs.numel() / mean.numel() if mask is None else float(mask.sum())
         elements = elements if joint.counts else 0.0
         row = torch.cat([mean.reshape(-1), variance.reshape(-1), mean.new_tensor([elements])])
-        rows = _Exchange.apply(row, joint.group)
+        rows: torch.Tensor = _Exchange.apply(row, joint.group)  # type: ignore[no-untyped-call]
         means, variances = rows[:, :-1].reshape(joint.group.size, 2, *mean.shape).unbind(1)
         shares = (rows[:, -1] / rows[:, -1].sum()).reshape(-1, *[1] * mean.ndim)
         whole = (shares * means).sum(0)

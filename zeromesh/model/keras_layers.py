@@ -29,14 +29,14 @@ def refuse_other_backends(model: object) -> None:
     kind = type(model).__name__
     if is_layer(model):
         raise ValueError(
-            f"the model is a {kind} of Keras on the backend {keras.backend.backend()!r}, and only torch's parameters can "
-            "be placed over ranks: set the environment variable KERAS_BACKEND=torch before the first import of keras, "
-            "and build the model anew; its weights move with save_weights and load_weights"
+            f"the model is a {kind} of Keras on the backend {keras.backend.backend()!r}, and only parameters of torch "
+            "can be placed over ranks: set the environment variable KERAS_BACKEND=torch before the first import of "
+            "keras, and build the model anew; its weights move with save_weights and load_weights"
         )
     if any(base.__module__.split(".")[0] in ("tensorflow", "tf_keras") for base in type(model).__mro__):
         raise ValueError(
-            f"the model is a {kind} of TensorFlow, whose variables are no torch parameters: build it with Keras 3 under "
-            "KERAS_BACKEND=torch"
+            f"the model is a {kind} of TensorFlow, whose variables are no torch parameters: build it with Keras 3 "
+            "under KERAS_BACKEND=torch"
         )
 
 
@@ -129,4 +129,3 @@ def _expose(layer: Any) -> None:
         named = dict(zip(_numbered(one.name for one in rest), rest, strict=True))
         held.add_module(LAYERS, nn.ModuleDict(named))
     layer._modules[HELD] = held
-
