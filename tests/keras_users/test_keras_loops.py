@@ -108,6 +108,28 @@ def test_rows_weights_and_own_batches_are_those_of_the_joint_batch() -> None:
 
 
 @on_ranks(2)
+def test_masked_positions_count_over_all_ranks() -> None:
+    import zeromesh.keras
+    from keras_models import WORDS, assert_near, fresh, keras, sentences
+
+    def make() -> Any:
+        fresh()
+        layers = keras.layers
+        embedding = layers.Embedding(WORDS, 8, mask_zero=True)
+        model = keras.Sequential([keras.Input((12,), dtype="int32"), embedding, layers.Dense(WORDS)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss=loss)
+        return model
+
+    x, y = sentences(6)
+    x[:2, 3:] = 0  # the first rank has fewer positions that count
+    reference, model = make(), zeromesh.keras.distribute(make(), {"zero_optimization": {"stage": 2}})
+    for one in (reference, model):
+        one.fit(x, y, batch_size=6, epochs=2, shuffle=False, verbose=0)
+    assert_near(model.get_weights(), reference.get_weights(), 1e-12)
+
+
+@on_ranks(2)
 def test_different_data_on_ranks_is_an_error() -> None:
     from keras_models import images
 
@@ -143,9 +165,8 @@ def test_arrays_of_other_libraries_are_taken_without_a_copy() -> None:
 @pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 @on_ranks(2)
 def test_batches_of_tensorflow_train_as_arrays_do() -> None:
-    import tensorflow
-
-    from keras_models import assert_near, images, torch
+    from keras_models import assert_near, images, torch  # first: TensorFlow imports Keras
+    import tensorflow  # isort: skip
     from zeromesh.keras import batches
 
     x, y = images()

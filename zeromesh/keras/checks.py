@@ -46,8 +46,8 @@ def check_model(model: Any, settings: Settings) -> None:
         )
     if model.jit_compile:
         raise ValueError(
-            "the model is compiled with jit_compile=True, which would compile the fetching of parameters: leave it out, "
-            "and call model.engine.compile(), which compiles the forward of each unit"
+            "the model is compiled with jit_compile=True, which would compile the fetching of parameters: leave it "
+            "out, and call model.engine.compile(), which compiles the forward of each unit"
         )
     check_optimizer(model.optimizer)
     check_variables(model.trainable_variables)

@@ -202,7 +202,7 @@ class Distributed:
 
     def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         """Write the whole model on the first rank; ``engine.save_checkpoint`` has the optimizer's states, too."""
-        self._write_first(lambda: type(self).save(self, filepath, *args, **kwargs))  # type: ignore[attr-defined]
+        self._write_first(lambda: type(self).save(self, filepath, *args, **kwargs))
 
     def _change_weights(self, what: str, action: Callable[[], Any]) -> None:
         with GatheredParameters(self.parameters(), modifier_rank=self.engine.mesh.stage_ranks[0]):  # type: ignore[attr-defined]

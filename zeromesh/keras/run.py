@@ -79,9 +79,9 @@ class DistributedRun:
         found = self.world.exchange(torch.tensor([checksum_of(batch)], dtype=torch.float64)).flatten().tolist()
         if len(set(found)) > 1:
             raise ValueError(
-                f"ranks 0 to {self.world.size - 1} got different first batches, and each would take its rows of another "
-                "one: give all ranks the same data in the same order (a seed for every shuffle), or give each rank its own "
-                "batches and pass distribute(..., own_batches=True)"
+                f"ranks 0 to {self.world.size - 1} got different first batches, and each would take its rows of "
+                "another one: give all ranks the same data in the same order (a seed for every shuffle), or give each "
+                "rank its own batches and pass distribute(..., own_batches=True)"
             )
 
     def factor(self, y_pred: Any, rows: BatchRows) -> float:
@@ -121,8 +121,8 @@ class DistributedRun:
         for variable in variables:
             if variable.aggregation != "sum":
                 raise ValueError(
-                    f"variable {variable.path} of a metric has aggregation={variable.aggregation!r}, so that the metric "
-                    'over all ranks is not known: make it with add_variable(..., aggregation="sum"), the default'
+                    f"variable {variable.path} of a metric has aggregation={variable.aggregation!r}, so that the "
+                    'metric over all ranks is not known: make it with add_variable(..., aggregation="sum"), the default'
                 )
         own = [variable.value.detach().clone() for variable in variables]
         rows = self.world.exchange(torch.cat([value.reshape(-1).double() for value in own])).sum(0)
