@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
     ("hf",),
-    ("train", "deepspeed", "horovod"),
+    ("train", "deepspeed", "horovod", "keras"),
     ("__init__",),
     ("build",),
     ("initialization",),

@@ -22,6 +22,7 @@ from zeromesh.initialization import steps
 from zeromesh.initialization.layout import make_mesh
 from zeromesh.initialization.place import shard
 from zeromesh.initialization.plan import Arguments, Config
+from zeromesh.model.keras_layers import refuse_other_backends
 from zeromesh.pipe import PipelineModule
 from zeromesh.signatures import refuse, takes_args_first
 
@@ -99,6 +100,7 @@ def require_module(model: object) -> nn.Module:
     # The drop-in's is a module, too.
     if isinstance(model, Engine):
         raise ValueError("initialize was given an engine, which trains already; pass the model itself")
+    refuse_other_backends(model)
     if not isinstance(model, nn.Module):
         named = "" if model is None else f", not a {type(model).__name__}"
         raise ValueError(f"initialize needs a model: pass model= with a torch.nn.Module{named}")

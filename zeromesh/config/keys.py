@@ -8,6 +8,7 @@ OPTIMIZER_PARAMS = "optimizer.params"
 SCHEDULER_PARAMS = "scheduler.params"
 UNTESTED_OPTIMIZER = "zero_allow_untested_optimizer"
 CLIPPING = "gradient_clipping"
+FP16 = '"fp16": {"enabled": true}'
 MIN_LOSS_SCALE = "fp16.min_loss_scale"
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"

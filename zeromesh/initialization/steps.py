@@ -34,6 +34,7 @@ from zeromesh.initialization import layout, place, prepare, tables
 from zeromesh.initialization.automatic import choose_layout
 from zeromesh.initialization.offload import preparation, where_offloaded
 from zeromesh.initialization.plan import Arguments, Plan, Prepared
+from zeromesh.model.keras_layers import expose_layers, follow_buffers
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
 from zeromesh.model.quantized import require_dtype, stored
@@ -71,6 +72,7 @@ def read_configuration(
         given = {"optimizer": chosen.optimizer, "scheduler": chosen.scheduler}
         refuse_unfilled(chosen.config, loaded, given={name for name, own in given.items() if own is not None})
         settings = settings_of(model, loaded, mesh)
+        expose_layers(model)
         _check_model(model, chosen.scheduler, settings)
         return settings
 
@@ -225,6 +227,7 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         require_agreement(world, "the checkpoint that is read", described or "")
         assert values is not None
         place.place_buffers(model, mesh.device, settings.precision.buffers)
+        follow_buffers(model)
         place.unpack_quantized(model)
         held = None if split is None else split[0].held
         files = preparation(model, prepared.offload, mesh)

@@ -17,6 +17,7 @@ from zeromesh.model.tiled import Tile
 from zeromesh.shard.deferred import is_deferred
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, Chain)
+PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)  # their parameters are those of the module that has the list
 # Modules that together hold less than the largest one by this factor cost more in messages than they save in memory.
 # Together, because they stay in memory with the root: each of a model's blocks may be small beside its embedding.
 SMALLEST_SHARE = 8
@@ -100,8 +101,12 @@ def _candidates(module: nn.Module, name: str, total: int) -> Iterator[tuple[str,
         if _elements(child) == 0:
             continue
         block = isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS)
+        if isinstance(child, PARAMETER_LISTS):  # Keras has its layers inside of one
+            yield from _candidates(child, path, total)
+            continue
         # A module whose parameters are its own, as an attention's are, is not cut further.
-        own = sum(parameter.numel() for parameter in child.parameters(recurse=False))
+        lists = [one for one in child.children() if isinstance(one, PARAMETER_LISTS)]
+        own = sum(parameter.numel() for one in (child, *lists) for parameter in one.parameters(recurse=False))
         if is_leaf(child) or 2 * own >= _elements(child) or (block and not _too_large(child, total)):
             yield path, child
         else:

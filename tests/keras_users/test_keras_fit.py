@@ -1,0 +1,53 @@
+"""A Keras model under ``fit`` on two ranks computes what Keras alone computes over the joint batches."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from harness import on_ranks
+
+if find_spec("keras") is None:  # its import would need the backend to be chosen
+    pytest.skip("keras is not installed", allow_module_level=True)
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage}, **more}
+
+
+def trained(name: str, stage: int | None) -> tuple[Any, ...]:
+    """Metrics of every batch, history, weights, values of ``evaluate`` and predictions after a training by ``fit``."""
+    import zeromesh.keras
+    from keras_models import CASES, Notes, compiled, fresh
+
+    fresh()
+    model, (x, y), notes = compiled(name), CASES[name][1](), Notes()
+    if stage is not None:
+        zeromesh.keras.distribute(model, config(stage))
+    # 15 samples train in batches of 6, 6 and 3, and 5 validate.
+    history = model.fit(x, y, batch_size=6, epochs=2, validation_split=0.25, callbacks=[notes], verbose=0)
+    weights = model.get_weights()
+    return (
+        notes.logs,
+        history.history,
+        weights,
+        model.evaluate(x, y, batch_size=7, verbose=0),
+        model.predict(x, batch_size=7, verbose=0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("cnn", 3), ("transformer", 2)]
+    + [pytest.param(n, s, marks=pytest.mark.full) for n, s in [("cnn", 0), ("cnn", 2), ("transformer", 3)]],
+)
+@on_ranks(2)
+def test_fit_equals_one_keras_process(name: str, stage: int) -> None:
+    from keras_models import assert_near
+
+    wanted, found = trained(name, None), trained(name, stage)
+    assert len(found[0]) == 6
+    for one, other, tolerance in zip(found, wanted, (1e-10, 1e-6, 1e-10, 1e-6, 1e-10), strict=True):
+        assert_near(one, other, tolerance)  # 1e-6: Keras rounds these to fp32

@@ -1,0 +1,276 @@
+"""``distribute``: a compiled Keras model whose ``fit``, ``evaluate`` and ``predict`` run on all ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import keras
+import torch
+
+from zeromesh.build import initialize
+from zeromesh.checkpoint.random_state import share_random_state
+from zeromesh.comm.agreement import agree_run
+from zeromesh.config.settings import Settings
+from zeromesh.engine import Engine
+from zeromesh.keras.checks import check_callbacks, check_model
+from zeromesh.keras.data import BatchRows, loader_of
+from zeromesh.keras.optimizer import KerasOptimizer
+from zeromesh.keras.run import DistributedRun
+from zeromesh.keras.statistics import JointBatch, JointMoments
+from zeromesh.model.keras_layers import expose_layers, layers_of
+from zeromesh.model.placement import Placement
+from zeromesh.shard.guard import change_class
+from zeromesh.zero import GatheredParameters
+
+
+class _Model(Protocol):
+    """Methods of the model that ``RankAgreement`` calls."""
+
+    def begin_epoch(self) -> None: ...
+
+    def agree_to_stop(self, each_batch: bool) -> None: ...
+
+
+class RankAgreement(keras.callbacks.Callback):  # type: ignore[misc]
+    """Last of the callbacks: the order of samples, and the decision to stop, are the same on all ranks."""
+
+    model: _Model
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Share the random state that orders samples."""
+        self.model.begin_epoch()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Stop on all ranks if one does."""
+        self.model.agree_to_stop(each_batch=True)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Stop on all ranks if one does."""
+        self.model.agree_to_stop(each_batch=False)
+
+
+class Distributed:
+    """Mixed into the class of a Keras model by ``distribute``. All methods are collective."""
+
+    zeromesh: DistributedRun
+    stop_training: bool
+
+    @property
+    def engine(self) -> Engine:
+        """The engine: checkpoints, memory and traffic reports."""
+        return self.zeromesh.engine
+
+    # The loops of Keras, around the steps below.
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as in Keras; a batch is the joint one, of which each rank computes its rows."""
+        call = inspect.signature(super().fit).bind(*args, **kwargs)  # type: ignore[misc]
+        chosen = call.arguments
+        rank, given = self.engine.mesh.rank, chosen.get("callbacks")
+        callbacks = check_callbacks(given, rank)
+        self.zeromesh.note_callbacks(any(not _is_keras_own(one) for one in callbacks))
+        callbacks.append(RankAgreement())
+        if isinstance(given, keras.callbacks.CallbackList):
+            given.append(callbacks[-1])
+        else:
+            chosen["callbacks"] = callbacks
+        if chosen.get("validation_data") is not None:
+            chosen["validation_data"] = loader_of(chosen["validation_data"])
+        share_random_state(self.zeromesh.world)
+        return self._loop_on_ranks(super().fit, call)  # type: ignore[misc]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as in Keras; metrics are of the joint batches, and the same on all ranks."""
+        return self._loop_on_ranks(super().evaluate, inspect.signature(super().evaluate).bind(*args, **kwargs))  # type: ignore[misc]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict as in Keras; every rank gets the predictions for whole batches (for its own with ``own_batches``)."""
+        return self._loop_on_ranks(super().predict, inspect.signature(super().predict).bind(*args, **kwargs))  # type: ignore[misc]
+
+    def _loop_on_ranks(self, method: Callable[..., Any], call: inspect.BoundArguments) -> Any:
+        call.arguments["x"] = loader_of(call.arguments.get("x"))
+        if self.engine.mesh.rank > 0:
+            call.arguments["verbose"] = 0
+        self.zeromesh.compare_next()
+        return method(*call.args, **call.kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Raise RuntimeError: the engine has the optimizer of the first ``compile``."""
+        raise RuntimeError(
+            "the model is distributed already, with the optimizer it was compiled with: call compile before "
+            "zeromesh.keras.distribute, and build the model anew for another one"
+        )
+
+    def begin_epoch(self) -> None:
+        """Share the random state that orders samples, and compare the next batch."""
+        share_random_state(self.zeromesh.world)
+        self.zeromesh.compare_next()
+
+    def agree_to_stop(self, each_batch: bool) -> None:
+        """Stop training on all ranks if one rank's callback asked for it."""
+        run = self.zeromesh
+        if run.world.size > 1 and (run.agrees or not each_batch):
+            self.stop_training = bool(run.world.exchange(torch.tensor([float(self.stop_training)])).any())
+
+    # Steps.
+
+    def train_step(self, data: Any) -> Any:
+        """Compute this rank's rows of a batch, update, and return the joint metrics."""
+        x, y, weights, rows = self._rows_here(data)
+        y_pred, loss = self._loss_here(x, y, weights, rows, training=True)
+        self.engine.backward(loss)
+        self.engine.step()
+        # A rank without rows of its own has nothing to count.
+        counts = self.compute_metrics if rows.count else lambda *_, **__: self.get_metrics_result()  # type: ignore[attr-defined]
+        return counts(x, y, y_pred, sample_weight=weights)
+
+    def test_step(self, data: Any) -> Any:
+        """Compute this rank's rows of a batch, and return the joint metrics."""
+        x, y, weights, rows = self._rows_here(data)
+        y_pred, _ = self._loss_here(x, y, weights, rows, training=False)
+        # A rank without rows of its own has nothing to count.
+        counts = self.compute_metrics if rows.count else lambda *_, **__: self.get_metrics_result()  # type: ignore[attr-defined]
+        return counts(x, y, y_pred, sample_weight=weights)
+
+    def predict_step(self, data: Any) -> Any:
+        """Return the predictions for all rows of a batch."""
+        x, _, _, rows = self._rows_here(data)
+        found = self._output_here(x, training=False)
+        return keras.tree.map_structure(lambda one: self.zeromesh.joined_rows(one, rows), found)
+
+    def _rows_here(self, data: Any) -> tuple[Any, Any, Any, BatchRows]:
+        parts = keras.utils.unpack_x_y_sample_weight(data)
+        rows = self.zeromesh.rows(parts)
+        device = self.engine.device
+        move = lambda one: one if one is None else torch.as_tensor(one).to(device)  # noqa: E731
+        return *keras.tree.map_structure(move, rows.cut(parts)), rows
+
+    def _output_here(self, x: Any, training: bool) -> Any:
+        return self.engine(x, training=training) if self._call_has_training_arg else self.engine(x)  # type: ignore[attr-defined]
+
+    def _loss_here(self, x: Any, y: Any, weights: Any, rows: BatchRows, training: bool) -> tuple[Any, torch.Tensor]:
+        """Return the output for these rows, and a loss whose mean over ranks is the joint one; count it."""
+        y_pred = self._output_here(x, training)
+        values = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": weights, "training": training}
+        # Regularizers read parameters, which the engine has to fetch.
+        reads = any(v.regularizer is not None for v in self.trainable_variables)  # type: ignore[attr-defined]
+        compute: Any = self.engine._compute_loss if reads else self._compute_loss  # type: ignore[attr-defined]
+        loss = compute(**values)
+        factor = self.zeromesh.factor(y_pred, rows)
+        # Sums over ranks are then those of the joint batch.
+        self._loss_tracker.update_state(loss.detach() * factor, sample_weight=rows.total / rows.ranks)  # type: ignore[attr-defined]
+        return y_pred, loss * factor
+
+    def get_metrics_result(self) -> Any:
+        """Return the metrics over all ranks, the same on each."""
+        with self.zeromesh.joined(self.metrics_variables):  # type: ignore[attr-defined]
+            found = super().get_metrics_result()  # type: ignore[misc]
+            if self.zeromesh.symbolic:
+                return found
+            # Not the variables themselves, which get their own values back.
+            return keras.tree.map_structure(lambda one: keras.ops.convert_to_tensor(one).detach().clone(), found)
+
+    # Building and weights.
+
+    def _symbolic_build(self, *args: Any, **kwargs: Any) -> None:
+        with self.zeromesh.finding_shapes():
+            super()._symbolic_build(*args, **kwargs)  # type: ignore[misc]
+
+    def _post_build(self) -> None:
+        """Do nothing: Keras would register all variables with the model again."""
+
+    def get_weights(self) -> list[Any]:
+        """Return whole weights, on every rank."""
+        with GatheredParameters(self.parameters()):  # type: ignore[attr-defined]
+            found: list[Any] = super().get_weights()  # type: ignore[misc]
+            return found
+
+    def set_weights(self, weights: list[Any]) -> None:
+        """Take whole weights, the same on all ranks."""
+        self._change_weights("set weights", lambda: super(Distributed, self).set_weights(weights))  # type: ignore[misc]
+
+    def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Read whole weights; all ranks read the file."""
+        self._change_weights("load weights", lambda: super(Distributed, self).load_weights(filepath, *args, **kwargs))  # type: ignore[misc]
+
+    def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Write whole weights on the first rank."""
+        self._write_first(lambda: type(self).save_weights(self, filepath, *args, **kwargs))
+
+    def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Write the whole model on the first rank; ``engine.save_checkpoint`` has the optimizer's states, too."""
+        self._write_first(lambda: type(self).save(self, filepath, *args, **kwargs))
+
+    def _change_weights(self, what: str, action: Callable[[], Any]) -> None:
+        with GatheredParameters(self.parameters(), modifier_rank=self.engine.mesh.stage_ranks[0]):  # type: ignore[attr-defined]
+            agree_run(self.zeromesh.world, what, action)
+
+    def _write_first(self, action: Callable[[], Any]) -> None:
+        first = self.engine.mesh.rank == 0
+        with GatheredParameters(self.parameters()), self.zeromesh.plain():  # type: ignore[attr-defined]
+            agree_run(self.zeromesh.world, "write its model", action if first else lambda: None)
+
+
+def _is_keras_own(callback: Any) -> bool:
+    """Return whether a callback decides from metrics alone, which are the same on all ranks."""
+    return type(callback).__module__.startswith("keras.src.") and type(callback).__name__ != "LambdaCallback"
+
+
+def distribute(
+    model: Any, config: str | Path | Mapping[str, Any] | Settings, *, own_batches: bool = False,
+    joint_statistics: bool = True,
+) -> Any:  # fmt: skip
+    """Let a compiled Keras model train, evaluate and predict on all ranks, with its own optimizer. Collective.
+
+    The model is changed in place. Equal to Keras on one process over the joint batches, up to rounding; ``dropout``
+    draws other numbers on each rank.
+
+    Args:
+        model: built, and compiled with an optimizer that updates element by element.
+        config: as ``zeromesh.initialize`` takes it, without an optimizer and a schedule: those of ``compile`` count.
+        own_batches: each rank is given its own batches, as many as the others. False: each is given the joint batches,
+            the same on all ranks, and takes its rows.
+        joint_statistics: batch normalisation takes statistics of the joint batch; False: of each rank's rows.
+
+    Returns:
+        The model; ``model.engine`` is its engine.
+
+    Raises:
+        ValueError: the model, its optimizer, its losses or the configuration cannot be honoured.
+    """
+    settings = Settings.load(config)
+    check_model(model, settings)
+    expose_layers(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    variables = model.trainable_variables
+    optimizer = KerasOptimizer(model.optimizer, variables, [names[id(one.value)] for one in variables])
+    # Keras computes each element by itself, which the engine cannot know of this class.
+    settings = settings.model_copy(update={"zero_allow_untested_optimizer": True})
+    engine, *_ = initialize(model=model, optimizer=optimizer, config=settings)
+    optimizer.connect(engine.mesh, settings.row.optimizer is Placement.SHARDED)
+    run = DistributedRun(engine, JointBatch(engine.mesh.group("world")), not own_batches)
+    vars(model)["zeromesh"] = run
+    _change_classes(model, run, joint_statistics)
+    # Without states, which would be of whole variables: Keras builds it in ``fit`` otherwise.
+    model.optimizer.build([])
+    for layer in layers_of(model):
+        for generator in layer._seed_generators:
+            # Or dropout would draw the same masks for the rows of each rank.
+            generator.state.assign(
+                generator.state.value + torch.tensor([engine.data_rank, 0]).to(generator.state.value)
+            )
+    return model
+
+
+def _change_classes(model: Any, run: DistributedRun, joint_statistics: bool) -> None:
+    norms = [one for one in layers_of(model) if isinstance(one, keras.layers.BatchNormalization)]
+    for layer, mixin in [(model, Distributed), *((one, JointMoments) for one in norms if joint_statistics)]:
+        own = type(layer)
+        run.classes.append((layer, own, type(own.__name__, (mixin, own), {"__module__": own.__module__})))
+        if mixin is JointMoments:
+            vars(layer)["_joint_batch"] = run.joint
+    for layer, _, changed in run.classes:
+        change_class(layer, changed)
