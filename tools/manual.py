@@ -9,6 +9,7 @@ import logging
 import posixpath
 import re
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +74,16 @@ def _generated() -> dict[str, str]:
 def on_config(config: Any) -> Any:
     """Replace each pattern of the navigation by the pages that match it, the index first."""
     names = [*_generated(), *(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))]
+    names += [str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("README.md")]
 
     def expand(entry: Any) -> Any:
         if isinstance(entry, list):
             return [expand(one) for one in entry]
         if isinstance(entry, dict):
             return {title: expand(value) for title, value in entry.items()}
-        if not entry.endswith("/*.md"):
+        if "*" not in entry:
             return entry
-        found = [name for name in names if posixpath.dirname(name) == entry.removesuffix("/*.md")]
+        found = [name for name in names if fnmatchcase(name, entry) and name.count("/") == entry.count("/")]
         return sorted(found, key=lambda name: (not name.endswith(("index.md", "README.md")), name))
 
     config.nav = expand(config.nav)
@@ -92,16 +94,17 @@ def on_files(files: Files, config: Any) -> Files:
     """Add what is outside docs/: pages, examples, and the pages that are generated."""
     for name, text in _generated().items():
         files.append(File.generated(config, name, content=text))
-    for file in sorted((ROOT / "examples").iterdir()):
-        if file.is_file():
-            files.append(File.generated(config, f"examples/{file.name}", abs_src_path=str(file)))
+    for file in sorted((ROOT / "examples").rglob("*")):
+        if file.is_file() and "__pycache__" not in file.parts:
+            files.append(File.generated(config, str(file.relative_to(ROOT)), abs_src_path=str(file)))
     files.append(File.generated(config, "LICENSE.txt", abs_src_path=str(ROOT / "LICENSE")))
     return files
 
 
 def _source(path: str, page: str) -> str:
     """Return where in the repository a link of a page leads."""
-    source = next((source for source, name in PAGES.items() if name == page), f"docs/{page}")
+    inside = page if page.startswith("examples/") else f"docs/{page}"
+    source = next((source for source, name in PAGES.items() if name == page), inside)
     return posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
 
 

@@ -34,8 +34,7 @@ class Dlrm(nn.Module):
         # sparse=True: gradients have the rows of a batch only, and ZeroMesh spreads the rows over the ranks.
         self.tables = nn.ModuleList(nn.EmbeddingBag(size, WIDTH, mode="sum", sparse=True) for size in sizes)
         self.below = nn.Sequential(nn.Linear(DENSE, 64), nn.ReLU(), nn.Linear(64, WIDTH))
-        pairs = TABLES * (TABLES + 1) // 2
-        self.above = nn.Sequential(nn.Linear(pairs + WIDTH, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.above = nn.Sequential(nn.Linear(TABLES * (TABLES + 1) // 2 + WIDTH, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, numbers: torch.Tensor, categories: torch.Tensor) -> torch.Tensor:
         """Return logits (n) from numbers (n, 13) and indices (n, 26, hot)."""

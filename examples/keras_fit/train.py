@@ -16,7 +16,7 @@ from sklearn.model_selection import train_test_split
 
 import zeromesh.keras
 
-CONFIG = Path(__file__).with_name("zero3.json")
+CONFIG = Path(__file__).with_name("config.json")
 
 
 def digits() -> tuple[Any, Any, Any, Any]:
