@@ -78,7 +78,10 @@ def on_config(config: Any) -> Any:
 
     def expand(entry: Any) -> Any:
         if isinstance(entry, list):
-            return [expand(one) for one in entry]
+            expanded = [(one, expand(one)) for one in entry]
+            return [
+                item for one, made in expanded for item in (made if isinstance(one, str) and "*" in one else [made])
+            ]
         if isinstance(entry, dict):
             return {title: expand(value) for title, value in entry.items()}
         if "*" not in entry:

@@ -29,6 +29,7 @@ SHORT: dict[str, list[str]] = {
     "t5": [*SMALL, "--files", "20"],
     "lora": ["--steps", "3"],
     "dpo": ["--steps", "3"],
+    "dlrm": ["--steps", "3", "--rows", "100"],
 }
 SYNC = ["--sync"]
 VISION = ["--size", "32", "--steps", "2", "--model"]
@@ -86,7 +87,7 @@ def test_an_example_equals_its_plain_form_on_two_ranks(name: str, base: Path) ->
     assert_equal(found, run_ranks(run_example, 2, name, [*options, "--plain"]))
 
 
-@pytest.mark.parametrize("name", ["clip", "vision"])
+@pytest.mark.parametrize("name", ["clip", pytest.param("vision", marks=pytest.mark.full)])
 def test_losses_of_the_joint_batch_equal_one_process(name: str) -> None:
     options = [*SHORT[name], *(SYNC if name == "vision" else [])]
     found = run_ranks(run_example, 2, name, options)

@@ -34,6 +34,7 @@ def run(commands: list[str], folder: Path) -> str:
     return finished.stdout
 
 
+@pytest.mark.full
 def test_the_script_learns_on_two_ranks(tmp_path: Path) -> None:
     output = run([command for command in RUN if "--nproc" in command], tmp_path)
     losses = [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+)", output)]

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.data.distributed import DistributedSampler
@@ -42,6 +43,7 @@ def test_a_horovod_script_trains_as_one_process_on_the_joint_batch(tmp_path: Pat
         torch.testing.assert_close(found["model"][name], value, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.full
 def test_elastic_state_survives_a_rank_that_dies(tmp_path: Path) -> None:
     command = [*LAUNCH, "--max-restarts", "1", FOLDER / "hvd_elastic.py", "--output", tmp_path / "out.pt"]
     died = run_command([*command, "--die-at", "3"], cwd=tmp_path, ZEROMESH_ELASTIC=str(tmp_path / "states"))
