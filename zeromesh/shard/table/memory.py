@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,13 +13,27 @@ from zeromesh.model.placement import Tier
 from zeromesh.tiers.memory import empty_on
 
 
-def plane_on(tier: Tier, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, file: Path) -> torch.Tensor:
-    """Return memory for one value, or ``shape[1]`` values, of each row, zeros; on NVMe it is mapped from ``file``."""
+def plane_on(
+    tier: Tier, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, folder: Path | None
+) -> torch.Tensor:
+    """Return memory for ``shape[1]`` values of each row, zeros; on NVMe it is mapped from a file in ``folder``.
+
+    Raises:
+        OSError: the folder has no room.
+    """
     elements = shape[0] * shape[1]
-    if tier is Tier.NVME and elements:
-        file.unlink(missing_ok=True)  # pages of an older file would be read
-        return torch.from_file(str(file), shared=True, size=elements, dtype=dtype).view(shape)
-    return empty_on(tier, elements, dtype, device, pin=False).zero_().view(shape)
+    if tier is not Tier.NVME or not elements:
+        return empty_on(tier, elements, dtype, device, pin=False).zero_().view(shape)
+    number, name = tempfile.mkstemp(prefix="zeromesh-table-", dir=folder)
+    try:
+        # Now, as a write to a page that has no room ends the process.
+        os.posix_fallocate(number, 0, elements * dtype.itemsize)
+        return torch.from_file(name, shared=True, size=elements, dtype=dtype).view(shape)
+    except OSError as error:
+        raise OSError(error.errno, f"no room for {elements * dtype.itemsize:,} bytes of a table: {error}") from error
+    finally:
+        os.close(number)
+        os.unlink(name)  # the mapping keeps it until the process ends, however it does
 
 
 class RowMemory:

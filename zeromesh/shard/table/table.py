@@ -21,7 +21,7 @@ from zeromesh.shard.layout import Layout, Segment
 from zeromesh.shard.table.exchange import COPIES_TAG, LOOKUP_TAG, RowRequest, ask, from_all, swap, vector_of
 from zeromesh.shard.table.lookup import lookup
 from zeromesh.shard.table.memory import RowMemory, plane_on
-from zeromesh.shard.table.rules import RULES, Options
+from zeromesh.shard.table.rules import RULES, Options, RowState
 
 # Function of a hook, an index and the tensor that has the gradient; see ``Backward.gradient_arrived``.
 Arrived = Callable[["RowArrival", int, torch.Tensor], None]
@@ -86,7 +86,7 @@ class Table:
         self.ids = torch.empty(0, dtype=torch.int64)  # of the summed gradient, local numbers
         self.gradient = torch.empty(0, self.width)
         self._leaves: list[Any] = []
-        self._file: Callable[[str], Path] | None = None
+        self._folder: Path | None = None  # of files on NVMe
 
     def __repr__(self) -> str:
         return f"table {self.name!r}"
@@ -99,12 +99,11 @@ class Table:
         """Take this rank's rows of the parameter into memory on the tier; the parameter keeps its shape only."""
         flat, segment = self.flat, self.flat.layout.segments[0]
         weight = flat.parameters[0]
-        rank = self.mesh.rank
-        self._file = partial(_file_of, folder, self.name, rank)
+        self._folder = folder
         unmade = weight.is_meta
         source = materialise(segment.name, weight) if materialise is not None else None
         tier, device = flat.parameter_tier, self.mesh.device
-        plane = plane_on(tier, (self.per_rank, self.width), flat.layout.dtype, device, self._file("weight"))
+        plane = plane_on(tier, (self.per_rank, self.width), flat.layout.dtype, device, folder)
         if source is not None:
             start, stop = self.first * self.width, (self.first + self.rows_here) * self.width
             plane[: self.rows_here].view(-1).copy_(source.read(start, stop))
@@ -242,14 +241,7 @@ class Table:
     def update(self, rule: str, options: Options, state: dict[str, Any]) -> None:
         """Update the rows that have a gradient; ``state`` is the optimizer's for the piece here."""
         chosen, dtype = RULES[rule], self.flat.master.dtype
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0)
-            for one in chosen.states:
-                shape = (self.rows_here, 1 if one.per_row else self.width)
-                plane = plane_on(self.flat.optimizer_tier, shape, dtype, self.mesh.device, self.file(one.key))
-                initial = options.get(one.initial, 0.0) if one.initial else 0.0
-                state[one.key] = plane.fill_(initial).view(-1) if initial else plane.view(-1)
-        self._bind(chosen.states, state)
+        self._bind(chosen.states, options, state)
         state["step"] = state["step"] + 1
         gradient = self.gradient.to(self.rows.place, dtype)
         gradient = -gradient if options.get("maximize") else gradient
@@ -260,17 +252,34 @@ class Table:
 
         self.rows.change(self.ids, change)
 
-    def _bind(self, states: tuple[Any, ...], state: dict[str, Any]) -> None:
-        """Use the states that the optimizer has for these rows, which a checkpoint may have replaced."""
-        planes = [self.rows.planes[0], *(state[one.key].view(self.rows_here, -1) for one in states)]
+    def _bind(self, states: tuple[RowState, ...], options: Options, state: dict[str, Any]) -> None:
+        """Use the states that the optimizer has for these rows: new ones, or those of a checkpoint."""
+        tier, dtype, planes = self.flat.optimizer_tier, self.flat.master.dtype, self.rows.planes[:1]
+        step = state.setdefault("step", torch.tensor(0.0))
+        for key in [key for key in state if key not in ("step", *(one.key for one in states))]:
+            del state[key]  # torch's Adagrad makes its own when it is built
+        for one in states:
+            shape = (self.rows_here, 1 if one.per_row else self.width)
+            present = state.get(one.key, torch.empty(0))
+            fits = present.numel() == shape[0] * shape[1]
+            if int(step) and not fits:
+                raise ValueError(
+                    f"{one.key} of {self.name} is missing, or of another update than before; keep the optimizer of "
+                    "tables, or load the checkpoint with load_optimizer_states=False"
+                )
+            known = any(fits and present.data_ptr() == plane.data_ptr() for plane in self.rows.planes[1:])
+            if not fits or (not known and tier is Tier.NVME):  # a checkpoint is read into memory
+                plane = plane_on(tier, shape, dtype, self.mesh.device, self._folder)
+                initial = options.get(one.initial, 0.0) if one.initial else 0.0
+                if fits:
+                    plane.copy_(present.view(shape))
+                elif initial:
+                    plane.fill_(initial)
+                state[one.key] = plane.view(-1)
+            planes.append(state[one.key].view(shape))
         if [one.data_ptr() for one in planes] != [one.data_ptr() for one in self.rows.planes]:
             self.rows.settle(forget=True)
             self.rows.replace(planes)
-
-    def file(self, key: str) -> Path:
-        """Return the file of a plane on NVMe."""
-        assert self._file is not None
-        return self._file(key)
 
 
 class Settled:
@@ -296,10 +305,6 @@ def add_up(ids: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple[torc
     values = torch.cat(gradients)
     wide = values.new_zeros(every.numel(), values.shape[1], dtype=torch.promote_types(values.dtype, torch.float32))
     return every, wide.index_add_(0, inverse, values.to(wide.dtype))
-
-
-def _file_of(folder: Path | None, name: str, rank: int, key: str) -> Path:
-    return (folder or Path(".")) / f"table-{name}-{key}-rank{rank}.bin"
 
 
 def _fetch(table: ref[Table], ids: torch.Tensor, failure: Exception | None) -> torch.Tensor:
