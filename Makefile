@@ -4,7 +4,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python -m
 
-.PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme bench-plan validate-plan check docs docs-serve wheels pythons clean bench-examples
+.PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme bench-plan bench-tables validate-plan check docs docs-serve wheels pythons clean bench-examples
 
 train: .venv/.plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
@@ -61,6 +61,11 @@ bench-offload: .venv/.plots.done .venv-deepspeed/.peers.done
 # The NVMe tier beside other ways to a disk: `make bench-nvme FOLDER=/mnt/nvme ROUNDS=3 OUT=runs/nvme`.
 bench-nvme: .venv/.plots.done
 	.venv/bin/python benchmarks/nvme.py $(if $(FOLDER),--folder $(FOLDER)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
+		$(if $(OUT),--out $(OUT))
+
+# Embedding tables over their size, beside DDP and torchrec: `make bench-tables ROUNDS=3 TORCHREC=~/torchrec/bin/python`.
+bench-tables: .venv/.plots.done
+	.venv/bin/python benchmarks/tables.py $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(TORCHREC),--torchrec $(TORCHREC)) \
 		$(if $(OUT),--out $(OUT))
 
 # The planner's predictions beside this machine: `make bench-plan ROUNDS=1 OUT=runs/plan`; it goes on where it was ended.

@@ -4,8 +4,8 @@
 
 Two ranks, each with a batch of bags of uniformly drawn indices, so that the rows used are as many at every size, an
 embedding of bags, a linear layer and AdaGrad. Variants take turns, each in processes of its own. A variant whose states
-do not fit in this machine's memory, or whose steps take seconds, is left out. torchrec runs in an environment of its own (``--torchrec PYTHON``) if
-there is one. The figures go to a JSON file, a page and a picture.
+do not fit in this machine's memory, or whose steps take seconds, is left out. torchrec runs in an environment of its
+own (``--torchrec PYTHON``) if there is one. The figures go to a JSON file, a page and a picture.
 """
 
 from __future__ import annotations

@@ -472,3 +472,111 @@ def test_a_users_optimizer_updates_tables_by_its_groups() -> None:
         expected[3] -= rate * weight[0]
     torch.testing.assert_close(engine.state_dict()["0.weight"], expected, rtol=1e-12, atol=1e-14)
     engine.destroy()
+
+
+class Sums(nn.Module):
+    """Nothing but a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(3, 4, mode="sum", sparse=True, _weight=torch.arange(12.0).view(3, 4) / 8)
+
+    def forward(self, bags: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        return self.table(bags).float().sum() * factor
+
+
+@on_ranks(4)
+def test_16_bit_runs_keep_rows_in_fp32_and_skip_overflows() -> None:
+    # Three rows on four ranks: one has none.
+    for section in ({"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 4}}):
+        config = {"optimizer": {"type": "SGD", "params": {"lr": 2.0**-12}}, **section}
+        engine = zeromesh.initialize(model=Sums(), config=config)[0]
+        expected = torch.arange(12.0).view(3, 4) / 8
+        for bags in ([[0, 0, 2]], [[2, 2, 1]]):
+            engine.backward(engine(torch.tensor(bags) * (engine.mesh.rank > 0)))
+            engine.step()
+            for row in bags[0]:  # rank 0 has the first row three times
+                expected[row] -= 2.0**-12 * 3 / 4
+            expected[0] -= 2.0**-12 * 3 / 4
+        assert torch.equal(engine.state_dict()["table.weight"], expected)
+        if "fp16" in section:
+            engine.backward(engine(torch.tensor([[1, 1, 1]]), factor=1e38))
+            engine.step()
+            assert engine.skipped_steps == 1
+            assert torch.equal(engine.state_dict()["table.weight"], expected)
+        assert engine(torch.tensor([[0]])).dtype == torch.float32
+        engine.destroy()
+
+
+class Twice(nn.Module):
+    """A block that is recomputed, with a lookup inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Looks() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = torch.zeros(*ids.shape, 6, dtype=torch.float64)
+        for block in self.blocks:
+            h = block(h, ids)
+        return h.square().mean()
+
+
+class Looks(nn.Module):
+    """A table and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(11, 6, sparse=True), nn.Linear(6, 6)
+
+    def forward(self, h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(h + self.table(ids)))
+
+
+@on_ranks(2)
+def test_recomputed_and_repeated_lookups_equal_one_process() -> None:
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        model, plain_model = Twice().double(), Twice().double()
+        plain_model.load_state_dict(model.state_dict())
+        config = {
+            "train_micro_batch_size_per_gpu": 3,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 3},
+            "activation_checkpointing": {"enabled": recomputed},
+        }
+        engine = zeromesh.initialize(model=model, config=config)[0]
+        optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.1)
+        for step in range(3):
+            first, second = torch.randint(0, 11, (2, 6, 2), generator=torch.Generator().manual_seed(step))
+            share = slice(3 * engine.mesh.rank, 3 * engine.mesh.rank + 3)
+            with torch.no_grad():
+                engine(first[share])  # an evaluation leaves nothing behind
+            # Two forwards before one backward, as of contrastive losses.
+            engine.backward(engine(first[share]) + 2 * engine(second[share]))
+            engine.step()
+            (plain_model(first) + 2 * plain_model(second)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        check(engine.state_dict(), plain_model.state_dict(), recomputed)
+        engine.destroy()
+
+
+@on_ranks(2)
+def test_a_table_built_on_meta_has_the_values_of_an_ordinary_one() -> None:
+    torch.manual_seed(0)
+    expected = make().state_dict()
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with zero.Init():
+            model = Model()
+        torch.manual_seed(0)
+        ordinary = Model().state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    engine = zeromesh.initialize(model=model, config=config_of(Case(), ""))[0]
+    for name, value in engine.state_dict().items():
+        assert torch.equal(value, ordinary[name]), name
+    assert expected.keys() == ordinary.keys()
+    engine.destroy()
