@@ -113,6 +113,8 @@ def _kind(flat: Flat) -> str:
 def _kept(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the shards of a rank, of which replicas of the group have copies."""
     for flat in sharded.flats:
+        if flat in sharded.tables.flats:
+            flat.load_states()  # replicas may have other rows in their caches
         for index, start, stop in flat.layout.owned(flat.own.start, flat.own.stop):
             name, local = flat.layout.segments[index].name, slice(start - flat.own.start, stop - flat.own.start)
             # Files have checksums of their own; a split parameter is a half of its master.

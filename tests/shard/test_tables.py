@@ -54,7 +54,7 @@ class Case:
     device: str = "none"
     mesh: tuple[int, int] | None = None  # replicate, data
     user: bool = False  # whether the user calls loss.backward()
-    checkpointing: bool = False
+    base: str = "sgd"  # the run's optimizer where tables have an update of their own
 
 
 class Model(nn.Module):
@@ -123,7 +123,8 @@ def plain(case: Case) -> dict[str, torch.Tensor]:
     model = make()
     tables = [m.weight for m in model.children() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     if case.kind == "rowwise_adagrad":
-        optimizers = [torch.optim.SGD(model.net.parameters(), lr=0.1), RowwiseAdagrad(tables, 0.3, 1e-9)]
+        dense, _, options = TORCH[case.base]
+        optimizers = [dense(model.net.parameters(), **options), RowwiseAdagrad(tables, 0.3, 1e-9)]
     else:
         dense, sparse, options = TORCH[case.kind]
         optimizers = [dense(model.net.parameters(), **options), sparse(tables, **options)]
@@ -153,7 +154,7 @@ def norm_of(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def config_of(case: Case, folder: str) -> dict[str, Any]:
-    kind = "sgd" if case.kind == "rowwise_adagrad" else case.kind
+    kind = case.base if case.kind == "rowwise_adagrad" else case.kind
     options = dict(TORCH[kind][2]) | ({"weight_decay": 0.0} if kind == "adam" else {})
     tables: dict[str, Any] = {"device": case.device, "cache_rows": 3}
     if case.device == "nvme":
@@ -210,6 +211,7 @@ USUAL = [
     Case(),
     Case(kind="adagrad", stage=0, accumulation=2, clip=0.05, device="cpu"),
     Case(kind="rowwise_adagrad", stage=3, device="nvme", user=True),
+    Case(kind="rowwise_adagrad", base="adagrad", stage=1),
     Case(kind="sgd", stage=1, clip=0.05, user=True, accumulation=2),
 ]
 
@@ -579,4 +581,46 @@ def test_a_table_built_on_meta_has_the_values_of_an_ordinary_one() -> None:
     for name, value in engine.state_dict().items():
         assert torch.equal(value, ordinary[name]), name
     assert expected.keys() == ordinary.keys()
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_tables_given_in_16_bits_have_fp32_rows() -> None:
+    model = Sums().bfloat16()
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 2.0**-12}}, "bf16": {"enabled": True}}
+    engine = zeromesh.initialize(model=model, config=config)[0]
+    for _ in range(4):  # bf16 would round each step away
+        engine.backward(engine(torch.tensor([[2]])))
+        engine.step()
+    expected = torch.arange(12.0).view(3, 4) / 8
+    expected[2] -= 4 * 2.0**-12
+    master = zero.safe_get_full_fp32_param(engine.module.table.weight)
+    assert master is not None
+    assert torch.equal(master, expected)
+    assert engine.state_dict()["table.weight"].dtype == torch.bfloat16
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_gradients_of_tables_are_dropped_and_asked_for_as_others(tmp_path: Path) -> None:
+    engine = engine_of(Case(kind="sgd", device="nvme"), str(tmp_path))
+    with torch.inference_mode():  # the cache is made here
+        engine(batch_of(0, engine.data_rank, 2))
+    advance(engine, Case(kind="sgd"), range(1))
+    before = engine.state_dict()
+    for drop in (engine.module.zero_grad, lambda: setattr(engine.module.words.weight, "grad", None)):
+        engine.backward(engine(batch_of(1, engine.data_rank, 2)))
+        with pytest.raises(RuntimeError, match="the gradient of words.weight has rows only.*safe_get_full_grad"):
+            torch.nn.utils.clip_grad_norm_([engine.module.words.weight], 1.0)
+        drop()
+        assert engine.module.words.weight.grad is None
+        engine.zero_grad()
+    engine.backward(engine(batch_of(1, engine.data_rank, 2)))
+    engine.module.zero_grad()
+    advance(engine, Case(kind="sgd"), range(1, 2))
+    other = engine_of(Case(kind="sgd"), "")
+    other.load_state_dict(before)
+    advance(other, Case(kind="sgd"), range(1, 2))
+    check(engine.state_dict(), other.state_dict(), "dropped")
+    other.destroy()
     engine.destroy()

@@ -122,7 +122,7 @@ def _optimizer_boxes(optimizer: Optimizer, flat: Flat, index: int, piece: Piece)
             if start == 0:
                 yield Box(name, shape, 0, value.numel(), value.flatten())
             continue
-        if piece.by_row and value.numel() * piece.shape[1] == piece.stop - piece.start:
+        if piece.by_row and piece.shape[1] != 1 and value.numel() * piece.shape[1] == piece.stop - piece.start:
             rows = piece.shape[:1]
             yield Box(name, rows, start // piece.shape[1], stop // piece.shape[1], value.flatten())
             continue

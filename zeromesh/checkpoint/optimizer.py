@@ -16,6 +16,7 @@ from zeromesh.model.piece import Piece
 from zeromesh.model.split import Held
 from zeromesh.optim.schedules import RateSchedule
 from zeromesh.shard.sharded import ShardedModel
+from zeromesh.shard.table.rules import RULE_KEY
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:
@@ -86,6 +87,13 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
             f"run has {own} with {groups}; make the same optimizer, or pass load_optimizer_states=False to take "
             "parameters only"
         )
+    for number, (group, saved) in enumerate(zip(optimizer.param_groups, reader.manifest["groups"], strict=True)):
+        before, now = unpack(saved).get(RULE_KEY), group.get(RULE_KEY)
+        if before != now:
+            raise ValueError(
+                f"{reader.folder} has {RULE_KEY} = {before!r} in group {number}, but this run has {now!r}: the states "
+                "of tables are others; use the same update, or pass load_optimizer_states=False"
+            )
     module = type(optimizer).__module__
     known = module.split(".")[0] == "zeromesh" or module.startswith("torch.optim")
     # All others known here have states like their parameters, but for single numbers.

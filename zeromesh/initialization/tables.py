@@ -40,18 +40,17 @@ def choose_tables(model: nn.Module, settings: Resolved, mesh: Mesh) -> dict[str,
 
 
 def table_settings(tables: Mapping[str, nn.Module], settings: Resolved) -> TableSettings:
-    """Return what places the tables; the folder of their files is made."""
+    """Return what places the tables."""
     chosen = settings.embedding_tables
     folder = None
     if tables and chosen.device == "nvme" and chosen.nvme_path is not None:
         folder = Path(chosen.nvme_path).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
     hot = None if chosen.device == "none" else chosen.cache_rows
     return TableSettings(tables, _TIERS[chosen.device], folder, hot)
 
 
 def with_table_group(
-    owned: Sequence[dict[str, Any]], tables: Mapping[str, nn.Module], settings: Resolved
+    owned: Sequence[dict[str, Any]], tables: Mapping[str, nn.Module], settings: Resolved, rank: int = 0
 ) -> list[dict[str, Any]]:
     """Return the groups with the tables' weights in one of their own, if the configuration has an update for them."""
     chosen = settings.embedding_tables.optimizer
@@ -64,6 +63,12 @@ def with_table_group(
         raise ValueError(
             f"{TABLE_OPTIMIZER}.params.{unknown[0]} is no option of {chosen.type}, which has {', '.join(rule.defaults)}"
         )
+    if settings.scheduler is not None and "lr" in given and rank == 0:
+        _log.warning(
+            "schedules with rates of their own, such as WarmupLR, set those of tables, too, in place of "
+            "%s.params.lr = %s: give a list of rates, in which tables are the last group",
+            TABLE_OPTIMIZER, given["lr"],
+        )  # fmt: skip
     taken = [p for group in owned for p in group["params"] if id(p) in weights]
     rest = [{**group, "params": [p for p in group["params"] if id(p) not in weights]} for group in owned]
     return [*rest, {"params": taken, **rule.defaults, **given, RULE_KEY: chosen.type}]

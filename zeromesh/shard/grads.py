@@ -118,6 +118,13 @@ class Grads:
         Where it is not whole on this rank: a stand-in without memory; None where there is no gradient.
         """
         plain: torch.Tensor | None = PLAIN_GRAD.__get__(parameter)
+        if plain is None and (table := self._reducer.tables.of(parameter)) is not None and table.used:
+            text = (
+                f"the gradient of {table.name}.weight has rows only: read it with "
+                "zeromesh.zero.safe_get_full_grad(parameter), and clip with zeromesh.clip_grad_norm_ or "
+                "`gradient_clipping` in the configuration"
+            )
+            return UnavailableGradient.of(parameter, text, lambda: table.scale(0.0))
         if plain is not None or id(parameter) not in self._places:
             return plain
         self._settle()
@@ -139,6 +146,12 @@ class Grads:
         Raises:
             RuntimeError: the value is not like the parameter, or cannot replace the gradient now.
         """
+        if (table := self._reducer.tables.of(parameter)) is not None:
+            if value is None:
+                table.forget()
+            elif not isinstance(value, UnavailableGradient):
+                raise RuntimeError(f"the gradient of {table.name}.weight has rows only, and cannot be replaced")
+            return
         if id(parameter) not in self._places or PLAIN_GRAD.__get__(parameter) is not None:
             PLAIN_GRAD.__set__(parameter, value)
             return

@@ -73,7 +73,7 @@ class ShardedModel:
         laid_out = lay_out(self.units, mesh, sharding, part)
         self.root, rest = self.units[0], self.units[1:]
         of_units = [flat for _, flats, _ in laid_out for flat in flats]
-        self.tables = Tables(sharding.tables, mesh, max(len(of_units), len(self.units)), precision.compute)
+        self.tables = Tables(sharding.tables, mesh, max(len(of_units), len(self.units)), precision)
         self.flats = [*of_units, *self.tables.flats]
         self.names = {id(p): s.name for f in self.flats for p, s in zip(f.parameters, f.layout.segments, strict=True)}
         policy = GradientPolicy.of(
@@ -106,11 +106,12 @@ class ShardedModel:
         read_ahead = None if self.stored is None else self.stored.read_ahead
         self.residency = Residency(self.root, rest, self.pool, self.root_pool, mesh, self._switch, read_ahead)
         self.events = Events(self.units, self._order, self.residency, self.reducer, mesh, self.accumulation)
-        self.tables.place(materialise, self.names, self.events.backward.gradient_arrived)
+        self.tables.place(materialise, mixed, self.events.backward.gradient_arrived)
         settle = self.events.backward.drop_failed
         self.grads = Grads(of_units, self.names, self.reducer, self.accumulation, mesh, settle, self.early)
         self.grads.install()
         base = self.grads.class_of(nn.Parameter)
+        self.tables.guard(base, self.names)
         gathered = gathered_class(base, self.events.saved.saving)
         unloaded = {unit: unloaded_class(base, unit, self.names, self.events.touch) for unit in self.units}
         self._guards = {unit: Guard(unit, unloaded[unit], gathered) for unit in self.units}
@@ -361,7 +362,7 @@ class ShardedModel:
     def _whole(self, flat: Flat) -> torch.Tensor:
         whole = self.assemble(flat, 0, lambda _, __, piece: piece.parameter.detach())
         assert whole is not None
-        return whole
+        return whole.to(flat.layout.dtype)
 
     def take_value(self, flat: Flat, index: int, rank: int) -> None:
         """Give every rank, and the masters, the value that rank ``rank`` has of a gathered parameter."""
@@ -385,6 +386,7 @@ class ShardedModel:
             handle.remove()
         self.grads.remove()
         self.store.close()
+        self.tables.close()
 
     def _finish_fetches(self) -> None:
         """Nothing is to be sent from, or to land in, memory that changes."""

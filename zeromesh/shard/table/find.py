@@ -19,7 +19,7 @@ SHARING_AXES = ("pipeline", "context", "tensor", "expert")
 def find_tables(
     model: nn.Module, patterns: Sequence[str] | None, sizes: Mapping[str, int]
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Return the tables of a model by name, and the reason of each embedding with ``sparse=True`` that is none.
+    """Return the tables of a model by name, and why each other embedding with ``sparse=True`` stays dense.
 
     Args:
         model: its parameters may be on any device, meta included.

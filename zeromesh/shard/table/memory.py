@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -36,6 +37,13 @@ def plane_on(
         os.unlink(name)  # the mapping keeps it until the process ends, however it does
 
 
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Outside of inference mode: tensors that it makes, as of a cache, could not be changed later."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class RowMemory:
     """Planes of values by row: the weights first, then states."""
 
@@ -50,27 +58,29 @@ class RowMemory:
 
     def read(self, ids: torch.Tensor) -> torch.Tensor:
         """Return a copy of the weights of rows ``ids`` (int64, on the device): shape (k, width), on the device."""
-        if self._hot is not None:
-            slots = self._hot.admit(ids, self.planes)
-            return self._hot.planes[0].index_select(0, slots)
-        weights = self.planes[0]
-        return weights.index_select(0, ids.to(weights.device)).to(self._device)
+        with _plainly():
+            if self._hot is not None:
+                slots = self._hot.admit(ids, self.planes)
+                return self._hot.planes[0].index_select(0, slots)
+            weights = self.planes[0]
+            return weights.index_select(0, ids.to(weights.device)).to(self._device)
 
     def change(self, ids: torch.Tensor, do: Callable[[list[torch.Tensor]], None], count: int | None = None) -> None:
         """Let ``do`` change copies of rows ``ids``, without duplicates, of the first ``count`` planes; write them back.
 
         The copies are where the planes are, or the cache.
         """
-        planes = self.planes
-        if self._hot is not None:
-            ids = self._hot.admit(ids, self.planes)
-            self._hot.dirty[ids.cpu()] = True
-            planes = self._hot.planes
-        ids = ids.to(planes[0].device)
-        copies = [plane.index_select(0, ids) for plane in planes[:count]]
-        do(copies)
-        for plane, copy in zip(planes, copies, strict=False):
-            plane.index_copy_(0, ids, copy)
+        with _plainly():
+            planes = self.planes
+            if self._hot is not None:
+                ids = self._hot.admit(ids, self.planes)
+                self._hot.dirty[ids.cpu()] = True
+                planes = self._hot.planes
+            ids = ids.to(planes[0].device)
+            copies = [plane.index_select(0, ids) for plane in planes[:count]]
+            do(copies)
+            for plane, copy in zip(planes, copies, strict=False):
+                plane.index_copy_(0, ids, copy)
 
     @property
     def place(self) -> torch.device:

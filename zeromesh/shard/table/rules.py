@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.config.keys import TABLE_OPTIMIZER
+from zeromesh.config.keys import TABLE_MODULES, TABLE_OPTIMIZER
 
 Options = Mapping[str, Any]
 RULE_KEY = "table_rule"
@@ -98,7 +98,7 @@ def rule_of(kind: type[torch.optim.Optimizer], group: Options, names: str) -> st
         found = f"{RULE_KEY} = {name!r}" if RULE_KEY in group else f"{kind.__name__}"
         raise ValueError(
             f"{found} has no update for rows of {names}, whose gradients are sparse; set {TABLE_OPTIMIZER} to one of "
-            f"{', '.join(RULES)}, or sparse=False"
+            f"{', '.join(RULES)}, or {TABLE_MODULES} to [] for dense gradients"
         )
     if RULE_KEY not in group:
         for key, neutral in _NEUTRAL.items():
@@ -106,6 +106,6 @@ def rule_of(kind: type[torch.optim.Optimizer], group: Options, names: str) -> st
                 raise ValueError(
                     f"{key} = {group[key]} of {kind.__name__} would change rows of {names} that no batch has used, and "
                     f"their gradients are sparse; set it to {neutral} for them, or {TABLE_OPTIMIZER} in the "
-                    "configuration, or sparse=False"
+                    f"configuration, or {TABLE_MODULES} to [] for dense gradients"
                 )
     return str(name)

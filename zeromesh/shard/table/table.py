@@ -14,6 +14,7 @@ from torch import nn
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import Placement, PlacementRow, Tier
+from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held
 from zeromesh.shard.deferred import Source
 from zeromesh.shard.flat import Flat
@@ -59,14 +60,16 @@ class Table:
     """One table: its rows here, their gradients and their updates."""
 
     def __init__(
-        self, name: str, module: Any, number: int, mesh: Mesh, tier: Tier, wire: torch.dtype | None
+        self, name: str, module: Any, number: int, mesh: Mesh, tier: Tier, precision: Precision
     ) -> None:  # fmt: skip
         weight = module.weight
         self.name, self.module, self.index = name, module, number
         self.count, self.width = weight.shape
         self.number, self.mesh, self.group = number, mesh, mesh.shard
         self.per_rank = -(-self.count // self.group.size)
-        self.wire = wire or weight.dtype  # dtype in which rows and gradients travel and are computed with
+        self.wire = precision.compute or weight.dtype  # dtype in which rows travel and are computed with
+        self._sent = precision.communicate or self.wire  # dtype in which gradients travel
+        self._reopened = False
         row = PlacementRow(
             Placement.SHARDED, Placement.SHARDED, Placement.SHARDED, parameter_tier=tier, gradient_tier=tier,
             optimizer_tier=tier, pinned=False,
@@ -93,28 +96,33 @@ class Table:
 
     # Placement.
 
+    def make_room(self, mixed: bool, folder: Path | None) -> None:
+        """Make the memory of this rank's rows; ``mixed`` as for ``Flat.fill``, ``folder`` for files on NVMe."""
+        tier, device, self._folder = self.flat.parameter_tier, self.mesh.device, folder
+        self._plane = plane_on(tier, (self.per_rank, self.width), self.flat.master_dtype(mixed), device, folder)
+
     def place(
-        self, materialise: Callable[[str, nn.Parameter], Source | None] | None, hot: int | None, folder: Path | None
-    ) -> None:
-        """Take this rank's rows of the parameter into memory on the tier; the parameter keeps its shape only."""
-        flat, segment = self.flat, self.flat.layout.segments[0]
+        self, materialise: Callable[[str, nn.Parameter], Source | None] | None, hot: int | None
+    ) -> None:  # fmt: skip
+        """Take this rank's rows of the parameter into memory; the parameter keeps its shape only."""
+        flat, segment, plane = self.flat, self.flat.layout.segments[0], self._plane
         weight = flat.parameters[0]
-        self._folder = folder
         unmade = weight.is_meta
         source = materialise(segment.name, weight) if materialise is not None else None
-        tier, device = flat.parameter_tier, self.mesh.device
-        plane = plane_on(tier, (self.per_rank, self.width), flat.layout.dtype, device, folder)
-        if source is not None:
-            start, stop = self.first * self.width, (self.first + self.rows_here) * self.width
-            plane[: self.rows_here].view(-1).copy_(source.read(start, stop))
-        else:
+        if source is None:
             self._take_first_ranks(weight.detach(), plane, unmade)
+        elif self.rows_here:
+            start, stop = self.first * self.width, (self.first + self.rows_here) * self.width
+            value = source.read(start, stop)
+            if value.numel() != stop - start:
+                raise ValueError(f"{source} gives {value.numel()} of the {stop - start} elements of {segment.name}")
+            plane[: self.rows_here].view(-1).copy_(value)
         flat.hold_rows(plane.view(-1), self.rows_here * self.width, Settled(self))
-        accelerated = device.type != "cpu"
-        self.rows = RowMemory(plane, device, hot if accelerated or tier is Tier.NVME else None)
+        cached = self.mesh.device.type != "cpu" or flat.parameter_tier is Tier.NVME
+        self.rows = RowMemory(plane, self.mesh.device, hot if cached else None)
 
     def _take_first_ranks(self, value: torch.Tensor, plane: torch.Tensor, unmade: bool) -> None:
-        """Copy the rows of the first rank's value; what was ``unmade`` is equal on all ranks."""
+        """Copy the rows of the first rank's value; a value that was ``unmade`` was made alike on all ranks."""
         group, per_rank = self.group, self.per_rank
 
         def part(rank: int) -> torch.Tensor:
@@ -142,6 +150,10 @@ class Table:
         # The model may outlive the engine.
         fetch = partial(_fetch, ref(self))
         self.module.forward = partial(torch.compiler.disable(lookup), self.module, fetch, self.name)
+
+    def gather_up(self) -> None:
+        """Give the module its own forward back, which refuses the weight."""
+        vars(self.module).pop("forward", None)
 
     # Forward.
 
@@ -175,12 +187,14 @@ class Table:
         if self.mesh.replicate.size > 1:  # other copies of the rows are looked up by other samples
             ids = torch.cat(from_all(self.mesh.replicate, COPIES_TAG, ids)).unique()
         limit, order = float(self.module.max_norm), float(self.module.norm_type)
+        norms = torch.linalg.vector_norm(self.rows.read(ids), order, dim=1, keepdim=True)
+        longer = norms.flatten() > limit
+        scales = limit / (norms[longer] + NORM_CONSTANT)
 
         def shorten(copies: list[torch.Tensor]) -> None:
-            norms = torch.linalg.vector_norm(copies[0], order, dim=1, keepdim=True)
-            copies[0].mul_(torch.where(norms > limit, limit / (norms + NORM_CONSTANT), 1.0))
+            copies[0].mul_(scales.to(copies[0].device))
 
-        self.rows.change(ids, shorten, count=1)
+        self.rows.change(ids[longer], shorten, count=1)
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the rows of living graphs."""
@@ -204,7 +218,8 @@ class Table:
             every = self._arrived or [(none[0], none[1].view(0, self.width))]
             ids, gradient = add_up([one for one, _ in every], [one for _, one in every])
         self._arrived = []
-        return ids, gradient.to(self.wire)
+        # A sum that was made before is not rounded again; all ranks know of it.
+        return ids, gradient.to(torch.promote_types(self._sent, torch.float32) if self._reopened else self._sent)
 
     def take_sum(self, parts: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Take the gradients of rows here from all ranks, in their order."""
@@ -220,7 +235,7 @@ class Table:
         """Take the sum as a gradient of this rank alone; not ``counted``: another rank has a copy of it."""
         if self.state is GradientState.SUMMED:
             self._arrived = [(self.ids + self.first, self.gradient)] if counted else []
-            self.state = GradientState.LOCAL
+            self.state, self._reopened = GradientState.LOCAL, True
 
     def scale(self, factor: float) -> None:
         """Multiply all that has come by ``factor``."""
@@ -233,7 +248,7 @@ class Table:
 
     def forget(self) -> None:
         """Forget the gradient."""
-        self._arrived, self.state, self.used = [], GradientState.LOCAL, False
+        self._arrived, self.state, self.used, self._reopened = [], GradientState.LOCAL, False, False
         self.ids, self.gradient = self.ids[:0], self.gradient[:0]
 
     # Update.

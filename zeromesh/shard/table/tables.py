@@ -12,12 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zeromesh.comm.agreement import agree_run
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import Tier
+from zeromesh.model.precision import Precision
 from zeromesh.observe.spans import span
 from zeromesh.shard.deferred import Source
 from zeromesh.shard.flat import Flat
-from zeromesh.shard.guard import Guard, Presence, unloaded_class
+from zeromesh.shard.guard import Guard, Presence, change_class, unloaded_class
 from zeromesh.shard.table.exchange import COPIES_TAG, ROWS_TAG, RowRequest, ask, from_all, swap, vector_of
 from zeromesh.shard.table.rules import rule_of
 from zeromesh.shard.table.table import Arrived, GradientState, Table
@@ -36,11 +38,11 @@ class TableSettings:
 class Tables:
     """Tables of one model, in the order of its modules."""
 
-    def __init__(self, settings: TableSettings | None, mesh: Mesh, first: int, wire: torch.dtype | None) -> None:
+    def __init__(self, settings: TableSettings | None, mesh: Mesh, first: int, precision: Precision) -> None:
         self._settings = settings or TableSettings()
         self._mesh = mesh
         self.every = [
-            Table(name, module, first + number, mesh, self._settings.tier, wire)
+            Table(name, module, first + number, mesh, self._settings.tier, precision)
             for number, (name, module) in enumerate(self._settings.modules.items())
         ]
         self._guards: dict[Table, Guard] = {}
@@ -64,17 +66,37 @@ class Tables:
         return next((table for table in self.every if table.flat.parameters[0] is parameter), None)
 
     def place(
-        self, materialise: Callable[[str, nn.Parameter], Source | None] | None, names: Mapping[int, str],
-        arrived: Arrived,
+        self, materialise: Callable[[str, nn.Parameter], Source | None] | None, mixed: bool, arrived: Arrived
     ) -> None:  # fmt: skip
         """Take the rows into memory, and let the modules look them up; see ``Table.place`` and ``Table.spread``."""
+        if not self.every:
+            return
+        folder = self._settings.folder
+
+        def make_room() -> None:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+            for table in self.every:
+                table.make_room(mixed, folder)
+
+        # Together, as a rank without room would leave the others waiting for its rows.
+        agree_run(self._mesh.group("world"), "make room for its tables", make_room)
         for table in self.every:
-            table.place(materialise, self._settings.hot, self._settings.folder)
+            table.place(materialise, self._settings.hot)
             table.spread(arrived)
-            unloaded = unloaded_class(nn.Parameter, table, names, self.refuse)
-            guard = Guard(table, unloaded, nn.Parameter)
+
+    def guard(self, base: type[nn.Parameter], names: Mapping[int, str]) -> None:
+        """Refuse uses of the weights as a whole; ``base`` answers for their gradients."""
+        for table in self.every:
+            change_class(table.flat.parameters[0], base)
+            guard = Guard(table, unloaded_class(base, table, names, self.refuse), base)
             guard.switch(Presence.UNLOADED)
             self._guards[table] = guard
+
+    def close(self) -> None:
+        """Give the modules their own forwards back."""
+        for table in self.every:
+            table.gather_up()
 
     def refuse(self, unit: Any, name: str) -> None:
         """Raise RuntimeError: a table's weight is used as a whole."""
