@@ -351,7 +351,9 @@ class Language(nn.Module):
 CASES.add("embedding", tokens)(Language)
 CASES.add("embedding_tied", tokens, optimizer=("SGD", {"lr": 0.1, "momentum": 0.9}))(partial(Language, tied=True))
 CASES.add("embedding_with_padding", tokens)(partial(Language, tied=True, padding=3))
-CASES.add("embedding_sparse", tokens, reference=Language)(partial(Language, sparse=True))
+CASES.add("embedding_sparse", tokens, reference=Language, optimizer=("SGD", {"lr": 0.1}))(
+    partial(Language, sparse=True)
+)
 CASES.add("embedding_sparse_tied", tokens, reference=partial(Language, tied=True))(
     partial(Language, sparse=True, tied=True)
 )

@@ -198,7 +198,7 @@ def start(case: Case, variant: str) -> WithEngine:
 
 def state(engine: Any) -> dict[str, torch.Tensor]:
     sharded = engine.sharded
-    with sharded.events.gathered(sharded.units):
+    with sharded.gathered(sharded.parts):
         found = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     return found | _buffers(engine.module)
 

@@ -171,7 +171,8 @@ def test_saved_activations_peak_and_operations_are_those_of_plain_torch_on_the_c
         loss_of(model, given).backward()
     assert cost.flops == counted.forward + counted.backward
     assert sum(w.flops.on() * w.count for unit in cost.units for w in unit.forward) == counted.forward
-    if name != "ResNet":  # whose convolutions have work space
+    # Convolutions have work space, and so has attention in bf16 on processors without instructions for it.
+    if name not in ("ResNet", "gpt in bf16"):
         peak = peak_on_cpu(model, given) + sum(tensor.nbytes for tensor in given.values())
         # Numbers of one element, which kernels make inside, are not seen.
         assert highest(cost) == pytest.approx(peak, rel=2e-4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -28,13 +28,15 @@ def plane_on(
     number, name = tempfile.mkstemp(prefix="zeromesh-table-", dir=folder)
     try:
         # Now, as a write to a page that has no room ends the process.
-        os.posix_fallocate(number, 0, elements * dtype.itemsize)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(number, 0, elements * dtype.itemsize)
         return torch.from_file(name, shared=True, size=elements, dtype=dtype).view(shape)
     except OSError as error:
         raise OSError(error.errno, f"no room for {elements * dtype.itemsize:,} bytes of a table: {error}") from error
     finally:
         os.close(number)
-        os.unlink(name)  # the mapping keeps it until the process ends, however it does
+        with suppress(PermissionError):  # of systems that keep names of open files
+            os.unlink(name)  # the mapping keeps it until the process ends, however it does
 
 
 @contextmanager
