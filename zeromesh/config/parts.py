@@ -115,6 +115,9 @@ class EmbeddingTables(Section):
     cache_rows: PositiveInt = key(
         100_000, "Rows of each table, the last used ones, that a GPU, or host memory before NVMe, keeps."
     )
+    batch_lookups: bool = key(
+        True, "Look up several tables with the same messages, when the first of their outputs is used."
+    )
 
 
 class ActivationCheckpointing(Section):

@@ -46,7 +46,7 @@ def table_settings(tables: Mapping[str, nn.Module], settings: Resolved) -> Table
     if tables and chosen.device == "nvme" and chosen.nvme_path is not None:
         folder = Path(chosen.nvme_path).absolute()
     hot = None if chosen.device == "none" else chosen.cache_rows
-    return TableSettings(tables, _TIERS[chosen.device], folder, hot)
+    return TableSettings(tables, _TIERS[chosen.device], folder, hot, chosen.batch_lookups)
 
 
 def with_table_group(

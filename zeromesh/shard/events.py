@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -25,9 +25,11 @@ class Events:
 
     def __init__(
         self, units: Sequence[Unit], order: Order, residency: Residency, reducer: Reducer, mesh: Mesh,
-        accumulation: Accumulation,
+        accumulation: Accumulation, finish: Callable[[], None],
     ) -> None:  # fmt: skip
         self.order = order
+        # Ends what waits for company: all ranks come to a unit, but not all of them to the use of an output.
+        self._finish = finish
         self.backward = Backward(
             units, order, residency, reducer, accumulation, self.unwinding, self.end_interrupted
         )  # fmt: skip
@@ -71,6 +73,7 @@ class Events:
 
     def forward_begins(self, unit: Unit) -> None:
         """Hook: have the unit's parameters in memory, and take part in the fetches of units that were skipped."""
+        self._finish()
         self._entered.append(unit)
         if unit is self._root:
             self.begin()
@@ -86,6 +89,7 @@ class Events:
         """Hook: the unit's parameters may go."""
         if unit not in self._entered:
             return  # another hook raised before its forward began
+        self._finish()
         while self._entered.pop() is not unit:
             pass
         if unit is self._root:

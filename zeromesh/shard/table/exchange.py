@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -13,7 +12,7 @@ from zeromesh.comm.collectives import Group
 # Lookups of all tables share a tag, so that ranks which look up different ones find out.
 LOOKUP_TAG, ROWS_TAG, COPIES_TAG = 8, 9, 10
 
-FAILED = -1  # stands for each count of a rank whose request is wrong
+ABSENT = -1  # stands for the count of a table that a rank does not ask for
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class RowRequest:
     """Rows of one table that this rank asks for, or has gradients of."""
 
     name: str
-    number: int  # of the table, the same on all ranks
+    place: int  # of the table among all of them, the same on all ranks
     ids: torch.Tensor  # int64, shape (k,), ascending, without duplicates; on the group's device
     per_rank: int  # rows that each rank has
 
@@ -30,64 +29,88 @@ class RowRequest:
 class Route:
     """Rows that go between this rank and the others."""
 
-    counts: list[list[list[int]]]  # [from][to][request]: rows that rank ``from`` asks rank ``to`` for
-    asked: list[torch.Tensor]  # by rank, the local numbers of the rows that it asks this one for, request by request
-    rank: int
+    requests: list[RowRequest]  # those that every rank has, ascending by place
+    sent: list[list[int]]  # [rank][request]: rows that this rank asks that rank for
+    received: list[list[int]]  # [rank][request]: rows that that rank asks this one for
+    asked: list[Sequence[torch.Tensor]]  # [rank][request]: local numbers of the rows that that rank asks this one for
 
     def of(self, index: int) -> list[torch.Tensor]:
         """Return, by rank, the local row numbers of one request."""
-        return [ids.split(count[self.rank])[index] for ids, count in zip(self.asked, self.counts, strict=True)]
+        return [parts[index] for parts in self.asked]
 
 
-def ask(group: Group, tag: int, requests: Sequence[RowRequest], failure: Exception | None = None) -> Route:
+def ask(
+    group: Group, tag: int, requests: Sequence[RowRequest], places: int, failure: tuple[int, Exception] | None = None
+) -> Route:
     """Tell each rank which of its rows this one asks for. Collective.
 
+    Ranks may have come to different lookups, as where only one of them prints a result. The requests that all ranks
+    have are dealt with; each rank asks again for the rest when it needs them.
+
+    Args:
+        group: ranks that have the rows.
+        tag: of the messages.
+        requests: ascending by place.
+        places: number of all tables.
+        failure: the place of a table whose lookup failed on this rank, and the error.
+
     Raises:
-        Exception: ``failure``, if it is given; RuntimeError on the ranks that it would leave waiting, or where ranks
-            ask for rows of different tables.
+        Exception: ``failure``, if it is given; RuntimeError on the ranks that it would leave waiting, or where no
+            request is one of all ranks.
     """
-    size = group.size
-    counts: list[list[int]] = []  # by request, for each rank
-    for one in requests:
-        bounds = torch.arange(1, size, device=one.ids.device) * one.per_rank
-        at = [0, *torch.searchsorted(one.ids, bounds).tolist(), one.ids.numel()]
-        counts.append([stop - start for start, stop in pairwise(at)])
-    flat = [FAILED if failure else count for each in counts for count in each]
-    vector = torch.tensor([*(one.number for one in requests), *flat])
-    told = group.exchange(vector, tag).tolist()
+    size, rank = group.size, group.rank
+    header = torch.full((size, 1 + places), ABSENT, device=group.device)
+    header[:, 0] = ABSENT if failure is None else failure[0]
+    if requests:
+        numbers, counts = _by_owner(requests, group)
+        header[:, [1 + one.place for one in requests]] = counts
+    heard = header.clone()
+    swap(group, tag, dict(enumerate(header)), dict(enumerate(heard)), "table_counts")
+    told, own = heard.tolist(), header.tolist()
     if failure is not None:
-        raise failure
-    _require_same(requests, told)
-    table = [
-        [[row[len(requests) + index * size + to] for index in range(len(requests))] for to in range(size)]
-        for row in told
-    ]
-    parts = [list(one.ids.split(each)) for one, each in zip(requests, counts, strict=True)]
-    messages = [
-        torch.cat([part[peer] - peer * one.per_rank for part, one in zip(parts, requests, strict=True)])
-        for peer in range(size)
-    ]
+        raise failure[1]
+    common = _common(requests, told)
+    if len(common) < len(requests):
+        numbers, counts = _by_owner(common, group)
+    sent, received = ([[row[1 + one.place] for one in common] for row in table] for table in (own, told))
+    messages = numbers.split([sum(row) for row in sent])
     asked = [
-        messages[group.rank] if peer == group.rank else vector_of(sum(table[peer][group.rank]), torch.int64, group)
-        for peer in range(size)
+        messages[rank] if peer == rank else vector_of(sum(received[peer]), torch.int64, group) for peer in range(size)
     ]
     swap(group, tag, dict(enumerate(messages)), dict(enumerate(asked)), "table_indices")
-    return Route(table, asked, group.rank)
+    by_request = [ids.split(counts) for ids, counts in zip(asked, received, strict=True)]
+    return Route(common, sent, received, by_request)
 
 
-def _require_same(requests: Sequence[RowRequest], told: list[list[int]]) -> None:
-    count = len(requests)
+def _by_owner(requests: Sequence[RowRequest], group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return local row numbers, by owner and then by request, and how many there are: shape (ranks, requests)."""
+    ids = torch.cat([one.ids for one in requests])
+    lengths = torch.tensor([one.ids.numel() for one in requests], device=group.device)
+    each = torch.tensor([one.per_rank for one in requests], device=group.device).repeat_interleave(lengths)
+    index = torch.arange(len(requests), device=group.device).repeat_interleave(lengths)
+    owner = ids // each
+    counts = torch.bincount(owner * len(requests) + index, minlength=group.size * len(requests))
+    return (ids - owner * each)[owner.argsort(stable=True)], counts.view(group.size, -1)
+
+
+def _common(requests: Sequence[RowRequest], told: list[list[int]]) -> list[RowRequest]:
+    """Return the requests that all ranks have; raise RuntimeError if there are none, or a rank failed."""
+    names = {one.place: one.name for one in requests}
     for rank, row in enumerate(told):
-        if FAILED in row[count:]:
+        if row[0] != ABSENT:
             raise RuntimeError(
-                f"rank {rank} of the ranks that share {requests[0].name} gave it an index that is out of range; the "
-                "error of that rank names it"
+                f"rank {rank} of the ranks that share {names.get(row[0], 'the tables')} gave it an index that is out "
+                "of range, or other wrong arguments; the error of that rank names them"
             )
-        if row[:count] != [one.number for one in requests]:
-            raise RuntimeError(
-                f"rank {rank} looks up rows of another table than {requests[0].name}: all ranks have to call the same "
-                "tables in the same order; one without indices passes an empty tensor"
-            )
+    common = [one for one in requests if all(row[1 + one.place] != ABSENT for row in told)]
+    if not common:
+        first = requests[0]
+        rank = next(rank for rank, row in enumerate(told) if row[1 + first.place] == ABSENT)
+        raise RuntimeError(
+            f"rank {rank} looks up rows of another table than {first.name}: all ranks have to call the same tables in "
+            "the same order; one without indices passes an empty tensor"
+        )
+    return common
 
 
 def vector_of(elements: int, dtype: torch.dtype, group: Group) -> torch.Tensor:

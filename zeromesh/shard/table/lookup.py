@@ -4,39 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-# Of (ascending row numbers without duplicates, an error to tell the other ranks): the rows, a leaf.
-Fetch = Callable[[torch.Tensor, Exception | None], torch.Tensor]
+from zeromesh.shard.table.lookups import Compute, Lookups
+from zeromesh.shard.table.table import Table
 
 
-def lookup(module: Any, fetch: Fetch, name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Compute the module's output from the rows that its indices name; arguments are those of its forward."""
+def forward_of(module: Any, lookups: Lookups, table: Table) -> Callable[..., torch.Tensor]:
+    """Return a forward for the module, which may outlive the lookups and the table."""
+    # Here, as this import takes a second, which only models with tables pay.
+    disabled: Callable[..., torch.Tensor] = torch.compiler.disable(look_up)
+    found, here = ref(lookups), ref(table)
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        # A compiled model gets ordinary tensors: it asks here, outside of what is disabled for the compiler.
+        return disabled(module, found(), here(), torch.compiler.is_compiling(), *args, **kwargs)
+
+    return forward
+
+
+def look_up(
+    module: Any, lookups: Lookups | None, table: Table | None, at_once: bool, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Return the module's output from the rows that its indices name; arguments are those of its forward."""
+    if lookups is None or table is None:
+        raise RuntimeError("the engine that has the rows of this table is gone; keep the engine as long as the model")
     bag = isinstance(module, nn.EmbeddingBag)
-    return (_bag if bag else _embedding)(module, fetch, name, *args, **kwargs)
+    ids, compute, failure = (_bag if bag else _embedding)(module, table.name, *args, **kwargs)
+    at_once = at_once or (bag and module.mode == "max")  # its graph depends on the rows
+    return lookups.look_up(table, ids, compute, at_once, failure)
 
 
-def _embedding(module: Any, fetch: Fetch, name: str, input: torch.Tensor) -> torch.Tensor:
+Call = tuple[torch.Tensor, Compute, IndexError | None]
+
+
+def _embedding(module: Any, name: str, input: torch.Tensor) -> Call:
     ids, inverse = _distinct(input)
-    rows = fetch(ids, _wrong(name, module.num_embeddings, input, None))
-    return F.embedding(inverse.view(input.shape), rows, _place_of(module.padding_idx, ids))
+    padding = _place_of(module.padding_idx, ids)
+
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        return F.embedding(inverse.view(input.shape), rows, padding)
+
+    return ids, compute, _wrong(name, module.num_embeddings, input, None)
 
 
 def _bag(
-    module: Any, fetch: Fetch, name: str, input: torch.Tensor, offsets: torch.Tensor | None = None,
+    module: Any, name: str, input: torch.Tensor, offsets: torch.Tensor | None = None,
     per_sample_weights: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> Call:  # fmt: skip
     ids, inverse = _distinct(input)
-    rows = fetch(ids, _wrong(name, module.num_embeddings, input, offsets))
-    if not rows.shape[0]:  # torch wants a row, also where no bag has one
-        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    return F.embedding_bag(
-        inverse.view(input.shape), rows, offsets, mode=module.mode, per_sample_weights=per_sample_weights,
-        include_last_offset=module.include_last_offset, padding_idx=_place_of(module.padding_idx, ids),
-    )  # fmt: skip
+    padding = _place_of(module.padding_idx, ids)
+
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        if not rows.shape[0]:  # torch wants a row, also where no bag has one
+            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+        return F.embedding_bag(
+            inverse.view(input.shape), rows, offsets, mode=module.mode, per_sample_weights=per_sample_weights,
+            include_last_offset=module.include_last_offset, padding_idx=padding,
+        )  # fmt: skip
+
+    return ids, compute, _wrong(name, module.num_embeddings, input, offsets)
 
 
 def _distinct(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

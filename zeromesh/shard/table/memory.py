@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -39,9 +39,13 @@ def plane_on(
             os.unlink(name)  # the mapping keeps it until the process ends, however it does
 
 
+def _plainly() -> AbstractContextManager[None]:
+    """Return a context outside of inference mode: tensors made in it, as of a cache, could not be changed later."""
+    return _outside() if torch.is_inference_mode_enabled() else torch.no_grad()
+
+
 @contextmanager
-def _plainly() -> Iterator[None]:
-    """Outside of inference mode: tensors that it makes, as of a cache, could not be changed later."""
+def _outside() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakMethod, ref
@@ -19,8 +18,7 @@ from zeromesh.model.split import Held
 from zeromesh.shard.deferred import Source
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.layout import Layout, Segment
-from zeromesh.shard.table.exchange import COPIES_TAG, LOOKUP_TAG, RowRequest, ask, from_all, swap, vector_of
-from zeromesh.shard.table.lookup import lookup
+from zeromesh.shard.table.exchange import COPIES_TAG, from_all, swap, vector_of
 from zeromesh.shard.table.memory import RowMemory, plane_on
 from zeromesh.shard.table.rules import RULES, Options, RowState
 
@@ -144,12 +142,9 @@ class Table:
             self.mesh.replicate.broadcast(values)
             plane.copy_(values)
 
-    def spread(self, arrived: Arrived) -> None:
-        """Let the module look its rows up; ``arrived`` is called with their gradients."""
-        self._notify = arrived
-        # The model may outlive the engine.
-        fetch = partial(_fetch, ref(self))
-        self.module.forward = partial(torch.compiler.disable(lookup), self.module, fetch, self.name)
+    def spread(self, forward: Callable[..., torch.Tensor], arrived: Arrived) -> None:
+        """Let ``forward`` be the module's; ``arrived`` is called with the gradients of rows."""
+        self._notify, self.module.forward = arrived, forward
 
     def gather_up(self) -> None:
         """Give the module its own forward back, which refuses the weight."""
@@ -157,30 +152,24 @@ class Table:
 
     # Forward.
 
-    def fetch(self, ids: torch.Tensor, failure: Exception | None) -> torch.Tensor:
-        """Return rows ``ids``, ascending and without duplicates, from the ranks that have them. Collective.
+    def new_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return memory for rows ``ids``, ascending and without duplicates, of this table.
 
         Returns:
             Shape (k, width), in the wire dtype; a leaf whose gradient is taken as the gradient of these rows.
         """
-        device = self.mesh.device
-        request = RowRequest(self.name, self.number, ids.to(device), self.per_rank)
-        with torch.no_grad():
-            route = ask(self.group, LOOKUP_TAG, [request], failure)
-            asked = torch.cat(route.asked)
-            if self.module.max_norm is not None:
-                self._renorm(asked.unique())
-            rows = self.rows.read(asked).to(self.wire)
-            found = vector_of(ids.numel() * self.width, self.wire, self.group).view(-1, self.width)
-            answers = dict(enumerate(rows.split([one.numel() for one in route.asked])))
-            wanted = found.split([to[0] for to in route.counts[self.group.rank]])
-            wanted[self.group.rank].copy_(answers[self.group.rank])
-            swap(self.group, LOOKUP_TAG, answers, dict(enumerate(wanted)), "table_rows")
+        rows = vector_of(ids.numel() * self.width, self.wire, self.group).view(-1, self.width)
         if torch.is_grad_enabled() and self.module.weight.requires_grad:
-            found.requires_grad_()
-            found.register_post_accumulate_grad_hook(RowArrival(self._notify, self, ids))
-            self._leaves = [leaf for leaf in self._leaves if leaf() is not None] + [ref(found)]
-        return found
+            rows.requires_grad_()
+            rows.register_post_accumulate_grad_hook(RowArrival(self._notify, self, ids))
+            self._leaves = [leaf for leaf in self._leaves if leaf() is not None] + [ref(rows)]
+        return rows
+
+    def answer(self, asked: torch.Tensor) -> torch.Tensor:
+        """Return rows that are here, by their local numbers: shape (k, width), in the wire dtype. Collective."""
+        if self.module.max_norm is not None:
+            self._renorm(asked.unique())
+        return self.rows.read(asked).to(self.wire)
 
     def _renorm(self, ids: torch.Tensor) -> None:
         """Shorten rows that are longer than the module's ``max_norm``, in place, as torch's embedding does."""
@@ -320,10 +309,3 @@ def add_up(ids: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple[torc
     values = torch.cat(gradients)
     wide = values.new_zeros(every.numel(), values.shape[1], dtype=torch.promote_types(values.dtype, torch.float32))
     return every, wide.index_add_(0, inverse, values.to(wide.dtype))
-
-
-def _fetch(table: ref[Table], ids: torch.Tensor, failure: Exception | None) -> torch.Tensor:
-    alive = table()
-    if alive is None:
-        raise RuntimeError("the engine that has the rows of this table is gone; keep the engine as long as the model")
-    return alive.fetch(ids, failure)

@@ -21,6 +21,8 @@ from zeromesh.shard.deferred import Source
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.guard import Guard, Presence, change_class, unloaded_class
 from zeromesh.shard.table.exchange import COPIES_TAG, ROWS_TAG, RowRequest, ask, from_all, swap, vector_of
+from zeromesh.shard.table.lookup import forward_of
+from zeromesh.shard.table.lookups import Lookups
 from zeromesh.shard.table.rules import rule_of
 from zeromesh.shard.table.table import Arrived, GradientState, Table
 
@@ -33,6 +35,7 @@ class TableSettings:
     tier: Tier = Tier.DEVICE
     folder: Path | None = None  # of files on NVMe
     hot: int | None = None  # rows per table in the cache of a faster tier
+    batched: bool = True  # lookups of several tables share messages
 
 
 class Tables:
@@ -45,6 +48,7 @@ class Tables:
             Table(name, module, first + number, mesh, self._settings.tier, precision)
             for number, (name, module) in enumerate(self._settings.modules.items())
         ]
+        self.lookups = Lookups(mesh.shard, self.every, self._settings.batched)
         self._guards: dict[Table, Guard] = {}
 
     def __iter__(self) -> Iterator[Table]:
@@ -83,7 +87,7 @@ class Tables:
         agree_run(self._mesh.group("world"), "make room for its tables", make_room)
         for table in self.every:
             table.place(materialise, self._settings.hot)
-            table.spread(arrived)
+            table.spread(forward_of(table.module, self.lookups, table), arrived)
 
     def guard(self, base: type[nn.Parameter], names: Mapping[int, str]) -> None:
         """Refuse uses of the weights as a whole; ``base`` answers for their gradients."""
@@ -95,6 +99,7 @@ class Tables:
 
     def close(self) -> None:
         """Give the modules their own forwards back."""
+        self.lookups.finish()
         for table in self.every:
             table.gather_up()
 
@@ -109,6 +114,7 @@ class Tables:
 
     def complete(self) -> None:
         """Sum the gradients over the ranks, each row to the rank that has it. Collective, once between updates."""
+        self.lookups.finish()
         tables = [table for table in self.every if table.state is GradientState.LOCAL]
         if not tables:
             return
@@ -116,23 +122,23 @@ class Tables:
         with span("reduce", "tables"):
             own = [table.local() for table in tables]
             requests = [
-                RowRequest(table.name, table.number, ids, table.per_rank)
-                for table, (ids, _) in zip(tables, own, strict=True)
+                RowRequest(table.name, place, ids, table.per_rank)
+                for place, (table, (ids, _)) in enumerate(zip(tables, own, strict=True))
             ]
-            route = ask(group, ROWS_TAG, requests)
-            counts = route.counts
+            route = ask(group, ROWS_TAG, requests, len(tables))
+            sent, received = route.sent, route.received
             dtype = own[0][1].dtype
             for _, gradient in own:
                 dtype = torch.promote_types(dtype, gradient.dtype)
             # One message to each rank, for all tables.
             split = [
-                gradient.to(dtype).split([counts[rank][peer][index] for peer in range(group.size)])
+                gradient.to(dtype).split([sent[peer][index] for peer in range(group.size)])
                 for index, (_, gradient) in enumerate(own)
             ]
             sends = {peer: torch.cat([one[peer].reshape(-1) for one in split]) for peer in range(group.size)}
             widths = [table.width for table in tables]
             sizes = {
-                peer: [count * width for count, width in zip(counts[peer][rank], widths, strict=True)]
+                peer: [count * width for count, width in zip(received[peer], widths, strict=True)]
                 for peer in range(group.size)
             }
             receives = {
@@ -140,9 +146,9 @@ class Tables:
                 for peer in range(group.size)
             }
             swap(group, ROWS_TAG, sends, receives, "table_gradients")
+            parts = [receives[peer].split(sizes[peer]) for peer in range(group.size)]
             for index, table in enumerate(tables):
-                parts = [receives[peer].split(sizes[peer])[index].view(-1, table.width) for peer in range(group.size)]
-                table.take_sum(route.of(index), parts)
+                table.take_sum(route.of(index), [part[index].view(-1, table.width) for part in parts])
             self._sum_copies(tables)
 
     def _sum_copies(self, tables: Sequence[Table]) -> None:
@@ -190,8 +196,7 @@ class Tables:
 
     def update(self, optimizer: Optimizer) -> None:
         """Update the rows that have gradients, by the options of their groups."""
-        if not self.every:
-            return
+        self.lookups.finish()
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for table in self.every:
             for _, _, piece in table.flat.pieces if table.used else ():
@@ -213,6 +218,7 @@ class Tables:
     @contextmanager
     def gathered(self, tables: Sequence[Table], assemble: Callable[[Flat], torch.Tensor]) -> Iterator[None]:
         """Have the weights whole on every rank in this context. Collective."""
+        self.lookups.finish()
         try:
             for table in tables:
                 whole = assemble(table.flat)
