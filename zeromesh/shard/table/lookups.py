@@ -182,7 +182,7 @@ def _flat(part: torch.Tensor, bytewise: bool) -> torch.Tensor:
 
 
 def _pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def _transformed() -> bool:
@@ -210,7 +210,7 @@ class TableOutput(torch.Tensor):
 
     @staticmethod
     def __new__(cls, value: torch.Tensor, lookup: Lookup, lookups: Lookups) -> TableOutput:  # noqa: D102
-        made: TableOutput = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: TableOutput = torch.Tensor._make_wrapper_subclass(
             cls, value.size(), strides=value.stride(), dtype=value.dtype, device=value.device
         )
         return made
