@@ -124,7 +124,8 @@ def _optimizer_boxes(optimizer: Optimizer, flat: Flat, index: int, piece: Piece)
             continue
         if piece.by_row and piece.shape[1] != 1 and value.numel() * piece.shape[1] == piece.stop - piece.start:
             rows = piece.shape[:1]
-            yield Box(name, rows, start // piece.shape[1], stop // piece.shape[1], value.flatten())
+            if piece.held.rank == 0:  # ranks along the tensor axis have copies
+                yield Box(name, rows, start // piece.shape[1], stop // piece.shape[1], value.flatten())
             continue
         if value.numel() != piece.stop - piece.start:
             raise ValueError(f"optimizer state {key!r} of {piece.name} has shape {shape}, not its parameter's")

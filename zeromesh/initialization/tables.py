@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh.comm.mesh import Mesh
 from zeromesh.config.keys import TABLE_OPTIMIZER
 from zeromesh.model.placement import Tier
 from zeromesh.optim.values import without_auto
@@ -20,16 +19,36 @@ from zeromesh.shard.table.tables import TableSettings
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
+    from zeromesh.pipelined import Pipelined
+    from zeromesh.tensor.plan import SplitPlan
 
 _log = logging.getLogger("zeromesh")
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
 
-def choose_tables(model: nn.Module, settings: Resolved, mesh: Mesh) -> dict[str, nn.Module]:
-    """Return the tables of a model by name; warn of embeddings whose gradients are dense in spite of sparse=True."""
-    found, reasons = find_tables(model, settings.embedding_tables.modules, mesh.sizes)
-    if mesh.rank == 0:
+def choose_tables(
+    model: nn.Module, settings: Resolved, split: SplitPlan | None, stages: Pipelined | None, tells: bool
+) -> dict[str, nn.Module]:
+    """Return the tables of a model by name.
+
+    Args:
+        model: on any device.
+        settings: of the run.
+        split: plan of the tensor axis, if it has several ranks.
+        stages: of the pipeline, if it has several ranks.
+        tells: log a warning for each embedding whose gradients are dense in spite of sparse=True.
+
+    Raises:
+        ValueError: see ``find_tables``.
+    """
+    taken = {}
+    if split is not None:
+        taken |= dict.fromkeys(split.held, "the tensor-parallel plan splits it, or its gradient")
+    if stages is not None:
+        taken |= dict.fromkeys(stages.tied, "several stages of the pipeline use it")
+    found, reasons = find_tables(model, settings.embedding_tables.modules, taken)
+    if tells:
         for name, reason in reasons.items():
             _log.warning(
                 "gradients of %s are dense here, in spite of sparse=True, because %s: optimizers with moments or "
@@ -37,6 +56,11 @@ def choose_tables(model: nn.Module, settings: Resolved, mesh: Mesh) -> dict[str,
                 name, reason,
             )  # fmt: skip
     return found
+
+
+def tables_here(tables: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the tables whose weights are on this rank's pipeline stages."""
+    return {name: module for name, module in tables.items() if module._parameters.get("weight") is not None}
 
 
 def table_settings(tables: Mapping[str, nn.Module], settings: Resolved) -> TableSettings:

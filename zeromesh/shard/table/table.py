@@ -74,7 +74,8 @@ class Table:
             Placement.SHARDED, Placement.SHARDED, Placement.SHARDED, parameter_tier=tier, gradient_tier=tier,
             optimizer_tier=tier, pinned=False,
         )  # fmt: skip
-        held = Held(tuple(weight.shape))
+        along = mesh.group("tensor")  # each of its ranks has a copy of the rows; the first one counts and writes
+        held = Held(tuple(weight.shape), rank=along.rank, ranks=along.size)
         segment = Segment(f"{name}.weight", weight.shape, 0, weight.numel(), held)
         layout = Layout(weight.dtype, True, (segment,), self.group.size, self.per_rank * self.group.size * self.width)
         self.flat = Flat(layout, [weight], number, row, mesh)
@@ -139,10 +140,11 @@ class Table:
                 swap(group, tag, sends, receives, "table_values")
             if group.rank:
                 plane[: self.rows_here].copy_(landing)
-        if not unmade and self.mesh.replicate.size > 1:
-            values = plane.to(self.mesh.device)
-            self.mesh.replicate.broadcast(values)
-            plane.copy_(values)
+        for copies in () if unmade else (self.mesh.replicate, self.mesh.group("tensor")):
+            if copies.size > 1:
+                values = plane.to(self.mesh.device)
+                copies.broadcast(values)
+                plane.copy_(values)
 
     def spread(self, arrived: Arrived) -> None:
         """Let the module look its rows up; ``arrived`` is called with their gradients."""

@@ -147,6 +147,7 @@ class Tables:
 
     def _sum_copies(self, tables: Sequence[Table]) -> None:
         """Sum over the ranks that hold copies of the same rows; all add in the order of ranks."""
+        # Not over the tensor axis: its ranks hold copies, too, but have made the same lookups, and the same gradients.
         group = self._mesh.replicate
         if group.size == 1:
             return
@@ -155,7 +156,7 @@ class Tables:
 
     def summed(self, parameters: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Return the summed gradients of tables, those of ``parameters`` or all, that this rank counts in a norm."""
-        if self._mesh.replicate.rank > 0:
+        if self._mesh.replicate.rank > 0 or self._mesh.group("tensor").rank > 0:
             return []
         chosen = self.every if parameters is None else [t for t in map(self.of, parameters) if t is not None]
         return [table.gradient for table in chosen]
