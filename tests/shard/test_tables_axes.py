@@ -1,5 +1,6 @@
 """Tables on meshes whose ranks share a batch, a sequence or a model train as in one process."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import RankFailure, run_ranks
 from zeromesh import zero
 from zeromesh.config.train import ModelShape
-from zeromesh.shard.table.table import Table
 from zeromesh.train.architectures.decoder import Decoder
 
 STEPS, SAMPLES, PARTS = 5, 4, 4  # samples of a micro-batch, micro-batches of an update, on all ranks together
@@ -230,3 +230,173 @@ def test_tables_train_as_in_one_process_on_two_ranks_of_each_axis() -> None:
     runs = compare(2, TWO)
     assert all(run[2]["rows"]["embedding"] < WORDS for run in runs)  # rows are spread over a sequence's ranks
     assert {*runs[0][1]["here"]} != {*runs[1][1]["here"]}
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+FOUR = [
+    *(Case({"tensor": 2, "data": 2}, stage) for stage in range(4)),
+    *(Case({"context": 2, "data": 2}, stage, "decoder") for stage in range(4)),
+    *(Case({"pipeline": 2, "data": 2}, stage, schedule=SCHEDULES[stage + 1]) for stage in range(4)),
+    *(Case({"pipeline": 4}, 1, schedule=schedule, rule="adagrad") for schedule in ("gpipe", "1f1b", "zb-h1")),
+    Case({"pipeline": 2, "data": 2}, 2, schedule="gpipe", extra={"activation_checkpointing": {"enabled": True}}),
+    Case({"pipeline": 2, "data": 2}, 3, extra={"pipeline": {"schedule": "interleaved-1f1b", "recompute": True}}),
+    Case({"pipeline": 2, "tensor": 2}, 2, "decoder"),
+    Case({"pipeline": 2, "tensor": 2}, 0, rule="adagrad", schedule="zb-h1"),
+    Case({"pipeline": 2, "context": 2}, 3, "decoder", schedule="zb-v"),
+    Case({"tensor": 2, "context": 2}, 1, "decoder"),
+    Case({"replicate": 2, "tensor": 2}, 3, rule="adagrad"),
+    Case({"replicate": 2, "context": 2}, 2, "decoder"),
+    Case({"replicate": 2, "pipeline": 2}, 1),
+    Case({"tensor": 2, "data": 2}, 2, "decoder", extra={"tensor_parallel": {"sequence": True}}),
+    Case({"tensor": 4}, 0, extra={"embedding_tables": {"device": "cpu"}}),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(4))
+def test_tables_train_as_in_one_process_on_four_ranks_of_all_axes(part: int) -> None:
+    compare(4, FOUR[part::4])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", range(4))
+def test_every_stage_and_schedule_trains_as_in_one_process_on_two_ranks(stage: int) -> None:
+    cases = [Case({"tensor": 2}, stage), Case({"context": 2}, stage, "decoder", rule="adagrad")]
+    compare(2, [*cases, *(Case({"pipeline": 2}, stage, schedule=schedule) for schedule in SCHEDULES)])
+
+
+@pytest.mark.full
+def test_tables_train_as_in_one_process_on_eight_ranks() -> None:
+    meshes = [{"data": 2, "pipeline": 2, "context": 2}, {"data": 2, "tensor": 2, "context": 2}]
+    compare(8, [Case(mesh, 3, "decoder") for mesh in meshes])
+
+
+# Checkpoints.
+
+
+def save(case: Case, folder: str) -> None:
+    engine = engine_of(case)
+    advance(engine, case, range(2))
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def go_on(case: Case, folder: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    engine = engine_of(case)
+    advance(engine, case, range(20, 21))  # states that must not stay
+    engine.load_checkpoint(folder)
+    losses, _ = advance(engine, case, range(2, STEPS))
+    found = losses, engine.gathered_state_dict(), states_of(engine, case)
+    engine.destroy()
+    return found
+
+
+ROWWISE_RULE = {"embedding_tables": {"optimizer": {"type": "rowwise_adagrad", "params": {"lr": 0.05}}}}
+MESHES: list[tuple[int, dict[str, int]]] = [
+    (2, {"tensor": 2}),
+    (2, {"pipeline": 2}),
+    (2, {"context": 2}),
+    (2, {"data": 2}),
+    (4, {"pipeline": 2, "data": 2}),
+    (4, {"tensor": 2, "context": 2}),
+    (1, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(b, a, marks=() if (b, a) == (1, 0) else pytest.mark.full)
+        for b in range(len(MESHES))
+        for a in range(len(MESHES))
+        if b != a
+    ],
+)
+def test_a_checkpoint_of_tables_goes_on_on_another_mesh(before: int, after: int, tmp_path: Any) -> None:
+    (ranks, mesh), (others, other) = MESHES[before], MESHES[after]
+    schedule = "interleaved-1f1b"
+    run_ranks(save, ranks, Case(mesh, 2, "decoder", schedule=schedule), str(tmp_path))
+    then = Case(other, 3, "decoder", schedule=schedule)
+    expected = plain("decoder", "adam", CLIP)
+    for losses, state, states in run_ranks(go_on, others, then, str(tmp_path)):
+        close(losses, expected["losses"][2:], then, "losses")
+        for name, value in state.items():
+            close(value, expected["state"][name], then, name)
+        for name, value in states.items():
+            close(value, expected["states"][name], then, name)
+
+
+def go_on_by_row(mesh: dict[str, int], folder: str, loads: bool) -> dict[str, torch.Tensor]:
+    case = Case(mesh, 2, extra=ROWWISE_RULE)
+    engine = engine_of(case)
+    if loads:
+        engine.load_checkpoint(folder)
+        advance(engine, case, range(2, 4))
+    else:
+        advance(engine, case, range(2))
+        engine.save_checkpoint(folder)
+        advance(engine, case, range(2, 4))
+    found = engine.gathered_state_dict()
+    engine.destroy()
+    return found
+
+
+def test_states_of_one_number_per_row_go_on_on_another_mesh(tmp_path: Any) -> None:
+    expected = run_ranks(go_on_by_row, 2, {"tensor": 2}, str(tmp_path), False)[0]
+    for name, value in run_ranks(go_on_by_row, 2, {"pipeline": 2}, str(tmp_path), True)[0].items():
+        close(value, expected[name], Case(), name)
+
+
+# Tables that stay dense.
+
+
+class Twice(nn.Module):
+    """The first and the last stage of a pipeline look up rows of one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH, sparse=True)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return (x * self.table(input_ids)).square().mean()
+
+
+def dense(mesh: dict[str, int], plan: dict[str, str], modules: Any) -> tuple[int, list[str]]:
+    records: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record.getMessage())
+
+    handler = Keep()
+    logging.getLogger("zeromesh").addHandler(handler)
+    try:
+        torch.manual_seed(0)
+        config = {
+            "train_batch_size": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "mesh": mesh,
+            "tensor_parallel": {"plan": plan},
+            "embedding_tables": {"modules": modules},
+        }
+        model = Twice().double() if mesh.get("pipeline") else nn.Sequential(Twice().table, nn.Linear(WIDTH, 1)).double()
+        engine = zeromesh.initialize(model=model, config=config)[0]
+        engine.destroy()
+        return len(engine.sharded.tables), [text for text in records if "dense here" in text]
+    finally:
+        logging.getLogger("zeromesh").removeHandler(handler)
+
+
+def test_a_table_that_several_stages_or_a_plan_need_whole_stays_dense_with_a_warning() -> None:
+    (count, said), _ = run_ranks(dense, 2, {"pipeline": 2}, {}, None)
+    assert count == 0
+    assert "because several stages of the pipeline use it" in said[0]
+    (count, said), _ = run_ranks(dense, 2, {"tensor": 2}, {"0": "embedding_rowwise"}, None)
+    assert count == 0
+    assert "because the tensor-parallel plan splits it" in said[0]
+    with pytest.raises(RankFailure, match="names table, whose rows cannot be spread: several stages of the pipeline"):
+        run_ranks(dense, 2, {"pipeline": 2}, {}, ["table"])

@@ -178,7 +178,7 @@ def prepare_run(plan: Plan) -> Prepared:
     def made() -> Prepared:
         monitor = prepare.open_monitors(settings, plan.mesh.rank)
         groups = list(prepare.parameter_groups(plan.model, chosen.parameters))
-        owned = tables.with_table_group(groups, plan.tables, settings, plan.mesh.rank)
+        owned = tables.with_table_group(groups, plan.tables, settings)
         user = prepare.user_optimizer(plan, owned)
         if user is not None:
             weights = {id(module.weight): name for name, module in plan.tables.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from zeromesh.config.keys import TABLE_OPTIMIZER
 from zeromesh.model.placement import Tier
+from zeromesh.optim.schedules import SCHEDULES
 from zeromesh.optim.values import without_auto
 from zeromesh.shard.table.find import find_tables
 from zeromesh.shard.table.rules import RULE_KEY, RULES, rule_of
@@ -74,7 +76,7 @@ def table_settings(tables: Mapping[str, nn.Module], settings: Resolved) -> Table
 
 
 def with_table_group(
-    owned: Sequence[dict[str, Any]], tables: Mapping[str, nn.Module], settings: Resolved, rank: int = 0
+    owned: Sequence[dict[str, Any]], tables: Mapping[str, nn.Module], settings: Resolved
 ) -> list[dict[str, Any]]:
     """Return the groups with the tables' weights in one of their own, if the configuration has an update for them."""
     chosen = settings.embedding_tables.optimizer
@@ -87,15 +89,44 @@ def with_table_group(
         raise ValueError(
             f"{TABLE_OPTIMIZER}.params.{unknown[0]} is no option of {chosen.type}, which has {', '.join(rule.defaults)}"
         )
-    if settings.scheduler is not None and "lr" in given and rank == 0:
-        _log.warning(
-            "schedules with rates of their own, such as WarmupLR, set those of tables, too, in place of "
-            "%s.params.lr = %s: give a list of rates, in which tables are the last group",
-            TABLE_OPTIMIZER, given["lr"],
-        )  # fmt: skip
     taken = [p for group in owned for p in group["params"] if id(p) in weights]
     rest = [{**group, "params": [p for p in group["params"] if id(p) not in weights]} for group in owned]
     return [*rest, {"params": taken, **rule.defaults, **given, RULE_KEY: chosen.type}]
+
+
+RATES = {
+    "warmuplr": ("warmup_min_lr", "warmup_max_lr"),
+    "warmupdecaylr": ("warmup_min_lr", "warmup_max_lr"),
+    "onecycle": ("cycle_min_lr", "cycle_max_lr"),
+    "lrrangetest": ("lr_range_test_min_lr",),
+    "onecyclelr": ("max_lr",),
+    "cycliclr": ("base_lr", "max_lr"),
+}
+"""Parameters of schedules that are rates, whatever the group's own is; the last one is the highest of the schedule."""
+
+
+def with_table_rates(kind: str, params: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return parameters of a schedule in which tables with a rate of their own follow the others' in proportion.
+
+    Args:
+        kind: name of the schedule, in upper or lower case.
+        params: for all groups.
+        groups: of the optimizer; those with ``RULE_KEY`` have at the schedule's highest point the rate that is theirs.
+    """
+    keys, known = RATES.get(kind.lower(), ()), {name.lower(): rate for name, rate in SCHEDULES.items()}
+    given = without_auto(params)
+    if kind.lower() in known:
+        declared = inspect.signature(known[kind.lower()]).parameters
+        defaults = {key: declared[key].default for key in keys}
+        given = {key: value for key, value in defaults.items() if isinstance(value, float)} | given
+    peak = given.get(keys[-1]) if keys else None
+    apart = [RULE_KEY in group for group in groups]
+    # A list says each group's rate already.
+    plain = all(isinstance(given.get(key, 0.0), int | float) for key in keys)
+    if not any(apart) or not plain or not isinstance(peak, int | float) or peak <= 0:
+        return dict(params)
+    shares = [float(group["lr"]) / peak if own else 1.0 for own, group in zip(apart, groups, strict=True)]
+    return {**params, **{key: [given[key] * share for share in shares] for key in keys if key in given}}
 
 
 def check_rules(

@@ -106,7 +106,7 @@ class ShardedModel:
         read_ahead = None if self.stored is None else self.stored.read_ahead
         self.residency = Residency(self.root, rest, self.pool, self.root_pool, mesh, self._switch, read_ahead)
         self.events = Events(self.units, self._order, self.residency, self.reducer, mesh, self.accumulation)
-        self.tables.place(materialise, mixed, self.events.backward.gradient_arrived)
+        self.tables.place(materialise, mixed, self.events.backward.gradient_arrived, self.store.recall)
         settle = self.events.backward.drop_failed
         self.grads = Grads(of_units, self.names, self.reducer, self.accumulation, mesh, settle, self.early)
         self.grads.install()

@@ -65,7 +65,7 @@ class Table:
         weight = module.weight
         self.name, self.module, self.index = name, module, number
         self.count, self.width = weight.shape
-        self.number, self.mesh, self.group = number, mesh, mesh.shard
+        self.mesh, self.group = mesh, mesh.shard
         self.per_rank = -(-self.count // self.group.size)
         self.wire = precision.compute or weight.dtype  # dtype in which rows travel and are computed with
         self._sent = precision.communicate or self.wire  # dtype in which gradients travel
@@ -103,9 +103,13 @@ class Table:
         self._plane = plane_on(tier, (self.per_rank, self.width), self.flat.master_dtype(mixed), device, folder)
 
     def place(
-        self, materialise: Callable[[str, nn.Parameter], Source | None] | None, hot: int | None
+        self, materialise: Callable[[str, nn.Parameter], Source | None] | None, hot: int | None,
+        recall: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Take this rank's rows of the parameter into memory; the parameter keeps its shape only."""
+        """Take this rank's rows of the parameter into memory; the parameter keeps its shape only.
+
+        ``recall`` brings back what ``engine.offload_states`` has put aside.
+        """
         flat, segment, plane = self.flat, self.flat.layout.segments[0], self._plane
         weight = flat.parameters[0]
         unmade = weight.is_meta
@@ -118,7 +122,7 @@ class Table:
             if value.numel() != stop - start:
                 raise ValueError(f"{source} gives {value.numel()} of the {stop - start} elements of {segment.name}")
             plane[: self.rows_here].view(-1).copy_(value)
-        flat.hold_rows(plane.view(-1), self.rows_here * self.width, Settled(self))
+        flat.hold_rows(plane.view(-1), self.rows_here * self.width, Settled(self, recall))
         cached = self.mesh.device.type != "cpu" or flat.parameter_tier is Tier.NVME
         self.rows = RowMemory(plane, self.mesh.device, hot if cached else None)
 
@@ -151,11 +155,17 @@ class Table:
         self._notify = arrived
         # The model may outlive the engine.
         fetch = partial(_fetch, ref(self))
-        self.module.forward = partial(torch.compiler.disable(lookup), self.module, fetch, self.name)
+        look = partial(lookup, self.module, fetch, self.name)
+        self.module.forward = partial(torch.compiler.disable(_compute), self.module, ref(self), look)
 
     def gather_up(self) -> None:
         """Give the module its own forward back, which refuses the weight."""
         vars(self.module).pop("forward", None)
+
+    def follow(self) -> None:
+        """Read the rows where the master is now: it has moved to another tier, and the states with it."""
+        self.rows.settle(forget=True)
+        self.rows.replace([self.flat.master.view(self.per_rank, self.width)])  # the update finds the states
 
     # Forward.
 
@@ -166,7 +176,7 @@ class Table:
             Shape (k, width), in the wire dtype; a leaf whose gradient is taken as the gradient of these rows.
         """
         device = self.mesh.device
-        request = RowRequest(self.name, self.number, ids.to(device), self.per_rank)
+        request = RowRequest(self.name, self.index, ids.to(device), self.per_rank)
         with torch.no_grad():
             route = ask(self.group, LOOKUP_TAG, [request], failure)
             asked = torch.cat(route.asked)
@@ -232,6 +242,17 @@ class Table:
         """Return the summed gradient of the rows here with the rows that have none: shape (rows here x width,)."""
         whole = self.gradient.new_zeros(self.rows_here, self.width)
         return whole.index_copy_(0, self.ids, self.gradient).view(-1)
+
+    def put(self, values: torch.Tensor) -> None:
+        """Let the summed gradient be these values, shape (rows here x width,).
+
+        Rows of zeros that have had no gradient still have none.
+        """
+        rows = values.view(self.rows_here, self.width)
+        present = rows.any(1)
+        present[self.ids] = True
+        self.ids = present.nonzero().flatten()
+        self.gradient, self.used = rows[self.ids].to(self.gradient.dtype), True
 
     def reopen(self, counted: bool) -> None:
         """Take the sum as a gradient of this rank alone; not ``counted``: another rank has a copy of it."""
@@ -302,11 +323,12 @@ class Table:
 class Settled:
     """Store of a table's flat buffer: what reads or writes its rows finds them where they rest, and not in a cache."""
 
-    def __init__(self, table: Table) -> None:
-        self._table = table
+    def __init__(self, table: Table, recall: Callable[[], None]) -> None:
+        self._table, self._recall = table, recall
 
     def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         """Have the rows and their states at rest."""
+        self._recall()
         self._table.rows.settle(forget=write)
 
     load_shard = load_states
@@ -322,6 +344,19 @@ def add_up(ids: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple[torc
     values = torch.cat(gradients)
     wide = values.new_zeros(every.numel(), values.shape[1], dtype=torch.promote_types(values.dtype, torch.float32))
     return every, wide.index_add_(0, inverse, values.to(wide.dtype))
+
+
+def _compute(module: Any, table: ref[Table], look: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Compute the module's output by ``look``, or from a whole weight that the module has at the moment."""
+    alive = table()
+    if alive is not None:
+        # Of torch.func.functional_call, or of a copy of the model.
+        other = module.weight is not alive.flat.parameters[0]
+        # Inside GatheredParameters ranks may generate texts of different lengths.
+        gathered = bool(alive.flat.unbound) and not torch.is_grad_enabled() and module.max_norm is None
+        if other or gathered:
+            return type(module).forward(module, *args, **kwargs)
+    return look(*args, **kwargs)
 
 
 def _fetch(table: ref[Table], ids: torch.Tensor, failure: Exception | None) -> torch.Tensor:

@@ -66,15 +66,17 @@ class Tables:
         return next((table for table in self.every if table.flat.parameters[0] is parameter), None)
 
     def place(
-        self, materialise: Callable[[str, nn.Parameter], Source | None] | None, mixed: bool, arrived: Arrived
+        self, materialise: Callable[[str, nn.Parameter], Source | None] | None, mixed: bool, arrived: Arrived,
+        recall: Callable[[], None],
     ) -> None:  # fmt: skip
         """Take the rows into memory, and let the modules look them up; see ``Table.place`` and ``Table.spread``."""
-        if not self.every:
+        # Stages of a pipeline without tables take part in the agreement.
+        if not self.every and self._mesh.sizes["pipeline"] == 1:
             return
         folder = self._settings.folder
 
         def make_room() -> None:
-            if folder is not None:
+            if folder is not None and self.every:
                 folder.mkdir(parents=True, exist_ok=True)
             for table in self.every:
                 table.make_room(mixed, folder)
@@ -82,7 +84,7 @@ class Tables:
         # Together, as a rank without room would leave the others waiting for its rows.
         agree_run(self._mesh.group("world"), "make room for its tables", make_room)
         for table in self.every:
-            table.place(materialise, self._settings.hot)
+            table.place(materialise, self._settings.hot, recall)
             table.spread(arrived)
 
     def guard(self, base: type[nn.Parameter], names: Mapping[int, str]) -> None:
@@ -116,7 +118,7 @@ class Tables:
         with span("reduce", "tables"):
             own = [table.local() for table in tables]
             requests = [
-                RowRequest(table.name, table.number, ids, table.per_rank)
+                RowRequest(table.name, table.index, ids, table.per_rank)
                 for table, (ids, _) in zip(tables, own, strict=True)
             ]
             route = ask(group, ROWS_TAG, requests)
