@@ -103,7 +103,8 @@ def _configured(path: Path, precision: str) -> AskedModel:
     # Imported late: a model by its name needs nothing that trains.
     from zeromesh.train.model import Transformer, language_model
 
-    settings, options = Settings.load(path), TraceOptions(DTYPES[precision])
+    settings = Settings.load(path)
+    options = TraceOptions(DTYPES[precision], tables=settings.embedding_tables.modules)
     own = json.loads(path.read_text(encoding="utf-8-sig"))
     if settings.huggingface is not None:
         chosen = settings.huggingface

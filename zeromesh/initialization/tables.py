@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.config.keys import TABLE_OPTIMIZER
-from zeromesh.model.placement import Tier
+from zeromesh.config.settings import TIERS
 from zeromesh.optim.schedules import SCHEDULES
 from zeromesh.optim.values import without_auto
 from zeromesh.shard.table.find import find_tables
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from zeromesh.tensor.plan import SplitPlan
 
 _log = logging.getLogger("zeromesh")
-
-_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
 
 def choose_tables(
@@ -72,7 +70,7 @@ def table_settings(tables: Mapping[str, nn.Module], settings: Resolved) -> Table
     if tables and chosen.device == "nvme" and chosen.nvme_path is not None:
         folder = Path(chosen.nvme_path).absolute()
     hot = None if chosen.device == "none" else chosen.cache_rows
-    return TableSettings(tables, _TIERS[chosen.device], folder, hot)
+    return TableSettings(tables, TIERS[chosen.device], folder, hot)
 
 
 def with_table_group(

@@ -79,11 +79,12 @@ def _kinds(cost: ModelCost) -> _Kinds:
     same: dict[tuple[object, ...], list[UnitCost]] = {}
     for unit in cost.units:
         parts = unit.block, unit.forward, unit.input, unit.weight, unit.saved, unit.parameters, unit.output
-        same.setdefault((*map(id, parts), unit.joins, unit.frozen), []).append(unit)
+        same.setdefault((*map(id, parts), unit.joins, unit.frozen, unit.tables), []).append(unit)
     found: dict[tuple[object, ...], list[UnitCost]] = {}
     for unit, *others in same.values():
         kernels = unit.forward, unit.input, unit.weight
-        key = *kernels, unit.block, unit.parameters, unit.frozen, unit.joins, unit.output, *unit.saved.items()
+        amounts = unit.parameters, unit.frozen, unit.joins, unit.output, unit.tables
+        key = *kernels, unit.block, *amounts, *unit.saved.items()
         found.setdefault(key, []).extend([unit, *others])
     units = tuple(alike[0] for alike in found.values())
     return _Kinds(replace(cost, units=units), tuple(map(len, found.values())))
