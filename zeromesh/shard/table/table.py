@@ -38,7 +38,7 @@ class RowArrival:
         self._arrived, self._table, self._ids = WeakMethod(arrived), ref(table), ids
 
     def __call__(self, rows: torch.Tensor) -> None:
-        """Signature of torch's hooks."""
+        """Take the gradient of the rows, as a hook of torch."""
         if (arrived := self._arrived()) is not None:
             arrived(self, 0, rows)
 
@@ -127,7 +127,10 @@ class Table:
         self.rows = RowMemory(plane, self.mesh.device, hot if cached else None)
 
     def _take_first_ranks(self, value: torch.Tensor, plane: torch.Tensor, unmade: bool) -> None:
-        """Copy the rows of the first rank's value; a value that was ``unmade`` was made alike on all ranks."""
+        """Copy this rank's rows of the first rank's value into ``plane``. Collective.
+
+        An ``unmade`` value was made from one seed on all ranks, and is not sent.
+        """
         group, per_rank = self.group, self.per_rank
 
         def part(rank: int) -> torch.Tensor:
@@ -151,7 +154,7 @@ class Table:
                 plane.copy_(values)
 
     def spread(self, arrived: Arrived) -> None:
-        """Let the module look its rows up; ``arrived`` is called with their gradients."""
+        """Replace the module's forward by lookups; autograd calls ``arrived`` with the gradients of their rows."""
         self._notify = arrived
         # The model may outlive the engine.
         fetch = partial(_fetch, ref(self))
@@ -159,11 +162,11 @@ class Table:
         self.module.forward = partial(torch.compiler.disable(_compute), self.module, ref(self), look)
 
     def gather_up(self) -> None:
-        """Give the module its own forward back, which refuses the weight."""
+        """Restore the module's own forward, which then refuses the weight."""
         vars(self.module).pop("forward", None)
 
     def follow(self) -> None:
-        """Read the rows where the master is now: it has moved to another tier, and the states with it."""
+        """Read the rows from the master's new memory; the optimizer's states have moved with it."""
         self.rows.settle(forget=True)
         self.rows.replace([self.flat.master.view(self.per_rank, self.width)])  # the update finds the states
 
@@ -209,7 +212,7 @@ class Table:
         self.rows.change(ids[longer], shorten, count=1)
 
     def leaves(self) -> list[torch.Tensor]:
-        """Return the rows of living graphs."""
+        """Return the rows of lookups whose graph still exists: leaves, which autograd can be asked about."""
         return [leaf for one in self._leaves if (leaf := one()) is not None]
 
     # Backward.
@@ -234,12 +237,12 @@ class Table:
         return ids, gradient.to(torch.promote_types(self._sent, torch.float32) if self._reopened else self._sent)
 
     def take_sum(self, parts: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        """Take the gradients of rows here from all ranks, in their order."""
+        """Add up the gradients that all ranks have sent for the rows here, in the order of ranks."""
         self.ids, self.gradient = add_up(parts, gradients)
         self.state = GradientState.SUMMED
 
     def dense_gradient(self) -> torch.Tensor:
-        """Return the summed gradient of the rows here with the rows that have none: shape (rows here x width,)."""
+        """Return the summed gradient of all rows here, shape (rows here x width,); zero where a row has none."""
         whole = self.gradient.new_zeros(self.rows_here, self.width)
         return whole.index_copy_(0, self.ids, self.gradient).view(-1)
 
@@ -255,18 +258,18 @@ class Table:
         self.gradient, self.used = rows[self.ids].to(self.gradient.dtype), True
 
     def reopen(self, counted: bool) -> None:
-        """Take the sum as a gradient of this rank alone; not ``counted``: another rank has a copy of it."""
+        """Turn the sum into a gradient of this rank, to which more is added; drop it unless it is ``counted`` here."""
         if self.state is GradientState.SUMMED:
             self._arrived = [(self.ids + self.first, self.gradient)] if counted else []
             self.state, self._reopened = GradientState.LOCAL, True
 
     def scale(self, factor: float) -> None:
-        """Multiply all that has come by ``factor``."""
+        """Multiply the gradient by ``factor``."""
         self._arrived = [(ids, gradient * factor) for ids, gradient in self._arrived]
         self.gradient = self.gradient * factor
 
     def mark_used(self, used: bool) -> None:
-        """Take whether any rank had a gradient."""
+        """Set whether any rank has had a gradient since the last update."""
         self.used = used
 
     def forget(self) -> None:
@@ -291,7 +294,7 @@ class Table:
         self.rows.change(self.ids, change)
 
     def _bind(self, states: tuple[RowState, ...], options: Options, state: dict[str, Any]) -> None:
-        """Use the states that the optimizer has for these rows: new ones, or those of a checkpoint."""
+        """Use the optimizer's states of these rows as planes; make those that are missing."""
         tier, dtype, planes = self.flat.optimizer_tier, self.flat.master.dtype, self.rows.planes[:1]
         step = state.setdefault("step", torch.tensor(0.0))
         for key in [key for key in state if key not in ("step", *(one.key for one in states))]:
@@ -321,25 +324,25 @@ class Table:
 
 
 class Settled:
-    """Store of a table's flat buffer: what reads or writes its rows finds them where they rest, and not in a cache."""
+    """Storage of a table's flat buffer: it writes the cache back before others read or write the rows."""
 
     def __init__(self, table: Table, recall: Callable[[], None]) -> None:
         self._table, self._recall = table, recall
 
     def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
-        """Have the rows and their states at rest."""
+        """Write the cache back, so that rows and states are where they rest."""
         self._recall()
         self._table.rows.settle(forget=write)
 
     load_shard = load_states
 
     def form(self, flat: Flat) -> tuple[bool, bool]:
-        """Return that states are always in memory, and masters whole."""
+        """Return (False, False): states are always in memory, and masters are whole."""
         return False, False
 
 
 def add_up(ids: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ascending row numbers, and the sums of gradients of equal ones in the order in which they are given."""
+    """Return distinct row numbers, ascending, and the sums of their gradients in at least fp32, added in order."""
     every, inverse = torch.unique(torch.cat(ids), return_inverse=True)
     values = torch.cat(gradients)
     wide = values.new_zeros(every.numel(), values.shape[1], dtype=torch.promote_types(values.dtype, torch.float32))

@@ -69,7 +69,7 @@ class Tables:
         self, materialise: Callable[[str, nn.Parameter], Source | None] | None, mixed: bool, arrived: Arrived,
         recall: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Take the rows into memory, and let the modules look them up; see ``Table.place`` and ``Table.spread``."""
+        """Place all rows, and replace the modules' forwards. Collective; see ``Table.place`` and ``Table.spread``."""
         # Stages of a pipeline without tables take part in the agreement.
         if not self.every and self._mesh.sizes["pipeline"] == 1:
             return
@@ -88,7 +88,7 @@ class Tables:
             table.spread(arrived)
 
     def guard(self, base: type[nn.Parameter], names: Mapping[int, str]) -> None:
-        """Refuse uses of the weights as a whole; ``base`` answers for their gradients."""
+        """Make operations on whole weights raise; ``base`` is the class of parameters that answers for ``grad``."""
         for table in self.every:
             change_class(table.flat.parameters[0], base)
             guard = Guard(table, unloaded_class(base, table, names, self.refuse), base)
@@ -96,7 +96,7 @@ class Tables:
             self._guards[table] = guard
 
     def close(self) -> None:
-        """Give the modules their own forwards back."""
+        """Restore the modules' own forwards."""
         for table in self.every:
             table.gather_up()
 
@@ -175,12 +175,12 @@ class Tables:
         return [table.used for table in self.every]
 
     def mark_used(self, flags: Sequence[bool]) -> None:
-        """Take by table whether any rank had a gradient."""
+        """Set by table whether any rank has had a gradient since the last update."""
         for table, flag in zip(self.every, flags, strict=True):
             table.mark_used(flag)
 
     def reopen(self) -> None:
-        """Take sums back as the gradients of one rank, before more is added."""
+        """Turn the sums into gradients of single ranks, to which the next backward adds."""
         for table in self.every:
             table.reopen(counted=self._mesh.replicate.rank == 0)
 
@@ -215,7 +215,7 @@ class Tables:
 
     @contextmanager
     def gathered(self, tables: Sequence[Table], assemble: Callable[[Flat], torch.Tensor]) -> Iterator[None]:
-        """Have the weights whole on every rank in this context. Collective."""
+        """Gather the weights whole on every rank in this context. Collective."""
         try:
             for table in tables:
                 whole = assemble(table.flat)
