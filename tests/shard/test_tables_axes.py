@@ -66,8 +66,8 @@ class Recommender(nn.Module):
 
 def make(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    if kind == "recommender":
-        return Recommender().double()
+    if kind in ("recommender", "twice"):
+        return (Recommender() if kind == "recommender" else Twice()).double()
     shape = ModelShape(
         architecture="llama", vocab_size=WORDS, hidden_size=16, layers=4, heads=4, sequence_length=LENGTH
     )
@@ -86,7 +86,8 @@ def batches(kind: str, step: int, rank: int, size: int) -> Iterator[Any]:
         if kind == "recommender":
             yield tuple(one.chunk(size)[rank] for one in (ids, bags, y))
         else:
-            yield {"tokens": ids.chunk(size)[rank], "labels": ids.roll(-1, 1).chunk(size)[rank]}
+            own = ids.chunk(size)[rank]
+            yield (own,) if kind == "twice" else {"tokens": own, "labels": ids.roll(-1, 1).chunk(size)[rank]}
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -356,13 +357,19 @@ class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(WORDS, WIDTH, sparse=True)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.table(input_ids)
         for block in self.blocks:
             x = block(x)
         return (x * self.table(input_ids)).square().mean()
+
+
+def test_two_stages_of_a_rank_look_up_rows_of_one_table() -> None:
+    case = Case({"pipeline": 2}, 2, "twice", schedule="zb-v")  # the first rank has the first and the last stage
+    runs = compare(2, [case])
+    assert [run[0]["here"] for run in runs] == [["table"], []]
 
 
 def dense(mesh: dict[str, int], plan: dict[str, str], modules: Any) -> tuple[int, list[str]]:

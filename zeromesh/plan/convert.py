@@ -66,12 +66,12 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
         activations_on_host=recomputed.enabled and recomputed.cpu_checkpointing,
         sequence=settings.tensor_parallel.sequence, parameter_slots=settings.slots.parameter or 2,
         gradient_slots=settings.slots.gradient or 2, early=settings.zero_optimization.early_share or 0.0,
-        widths=PRECISIONS[precision], tables=_tables(settings),
+        widths=PRECISIONS[precision], tables=tables_from(settings),
     )  # fmt: skip
     return layout, precision
 
 
-def _tables(settings: Settings) -> TableLayout:
+def tables_from(settings: Settings) -> TableLayout:
     """Return the place and the states of embedding tables; of an unknown optimizer, those of Adam."""
     chosen = settings.embedding_tables
     kind = settings.optimizer.type.lower() if settings.optimizer is not None else ""

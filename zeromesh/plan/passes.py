@@ -304,8 +304,8 @@ class _Trace:
         by_name = {unit.name: unit for unit in units}
         packed = packed_weights(self.model) if self.options.packing is not None else set()
         reads = self.recorder.first_reads
-        for slot, table in self.tables.costs():
-            units[self.places[slot]].tables.append(table)
+        for first, table in self.tables.costs():
+            units[self.places[first]].tables.append(table)
         for name, owned in self.owned.items():
             for path, parameter in owned:
                 if path in self.tables.weights:
