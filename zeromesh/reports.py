@@ -91,12 +91,12 @@ def _optimizer_state(sharded: ShardedModel, optimizer: Optimizer | None) -> Iter
     flats = {id(piece.parameter): flat for flat in sharded.flats for _, _, piece in flat.pieces}
     for parameter, state in optimizer.state.items() if optimizer else ():
         flat = flats[id(parameter)]
-        # Numbers such as the step stay on the host where the tensors rest on NVMe.
-        tier = Tier.HOST if flat.optimizer_tier is Tier.NVME else flat.optimizer_tier
         for value in state.values():
             # States of the parameter's shape may be kept with the master, and are counted with it.
             if isinstance(value, torch.Tensor) and not (flat.keeps_states and value.ndim):
-                yield "optimizer", tier.value, value.nbytes
+                # Numbers such as the step stay on the host where the tensors rest on NVMe, as those of tables do.
+                in_files = flat.optimizer_tier is Tier.NVME and not (value.ndim and flat in sharded.tables.flats)
+                yield "optimizer", (Tier.HOST if in_files else flat.optimizer_tier).value, value.nbytes
 
 
 def traffic(counted: Traffic, reset: bool) -> dict[str, dict[str, float]]:
@@ -319,8 +319,10 @@ def _state_width(optimizer: Optimizer | None) -> int:
 def planned_states(sharded: ShardedModel, layout: ParallelLayout) -> dict[tuple[str, str], float]:
     """Return the bytes of this rank's states by state and tier in a layout, by the planner's arithmetic."""
     from zeromesh.plan.conventions import ZEROMESH
+    from zeromesh.plan.cost import TableCost
     from zeromesh.plan.layout import Widths
     from zeromesh.plan.states import RankStates, UnitElements, states_of
+    from zeromesh.plan.tables import table_states
 
     def states_with(trained: set[bool], widths: Widths) -> RankStates:
         units = []
@@ -334,7 +336,9 @@ def planned_states(sharded: ShardedModel, layout: ParallelLayout) -> dict[tuple[
     trained = states_with({True}, layout.widths)
     frozen = states_with({False}, Widths(layout.widths.parameter, 0, 0, 0, 0))
     found: dict[tuple[str, str], float] = defaultdict(float)
-    for key, size in (*trained.resting.items(), *frozen.resting.items()):
+    tables = [TableCost(table.name, table.count, table.width) for table in sharded.tables]
+    resting = table_states(tables, layout, sharded.mesh.device.type == "cpu")
+    for key, size in (*trained.resting.items(), *frozen.resting.items(), *resting.items()):
         found[key] += size
     # A unit has one slot for all that it gathers.
     found["slot", Tier.DEVICE.value] += states_with({True, False}, layout.widths).gathered + trained.working

@@ -365,33 +365,37 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Change the whole gradient before ``step``. Every rank passes the same value.
 
+    Rows of an embedding table that are zero, and that no batch has used, stay out of its update.
+
     Raises:
-        ValueError: the value has another shape, or the parameter is frozen, or a table.
+        ValueError: the value has another shape, or the parameter is frozen.
         RuntimeError: this is not between backward and ``step``.
     """
     if param in _ELSEWHERE:
         return
     engine, part, flat, index = _find(param)
-    gradient = flat.gradient
-    if isinstance(part, Table):
-        raise ValueError(
-            f"the gradient of {part.name}.weight has the rows of this update's batches only and cannot be replaced; "
-            "scale the loss instead, or set sparse=False"
-        )
-    if gradient is not None:
+    gradient, rows = flat.gradient, None
+    if gradient is not None or isinstance(part, Table):
         if not engine.sharded.reducer.begun:
             raise RuntimeError("there is no gradient to change; call this between backward and step")
         engine.sharded.reducer.complete()
+    if isinstance(part, Table):
+        rows = part.dense_gradient()
+    elif gradient is not None:
         # Or the update would skip a parameter that no forward has used.
         gradient.used[index] = True
 
     def pick(flat: Flat, local: slice, piece: Piece) -> torch.Tensor:
+        if rows is not None:
+            return rows[local]
         assert flat.gradient is not None
         assert flat.gradient.shard is not None
         return flat.gradient.shard[local]
 
     # Sums are kept, of which the update takes the mean.
     _set(param, value / engine.gradient_factor, pick)
+    if isinstance(part, Table) and rows is not None:
+        part.put(rows)
 
 
 def safe_update_full_grad_vectorized(

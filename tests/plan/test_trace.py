@@ -333,7 +333,7 @@ def test_a_model_that_branches_on_activations_is_estimated_with_the_reason() -> 
 
 def test_an_estimate_has_the_parameters_and_the_products_of_the_trace() -> None:
     model = decoder("llama", vocab_size=999)
-    traced, estimated = TracedCost(model, TOKENS).at(2, 16), estimate(model, "llama", 2, 16, None, "untried")
+    traced, estimated = TracedCost(model, TOKENS).at(2, 16), estimate(model, "llama", 2, 16, TraceOptions(), "untried")
 
     def products(cost: ModelCost) -> dict[str, float]:
         found = {}

@@ -117,14 +117,15 @@ def _optimizer_boxes(optimizer: Optimizer, flat: Flat, index: int, piece: Piece)
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or start >= stop:
             continue
         name, shape = f"optimizer/{key}/{piece.name}", tuple(value.shape)
+        if piece.by_row and piece.shape[1] != 1 and value.numel() * piece.shape[1] == piece.stop - piece.start:
+            rows = piece.shape[:1]
+            if piece.held.rank == 0:  # ranks along the tensor axis have copies
+                yield Box(name, rows, start // piece.shape[1], stop // piece.shape[1], value.flatten())
+            continue
         if updates_whole(flat) and shape != piece.parameter.shape:
             # As Adafactor's rows and columns: what it stands for is known to the optimizer only, so it is not cut.
             if start == 0:
                 yield Box(name, shape, 0, value.numel(), value.flatten())
-            continue
-        if piece.by_row and piece.shape[1] != 1 and value.numel() * piece.shape[1] == piece.stop - piece.start:
-            rows = piece.shape[:1]
-            yield Box(name, rows, start // piece.shape[1], stop // piece.shape[1], value.flatten())
             continue
         if value.numel() != piece.stop - piece.start:
             raise ValueError(f"optimizer state {key!r} of {piece.name} has shape {shape}, not its parameter's")

@@ -107,7 +107,9 @@ def _request(question: PlanQuestion, asked: AskedModel, machine: Machine, precis
         raise ValueError(f"{question.model!r} does not say the batch; give --batch (samples of an update)")
     if sequence is None:
         raise ValueError(f"{question.model!r} does not say the sequence; give --sequence (tokens of a sample)")
-    return PlanRequest(asked.source, machine, batch, sequence, asked.limits, question.goal, PRECISIONS[precision])
+    widths = PRECISIONS[precision]
+    limits, goal, tables = asked.limits, question.goal, asked.tables
+    return PlanRequest(asked.source, machine, batch, sequence, limits, goal, widths, tables=tables)
 
 
 # The screen.

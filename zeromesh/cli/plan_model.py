@@ -15,7 +15,9 @@ from zeromesh.config.settings import Settings
 from zeromesh.config.train import Quantization
 from zeromesh.config.written import completed_document, trains_itself, with_folder
 from zeromesh.model.hub import is_model_id, model_folder
+from zeromesh.plan.convert import tables_from
 from zeromesh.plan.cost import CostSource
+from zeromesh.plan.layout import TableLayout
 from zeromesh.plan.models import MODELS, limits_of, limits_of_decoder, shape_named
 from zeromesh.plan.packed import packing_of
 from zeromesh.plan.passes import TraceOptions
@@ -39,6 +41,7 @@ class AskedModel:
     sequence: int | None = None
     own: Mapping[str, Any] = field(default_factory=dict)  # document that it comes from
     folder: str = ""  # of a model of transformers
+    tables: TableLayout = field(default_factory=TableLayout)
 
     @property
     def program(self) -> str:
@@ -103,8 +106,9 @@ def _configured(path: Path, precision: str) -> AskedModel:
     # Imported late: a model by its name needs nothing that trains.
     from zeromesh.train.model import Transformer, language_model
 
-    settings, options = Settings.load(path), TraceOptions(DTYPES[precision])
-    own = json.loads(path.read_text(encoding="utf-8-sig"))
+    settings = Settings.load(path)
+    options = TraceOptions(DTYPES[precision], tables=settings.embedding_tables.modules)
+    own, tables = json.loads(path.read_text(encoding="utf-8-sig")), tables_from(settings)
     if settings.huggingface is not None:
         chosen = settings.huggingface
         folder = model_folder(chosen.path, weights=False, revision=chosen.revision)
@@ -115,7 +119,7 @@ def _configured(path: Path, precision: str) -> AskedModel:
             limits = replace(limits, heads=0, kv_heads=0)  # no tensor ranks
         adapt = Transformer(chosen, settings.lora).adapted
         found = hugging_face_cost(folder, options, attention=chosen.attention or "", adapt=adapt)
-        return AskedModel(found, limits, settings.train_batch_size, chosen.sequence_length, own)
+        return AskedModel(found, limits, settings.train_batch_size, chosen.sequence_length, own, tables=tables)
     if settings.model is None:
         raise ValueError(
             f"{str(path)!r} describes no model: it has neither a section 'model' nor 'huggingface'; name the model "
@@ -128,4 +132,5 @@ def _configured(path: Path, precision: str) -> AskedModel:
     language = language_model(settings.model_copy(update={"model": shape}))
     built = language.build()
     source = TracedCost(lambda: built, token_inputs("tokens"), options, name=shape.architecture)
-    return AskedModel(source, limits_of_decoder(shape), settings.train_batch_size, shape.sequence_length, own)
+    limits = limits_of_decoder(shape)
+    return AskedModel(source, limits, settings.train_batch_size, shape.sequence_length, own, tables=tables)

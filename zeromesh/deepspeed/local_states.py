@@ -13,9 +13,8 @@ from torch import nn
 
 from zeromesh import zero
 from zeromesh.engine import Engine
-from zeromesh.model.piece import Piece
-from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import Pick
+from zeromesh.shard.table.table import Table
 
 _log = logging.getLogger(__name__)
 
@@ -68,8 +67,12 @@ def _set_local(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None
                 target.view(-1).copy_(value.reshape(-1))
 
 
-def _gradient(flat: Flat, local: slice, piece: Piece) -> torch.Tensor | None:
-    return None if flat.gradient is None or flat.gradient.shard is None else flat.gradient.shard[local]
+def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's part of the summed gradient of a parameter's flat buffer; of a table, a copy of all rows."""
+    part, flat, _ = zero.place_of(parameter)
+    if isinstance(part, Table):
+        return part.dense_gradient()
+    return None if flat.gradient is None else flat.gradient.shard
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -147,7 +150,8 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     if not engine.sharded.reducer.begun:
         return None
     engine.sharded.reducer.complete()
-    found = _local(param, _gradient)
+    shard = _gradient(param)
+    found = _local(param, lambda flat, local, piece: None if shard is None else shard[local])
     return None if found is None else found * engine.gradient_factor
 
 
@@ -178,12 +182,16 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         ValueError: as ``safe_set_local_fp32_param``.
         RuntimeError: this is not between backward and ``step``.
     """
-    engine, (_, flat, index) = _engine(param), zero.place_of(param)
+    engine, (part, flat, index) = _engine(param), zero.place_of(param)
     if not engine.sharded.reducer.begun:
         raise RuntimeError("there is no gradient to change; call this between backward and step")
     engine.sharded.reducer.complete()
-    _set_local(param, value / engine.gradient_factor, _gradient)
-    if flat.gradient is not None:
+    shard = _gradient(param)
+    pick = lambda flat, local, piece: None if shard is None else shard[local]  # noqa: E731
+    _set_local(param, value / engine.gradient_factor, pick)
+    if isinstance(part, Table) and shard is not None:
+        part.put(shard)
+    elif flat.gradient is not None:
         flat.gradient.used[index] = True
 
 

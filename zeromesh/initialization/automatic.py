@@ -92,6 +92,7 @@ def _plan(
     batch = settings.train_batch_size or given.samples
     request = PlanRequest(
         source, machine, batch, sequence, replace(limits, causal=False, positions=0), widths=given.widths,
+        tables=given.tables,
         accepts=_accepts(asked, given),
     )  # fmt: skip
     result = search(request)

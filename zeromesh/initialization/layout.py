@@ -19,6 +19,7 @@ from zeromesh.comm.formats import FORMATS
 from zeromesh.comm.mesh import Links, Mesh
 from zeromesh.config import keys
 from zeromesh.model.quantized import layers
+from zeromesh.shard.table.find import find_tables
 from zeromesh.tensor.derive import derive
 from zeromesh.tensor.plan import SplitPlan as SplitPlan
 from zeromesh.tensor.plan import as_json, parse, resolve
@@ -68,10 +69,13 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None
             f"{keys.TENSOR_RANKS}; leave that out: {keys.SHARD_ALL} shards such weights over the ranks"
         )
     found, notes = derive(model, group.size)
+    # The rows of tables are spread over the data ranks; only a rule of the user's splits one over these ranks instead.
+    tables, _ = find_tables(model, settings.embedding_tables.modules, {})
+    found = {name: rule for name, rule in found.items() if name not in tables}
     if mesh.rank == 0:
         whole = "".join(f"\n  {note}" for note in notes)
         _log.info("the model is split over %d ranks by this plan:\n%s%s", group.size, as_json(found | given), whole)
-    resolved = resolve(model, given, found, group.rank, group.size)
+    resolved = resolve(model, given, found, group.rank, group.size, without=tables)
     if mesh.rank == 0:
         parameters = [(one, resolved.of_parameter.get(id(one))) for one in model.parameters()]
         every = sum(one.nbytes for one, _ in parameters)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.initialization.plan import Plan
-from zeromesh.initialization.tables import check_rules
+from zeromesh.initialization.tables import check_rules, with_table_rates
 from zeromesh.model.piece import Piece, PieceExchange
 from zeromesh.model.split import Held
 from zeromesh.observe.monitors import Monitor, open_monitor
@@ -139,7 +139,9 @@ def build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None)
         raise ValueError("the configuration has a scheduler but there is no optimizer; add one, or pass optimizer=")
     from zeromesh.optim import schedules
 
-    return schedules.build(settings.scheduler.type, dict(settings.scheduler.params), optimizer)
+    kind = settings.scheduler.type
+    params = with_table_rates(kind, settings.scheduler.params, optimizer.param_groups)
+    return schedules.build(kind, params, optimizer)
 
 
 def makes_scheduler(given: Any) -> bool:

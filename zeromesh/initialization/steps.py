@@ -139,8 +139,12 @@ def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
         return split, prepare.build_loader(chosen.data, chosen.collate_fn, resolved, mesh, shuffles)
 
     split, loader = agree_run(mesh.group("world"), "prepare its layout and data", lay_out)
-    found = agree_run(mesh.group("world"), "choose its tables", lambda: tables.choose_tables(model, resolved, mesh))
     stages = layout.plan_stages(model, resolved, mesh, loader, chosen.loss_fn)
+
+    def choose_tables() -> dict[str, nn.Module]:
+        return tables.choose_tables(model, resolved, None if split is None else split[0], stages, mesh.rank == 0)
+
+    found = agree_run(mesh.group("world"), "choose its tables", choose_tables)
     return Plan(
         chosen,
         resolved,
@@ -174,7 +178,7 @@ def prepare_run(plan: Plan) -> Prepared:
     def made() -> Prepared:
         monitor = prepare.open_monitors(settings, plan.mesh.rank)
         groups = list(prepare.parameter_groups(plan.model, chosen.parameters))
-        owned = tables.with_table_group(groups, plan.tables, settings, plan.mesh.rank)
+        owned = tables.with_table_group(groups, plan.tables, settings)
         user = prepare.user_optimizer(plan, owned)
         if user is not None:
             weights = {id(module.weight): name for name, module in plan.tables.items()}
@@ -231,9 +235,8 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         place.unpack_quantized(model)
         held = None if split is None else split[0].held
         files = preparation(model, prepared.offload, mesh)
-        sharded = place.shard(
-            model, mesh, settings, values, held, plan.stages, files, tables.table_settings(plan.tables, settings)
-        )
+        here = tables.table_settings(tables.tables_here(plan.tables), settings)
+        sharded = place.shard(model, mesh, settings, values, held, plan.stages, files, here)
         using = place.while_alive(sharded.events.using)
         if split is not None:
             apply(model, split[0], mesh.group("tensor"), mesh.device, split[1], using)
@@ -247,10 +250,10 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         pieces = sharded.pieces
         exchange = FlatExchange(sharded.flats, sharded.row, mesh)
         if built is not None:
-            here: dict[nn.Parameter, Piece | None] = dict.fromkeys(everywhere)
-            here |= {p: pieces[id(p)] for flat in sharded.flats if flat.layout.trainable for p in flat.parameters}
+            own: dict[nn.Parameter, Piece | None] = dict.fromkeys(everywhere)
+            own |= {p: pieces[id(p)] for flat in sharded.flats if flat.layout.trainable for p in flat.parameters}
             untested = settings.zero_allow_untested_optimizer
-            factory.adopt(built, here, plan.cuts_parameters, untested, exchange)
+            factory.adopt(built, own, plan.cuts_parameters, untested, exchange)
         else:
             built = prepare.build_optimizer(model, settings, groups, plan.cuts_parameters, pieces, exchange)
             scheduler = prepare.build_scheduler(settings, chosen.scheduler, built)

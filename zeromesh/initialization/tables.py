@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh.comm.mesh import Mesh
 from zeromesh.config.keys import TABLE_OPTIMIZER
-from zeromesh.model.placement import Tier
+from zeromesh.config.settings import TIERS
+from zeromesh.optim.schedules import SCHEDULES
 from zeromesh.optim.values import without_auto
 from zeromesh.shard.table.find import find_tables
 from zeromesh.shard.table.rules import RULE_KEY, RULES, rule_of
@@ -20,16 +21,34 @@ from zeromesh.shard.table.tables import TableSettings
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
+    from zeromesh.pipelined import Pipelined
+    from zeromesh.tensor.plan import SplitPlan
 
 _log = logging.getLogger("zeromesh")
 
-_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
+def choose_tables(
+    model: nn.Module, settings: Resolved, split: SplitPlan | None, stages: Pipelined | None, tells: bool
+) -> dict[str, nn.Module]:
+    """Return the tables of a model by name.
 
-def choose_tables(model: nn.Module, settings: Resolved, mesh: Mesh) -> dict[str, nn.Module]:
-    """Return the tables of a model by name; warn of embeddings whose gradients are dense in spite of sparse=True."""
-    found, reasons = find_tables(model, settings.embedding_tables.modules, mesh.sizes)
-    if mesh.rank == 0:
+    Args:
+        model: on any device.
+        settings: of the run.
+        split: plan of the tensor axis, if it has several ranks.
+        stages: of the pipeline, if it has several ranks.
+        tells: log a warning for each embedding whose gradients are dense in spite of sparse=True.
+
+    Raises:
+        ValueError: see ``find_tables``.
+    """
+    taken = {}
+    if split is not None:
+        taken |= dict.fromkeys(split.held, "the tensor-parallel plan splits it, or its gradient")
+    if stages is not None:
+        taken |= dict.fromkeys(stages.tied, "several stages of the pipeline use it")
+    found, reasons = find_tables(model, settings.embedding_tables.modules, taken)
+    if tells:
         for name, reason in reasons.items():
             _log.warning(
                 "gradients of %s are dense here, in spite of sparse=True, because %s: optimizers with moments or "
@@ -39,6 +58,11 @@ def choose_tables(model: nn.Module, settings: Resolved, mesh: Mesh) -> dict[str,
     return found
 
 
+def tables_here(tables: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the tables whose weights are on this rank's pipeline stages."""
+    return {name: module for name, module in tables.items() if module._parameters.get("weight") is not None}
+
+
 def table_settings(tables: Mapping[str, nn.Module], settings: Resolved) -> TableSettings:
     """Return what places the tables."""
     chosen = settings.embedding_tables
@@ -46,11 +70,11 @@ def table_settings(tables: Mapping[str, nn.Module], settings: Resolved) -> Table
     if tables and chosen.device == "nvme" and chosen.nvme_path is not None:
         folder = Path(chosen.nvme_path).absolute()
     hot = None if chosen.device == "none" else chosen.cache_rows
-    return TableSettings(tables, _TIERS[chosen.device], folder, hot, chosen.batch_lookups)
+    return TableSettings(tables, TIERS[chosen.device], folder, hot, chosen.batch_lookups)
 
 
 def with_table_group(
-    owned: Sequence[dict[str, Any]], tables: Mapping[str, nn.Module], settings: Resolved, rank: int = 0
+    owned: Sequence[dict[str, Any]], tables: Mapping[str, nn.Module], settings: Resolved
 ) -> list[dict[str, Any]]:
     """Return the groups with the tables' weights in one of their own, if the configuration has an update for them."""
     chosen = settings.embedding_tables.optimizer
@@ -63,15 +87,44 @@ def with_table_group(
         raise ValueError(
             f"{TABLE_OPTIMIZER}.params.{unknown[0]} is no option of {chosen.type}, which has {', '.join(rule.defaults)}"
         )
-    if settings.scheduler is not None and "lr" in given and rank == 0:
-        _log.warning(
-            "schedules with rates of their own, such as WarmupLR, set those of tables, too, in place of "
-            "%s.params.lr = %s: give a list of rates, in which tables are the last group",
-            TABLE_OPTIMIZER, given["lr"],
-        )  # fmt: skip
     taken = [p for group in owned for p in group["params"] if id(p) in weights]
     rest = [{**group, "params": [p for p in group["params"] if id(p) not in weights]} for group in owned]
     return [*rest, {"params": taken, **rule.defaults, **given, RULE_KEY: chosen.type}]
+
+
+RATES = {
+    "warmuplr": ("warmup_min_lr", "warmup_max_lr"),
+    "warmupdecaylr": ("warmup_min_lr", "warmup_max_lr"),
+    "onecycle": ("cycle_min_lr", "cycle_max_lr"),
+    "lrrangetest": ("lr_range_test_min_lr",),
+    "onecyclelr": ("max_lr",),
+    "cycliclr": ("base_lr", "max_lr"),
+}
+"""Parameters of schedules that are rates, whatever the group's own is; the last one is the highest of the schedule."""
+
+
+def with_table_rates(kind: str, params: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return parameters of a schedule in which tables with a rate of their own follow the others' in proportion.
+
+    Args:
+        kind: name of the schedule, in upper or lower case.
+        params: for all groups.
+        groups: of the optimizer; those with ``RULE_KEY`` have at the schedule's highest point the rate that is theirs.
+    """
+    keys, known = RATES.get(kind.lower(), ()), {name.lower(): rate for name, rate in SCHEDULES.items()}
+    given = without_auto(params)
+    if kind.lower() in known:
+        declared = inspect.signature(known[kind.lower()]).parameters
+        defaults = {key: declared[key].default for key in keys}
+        given = {key: value for key, value in defaults.items() if isinstance(value, float)} | given
+    peak = given.get(keys[-1]) if keys else None
+    apart = [RULE_KEY in group for group in groups]
+    # A list says each group's rate already.
+    plain = all(isinstance(given.get(key, 0.0), int | float) for key in keys)
+    if not any(apart) or not plain or not isinstance(peak, int | float) or peak <= 0:
+        return dict(params)
+    shares = [float(group["lr"]) / peak if own else 1.0 for own, group in zip(apart, groups, strict=True)]
+    return {**params, **{key: [given[key] * share for share in shares] for key in keys if key in given}}
 
 
 def check_rules(

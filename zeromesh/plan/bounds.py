@@ -79,11 +79,12 @@ def _kinds(cost: ModelCost) -> _Kinds:
     same: dict[tuple[object, ...], list[UnitCost]] = {}
     for unit in cost.units:
         parts = unit.block, unit.forward, unit.input, unit.weight, unit.saved, unit.parameters, unit.output
-        same.setdefault((*map(id, parts), unit.joins, unit.frozen), []).append(unit)
+        same.setdefault((*map(id, parts), unit.joins, unit.frozen, unit.tables), []).append(unit)
     found: dict[tuple[object, ...], list[UnitCost]] = {}
     for unit, *others in same.values():
         kernels = unit.forward, unit.input, unit.weight
-        key = *kernels, unit.block, unit.parameters, unit.frozen, unit.joins, unit.output, *unit.saved.items()
+        amounts = unit.parameters, unit.frozen, unit.joins, unit.output, unit.tables
+        key = *kernels, unit.block, *amounts, *unit.saved.items()
         found.setdefault(key, []).extend([unit, *others])
     units = tuple(alike[0] for alike in found.values())
     return _Kinds(replace(cost, units=units), tuple(map(len, found.values())))
@@ -217,7 +218,9 @@ class TimeBound:
         if key not in self._passes:
             cost, counts = self._at(layout.micro_batch, layout.context)
             units = Durations(layout, self.machine, Habits()).units(cost)
-            times = [sum(s for _, s in (*u.compute_forward, *u.compute_backward)) for u in units]
+            # Without lookups of tables, which depend on the number of data ranks.
+            alone = [unit._replace(lookup=0.0) for unit in units]
+            times = [sum(s for _, s in (*u.compute_forward, *u.compute_backward)) for u in alone]
             block = max((seconds for unit, seconds in zip(units, times, strict=True) if unit.block), default=0.0)
             self._passes[key] = _Passes(sum(map(mul, times, counts)), block)
         return self._passes[key]

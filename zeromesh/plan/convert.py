@@ -5,13 +5,14 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-from zeromesh.config.settings import Settings
+from zeromesh.config.settings import TIERS, Settings
 from zeromesh.config.written import WrittenRun, document_of
 from zeromesh.model.placement import Placement, Tier
 from zeromesh.pipeline.schedule.generators import ROWS as SCHEDULES
 from zeromesh.plan.cost import Recompute
-from zeromesh.plan.layout import AXES, ParallelLayout, Widths
+from zeromesh.plan.layout import AXES, ParallelLayout, TableLayout, Widths
 from zeromesh.plan.machine import Device
+from zeromesh.shard.table.rules import RULES
 
 PRECISIONS = {
     "bf16": Widths(),
@@ -65,9 +66,20 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
         activations_on_host=recomputed.enabled and recomputed.cpu_checkpointing,
         sequence=settings.tensor_parallel.sequence, parameter_slots=settings.slots.parameter or 2,
         gradient_slots=settings.slots.gradient or 2, early=settings.zero_optimization.early_share or 0.0,
-        widths=PRECISIONS[precision],
+        widths=PRECISIONS[precision], tables=tables_from(settings),
     )  # fmt: skip
     return layout, precision
+
+
+def tables_from(settings: Settings) -> TableLayout:
+    """Return the place and the states of embedding tables; of an unknown optimizer, those of Adam."""
+    chosen = settings.embedding_tables
+    kind = settings.optimizer.type.lower() if settings.optimizer is not None else ""
+    name = chosen.optimizer.type if chosen.optimizer is not None else kind
+    states = RULES.get(name, RULES["adam"]).states
+    cached = None if chosen.device == "none" else chosen.cache_rows
+    rows = sum(one.per_row for one in states)
+    return TableLayout(TIERS[chosen.device], len(states) - rows, rows, cached)
 
 
 def launch_command(layout: ParallelLayout, nodes: int, config: str, program: str = "train.py") -> str:

@@ -89,6 +89,16 @@ class KernelWork:
 
 
 @dataclass(frozen=True)
+class TableCost:
+    """One embedding whose rows are spread over the ranks."""
+
+    name: str
+    rows: int
+    width: int  # elements of a row
+    lookups: float = 0.0  # row numbers that a micro-batch of one rank looks up, repeated ones counted
+
+
+@dataclass(frozen=True)
 class UnitCost:
     """One unit of a model: a block, or what lies before, between and after blocks."""
 
@@ -116,6 +126,7 @@ class UnitCost:
     resident: Divided = NONE
     joins: float = 0.0  # bytes of activations that tensor ranks sum in the forward; as many in the backward
     exchanged: Divided = NONE  # bytes of keys and values that each context rank hands on to the next
+    tables: tuple[TableCost, ...] = ()  # that it looks up; their elements are not among ``parameters``
 
 
 @dataclass(frozen=True)
@@ -136,7 +147,8 @@ class ModelCost:
     @property
     def parameters(self) -> int:
         """Number of parameters, trained or frozen; tied ones count once."""
-        return round(sum(unit.parameters.on() + unit.frozen.elements for unit in self.units))
+        tables = sum(table.rows * table.width for unit in self.units for table in unit.tables)
+        return round(sum(unit.parameters.on() + unit.frozen.elements for unit in self.units)) + tables
 
     @property
     def flops(self) -> float:

@@ -10,6 +10,7 @@ from zeromesh.plan.cost import KernelWork, ModelCost, Recompute, UnitCost, WorkK
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine, Node
 from zeromesh.plan.rates import Habits, KernelSpeed, dtype_on
+from zeromesh.plan.tables import gradient_messages, lookup_bytes, moved_by_update
 
 # Python's time for an operator, with the views beside it, in the contexts of selective recomputation; measured with
 # torch 2.13 on an AMD EPYC as 25 us for each of a decoder's 81 calls and a GPT-2's 37 in a block.
@@ -30,6 +31,7 @@ class UnitTime(NamedTuple):
     join_again: float = 0.0  # in the recomputation
     exchange: float = 0.0  # of keys and values that is waited for in the forward
     exchange_back: float = 0.0
+    lookup: float = 0.0  # of rows of tables, from the ranks that have them, which the forward waits for
     gather: float = 0.0  # of its parameters over the shard group
     reduce: float = 0.0  # of its gradients
     replicas: float = 0.0  # sum of its gradients over replicas
@@ -46,7 +48,12 @@ class UnitTime(NamedTuple):
     @property
     def compute_forward(self) -> tuple[tuple[str, float], ...]:
         """Parts of the forward by the resource that is busy."""
-        return (("compute", self.forward), ("tensor links", self.join), ("context links", self.exchange))
+        return (
+            ("compute", self.forward),
+            ("tensor links", self.join),
+            ("context links", self.exchange),
+            ("data links", self.lookup),
+        )
 
     @property
     def compute_backward(self) -> tuple[tuple[str, float], ...]:
@@ -93,7 +100,8 @@ class Durations:
             away = done < self.layout.row.offloaded * total
             done += unit.parameters.on()
             # Blocks of a stack share their tuples of kernels; one of them is computed.
-            key = (id(unit.forward), id(unit.weight), unit.parameters, unit.frozen, unit.joins, unit.output, away)
+            amounts = unit.parameters, unit.frozen, unit.joins, unit.output, unit.tables
+            key = (id(unit.forward), id(unit.weight), *amounts, away)
             if key not in self._known:
                 self._known[key] = self._unit(unit, away)
             known = self._known[key]
@@ -110,6 +118,8 @@ class Durations:
             attention = speed.total(work for work in unit.forward if work.kind is WorkKind.ATTENTION)
         exchange = self._exchange(unit)
         states = self._states(unit, away) | {"saved_out": self._saved_out(unit)}
+        for name, seconds in self._tables(unit).items():
+            states[name] = states.get(name, 0.0) + seconds
         # A weight's gradient is read and added to the sum over micro-batches.
         widths = layout.widths
         moved = unit.parameters.on(layout.tensor) * (widths.parameter + 2 * widths.gradient)
@@ -192,6 +202,26 @@ class Durations:
         if row.optimizer_tier is Tier.NVME:
             found["states_read"] = _disk(node.disk_read, own * state * sharing, node.name)
             found["states_written"] = _disk(node.disk_write or node.disk_read, own * state * sharing, node.name)
+        return found
+
+    def _tables(self, unit: UnitCost) -> dict[str, float]:
+        """Return the seconds of a unit's tables: of lookups, of gradients at the end of a step, and of the update."""
+        layout, found = self.layout, {"lookup": 0.0, "replicas": 0.0, "update": 0.0}
+        away = 1 - 1 / self.shard.size  # messages to all others take the time of a gather of as much
+        for table in unit.tables:
+            looked, summed = lookup_bytes(table, layout), gradient_messages(table, layout)
+            if away:
+                found["lookup"] += self.shard.all_gather(looked.indices / away) + self.shard.all_gather(
+                    looked.rows / away
+                )
+                found["replicas"] += self.shard.all_gather((summed.indices + summed.gradients) / away)
+            if summed.copies:
+                found["replicas"] += self.replicas.all_gather(summed.copies * layout.replicate / (layout.replicate - 1))
+            moved = moved_by_update(table, layout)
+            if layout.tables.tier is Tier.DEVICE:
+                found["update"] += self.node.device.streaming_seconds(moved)
+            else:
+                found["update"] += moved * min(self.node.devices, layout.ranks) / self.node.host_bandwidth
         return found
 
     def _sums(self, trained: float) -> float:

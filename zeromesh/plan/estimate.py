@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from zeromesh.plan.cost import ALL_TRAINED, NONE, Divided, Frozen, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
+from zeromesh.plan.cost import (
+    ALL_TRAINED,
+    NONE,
+    Divided,
+    Frozen,
+    KernelWork,
+    ModelCost,
+    Recompute,
+    TableCost,
+    UnitCost,
+    WorkKind,
+)
+from zeromesh.plan.cuts import cuts_of
 from zeromesh.plan.live import ParameterCut, TensorShare, divide
-from zeromesh.plan.packed import Packing, frozen_of, packed_weights
-from zeromesh.plan.passes import cuts_of, is_block
+from zeromesh.plan.packed import frozen_of, packed_weights
+from zeromesh.plan.passes import TraceOptions, is_block
 from zeromesh.shard.find import assign, find_units
+from zeromesh.shard.table.find import find_tables
 from zeromesh.tensor.plan import is_transposed, kind_of
 
 LOSS_BYTES = 4  # of an element of the logits in the loss, which is computed in fp32
 
 
 def estimate(
-    model: nn.Module, name: str, micro_batch: int, sequence: int, dtype: torch.dtype | None, reason: str,
-    packing: Packing | None = None,
+    model: nn.Module, name: str, micro_batch: int, sequence: int, options: TraceOptions, reason: str
 ) -> ModelCost:  # fmt: skip
     """Return a cost by formula: each token goes once through every layer, and autograd keeps what layers read.
 
@@ -30,13 +44,14 @@ def estimate(
         name: of the cost.
         micro_batch: samples.
         sequence: tokens of a sample.
-        dtype: of parameters and activations; None: that of the first parameter.
+        options: dtype of parameters and activations, None being that of the first parameter; packing; tables.
         reason: why there is no trace, which the cost's note repeats.
-        packing: of frozen weights of linear layers; None: they are not quantized.
     """
-    width = (dtype or next((p.dtype for p in model.parameters()), torch.float32)).itemsize
+    packing = options.packing
+    width = (options.dtype or next((p.dtype for p in model.parameters()), torch.float32)).itemsize
     modules, tokens = dict(model.named_modules()), micro_batch * sequence
-    names, cuts = [name for name, _ in find_units(model)], cuts_of(model)
+    spread: Mapping[str, Any] = find_tables(model, options.tables, {})[0]
+    names, cuts = [name for name, _ in find_units(model) if name not in spread], cuts_of(model)
     owned = assign(model, names)
     packed = packed_weights(model) if packing is not None else set()
     # The root's tables come before the units, and its layers after them.
@@ -52,14 +67,21 @@ def estimate(
         if number:
             layers.add(modules[unit], unit, [] if unit else names)
         elements, frozen = NONE, ALL_TRAINED
+        looked = []
         for path, parameter in parameters:
+            if (table := spread.get(path.removesuffix(".weight"))) is not None:
+                looked.append(
+                    TableCost(path.removesuffix(".weight"), table.num_embeddings, table.embedding_dim, tokens)
+                )
+                continue
             share = TensorShare.SPLIT if path in cuts else TensorShare.WHOLE
             if parameter.requires_grad:
                 elements = elements.plus(divide(parameter.numel(), share))
             else:
                 form = packing if id(parameter) in packed else None
                 frozen = frozen.plus(frozen_of(parameter, width, divide(1, share), not unit, form))
-        units.append(layers.unit(title, bool(unit) and is_block(unit, modules), elements, frozen, not unit))
+        made = layers.unit(title, bool(unit) and is_block(unit, modules), elements, frozen, not unit)
+        units.append(replace(made, tables=tuple(looked)))
     note = f"estimated from the shapes of layers, since the model could not be traced: {reason}"
     return ModelCost(name, micro_batch, sequence, 1, tuple(units), exact=False, note=note)
 

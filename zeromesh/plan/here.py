@@ -39,7 +39,8 @@ def cost_here(
         settings: of the run.
     """
     kernels = "cuda" if torch.cuda.is_available() else "cpu"
-    options = TraceOptions(settings.precision.compute, settings.precision.autocast, kernels)
+    tables = settings.embedding_tables.modules
+    options = TraceOptions(settings.precision.compute, settings.precision.autocast, kernels, tables=tables)
     return TracedCost(model, inputs, options, loss), sequence_of(inputs)
 
 

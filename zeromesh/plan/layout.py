@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from zeromesh.comm import mesh
-from zeromesh.model.placement import ROWS, Placement, PlacementRow
+from zeromesh.model.placement import ROWS, Placement, PlacementRow, Tier
 from zeromesh.plan.cost import Recompute
 
 # No layout has expert ranks yet.
@@ -22,6 +22,16 @@ class Widths:
     wire: int = 2  # of gradients that are sent
     master: int = 4  # 0 where the parameter is its own master
     states: int = 8  # of Adam: two of 4 bytes
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """Place of the rows of embedding tables, and the states of their update."""
+
+    tier: Tier = Tier.DEVICE
+    states: int = 2  # numbers of an element; of Adam
+    states_of_row: int = 0  # numbers of a row
+    cached: int | None = None  # rows of each table in a cache on the device; None: there is none
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,7 @@ class ParallelLayout:
     gradient_slots: int = 2
     early: float = 0.0  # share of states off the device whose update begins in the backward, into second copies
     widths: Widths = Widths()
+    tables: TableLayout = TableLayout()
 
     @property
     def ranks(self) -> int:

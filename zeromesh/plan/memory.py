@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import ceil
 from typing import NamedTuple
@@ -11,12 +11,13 @@ from typing import NamedTuple
 from zeromesh.model.placement import Placement
 from zeromesh.pipeline.schedule.actions import Kind
 from zeromesh.plan.conventions import ZEROMESH, Convention
-from zeromesh.plan.cost import CostSource, Recompute, UnitCost, WorkKind
+from zeromesh.plan.cost import CostSource, Recompute, TableCost, UnitCost, WorkKind
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
 from zeromesh.plan.snapshots import Snapshot, snapshots_of
 from zeromesh.plan.stages import stage_units
 from zeromesh.plan.states import GradientBuffers, RankStates, UnitElements, is_padded, states_of
+from zeromesh.plan.tables import gradient_bytes, table_states
 from zeromesh.tensor.loss import CHUNK_BYTES
 
 SEGMENT = 2.0**21  # bytes of which the caching allocator of CUDA makes large segments a multiple
@@ -89,7 +90,13 @@ def memory_of(
         elements = _elements(chunks)
         if elements not in states:
             states[elements] = states_of(elements, layout, conventions, messages)
-        found.append(_Rank(chunks, states[elements], layout, conventions).memory(rank, shots, fixed))
+        tables = [table for runs in chunks for unit, count in runs for table in unit.tables * count]
+        resting = table_states(tables, layout, messages)
+        for key, size in states[elements].resting.items():
+            resting[key] = resting.get(key, 0.0) + size
+        own_states = replace(states[elements], resting=resting)
+        kept = gradient_bytes(tables, layout)
+        found.append(_Rank(chunks, own_states, layout, conventions, kept).memory(rank, shots, fixed))
     return found
 
 
@@ -114,6 +121,7 @@ class _Profile(NamedTuple):
     gradients: float  # from the first that is accumulated on
     late: float  # of gradients of products' outputs, which are kept for gradients of weights that are computed later
     output: float
+    tables: tuple[TableCost, ...]
 
 
 def _profiles(units: Sequence[UnitCost], layout: ParallelLayout, convention: Convention) -> list[_Profile]:
@@ -124,7 +132,7 @@ def _profiles(units: Sequence[UnitCost], layout: ParallelLayout, convention: Con
     found = []
     for unit in units:
         amounts = unit.saved, unit.parameters, unit.forward_peak, unit.backward_peak
-        key = (*map(id, amounts), unit.frozen, unit.block)
+        key = (*map(id, amounts), unit.frozen, unit.block, unit.tables)
         profile = made.get(key)
         if profile is None:
             profile = _profile(unit, layout)
@@ -156,7 +164,7 @@ def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
         unit.shared.on(tensor), saved, max(0.0, again), unit.forward_peak.on(tensor, sequence),
         unit.backward_peak.on(tensor, sequence), unit.early_peak.on(tensor, sequence),
         unit.gradient_peak.on(tensor, sequence), late,
-        unit.output.on(tensor, sequence),
+        unit.output.on(tensor, sequence), unit.tables,
     )  # fmt: skip
 
 
@@ -209,9 +217,11 @@ class _Rank:
     """Moments of one pipeline rank."""
 
     def __init__(
-        self, chunks: Sequence[_Runs], states: RankStates, layout: ParallelLayout, convention: Convention
+        self, chunks: Sequence[_Runs], states: RankStates, layout: ParallelLayout, convention: Convention,
+        of_rows: float = 0.0,
     ) -> None:  # fmt: skip
         self.chunks, self.states, self.layout, self.convention = chunks, states, layout, convention
+        self.of_rows = of_rows  # bytes of gradients of tables' rows, which are kept until the update
         self.held = [sum(self.kept(unit) * count for unit, count in runs) for runs in chunks]
         self.late = [sum(unit.late * count for unit, count in runs) for runs in chunks]
         self.parameters = [sum(unit.parameters * count for unit, count in runs) for runs in chunks]
@@ -245,7 +255,7 @@ class _Rank:
                 most[key] = kept, shot
         moments = [moment for _, shot in most.values() for moment in self.moments(shot)]
         update = self.resting(True, 0.0)
-        update["gradient"] = update.get("gradient", 0.0) + self.left * self.layout.widths.parameter
+        update["gradient"] = update.get("gradient", 0.0) + self.left * self.layout.widths.parameter + self.of_rows
         moments.append(Moment("update", update))
         states = dict(self.states.resting)
         if slots := self.states.gathered + self.states.working:

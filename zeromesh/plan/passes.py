@@ -16,14 +16,14 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 from zeromesh.plan.casts import autocast_of
-from zeromesh.plan.cost import ALL_TRAINED, NONE, Divided, Frozen, KernelWork, Recompute, WorkKind
-from zeromesh.plan.live import ParameterCut, TensorShare, TracedProduct, TracedStorage, TraceRecorder, divide
+from zeromesh.plan.cost import ALL_TRAINED, NONE, Divided, Frozen, KernelWork, Recompute, TableCost, WorkKind
+from zeromesh.plan.cuts import cuts_of
+from zeromesh.plan.live import TensorShare, TracedProduct, TracedStorage, TraceRecorder, divide
 from zeromesh.plan.meta_kernels import kernels_of
 from zeromesh.plan.packed import Packing, frozen_of, packed_weights
+from zeromesh.plan.traced_tables import TracedTables
 from zeromesh.plan.values import give, invented, literals
 from zeromesh.shard.find import CONTAINERS, assign, find_units
-from zeromesh.tensor.derive import derive
-from zeromesh.tensor.plan import SplitPlan, resolve
 
 Inputs = Mapping[str, Any]
 Loss = Callable[[Any], Tensor]
@@ -45,6 +45,7 @@ class TraceOptions:
     autocast: torch.dtype | None = None  # of ``torch.autocast`` around the forward
     kernels: str = "cuda"  # device whose kernels are used: "cuda" or "cpu"
     packing: Packing | None = None  # of the frozen weights of linear layers
+    tables: tuple[str, ...] | None = None  # patterns of names of tables; None: embeddings with sparse=True
 
 
 @dataclass
@@ -66,6 +67,7 @@ class TracedUnit:
     gradients: list[Divided] = field(default_factory=list)  # of parameters, at the moments of ``backward``
     begun: int | None = None  # number of those moments before the first gradient was accumulated
     tensors: int = 0  # parameters with gradients that are not the root's
+    tables: list[TableCost] = field(default_factory=list)
 
     def add_parameters(self, amount: Divided, root: bool) -> None:
         """Add elements with gradients; those of the root stay in memory."""
@@ -120,7 +122,8 @@ def trace(
 class _Trace:
     def __init__(self, model: nn.Module, options: TraceOptions, loss: Loss | None) -> None:
         self.model, self.options, self.loss = model, options, loss
-        self.names = [name for name, _ in find_units(model)]
+        self.tables = TracedTables(model, options.tables)
+        self.names = [name for name, _ in find_units(model) if name not in self.tables.modules]
         modules = dict(model.named_modules())
         self.modules = [modules[name] for name in self.names]
         self.blocks = [is_block(name, modules) for name in self.names]
@@ -162,7 +165,9 @@ class _Trace:
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(recorder.accumulated)
         try:
-            with _collecting(), kernels_of(self.options.kernels), literals(), torch.enable_grad(), torch.device("meta"):
+            looking = self.tables.looking(self.state, lambda: recorder.slot)
+            kernels = kernels_of(self.options.kernels)
+            with _collecting(), kernels, literals(), torch.enable_grad(), torch.device("meta"), looking:
                 # The model has the meta parameters in the backward, too, for what it computes again there.
                 state = {f"model.{name}": tensor for name, tensor in self.state.items()}
                 forwarded = functional_call(_Around(self.model), state, (partial(self._run, values, given),))
@@ -299,8 +304,12 @@ class _Trace:
         by_name = {unit.name: unit for unit in units}
         packed = packed_weights(self.model) if self.options.packing is not None else set()
         reads = self.recorder.first_reads
+        for first, table in self.tables.costs():
+            units[self.places[first]].tables.append(table)
         for name, owned in self.owned.items():
-            for _, parameter in owned:
+            for path, parameter in owned:
+                if path in self.tables.weights:
+                    continue
                 tensor = self.of[id(parameter)]
                 slot = reads.get(tensor.untyped_storage()._cdata)
                 # The root's belong to the unit that reads them first.
@@ -410,32 +419,6 @@ def is_block(name: str, modules: Mapping[str, nn.Module]) -> bool:
     around = modules[name.rpartition(".")[0]]
     kinds = Counter(type(child) for child in around.children())
     return isinstance(around, CONTAINERS) and kinds[type(modules[name])] > 1
-
-
-def cuts_of(model: nn.Module) -> dict[str, ParameterCut]:
-    """Return the dims in which parameters are cut over tensor ranks, by name; none where the model cannot be split."""
-    try:
-        resolved: SplitPlan = resolve(model, {}, derive(model, 1)[0], 0, 1)
-    except ValueError:
-        return {}
-    cuts: dict[str, ParameterCut] = {}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for member in resolved.members:
-        style = member.style
-        own = member.module.named_parameters() if member.parameter is None else ()
-        single = [(member.parameter, member.module.get_parameter(member.parameter))] if member.parameter else []
-        for _, parameter in (*own, *single):
-            held = resolved.of_parameter.get(id(parameter))
-            if held is None or held.split is None:
-                continue
-            if style.cut in ("rows", "inputs"):
-                cut = ParameterCut(outputs=False, gathered=style.before == "split", rows=style.cut == "rows")
-            elif style.cut is None:  # torch's attention: of its output layer the inputs
-                cut = ParameterCut(outputs=held.split.dim == 0)
-            else:
-                cut = ParameterCut(outputs=True, gathered=style.after == "join")
-            cuts.setdefault(names[id(parameter)], cut)
-    return cuts
 
 
 def _losses(output: Any) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ from zeromesh.model.placement import ROWS, PlacementRow, Tier
 from zeromesh.pipeline.schedule.generators import shape_of
 from zeromesh.plan.bounds import TimeBound, devices_of_a_node
 from zeromesh.plan.cost import CostSource, Recompute
-from zeromesh.plan.layout import ParallelLayout, Widths
+from zeromesh.plan.layout import ParallelLayout, TableLayout, Widths
 from zeromesh.plan.machine import Machine, Node
 from zeromesh.plan.memory import RankMemory, memory_of
 from zeromesh.plan.time import StepTime, time_of
@@ -51,6 +51,7 @@ class PlanRequest:
     accepts: Callable[[ParallelLayout], bool] | None = None  # false for layouts that are not to be considered
     memory: Memory = memory_of
     time: Timing = time_of
+    tables: TableLayout = field(default_factory=TableLayout)
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence"):
@@ -125,7 +126,9 @@ class LayoutSpace:
         ways = self.machine.devices // (tensor * context * pipeline)
         # Tensor ranks that divide the sequence between their layers save memory, and send no more.
         split = tensor > 1 and self.request.sequence % (tensor * context) == 0
-        return ParallelLayout(ways, 1, tensor, context, pipeline, widths=self.request.widths, sequence=split)
+        request = self.request
+        sizes = ways, 1, tensor, context, pipeline
+        return ParallelLayout(*sizes, widths=request.widths, sequence=split, tables=request.tables)
 
     def bases(self, mesh: ParallelLayout) -> Iterator[ParallelLayout]:
         """Yield a mesh with each row and its slots; all data-parallel ranks of ``mesh`` are one group."""

@@ -29,6 +29,8 @@ def stage_units(units: Sequence[UnitCost], stages: int, even: bool = False) -> l
     Raises:
         ValueError: there are fewer blocks than stages.
     """
+    if stages == 1:  # also of models without blocks, such as recommenders
+        return [range(len(units))]
     blocks = [place for place, unit in enumerate(units) if unit.block]
     if len(blocks) < stages:
         raise ValueError(

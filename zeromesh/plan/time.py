@@ -196,7 +196,7 @@ class _Update:
 
 def _stage(units: Sequence[UnitTime], durations: Durations, blocks: int, release: float, message: float) -> StageCost:
     """Return the seconds of a stage's actions; ``blocks`` of its rank share the slots."""
-    forward = sum(unit.forward + unit.join + unit.exchange for unit in units)
+    forward = sum(unit.forward + unit.join + unit.exchange + unit.lookup for unit in units)
     back = sum(unit.again + unit.input + unit.join_back + unit.join_again + unit.exchange_back for unit in units)
     weight = sum(unit.weight for unit in units)
     own = [unit for unit in units if unit.block]

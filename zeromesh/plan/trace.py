@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from zeromesh.plan.cost import NONE, Divided, KernelWork, ModelCost, UnitCost, WorkKind
+from zeromesh.plan.cost import NONE, Divided, KernelWork, ModelCost, TableCost, UnitCost, WorkKind
 from zeromesh.plan.estimate import estimate
 from zeromesh.plan.passes import MOST_TENSOR, PHASES, Inputs, Loss, TracedUnit, TraceError, TraceOptions, trace
 
@@ -110,7 +110,7 @@ class TracedCost:
         try:
             traces = [trace(model, self._inputs(batch, sequence), options, self._loss) for batch in batches]
         except TraceError as error:
-            cost = estimate(model, self.name, micro_batch, sequence, options.dtype, str(error), options.packing)
+            cost = estimate(model, self.name, micro_batch, sequence, options, str(error))
             return CostTable((micro_batch,), (cost,))
         if len(traces) == 2 and not _aligned(
             traces[0].units, traces[1].units
@@ -195,6 +195,7 @@ def _table(
                 UnitCost(
                     unit.name, unit.block, unit.parameters, unit.frozen, saved=unit.saved,
                     output=unit.output, joins=unit.joins, resident=unit.resident, single=unit.tensors == 1,
+                    tables=tuple(unit.tables),
                     **covers, **works[number],
                 )
             )  # fmt: skip
@@ -253,7 +254,7 @@ def _line(first: Any, second: Any, weight: float) -> Any:
         return {key: _line(value, second[key], weight) for key, value in first.items()}
     if isinstance(first, tuple):
         return tuple(_line(a, b, weight) for a, b in zip(first, second, strict=True))
-    if isinstance(first, KernelWork | UnitCost):
+    if isinstance(first, KernelWork | UnitCost | TableCost):
         parts = {f.name: (getattr(first, f.name), getattr(second, f.name)) for f in fields(first)}
         return replace(first, **{key: _line(a, b, weight) for key, (a, b) in parts.items() if a != b})
     if isinstance(first, int):

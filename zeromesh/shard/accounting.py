@@ -13,10 +13,11 @@ def allocations(sharded: ShardedModel) -> Iterator[tuple[str, str, int]]:
     """Yield (state, tier, bytes) of what the model's states take at the most."""
     for flat in sharded.flats:
         rest, tier = (flat.shard, flat.parameter_tier) if flat.sharded else (flat.full, Tier.DEVICE)
-        if tier is not Tier.NVME:
+        if tier is not Tier.NVME or flat in sharded.tables.flats:
             yield "optimizer" if rest.dtype != flat.layout.dtype else "parameter", tier.value, rest.nbytes
         if flat.master is not flat.shard and not flat.keeps_states:
             yield "optimizer", flat.optimizer_tier.value, flat.master.nbytes
+    yield "slot", "device", sum(table.rows.nbytes for table in sharded.tables)
     if (swap := sharded.store.swap) is not None:
         yield "optimizer", swap.tier.value, swap.nbytes
         yield "slot", "host", swap.host_bytes

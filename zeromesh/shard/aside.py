@@ -31,9 +31,7 @@ class Aside:
         sharded.take_changes()
         sharded.rest()
         # What rests on the host or in files is there already.
-        # Tables stay: their rows are read where they are.
-        flats = [flat for unit in sharded.units for flat in unit.flats]
-        here = [flat for flat in flats if flat.optimizer_tier is Tier.DEVICE and not flat.keeps_states]
+        here = [flat for flat in sharded.flats if flat.optimizer_tier is Tier.DEVICE and not flat.keeps_states]
         if OPTIMIZER in kinds and self._optimizer is not None:
             pieces = (piece for flat in here for _, _, piece in flat.pieces)
             values = (value for piece in pieces for value in self._optimizer.state.get(piece.parameter, {}).values())
@@ -73,3 +71,6 @@ class Aside:
                 flat.bind_master(moved(flat.master))
                 if same:
                     flat.bind_shard(flat.master)
+            for table in self._sharded.tables:
+                if table.flat in self._flats:
+                    table.follow()

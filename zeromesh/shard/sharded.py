@@ -108,7 +108,7 @@ class ShardedModel:
         self.events = Events(
             self.units, self._order, self.residency, self.reducer, mesh, self.accumulation, self.tables.lookups.finish
         )
-        self.tables.place(materialise, mixed, self.events.backward.gradient_arrived)
+        self.tables.place(materialise, mixed, self.events.backward.gradient_arrived, self.store.recall)
         settle = self.events.backward.drop_failed
         self.grads = Grads(of_units, self.names, self.reducer, self.accumulation, mesh, settle, self.early)
         self.grads.install()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -139,8 +139,12 @@ def kind_of(module: nn.Module) -> str:
     return "embedding" if isinstance(module, nn.Embedding) else "module"
 
 
-def resolve(model: nn.Module, own: Plan, found: Plan, rank: int, ranks: int) -> SplitPlan:
+def resolve(
+    model: nn.Module, own: Plan, found: Plan, rank: int, ranks: int, without: Collection[str] = ()
+) -> SplitPlan:
     """Find what each rule is for, and cut every parameter once; the user's ``own`` rules go before those ``found``.
+
+    Rules that were ``found`` are not for the modules ``without``.
 
     Raise ValueError with everything that is wrong.
     """
@@ -162,7 +166,7 @@ def resolve(model: nn.Module, own: Plan, found: Plan, rank: int, ranks: int) -> 
                 )
     for pattern, rule in found.items():
         for name in (*modules, *named):
-            if matches(name, pattern):
+            if name not in without and matches(name, pattern):
                 rules.setdefault(name, (pattern, rule))
     resolved = SplitPlan()
     cut: dict[int, tuple[str, Held]] = {}

@@ -10,7 +10,7 @@ import torch
 from zeromesh.comm.collectives import Group
 
 # Lookups of all tables share a tag, so that ranks which look up different ones find out.
-LOOKUP_TAG, ROWS_TAG, COPIES_TAG = 8, 9, 10
+LOOKUP_TAG, ROWS_TAG, COPIES_TAG = 5, 6, 7  # not those of attention, whose ranks may be the same group
 
 ABSENT = -1  # stands for the count of a table that a rank does not ask for
 

@@ -12,19 +12,17 @@ from zeromesh.config.keys import TABLE_MODULES
 from zeromesh.model.quantized import is_quantized
 
 KINDS = (nn.Embedding, nn.EmbeddingBag)
-SHARING_AXES = ("pipeline", "context", "tensor", "expert")
-"""Mesh axes whose ranks share a batch. Tables are spread where all ranks have samples of their own."""
 
 
 def find_tables(
-    model: nn.Module, patterns: Sequence[str] | None, sizes: Mapping[str, int]
+    model: nn.Module, patterns: Sequence[str] | None, taken: Mapping[str, str]
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Return the tables of a model by name, and why each other embedding with ``sparse=True`` stays dense.
 
     Args:
         model: its parameters may be on any device, meta included.
         patterns: glob patterns of module names; None: embeddings with ``sparse=True``.
-        sizes: of the mesh's axes.
+        taken: by name of a parameter, why another part of the layout keeps it from being a table, as a clause.
 
     Raises:
         ValueError: a pattern matches no embedding, or one that cannot be spread.
@@ -39,7 +37,7 @@ def find_tables(
         hits = [pattern for pattern in patterns or () if fnmatchcase(name, pattern)]
         if not (hits or (patterns is None and module.sparse)):
             continue
-        reason = _reason(name, module, places, sizes)
+        reason = _reason(name, module, places) or taken.get(f"{name}.weight")
         if reason is None:
             found[name] = module
         elif hits:
@@ -54,10 +52,9 @@ def find_tables(
     return found, reasons
 
 
-def _reason(name: str, module: nn.Module, places: Mapping[int, int], sizes: Mapping[str, int]) -> str | None:
+def _reason(name: str, module: nn.Module, places: Mapping[int, int]) -> str | None:
     """Return why a module's rows cannot be spread, as a clause; None if they can."""
     weight = module._parameters.get("weight")
-    shared = [axis for axis in SHARING_AXES if sizes.get(axis, 1) > 1]
     if not name:
         return "it is the whole model"
     if type(module).forward not in (nn.Embedding.forward, nn.EmbeddingBag.forward) or "forward" in vars(module):
@@ -70,8 +67,6 @@ def _reason(name: str, module: nn.Module, places: Mapping[int, int], sizes: Mapp
         return "its weight is frozen"
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         return "its weight has hooks, which expect a gradient of its shape"
-    if shared:
-        return f"ranks along {', '.join(shared)} share a batch"
     if module.scale_grad_by_freq:
         return "torch has no sparse gradients with scale_grad_by_freq"
     return None

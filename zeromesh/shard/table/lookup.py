@@ -33,6 +33,13 @@ def look_up(
     """Return the module's output from the rows that its indices name; arguments are those of its forward."""
     if lookups is None or table is None:
         raise RuntimeError("the engine that has the rows of this table is gone; keep the engine as long as the model")
+    # Of torch.func.functional_call, or of a copy of the model.
+    other = module.weight is not table.flat.parameters[0]
+    # Inside GatheredParameters ranks may generate texts of different lengths.
+    gathered = bool(table.flat.unbound) and not torch.is_grad_enabled() and module.max_norm is None
+    if other or gathered:
+        whole: torch.Tensor = type(module).forward(module, *args, **kwargs)
+        return whole
     bag = isinstance(module, nn.EmbeddingBag)
     ids, compute, failure = (_bag if bag else _embedding)(module, table.name, *args, **kwargs)
     at_once = at_once or (bag and module.mode == "max")  # its graph depends on the rows

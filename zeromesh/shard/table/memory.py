@@ -72,7 +72,7 @@ class RowMemory:
             return weights.index_select(0, ids.to(weights.device)).to(self._device)
 
     def change(self, ids: torch.Tensor, do: Callable[[list[torch.Tensor]], None], count: int | None = None) -> None:
-        """Let ``do`` change copies of rows ``ids``, without duplicates, of the first ``count`` planes; write them back.
+        """Call ``do`` with copies of rows ``ids``, without duplicates, of the first ``count`` planes; write them back.
 
         The copies are where the planes are, or the cache.
         """
@@ -124,7 +124,7 @@ class HotRows:
         self._tick = 0
 
     def admit(self, ids: torch.Tensor, backing: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Have rows ``ids`` in the cache; return their slots, on the device."""
+        """Bring rows ``ids`` into the cache; return their slots, on the device."""
         host = ids.cpu()
         distinct = host.unique()
         if distinct.numel() > self.capacity:  # a batch needs more than there is room for

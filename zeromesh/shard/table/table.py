@@ -36,7 +36,7 @@ class RowArrival:
         self._arrived, self._table, self._ids = WeakMethod(arrived), ref(table), ids
 
     def __call__(self, rows: torch.Tensor) -> None:
-        """Signature of torch's hooks."""
+        """Take the gradient of the rows, as a hook of torch."""
         if (arrived := self._arrived()) is not None:
             arrived(self, 0, rows)
 
@@ -63,7 +63,7 @@ class Table:
         weight = module.weight
         self.name, self.module, self.index = name, module, number
         self.count, self.width = weight.shape
-        self.number, self.mesh, self.group = number, mesh, mesh.shard
+        self.mesh, self.group = mesh, mesh.shard
         self.per_rank = -(-self.count // self.group.size)
         self.wire = precision.compute or weight.dtype  # dtype in which rows travel and are computed with
         self._sent = precision.communicate or self.wire  # dtype in which gradients travel
@@ -72,7 +72,8 @@ class Table:
             Placement.SHARDED, Placement.SHARDED, Placement.SHARDED, parameter_tier=tier, gradient_tier=tier,
             optimizer_tier=tier, pinned=False,
         )  # fmt: skip
-        held = Held(tuple(weight.shape))
+        along = mesh.group("tensor")  # each of its ranks has a copy of the rows; the first one counts and writes
+        held = Held(tuple(weight.shape), rank=along.rank, ranks=along.size)
         segment = Segment(f"{name}.weight", weight.shape, 0, weight.numel(), held)
         layout = Layout(weight.dtype, True, (segment,), self.group.size, self.per_rank * self.group.size * self.width)
         self.flat = Flat(layout, [weight], number, row, mesh)
@@ -100,9 +101,13 @@ class Table:
         self._plane = plane_on(tier, (self.per_rank, self.width), self.flat.master_dtype(mixed), device, folder)
 
     def place(
-        self, materialise: Callable[[str, nn.Parameter], Source | None] | None, hot: int | None
+        self, materialise: Callable[[str, nn.Parameter], Source | None] | None, hot: int | None,
+        recall: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Take this rank's rows of the parameter into memory; the parameter keeps its shape only."""
+        """Take this rank's rows of the parameter into memory; the parameter keeps its shape only.
+
+        ``recall`` brings back what ``engine.offload_states`` has put aside.
+        """
         flat, segment, plane = self.flat, self.flat.layout.segments[0], self._plane
         weight = flat.parameters[0]
         unmade = weight.is_meta
@@ -115,12 +120,15 @@ class Table:
             if value.numel() != stop - start:
                 raise ValueError(f"{source} gives {value.numel()} of the {stop - start} elements of {segment.name}")
             plane[: self.rows_here].view(-1).copy_(value)
-        flat.hold_rows(plane.view(-1), self.rows_here * self.width, Settled(self))
+        flat.hold_rows(plane.view(-1), self.rows_here * self.width, Settled(self, recall))
         cached = self.mesh.device.type != "cpu" or flat.parameter_tier is Tier.NVME
         self.rows = RowMemory(plane, self.mesh.device, hot if cached else None)
 
     def _take_first_ranks(self, value: torch.Tensor, plane: torch.Tensor, unmade: bool) -> None:
-        """Copy the rows of the first rank's value; a value that was ``unmade`` was made alike on all ranks."""
+        """Copy this rank's rows of the first rank's value into ``plane``. Collective.
+
+        An ``unmade`` value was made from one seed on all ranks, and is not sent.
+        """
         group, per_rank = self.group, self.per_rank
 
         def part(rank: int) -> torch.Tensor:
@@ -137,18 +145,24 @@ class Table:
                 swap(group, tag, sends, receives, "table_values")
             if group.rank:
                 plane[: self.rows_here].copy_(landing)
-        if not unmade and self.mesh.replicate.size > 1:
-            values = plane.to(self.mesh.device)
-            self.mesh.replicate.broadcast(values)
-            plane.copy_(values)
+        for copies in () if unmade else (self.mesh.replicate, self.mesh.group("tensor")):
+            if copies.size > 1:
+                values = plane.to(self.mesh.device)
+                copies.broadcast(values)
+                plane.copy_(values)
 
     def spread(self, forward: Callable[..., torch.Tensor], arrived: Arrived) -> None:
-        """Let ``forward`` be the module's; ``arrived`` is called with the gradients of rows."""
+        """Replace the module's forward; autograd calls ``arrived`` with the gradients of the rows of its lookups."""
         self._notify, self.module.forward = arrived, forward
 
     def gather_up(self) -> None:
-        """Give the module its own forward back, which refuses the weight."""
+        """Restore the module's own forward, which then refuses the weight."""
         vars(self.module).pop("forward", None)
+
+    def follow(self) -> None:
+        """Read the rows from the master's new memory; the optimizer's states have moved with it."""
+        self.rows.settle(forget=True)
+        self.rows.replace([self.flat.master.view(self.per_rank, self.width)])  # the update finds the states
 
     # Forward.
 
@@ -186,7 +200,7 @@ class Table:
         self.rows.change(ids[longer], shorten, count=1)
 
     def leaves(self) -> list[torch.Tensor]:
-        """Return the rows of living graphs."""
+        """Return the rows of lookups whose graph still exists: leaves, which autograd can be asked about."""
         return [leaf for one in self._leaves if (leaf := one()) is not None]
 
     # Backward.
@@ -211,28 +225,39 @@ class Table:
         return ids, gradient.to(torch.promote_types(self._sent, torch.float32) if self._reopened else self._sent)
 
     def take_sum(self, parts: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        """Take the gradients of rows here from all ranks, in their order."""
+        """Add up the gradients that all ranks have sent for the rows here, in the order of ranks."""
         self.ids, self.gradient = add_up(parts, gradients)
         self.state = GradientState.SUMMED
 
     def dense_gradient(self) -> torch.Tensor:
-        """Return the summed gradient of the rows here with the rows that have none: shape (rows here x width,)."""
+        """Return the summed gradient of all rows here, shape (rows here x width,); zero where a row has none."""
         whole = self.gradient.new_zeros(self.rows_here, self.width)
         return whole.index_copy_(0, self.ids, self.gradient).view(-1)
 
+    def put(self, values: torch.Tensor) -> None:
+        """Let the summed gradient be these values, shape (rows here x width,).
+
+        Rows of zeros that have had no gradient still have none.
+        """
+        rows = values.view(self.rows_here, self.width)
+        present = rows.any(1)
+        present[self.ids] = True
+        self.ids = present.nonzero().flatten()
+        self.gradient, self.used = rows[self.ids].to(self.gradient.dtype), True
+
     def reopen(self, counted: bool) -> None:
-        """Take the sum as a gradient of this rank alone; not ``counted``: another rank has a copy of it."""
+        """Turn the sum into a gradient of this rank, to which more is added; drop it unless it is ``counted`` here."""
         if self.state is GradientState.SUMMED:
             self._arrived = [(self.ids + self.first, self.gradient)] if counted else []
             self.state, self._reopened = GradientState.LOCAL, True
 
     def scale(self, factor: float) -> None:
-        """Multiply all that has come by ``factor``."""
+        """Multiply the gradient by ``factor``."""
         self._arrived = [(ids, gradient * factor) for ids, gradient in self._arrived]
         self.gradient = self.gradient * factor
 
     def mark_used(self, used: bool) -> None:
-        """Take whether any rank had a gradient."""
+        """Set whether any rank has had a gradient since the last update."""
         self.used = used
 
     def forget(self) -> None:
@@ -257,7 +282,7 @@ class Table:
         self.rows.change(self.ids, change)
 
     def _bind(self, states: tuple[RowState, ...], options: Options, state: dict[str, Any]) -> None:
-        """Use the states that the optimizer has for these rows: new ones, or those of a checkpoint."""
+        """Use the optimizer's states of these rows as planes; make those that are missing."""
         tier, dtype, planes = self.flat.optimizer_tier, self.flat.master.dtype, self.rows.planes[:1]
         step = state.setdefault("step", torch.tensor(0.0))
         for key in [key for key in state if key not in ("step", *(one.key for one in states))]:
@@ -287,24 +312,25 @@ class Table:
 
 
 class Settled:
-    """Store of a table's flat buffer: what reads or writes its rows finds them where they rest, and not in a cache."""
+    """Storage of a table's flat buffer: it writes the cache back before others read or write the rows."""
 
-    def __init__(self, table: Table) -> None:
-        self._table = table
+    def __init__(self, table: Table, recall: Callable[[], None]) -> None:
+        self._table, self._recall = table, recall
 
     def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
-        """Have the rows and their states at rest."""
+        """Write the cache back, so that rows and states are where they rest."""
+        self._recall()
         self._table.rows.settle(forget=write)
 
     load_shard = load_states
 
     def form(self, flat: Flat) -> tuple[bool, bool]:
-        """Return that states are always in memory, and masters whole."""
+        """Return (False, False): states are always in memory, and masters are whole."""
         return False, False
 
 
 def add_up(ids: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ascending row numbers, and the sums of gradients of equal ones in the order in which they are given."""
+    """Return distinct row numbers, ascending, and the sums of their gradients in at least fp32, added in order."""
     every, inverse = torch.unique(torch.cat(ids), return_inverse=True)
     values = torch.cat(gradients)
     wide = values.new_zeros(every.numel(), values.shape[1], dtype=torch.promote_types(values.dtype, torch.float32))

@@ -70,15 +70,17 @@ class Tables:
         return next((table for table in self.every if table.flat.parameters[0] is parameter), None)
 
     def place(
-        self, materialise: Callable[[str, nn.Parameter], Source | None] | None, mixed: bool, arrived: Arrived
+        self, materialise: Callable[[str, nn.Parameter], Source | None] | None, mixed: bool, arrived: Arrived,
+        recall: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Take the rows into memory, and let the modules look them up; see ``Table.place`` and ``Table.spread``."""
-        if not self.every:
+        """Place all rows, and replace the modules' forwards. Collective; see ``Table.place`` and ``Table.spread``."""
+        # Stages of a pipeline without tables take part in the agreement.
+        if not self.every and self._mesh.sizes["pipeline"] == 1:
             return
         folder = self._settings.folder
 
         def make_room() -> None:
-            if folder is not None:
+            if folder is not None and self.every:
                 folder.mkdir(parents=True, exist_ok=True)
             for table in self.every:
                 table.make_room(mixed, folder)
@@ -86,11 +88,11 @@ class Tables:
         # Together, as a rank without room would leave the others waiting for its rows.
         agree_run(self._mesh.group("world"), "make room for its tables", make_room)
         for table in self.every:
-            table.place(materialise, self._settings.hot)
+            table.place(materialise, self._settings.hot, recall)
             table.spread(forward_of(table.module, self.lookups, table), arrived)
 
     def guard(self, base: type[nn.Parameter], names: Mapping[int, str]) -> None:
-        """Refuse uses of the weights as a whole; ``base`` answers for their gradients."""
+        """Make operations on whole weights raise; ``base`` is the class of parameters that answers for ``grad``."""
         for table in self.every:
             change_class(table.flat.parameters[0], base)
             guard = Guard(table, unloaded_class(base, table, names, self.refuse), base)
@@ -98,7 +100,7 @@ class Tables:
             self._guards[table] = guard
 
     def close(self) -> None:
-        """Give the modules their own forwards back."""
+        """Restore the modules' own forwards."""
         self.lookups.finish()
         for table in self.every:
             table.gather_up()
@@ -153,6 +155,7 @@ class Tables:
 
     def _sum_copies(self, tables: Sequence[Table]) -> None:
         """Sum over the ranks that hold copies of the same rows; all add in the order of ranks."""
+        # Not over the tensor axis: its ranks hold copies, too, but have made the same lookups, and the same gradients.
         group = self._mesh.replicate
         if group.size == 1:
             return
@@ -161,7 +164,7 @@ class Tables:
 
     def summed(self, parameters: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Return the summed gradients of tables, those of ``parameters`` or all, that this rank counts in a norm."""
-        if self._mesh.replicate.rank > 0:
+        if self._mesh.replicate.rank > 0 or self._mesh.group("tensor").rank > 0:
             return []
         chosen = self.every if parameters is None else [t for t in map(self.of, parameters) if t is not None]
         return [table.gradient for table in chosen]
@@ -178,12 +181,12 @@ class Tables:
         return [table.used for table in self.every]
 
     def mark_used(self, flags: Sequence[bool]) -> None:
-        """Take by table whether any rank had a gradient."""
+        """Set by table whether any rank has had a gradient since the last update."""
         for table, flag in zip(self.every, flags, strict=True):
             table.mark_used(flag)
 
     def reopen(self) -> None:
-        """Take sums back as the gradients of one rank, before more is added."""
+        """Turn the sums into gradients of single ranks, to which the next backward adds."""
         for table in self.every:
             table.reopen(counted=self._mesh.replicate.rank == 0)
 
@@ -217,7 +220,7 @@ class Tables:
 
     @contextmanager
     def gathered(self, tables: Sequence[Table], assemble: Callable[[Flat], torch.Tensor]) -> Iterator[None]:
-        """Have the weights whole on every rank in this context. Collective."""
+        """Gather the weights whole on every rank in this context. Collective."""
         self.lookups.finish()
         try:
             for table in tables:

@@ -1,0 +1,106 @@
+"""Embedding tables whose rows are spread over the ranks: bytes in memory, and on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import ceil
+from typing import NamedTuple
+
+from zeromesh.model.placement import Tier
+from zeromesh.plan.cost import TableCost
+from zeromesh.plan.layout import ParallelLayout
+
+INDEX = 8  # bytes of a row number in a message
+
+
+class TableBytes(NamedTuple):
+    """Bytes that a rank sends in an update, where indices are drawn evenly from all rows."""
+
+    indices: float = 0.0  # row numbers, of lookups and of gradients
+    rows: float = 0.0
+    gradients: float = 0.0
+    copies: float = 0.0  # row numbers and gradients that go to replicas
+
+
+def ranks_of(layout: ParallelLayout) -> int:
+    """Return the number of ranks over which rows are spread."""
+    return layout.data * layout.context
+
+
+def _number(layout: ParallelLayout) -> int:
+    """Return the bytes of a number of a row at rest."""
+    return layout.widths.master or layout.widths.parameter
+
+
+def table_states(
+    tables: Iterable[TableCost], layout: ParallelLayout, processor: bool = False
+) -> dict[tuple[str, str], float]:
+    """Return the bytes of a rank's rows, states and cache by state and tier.
+
+    Args:
+        tables: rows are those of the first rank; the last one may have fewer.
+        layout: of the run.
+        processor: the device is one, which needs no cache of what is in host memory.
+    """
+    placed, number = layout.tables, _number(layout)
+    found: dict[tuple[str, str], float] = {}
+
+    def add(state: str, tier: Tier, size: float) -> None:
+        if size:
+            found[state, tier.value] = found.get((state, tier.value), 0.0) + size
+
+    for table in tables:
+        rows = ceil(table.rows / ranks_of(layout))
+        states = placed.states * table.width + placed.states_of_row
+        add("parameter", placed.tier, rows * table.width * number)
+        add("optimizer", placed.tier, rows * states * number)
+        if placed.cached is not None and not (processor and placed.tier is Tier.HOST):
+            # It has room for the rows of an update, whatever it was given.
+            cached = min(rows, max(placed.cached, used(table, layout.accumulation)))
+            add("slot", Tier.DEVICE, cached * (table.width + states) * number)
+    return found
+
+
+def used(table: TableCost, times: float = 1.0) -> float:
+    """Return the most rows that ``times`` micro-batches of one rank use."""
+    return min(table.rows, table.lookups * times)
+
+
+def gradient_bytes(tables: Iterable[TableCost], layout: ParallelLayout) -> float:
+    """Return the bytes of the gradients of rows that a rank keeps until the update."""
+    return sum(used(one) * one.width for one in tables) * layout.accumulation * layout.widths.wire
+
+
+def lookup_bytes(table: TableCost, layout: ParallelLayout) -> TableBytes:
+    """Return what a rank sends for the lookups of one micro-batch."""
+    away = used(table) * (1 - 1 / ranks_of(layout))
+    return TableBytes(INDEX * away, rows=away * table.width * layout.widths.parameter)
+
+
+def gradient_messages(table: TableCost, layout: ParallelLayout) -> TableBytes:
+    """Return what a rank sends of the gradients of an update."""
+    ranks, width = ranks_of(layout), table.width
+    own = used(table, layout.accumulation)
+    away = own * (1 - 1 / ranks)
+    summed = min(table.rows, own * ranks) / ranks
+    size = max(layout.widths.wire, 4)  # sums are in fp32 at least
+    copies = (layout.replicate - 1) * summed * (INDEX + width * size)
+    return TableBytes(INDEX * away, 0.0, away * width * layout.widths.wire, copies)
+
+
+def update_bytes(tables: Iterable[TableCost], layout: ParallelLayout) -> TableBytes:
+    """Return what a rank sends for tables in an update."""
+    found = TableBytes()
+    for table in tables:
+        looked, summed = lookup_bytes(table, layout), gradient_messages(table, layout)
+        parts = zip(found, looked, summed, strict=True)
+        found = TableBytes(*(total + layout.accumulation * each + once for total, each, once in parts))
+    return found
+
+
+def moved_by_update(table: TableCost, layout: ParallelLayout) -> float:
+    """Return the bytes that a rank's update of a table reads and writes."""
+    ranks, placed = ranks_of(layout), layout.tables
+    rows = min(table.rows, used(table, layout.accumulation) * ranks * layout.replicate) / ranks
+    states = placed.states * table.width + placed.states_of_row
+    return rows * (3 * table.width + 2 * states) * _number(layout)
