@@ -164,7 +164,7 @@ def _section(section: str, known: dict[str, Entry]) -> str:
     inside = [known[prefix + name] for name in children(known, section)]
     read = [entry for entry in inside if entry.path not in UNREAD or entry.section]
     if read:
-        head += ["| key | value | default | meaning | from |", "|---|---|---|---|---|", *map(_line, read), ""]
+        head += ["| key | meaning | value | default | from |", "|---|---|---|---|---|", *map(_line, read), ""]
     return "\n".join([*head, *_unread(entry.path for entry in inside if entry not in read)])
 
 
@@ -179,7 +179,7 @@ def _line(entry: Entry) -> str:
     origin = "DeepSpeed" if sections_of(entry.path).isdisjoint(OURS) else "ZeroMesh"
     note = _sentence(_note(entry.path))
     meaning = f"{entry.meaning} {note}.".strip() if note else entry.meaning
-    return f"| {' | '.join((name, _short(value), default, meaning, origin))} |"
+    return f"| {' | '.join((name, meaning, _short(value), default, origin))} |"
 
 
 def _short(rule: str) -> str:
