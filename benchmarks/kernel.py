@@ -307,7 +307,7 @@ def main() -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
     target = path.with_suffix(".md")
     target.write_text(page(result))
-    link(target, f"the update on the host, beside torch's, DeepSpeed's and memory; {machine()}.")
+    link(target, f"the update on the host, compared with torch's, DeepSpeed's and memory; {machine()}.")
     print(page(result))
     sys.exit(1 if result["missed"] else 0)
 

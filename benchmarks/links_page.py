@@ -183,7 +183,7 @@ def write(path: Path) -> Path:
     target, readme = path.with_suffix(".md"), path.with_name("README.md")
     target.write_text(page(result, draw(result, path.with_suffix(".png"))))
     if readme.exists() and f"({target.name})" not in (text := readme.read_text()):
-        entry = f"- [{target.name}]({target.name}): two hosts over the rate of their link; {result['machine']}.\n"
+        entry = f"- [{target.name}]({target.name}): two hosts over slow links; {result['machine']}.\n"
         readme.write_text(text.replace(LIST, LIST + entry, 1))
     return target
 

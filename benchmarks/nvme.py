@@ -333,7 +333,7 @@ def main() -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
     target = path.with_suffix(".md")
     target.write_text(page(result))
-    link(target, f"the NVMe tier's store beside other ways to a disk; {machine()}.")
+    link(target, f"NVMe files, compared with other ways to access a disk; {machine()}.")
     print(page(result))
 
 

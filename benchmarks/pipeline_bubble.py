@@ -307,7 +307,7 @@ def main() -> None:
     path.with_suffix(".svg").write_text(svg(drawn, "Stages that sleep", is_seconds=True))
     target = path.with_suffix(".md")
     target.write_text(page(result))
-    link(target, f"bubbles of pipelines whose stages sleep; {machine()}.")
+    link(target, f"idle time of pipelines, compared with formulas and the simulator; {machine()}.")
     print(page(result))
     sys.exit(1 if any(row["missed"] for row in rows) else 0)
 
