@@ -94,13 +94,14 @@ def page(result: dict[str, Any]) -> str:
         f"# Collectives of gloo and mpi, {result['date']}",
         "",
         f"{result['ranks']} ranks on {result['machine']}; torch {result['torch']}, {result['mpi']}; commit "
-        f"{result['commit']}. Milliseconds of {result['rounds']} rounds in which all take turns, of the slowest rank: "
-        "least, median, most. The size is that of the full buffer, in fp32; `Group` is what the engine uses.",
+        f"{result['commit']}. The tables have milliseconds of the slowest rank: least, median and most of "
+        f"{result['rounds']} rounds, in which all collectives take turns. The size is that of the full fp32 buffer. "
+        "`Group` is the class that the engine uses.",
         "Made by `python benchmarks/collectives.py`.",
     ]  # fmt: skip
     for size in sorted({row["size"] for row in result["rows"]}, reverse=True):
         rows = {(r["collective"], r["backend"], r["caller"]): r["ms"] for r in result["rows"] if r["size"] == size}
-        lines += ["", f"## {_bytes(size)}", "", "| | gloo | mpi | times as fast, by medians |", "|---|---|---|---|"]
+        lines += ["", f"## {_bytes(size)}", "", "| | gloo, ms | mpi, ms | mpi is times as fast |", "|---|---|---|---|"]
         for collective, caller in dict.fromkeys((name, caller) for name, _, caller in rows):
             gloo, ours = (rows[collective, backend, caller] for backend in ("gloo", "mpi"))
             ratio = median(gloo) / median(ours)

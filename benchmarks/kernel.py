@@ -40,16 +40,16 @@ AIMS = {MEMORY: 0.9, CASTS: 1.7, DEEPSPEED: 1.1}
 """How many times as fast as this ZeroMesh is to be, at least."""
 
 EXPLAINED = {
-    MEMORY: "`mul_` over master and moments in place, and a copy of 16 bits: the same memory and bytes, one by one",
-    OURS: "its best instructions, in place; with the factor of unscaling and clipping",
+    MEMORY: "reference: `mul_` in place over master and moments, and a 16-bit copy; it moves the same bytes",
+    OURS: "the fastest instructions of the processor, in place, with unscaling and clipping",
     "ZeroMesh, AVX2": "the same with AVX2",
-    HALVES: "the master as the 16-bit parameter and a remainder of 16 bits: 4 bytes kept for both instead of 6",
-    "ZeroMesh, out of place": "new master and moments go to other memory",
-    "torch: foreach": "the update alone, `foreach`, on fp32 gradients",
-    "torch: fused": "the update alone, `fused`, on fp32 gradients",
-    CASTS: "what it takes for 16 bits",
-    "DeepSpeed: update": "`DeepSpeedCPUAdam` alone, on fp32 gradients",
-    DEEPSPEED: "what it takes for 16 bits",
+    HALVES: "split master weights: the 16-bit parameter and a 16-bit remainder, 4 bytes instead of 6",
+    "ZeroMesh, out of place": "writes the new master and moments to other memory",
+    "torch: foreach": "only the update, with `foreach=True`, on fp32 gradients",
+    "torch: fused": "only the update, with `fused=True`, on fp32 gradients",
+    CASTS: "the same with the casts from and to 16 bits",
+    "DeepSpeed: update": "only the update, `DeepSpeedCPUAdam`, on fp32 gradients",
+    DEEPSPEED: "the same with the casts from and to 16 bits",
 }
 
 Work = Callable[[], object]
@@ -226,7 +226,7 @@ def ratios(of: dict[str, list[float]]) -> dict[str, float]:
 def missed(result: dict[str, Any]) -> list[str]:
     """Aims that are not reached."""
     return [
-        f"{threads} thread(s): {ratios(of)[name]:.2f} times {name}, and {aim:g} is the aim"
+        f"{threads} thread(s): {ratios(of)[name]:.2f} times as fast as {name}; the target is {aim:g}"
         for threads, of in result["rows"].items()
         for name, aim in AIMS.items()
         if name in of and ratios(of)[name] < aim
@@ -238,21 +238,21 @@ def page(result: dict[str, Any]) -> str:
     from page import lines_of, spread
 
     million = result["elements"] / 1e6
-    aims = ", ".join(f"{aim:g} times {name}" for name, aim in AIMS.items())
+    aims = "; ".join(f"{aim:g} times as fast as {name}" for name, aim in AIMS.items())
     parts = [
         f"# The update on the host, {result['date']}",
         f"""Commit {result["commit"]}; {result["machine"]}; {result["versions"]}. Made by `make bench-kernel`; the
 figures are in [{result["name"]}.json]({result["name"]}.json).
 Load of the machine before: {result["load"]:.1f}, after: {result["load_after"]:.1f}.""",
         f"""AdamW on {million:.0f} M parameters in one piece: fp32 masters and moments, gradients and parameters in
-bf16, in huge pages. That is {BYTES} bytes per parameter: 2 + 12 read, 12 + 2 written; {BYTES_OF[HALVES]} with halves.
-{result["rounds"]} rounds, in
-which all rows take turns; a round's figure is the best of {result["repetitions"]} repetitions, shown are median and
-extremes of the rounds. GB/s counts those bytes, also where more are moved. *ZeroMesh is* compares within each round,
-and is the median of that; *at best* compares the best rounds.""",
+bf16, in huge pages. An update reads 2 + 12 bytes per parameter and writes 12 + 2: {BYTES} bytes,
+and {BYTES_OF[HALVES]} with halves. All rows take turns for {result["rounds"]} rounds. The figure of a round is the best
+of {result["repetitions"]} repetitions. The tables have the median of the rounds, and the least and the most. GB/s
+counts these bytes, even if a row moves more. *ZeroMesh is* compares with ZeroMesh: the median over the rounds.
+*at best* compares the best rounds.""",
         "\n".join(f"- **{name}**: {text}" for name, text in EXPLAINED.items()),
-        f"Aims: {aims}. "
-        + ("**All are met.**" if not result["missed"] else "**Missed:**\n\n- " + "\n- ".join(result["missed"])),
+        f"Targets: {aims}. "
+        + ("**All targets are met.**" if not result["missed"] else "**Missed:**\n\n- " + "\n- ".join(result["missed"])),
     ]
     for threads, of in result["rows"].items():
         table = [["row", "M parameters/s (least - most)", "bytes", "GB/s", "ZeroMesh is", "at best"]]
@@ -307,7 +307,7 @@ def main() -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
     target = path.with_suffix(".md")
     target.write_text(page(result))
-    link(target, f"the update on the host, beside torch's, DeepSpeed's and memory; {machine()}.")
+    link(target, f"the update on the host, compared with torch's, DeepSpeed's and memory; {machine()}.")
     print(page(result))
     sys.exit(1 if result["missed"] else 0)
 

@@ -99,30 +99,34 @@ def bytes_table(result: Result) -> str:
 def page(result: Result, picture: bool) -> str:
     """The whole page, as Markdown."""
     stand_in = """
-**Namespaces were not permitted**: ranks were held back by the stand-in of the tests, which sees ZeroMesh's messages.
+**Network namespaces were not permitted.** Instead, the test helper `throttle.py` delayed ZeroMesh's messages.
 """
     # More than half a core is taken by others.
     busy = f"""
-**The machine was busy**: {result["load"]:.1f} processes wanted its {result["cores"]} cores before the first round. That
-makes steps longer, the more so the faster the link is.
+**The machine was busy**: before the first round, {result["load"]:.1f} processes on average were running on its
+{result["cores"]} cores. This makes steps longer, most of all over fast links.
 """
     parts = [
-        f"""# Step time over the rate of the link, {result["date"]}
+        f"""# Step time over slow links, {result["date"]}
 
 Commit {result["commit"]}; {result["machine"]}; gloo; torch {result["torch"]}.
 Made by `make bench-links`; the figures are in [{result["name"]}.json]({result["name"]}.json).
 
-Two hosts with two ranks each on one machine: network namespaces whose interfaces are limited, in each direction, to the
-rate. Ranks of one host reach each other without passing the link. All rows train the same decoder of
-{result["parameters"] / 1e6:.2f} M parameters in fp32 ({result["layers"]} blocks of width {result["hidden"]}) from the
-same weights on the same batch with AdamW, in turn, for {result["rounds"]} round(s). Shown are median, least and most of
-the rounds. The four ranks share the machine's cores, so without a limit a step is computation and waiting for others.
+Two emulated hosts with two ranks each run on one machine: network namespaces, with a limited rate in each direction.
+Messages between ranks of the same host do not use the link. All rows train the same decoder of
+{result["parameters"] / 1e6:.2f} M parameters in fp32 ({result["layers"]} blocks of width {result["hidden"]}) with
+AdamW, from the same weights and on the same batch. They take turns for {result["rounds"]} round(s). The tables have the
+median of the rounds, and the least and the most. The four ranks share the cores of the machine; without a limit,
+computation and waiting for other ranks dominate.
 {"" if result["kind"] == "namespaces" else stand_in}{busy if result["load"] > 0.5 else ""}
-- *flat*: all four ranks shard, and each sends to each. *hybrid*: each host has all shards and the hosts are replicas,
-  `"mesh": {{"replicate": 2}}`; HSDP is the same in torch. *hierarchical*: all four ranks shard, and collectives work
-  inside a host first, then across.
-- **MB** are bytes of payload that a host sent over its interface, as the kernel counts. ZeroMesh 3 sends less than the
-  formula, as the last 2 of {result["layers"]} blocks and the root are not gathered again for the backward."""
+- *flat*: the states are sharded over all four ranks, and each rank sends to each other.
+- *hierarchical*: the states are sharded over all four ranks, and collectives have a step inside the hosts and a step
+  between them.
+- *hybrid*: the states are sharded over the two ranks of a host, and the hosts are replicas, by
+  `"mesh": {{"replicate": 2}}`. torch's HSDP does the same.
+- **MB** are the bytes of payload that a host sent over its interface, as counted by the kernel. ZeroMesh 3 sends less
+  than the formula, because the last 2 of {result["layers"]} blocks and the root are not gathered again for the
+  backward."""
     ]
     if picture:
         parts.append(f"![Curves of seconds per step over the link's rate]({result['name']}.png)")
@@ -179,7 +183,7 @@ def write(path: Path) -> Path:
     target, readme = path.with_suffix(".md"), path.with_name("README.md")
     target.write_text(page(result, draw(result, path.with_suffix(".png"))))
     if readme.exists() and f"({target.name})" not in (text := readme.read_text()):
-        entry = f"- [{target.name}]({target.name}): two hosts over the rate of their link; {result['machine']}.\n"
+        entry = f"- [{target.name}]({target.name}): two hosts over slow links; {result['machine']}.\n"
         readme.write_text(text.replace(LIST, LIST + entry, 1))
     return target
 

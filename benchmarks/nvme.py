@@ -278,26 +278,27 @@ def page(result: dict[str, Any]) -> str:
         grid.append([f"{block >> 10} KiB", *found])
     sums = [["", "GB/s per core"], *([name, told(values)] for name, values in result["checksums"].items())]
     return "\n\n".join([
-        f"# Disk, {result['date']}",
+        f"# NVMe files, {result['date']}",
         f"""Commit {result["commit"]}; {result["machine"]}; {result["system"]}; torch {result["torch"]}. Made by
 `make bench-nvme`; the figures are in [{result["name"]}.json]({result["name"]}.json).""",
-        f"""{result["megabytes"]} MiB in one file, whose space was written before; requests of
-{result["block"] >> 10} KiB, {result["depth"]} at a time, except where a row says else. All ways take turns for
-{result["rounds"]} round(s); shown are median, least and most. *Half of each* reads one half of the file while the other
-half is written, and counts both. Before each turn the page cache forgets the file; what is written is on the disk at
-the end.""",
-        """- *dd* has requests of 1 MiB with direct I/O from processes in C, each with a part of the file and memory for
-  one request: what the disk does for anybody. It writes from a file in memory.
-- *threads* are `preadv` and `pwritev` in Python's threads; *mapped* copies from and to `UntypedStorage.from_file`.
-- *store* is `zeromesh.tiers.nvme.FileStore`; it compares checksums of all that it reads.""",
+        f"""Each way reads and writes {result["megabytes"]} MiB in one file that has been written before, by requests of
+{result["block"] >> 10} KiB, {result["depth"]} at a time unless a row says otherwise. All ways take turns for
+{result["rounds"]} round(s). The table has the median of the rounds, and the least and the most. *half of each* reads
+one half of the file while it writes the other half, and counts both. Before each turn the page cache drops the file. A
+turn ends when the data is on the disk.""",
+        """- *dd* shows what the disk can do: processes in C with direct I/O in requests of 1 MiB, each on its part of
+  the file. They write from a file in memory.
+- *threads* are Python threads that call `preadv` and `pwritev`.
+- *mapped* copies from and to `UntypedStorage.from_file`.
+- *store* is ZeroMesh's: `zeromesh.tiers.nvme.FileStore`. It also compares checksums of all data that it reads.""",
         lines_of(table),
         f"""## The store, by size and number of requests
 
-GB/s read / written / half of each; medians of {result["sweep_rounds"]} round(s), {result["sweep_megabytes"]} MiB.""",
+GB/s of read / write / half of each; medians of {result["sweep_rounds"]} round(s), {result["sweep_megabytes"]} MiB.""",
         lines_of(grid),
         """## Checksums
 
-Blocks of 1 MiB in the cache. They are made in the store's threads, beside other requests.""",
+For blocks of 1 MiB in the cache. The threads of the store compute them, at the same time as other requests.""",
         lines_of(sums),
     ]) + "\n"  # fmt: skip
 
@@ -332,7 +333,7 @@ def main() -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
     target = path.with_suffix(".md")
     target.write_text(page(result))
-    link(target, f"the NVMe tier's store beside other ways to a disk; {machine()}.")
+    link(target, f"NVMe files, compared with other ways to access a disk; {machine()}.")
     print(page(result))
 
 

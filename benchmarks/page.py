@@ -15,33 +15,41 @@ from picture import draw
 CaseResult = dict[str, Any]
 """Of one case: settings, number of parameters, and a row per variant; see ``bench.Bench.case``."""
 
+TITLES = {
+    "mpi": "Step time with MPI",
+    "pipeline": "Step time of pipelines",
+    "tensor": "Step time of tensor parallelism",
+    "offload": "Step time with offload",
+}
+"""Title of a page by the part of its name after the date."""
+
 LIST = "<!-- the newest page comes first -->\n"
 """After this line of the README beside it, a page is linked."""
 
 OFF_DEVICE = ("host", "all on host", "nvme", "CPU offload")
-"""What is added to a row's name where some of its states rest on the host."""
+"""Suffixes of the names of rows that keep some of their states on the host."""
 
 SPANS = {
-    "fetch": "parameters: all-gathers posted",
-    "wait_fetch": "parameters: all-gathers waited for",
-    "evict": "parameters: slots given up",
-    "accumulate": "gradients: copied into slots",
-    "reduce": "gradients: zeroed where there is none, reductions posted",
-    "wait_reduce": "gradients: reductions waited for",
-    "offload": "gradients: to their homes on the host",
-    "norm": "norm",
-    "agree": "the one message about norm and losses",
-    "take_changes": "users' changes of parameters",
+    "fetch": "parameters: start all-gathers",
+    "wait_fetch": "parameters: wait for all-gathers",
+    "evict": "parameters: free slots",
+    "accumulate": "gradients: copy into slots",
+    "reduce": "gradients: fill missing ones with zeros, start reductions",
+    "wait_reduce": "gradients: wait for reductions",
+    "offload": "gradients: copy to the host",
+    "norm": "gradient norm",
+    "agree": "exchange norm and losses",
+    "take_changes": "look for changed parameters",
     "clip": "clip",
     "update": "update",
     "update_on_host": "update on the host",
-    "publish": "publish: new parameters written and sent",
+    "publish": "write and send new parameters",
 }
-"""What the engine's spans are called here; others are shown under their own name."""
+"""Names of the engine's spans in the table; others are shown by their own name."""
 
-MODEL = "{}: the model, and hooks"
-REST, BETWEEN, ALL = "step: the rest", "between the calls, where the ranks meet", "**all**"
-BEYOND = "forward and backward beyond the floor of the rounds: Python, and sharing the cores"
+MODEL = "{}: model and hooks"
+REST, BETWEEN, ALL = "step: the rest", "between the calls, with a barrier", "**all**"
+BEYOND = "forward and backward above the floor: Python, shared cores"
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
@@ -128,7 +136,7 @@ def case_table(case: CaseResult) -> str:
 def ratios(result: dict[str, Any]) -> str:
     """A line per variant and a column per case: times the floor."""
     cases = {name: case for name, case in result["cases"].items() if floor_of(case)}
-    table = [["times the floor", *cases]]
+    table = [["step time / floor", *cases]]
     for name in dict.fromkeys(name for case in cases.values() for name in case["rows"] if name != "floor"):
         found = [(measured(case).get(name), floor_of(case)) for case in cases.values()]
         table.append([name, *(f"{times[0] / floor:.2f}" if times and floor else "-" for times, floor in found)])
@@ -137,7 +145,7 @@ def ratios(result: dict[str, Any]) -> str:
 
 def offload_table(case: CaseResult) -> str:
     """What it costs that states rest on the host: times the same row without, round by round; empty without rows."""
-    table = [["times the row without", "median (least - most) of the rounds"]]
+    table = [["step time / step time without offload", "median (least - most) of the rounds"]]
     for name in measured(case):
         base, _, where = name.rpartition(", ")
         if where in OFF_DEVICE and base in measured(case):
@@ -194,9 +202,9 @@ def heading(name: str, case: CaseResult) -> str:
     return (
         f"## {name}\n\n"
         f"{case['parameters'] / 1e6:.1f} M parameters ({s['layers']} blocks of width {s['hidden']}, "
-        f"{s['vocabulary']} tokens), {s['batch']} x {s['sequence']} tokens per rank and step, "
-        f"{'bf16' if s['bf16'] else 'fp32'}, {clip}; {s['steps']} steps per round after {s['warmup']}. "
-        f"Losses may differ by {s['tolerance']:g}."
+        f"vocabulary of {s['vocabulary']}), {s['batch']} x {s['sequence']} tokens per rank and step, "
+        f"{'bf16' if s['bf16'] else 'fp32'}, {clip}; {s['steps']} steps per round after {s['warmup']} warm-up steps. "
+        f"Losses of variants must agree within {s['tolerance']:g}."
     )
 
 
@@ -204,47 +212,50 @@ def introduction(result: dict[str, Any]) -> str:
     """What was compared, on what, and how to read it."""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     first = next(iter(result["first_use"].items()), None)
-    compiled = f" Its first use of all, here with {first[0]}, took {first[1]:.0f} s." if first else ""
+    compiled = f" The first compilation, here with {first[0]}, took {first[1]:.0f} s." if first else ""
     replaced = """
-- **This processor has no instructions for bf16.** Products and attention of bf16 tensors are computed in fp32 and
-  rounded, in all variants, and take as long as those of fp32; see `benchmarks/products.py`."""
+- **This processor has no bf16 instructions.** In all variants, matrix products and attention of bf16 tensors are
+  computed in fp32 and rounded, and take as long as in fp32 (`benchmarks/products.py`)."""
     rows = {name for case in result["cases"].values() for name in case["rows"]}
     tensor = """
-- **Rows of tensor parallelism** give every rank the samples of all ranks and a part of every layer: the step, the
-  losses and the products' arithmetic per rank are those of the other rows, and so is the floor. torch's is
-  `parallelize_module` with columns, rows, a split embedding and `loss_parallel`, under autocast over fp32 parameters.
-  Megatron-Core is not compared: it is not installed here."""
+- **Tensor parallelism**: each rank gets the samples of all ranks and a part of each layer. Losses, floor and
+  operations per rank are therefore the same as in the other rows. torch's variant is `parallelize_module` with column
+  and row styles, a split embedding and `loss_parallel`, under autocast over fp32 parameters. Megatron-Core is not
+  compared, because it is not installed here."""
     pipeline = """
-- **Rows of pipelines** give every rank the samples of all ranks, in micro-batches of one, and a stage of the model: the
-  step, the losses and the arithmetic of all ranks together are those of the other rows, and so is the floor. All are
-  cut where ZeroMesh's estimate of operations says, also torch's `PipelineStage` (autocast over fp32 parameters; its
-  zb-h1 is `ScheduleInterleavedZeroBubble` with one stage per rank) and DeepSpeed's `PipelineModule` (1f1b). Stages are
-  as equal as whole blocks allow; what the dearer one takes beyond its share is lost in all rows."""
+- **Pipelines**: each rank gets the samples of all ranks, in micro-batches of one sample, and a stage of the model.
+  Losses, floor and the operations of all ranks together are therefore the same as in the other rows. All variants have
+  the same cut, by ZeroMesh's estimate of operations: also torch's `PipelineStage` (autocast over fp32 parameters; its
+  zb-h1 is `ScheduleInterleavedZeroBubble` with one stage per rank) and DeepSpeed's `PipelineModule` (1f1b). Stages have
+  whole blocks, so one takes longer than the other; all variants lose this difference."""
     offload = """
-- **States on the host**: *host* has gradients' sums, masters and optimizer states there, *all on host* parameters, too;
-  DeepSpeed's *CPU offload* is its `offload_optimizer`. Without a GPU device and host are the same memory: what is
-  copied between them is copied all the same, and counts in **peak MB** wherever it is."""
-    return f"""# Step time, {result["date"]}
+- **Offload**: *host* keeps accumulated gradients, master weights and optimizer states on the host, and *all on host*
+  also the parameters. DeepSpeed's *CPU offload* is its `offload_optimizer`. Without a GPU, device and host are the same
+  memory: copies between them are made nevertheless, and **peak MB** counts both."""
+    title = TITLES.get(result["name"][len("2000-01-01-") :], "Step time")
+    return f"""# {title}, {result["date"]}
 
 Commit {result["commit"]}; {result["machine"]}; {result["ranks"]} rank(s) with {result["threads"]} thread(s) each,
 {result["backend"]}; {versions}.
 Made by `make bench`; the figures are in [{result["name"]}.json]({result["name"]}.json).
 
-All variants train the same Llama-style decoder from the same weights on the same batch with AdamW, in turn, for
-{result["rounds"]} round(s), each in fresh processes. A round's figure is its median step; shown are median, least and
-most of the rounds. *floor* is forward and backward of all ranks alone: no communication, no update.
+All variants train the same Llama-style decoder with AdamW, from the same weights and on the same batch. They take turns
+for {result["rounds"]} round(s), each in new processes. The figure of a round is its median step. The tables have the
+median of the rounds, and the least and the most. *floor* is the forward and backward of all ranks without communication
+and update.
 
-- **Losses** are means over the ranks; they differ by the largest relative difference of any step from the first row
-  that learns. In bf16 DDP is autocast over fp32 parameters, as it is used, and sends fp32 gradients; the others compute
-  with bf16 parameters, send bf16 gradients and keep fp32 masters. So that it does not matter that DeepSpeed makes its
-  masters after rounding, all start from weights that bf16 can hold. DeepSpeed 0 in bf16 also takes a step of Adam on
-  gradients of zero at first.
-- **Clipping** is the same in all: off, which DeepSpeed must be told, as its default is 1; or to 1 where a case says so.
-- **DeepSpeed**'s buckets are cut to 4 M elements: at its defaults it reserves about 2 GB for any model. It compiles
-  operators at first use, before anything is measured.{compiled} The column *first step after* is with them compiled.
-- **MB sent** is the mean over ranks of what TCP sockets sent, as the kernel counts. **Peak MB** is what rank 0
-  allocated beyond what there was before the model was built, on a CPU in blocks of 64 KiB and more; in another
-  run.{tensor if any("tensor parallel" in name for name in rows) else ""}{
+- **Losses** are means over the ranks. *losses differ by* is the largest relative difference of any step from the first
+  variant that trains.
+- **bf16**: DDP runs autocast over fp32 parameters, as is usual, and sends fp32 gradients. The other variants compute
+  with bf16 parameters, send bf16 gradients and keep fp32 master weights. All start from weights that bf16 represents
+  exactly, because DeepSpeed makes its master weights after rounding. DeepSpeed 0 in bf16 also makes a first Adam step
+  with zero gradients.
+- **Clipping** is off in all variants, or on at norm 1 if a case says so. (DeepSpeed's default is 1.)
+- **DeepSpeed** uses buckets of 4 M elements; with its defaults it reserves about 2 GB for any model. It compiles
+  operators before the measurement.{compiled} *first step after* does not include this.
+- **MB sent** is the mean over the ranks of the bytes that TCP sockets sent, as counted by the kernel.
+- **Peak MB** is the memory that rank 0 allocated after the start of the model's construction, measured in another run;
+  on a CPU in blocks of at least 64 KiB.{tensor if any("tensor parallel" in name for name in rows) else ""}{
         pipeline if any("pipeline" in name for name in rows) else ""
     }{offload if any(name.rpartition(", ")[2] in OFF_DEVICE for name in rows) else ""}{
         replaced if result.get("replaced") else ""
@@ -261,7 +272,7 @@ def page(result: dict[str, Any], picture: bool) -> str:
     for name, case in result["cases"].items():
         parts += [heading(name, case), case_table(case), offload_table(case)]
         if profile := spans_table(case):
-            parts += ["Where the time goes, in a run of its own:", profile]
+            parts += ["Time by phase, from a separate run:", profile]
         for variant, row in case["rows"].items():
             if row["error"] is not None:
                 parts.append(f"{variant} failed:\n\n```text\n{row['error'].replace('```', '')}\n```")

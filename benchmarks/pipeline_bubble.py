@@ -254,19 +254,20 @@ def page(result: dict[str, Any]) -> str:
     missed = [f"- {row['name']}, p = {row['ranks']}, m = {row['microbatches']}: {why}"
               for row in result["rows"] for why in row["missed"]]  # fmt: skip
     parts = [
-        f"# Bubbles of pipelines, {result['date']}",
+        f"# Idle time of pipelines, {result['date']}",
         f"""Commit {result["commit"]}; {result["machine"]}; torch {result["torch"]}, gloo. Made by
 `python benchmarks/pipeline_bubble.py`; the figures are in [{result["name"]}.json]({result["name"]}.json).""",
-        f"""Stages sleep: {1e3 * result["seconds"]:g} ms for a forward, an input gradient and a weight gradient each,
-twice that for a backward of both. Ranks are processes that run the schedules with real messages; medians of
-{result["rounds"]} round(s). Of *unequal* stages the times are {", ".join(map(str, UNEQUAL))} times that, in turn.""",
-        f"""- *Bubble*: the time that a rank does not compute, from its first to its last computation, in parts of the
-  time that it does, both measured; of the rank that is idle longest. Aim: within {BUBBLE:g} of the formula in
-  [pipeline.md](../pipeline.md). Of `search` the formula is the simulator's bubble with equal costs.
-- *Predicted*: the simulator's time of a step, with measured costs. Aim: within {STEP:.0%}.
-- *Held*: of each rank, the most micro-batches whose graphs autograd had at once, each counted for each stage.
-  Aim: as many as the table in pipeline.md says.""",
-        "**All aims are met.**" if not missed else "**Missed:**\n\n" + "\n".join(missed),
+        f"""Here stages do not compute but sleep: {1e3 * result["seconds"]:g} ms for a forward, an input gradient and a
+weight gradient each, and twice as long for a whole backward. Ranks are processes that run the schedules with real
+messages. Figures are medians of {result["rounds"]} round(s). *unequal* stages sleep
+{", ".join(map(str, UNEQUAL))} times as long, in turn.""",
+        f"""- *bubble*: the idle time of a rank between its first and its last computation, divided by its computing
+  time, for the rank with the longest idle time. Target: within {BUBBLE:g} of the formula in
+  [pipeline.md](../pipeline.md). For `search`, the formula is the simulator's bubble with equal costs.
+- *predicted*: the step time that the simulator computes from measured costs. Target: within {STEP:.0%}.
+- *held*: for each rank, the largest number of micro-batches whose graphs existed at a time, counted for each stage.
+  Target: the number in the table of pipeline.md.""",
+        "**All targets are met.**" if not missed else "**Missed:**\n\n" + "\n".join(missed),
         f"![Schedules, predicted and measured]({result['name']}.svg)",
         table(result["rows"]),
     ]
@@ -306,7 +307,7 @@ def main() -> None:
     path.with_suffix(".svg").write_text(svg(drawn, "Stages that sleep", is_seconds=True))
     target = path.with_suffix(".md")
     target.write_text(page(result))
-    link(target, f"bubbles of pipelines whose stages sleep; {machine()}.")
+    link(target, f"idle time of pipelines, compared with formulas and the simulator; {machine()}.")
     print(page(result))
     sys.exit(1 if any(row["missed"] for row in rows) else 0)
 

@@ -185,33 +185,41 @@ def page_of(found: Sequence[Compared], figures: dict[str, Any], picture: str) ->
 
     picks = list(scenarios(found))
     right = [one for one in picks if one.loss <= NEAR]
-    yield "# The planner on this machine: predicted and measured"
+    yield f"# Planner, {figures['date']}: predicted and measured"
     yield ""
     rounds = max(map(len, figures["rows"].values()))
     yield (
-        f"{figures['date']}, commit {figures['commit']}, {figures['machine']}. {len(found)} layouts of three models, "
-        f"each with processes of its own, in up to {rounds} rounds. Memory is the most bytes in blocks of 64 KiB and "
-        "more during a step, counted at each allocation. Time is the median of a round's steps, of the faster round. "
-        "Hosts with a link between them are network namespaces."
+        f"This page compares predictions of `zeromesh plan` with measurements on one machine: {figures['machine']}, "
+        f"commit {figures['commit']}, {figures['date']}. {len(found)} layouts of three models ran, each in its own "
+        f"processes, in up to {rounds} rounds. Memory is the largest sum of allocated blocks of at least 64 KiB during "
+        "a step, counted at each allocation. Time is the median of the steps of the faster round. Hosts with a link "
+        "are network namespaces."
     )
     yield ""
     yield f"![predicted against measured]({picture})"
     yield ""
-    yield "| | layouts | mean error | largest |"
+    yield "| prediction | layouts | mean error | largest error |"
     yield "|---|---|---|---|"
     yield line("memory", [one.memory / one.peak - 1 for one in found])
-    yield line("time, the machine as `doctor --save` measured it", [one.plain / one.seconds - 1 for one in found])
-    yield line("time, two factors fitted on the other half", [o.fitted / o.seconds - 1 for o in found if o.held_out])
-    yield line("time, the half that decides the factors", [o.fitted / o.seconds - 1 for o in found if not o.held_out])
-    yield line("spread of the rounds themselves", _spreads(figures))
+    yield line(
+        "time, with the machine as `zeromesh doctor --save` measured it", [one.plain / one.seconds - 1 for one in found]
+    )
+    yield line(
+        "time, held-out half, with two factors (speed, message time) fitted to the other half",
+        [o.fitted / o.seconds - 1 for o in found if o.held_out],
+    )
+    yield line(
+        "time, the half to which the factors are fitted", [o.fitted / o.seconds - 1 for o in found if not o.held_out]
+    )
+    yield line("for comparison: difference between rounds of one layout", _spreads(figures))
     yield ""
     yield (
-        f"The planner's pick among the layouts of one model, batch and number of ranks that fit a memory limit: within "
-        f"{NEAR - 1:.0%} of the measured best in {len(right)} of {len(picks)} scenarios. Differences below the spread "
-        "of the rounds tell nothing of the planner."
+        "## Does the planner choose the best layout?\n\nEach scenario is one model, batch, number of ranks and memory "
+        f"limit. The planner's choice was within {NEAR - 1:.0%} of the fastest measured layout in {len(right)} of "
+        f"{len(picks)} scenarios. Differences smaller than those between rounds say nothing about the planner."
     )
     yield ""
-    yield "| scenario | memory limit, MB | pick | its time, s | best | its time, s | pick over best |"
+    yield "| scenario | memory limit, MB | chosen | its time, s | best | its time, s | chosen / best |"
     yield "|---|---|---|---|---|---|---|"
     for one in picks:
         yield (
@@ -219,7 +227,9 @@ def page_of(found: Sequence[Compared], figures: dict[str, Any], picture: str) ->
             f"{one.best.row.name} | {one.best.seconds:.3f} | {one.loss - 1:+.1%} |"
         )
     yield ""
-    yield "| layout | memory, MB | predicted | time, s | predicted | with factors |"
+    yield "## All layouts\n\nPredictions are given as errors. *With factors* is the time with the two fitted factors."
+    yield ""
+    yield "| layout | memory, MB | prediction | time, s | prediction | with factors |"
     yield "|---|---|---|---|---|---|"
     for one in found:
         yield (

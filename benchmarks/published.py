@@ -123,7 +123,7 @@ class PublishedRow:
     def refuse_experts(self) -> None:
         """Raise UnjudgedError for a mixture of experts."""
         if (self.layout.get("ep") or 1) > 1 or self.model.get("params_active"):
-            raise UnjudgedError("a mixture of experts, whose sizes the row does not say")
+            raise UnjudgedError("a mixture of experts; the row lacks its sizes")
 
     @property
     def sequence(self) -> int:
@@ -168,7 +168,7 @@ class PublishedRow:
         if stage is None and self.layout.get("fsdp"):
             stage = 3
         if stage not in (None, 0, 1, 2, 3):
-            raise UnjudgedError(f"layout.zero is {stage!r}, which is no row of the table")
+            raise UnjudgedError(f"layout.zero is {stage!r}, which is not a known stage")
         return int(stage or 0)
 
     @property
@@ -182,7 +182,9 @@ class PublishedRow:
             gpus = self.needs("hardware", "gpus")
             data, rest = divmod(int(gpus), tensor * pipeline * context)
             if rest or not data:
-                raise UnjudgedError(f"hardware.gpus is {gpus}, no multiple of {tensor} x {pipeline} x {context} ranks")
+                raise UnjudgedError(
+                    f"hardware.gpus is {gpus}, not a multiple of {tensor} x {pipeline} x {context} ranks"
+                )
         micro_batch, accumulation = _batches(self, int(data), pipeline)
         recompute = str(said.get("recompute") or "none")
         sequence = said.get("sequence_parallel")
@@ -308,7 +310,7 @@ def _size(row: PublishedRow, name: str) -> int:
     if value is None or value == 0:
         return 1
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnjudgedError(f"layout.{name} is {value!r}, which is no number of ranks")
+        raise UnjudgedError(f"layout.{name} is {value!r}, which is not a number of ranks")
     return value
 
 
@@ -320,7 +322,7 @@ def _batches(row: PublishedRow, data: int, pipeline: int) -> tuple[int, int]:
     if local is None and said.get("global_batch"):
         local, rest = divmod(int(said["global_batch"]), data)
         if rest or not local:
-            raise UnjudgedError(f"layout.global_batch is {said['global_batch']}, no multiple of {data} data ranks")
+            raise UnjudgedError(f"layout.global_batch is {said['global_batch']}, not a multiple of {data} data ranks")
     if micro is None:
         if local is None:
             raise UnjudgedError("the row does not say layout.micro_batch")
@@ -329,7 +331,7 @@ def _batches(row: PublishedRow, data: int, pipeline: int) -> tuple[int, int]:
     if count is None:
         count, rest = divmod(int(local), int(micro)) if local is not None else (1, 0)
         if rest:
-            raise UnjudgedError(f"a local batch of {local} is no multiple of the micro-batch, {micro}")
+            raise UnjudgedError(f"the local batch {local} is not a multiple of the micro-batch {micro}")
     return int(micro), int(count)
 
 
@@ -338,7 +340,7 @@ def _recompute(text: str) -> Recompute:
         return Recompute.SELECTIVE
     named = {"none": Recompute.NONE, "sequence": Recompute.NONE, "full": Recompute.BLOCKS}
     if text not in named:
-        raise UnjudgedError(f"layout.recompute is {text!r}, which is no known policy")
+        raise UnjudgedError(f"layout.recompute is {text!r}, which is not a known policy")
     return named[text]
 
 
@@ -349,7 +351,7 @@ def _tiers(row: PublishedRow) -> tuple[Tier, Tier]:
         named = {None: Tier.DEVICE, "none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
         pair = said.get("offload_param"), said.get("offload_optimizer")
         if any(not isinstance(value, str | None) or value not in named for value in pair):
-            raise UnjudgedError(f"layout.offload_param and offload_optimizer are {pair}, which are no known tiers")
+            raise UnjudgedError(f"layout.offload_param and offload_optimizer are {pair}, which are not known tiers")
         return named[pair[0]], named[pair[1]]
     text = said.get("offload") or ""
     if not text:

@@ -139,10 +139,12 @@ def time_card(rows: Sequence[PublishedRow]) -> str:
     lines = [
         "## Step times by half",
         "",
-        "Two constants of each GPU were fitted to one half of a source's rows; the other half is predicted. Beside it",
-        "is the error of one efficiency for the source and GPU, and of one for each of its frameworks.",
+        "Two constants for each source and GPU are fitted to one half of the rows. The other half is held out, and",
+        "predicted. For comparison, the last two columns have the errors of a simpler prediction for these rows:",
+        "one fitted efficiency (share of the peak FLOP/s) for each GPU, or for each GPU and framework. In the cells,",
+        "n is the number of rows, followed by the mean and the largest error.",
         "",
-        "| source | GPU | constants | half of the fit | held out | one efficiency | one a framework |",
+        "| source | GPU | constants | fitted rows | held-out rows | one efficiency | one per framework |",
         "|---|---|---|---|---|---|---|",
     ]
     for (source, gpu), samples in samples_of(rows).items():

@@ -31,8 +31,8 @@ FRAMEWORKS = {
 
 # Known differences between a row and what was measured, by source and model.
 CAVEATS = {
-    ("simumax_b200", "llama3-405b"): "the source trains it with 16 heads of keys; the row's model has 8",
-    ("torchtitan", ""): "it prints what the allocator has reserved; gaps among large tensors are not foreseen",
+    ("simumax_b200", "llama3-405b"): "the source trained with 16 key heads; the row says 8",
+    ("torchtitan", ""): "the source prints reserved memory; fragmentation is not predicted",
 }
 
 
@@ -57,7 +57,7 @@ def convention_of(row: PublishedRow) -> Convention:
     """Return what the row's framework keeps; raise UnjudgedError where it is not known."""
     name = FRAMEWORKS.get(row.source)
     if name is None:
-        raise UnjudgedError(f"which framework {row.source} has measured with is not known")
+        raise UnjudgedError(f"the framework of {row.source} is not known")
     return CONVENTIONS[name]
 
 
@@ -88,7 +88,7 @@ def _estimate(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
     """DeepSpeed's estimators of model states, by their documented formulas."""
     low, high = (_estimated(row, quantity, more) / GIB for more in (0.0, 1e6))
     # The estimator prints elements in whole millions, cut off; the amounts lie between.
-    note = f"elements are printed in whole millions, so between {low:.4g} and {high:.4g}"
+    note = f"the source prints whole millions of elements: between {low:.4g} and {high:.4g}"
     yield row.outcome(quantity, low, note)._replace(high=high)
 
 
@@ -109,7 +109,7 @@ def _estimated(row: PublishedRow, quantity: str, more: float) -> float:
         init = (18 if all(on_host) else 16) * share * params if on_host[0] else layer * node
         return init * spare
     if stage not in (1, 2):
-        raise UnjudgedError(f"the estimators know rows 2 and 3, and the row is {stage}")
+        raise UnjudgedError(f"the estimators cover stages 2 and 3; the row has stage {stage}")
     if device:
         return 2 * params if on_host[0] else 4 * params + 16 * params / ranks
     return params * (max(4 * ranks, 16) if on_host[0] else 4 * node) * spare
@@ -133,7 +133,7 @@ def _paper_activations(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
     states, activations = paper_memory(row, layout, convention)
     if quantity == "percent_of_tensor_only":
         plain = paper_memory(row, replace(layout, recompute=Recompute.NONE, sequence=False), convention)[1]
-        yield row.outcome(quantity, 100 * activations / plain, "read off a figure by the row's source")
+        yield row.outcome(quantity, 100 * activations / plain, "the source read it off a figure")
     else:
         yield row.outcome(quantity, (states if quantity == "states_gib" else activations) / GIB)
 
@@ -179,7 +179,7 @@ def _peak(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
     found = [(moment.total + gaps(rank, moment), moment.label, rank) for rank in ranks for moment in rank.timeline]
     size, label, rank = max(found, key=lambda one: one[0])
     if "reserved" in quantity:
-        size, reason = max(rank.reserved for rank in ranks), "gaps between what is allocated are not foreseen"
+        size, reason = max(rank.reserved for rank in ranks), "fragmentation is not predicted"
     else:
         reason = CAVEATS.get((row.source, row.model["name"])) or CAVEATS.get((row.source, ""), "")
     note = f"{label} of pipeline rank {rank.pipeline_rank}; {reason}".removesuffix("; ")
@@ -238,14 +238,14 @@ def _largest_that_fits(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
     if placement.optimizer_tier is Tier.NVME:
         placement = replace(placement, gradient_tier=Tier.NVME)  # ZeRO-Infinity keeps gradients with what they update
     if isinstance(row.layout.get("tp"), str):
-        raise UnjudgedError("the row does not say how many tensor ranks there are")
+        raise UnjudgedError("the row lacks the number of tensor ranks")
     params, gpus = row.needs("model", "params"), int(row.needs("hardware", "gpus"))
     split = int(row.layout.get("tp") or 1) * int(row.layout.get("pp") or 1)
     layout = ParallelLayout(data=int(row.layout.get("dp") or gpus // split), row=placement)
     on = _resting(params / split, layout, convention)
     host = float(row.hardware.get("host_gb") or 0) * GB or HOST_PER_DEVICE * max(gpus, 16)
     fits = on["device"] <= row.device_memory and on["host"] * gpus <= host
-    note = f"states: {on['device'] / GB:.1f} GB of a device, {on['host'] * gpus / 1e12:.2f} TB of all hosts"
+    note = f"states: {on['device'] / GB:.1f} GB per device, {on['host'] * gpus / 1e12:.2f} TB on all hosts"
     yield row.outcome("fits", float(fits), note, 1.0)
 
 
@@ -255,7 +255,7 @@ def _maximum(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
 
 
 def _sequence(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
-    raise UnjudgedError("it says neither the memory that was left nor which parts were tiled and moved to the host")
+    raise UnjudgedError("the row lacks the free memory, and the parts that were tiled and offloaded")
 
 
 QUANTITIES: dict[str, Callable[[PublishedRow, str], Iterator[Outcome]]] = {

@@ -80,7 +80,7 @@ def machine_of(row: PublishedRow, ranks: int, constants: Constants) -> Machine:
             machine = cluster(name, **practice_of(row).cluster)
             break
     if machine is None:
-        raise UnjudgedError(f"hardware.gpu is {gpu!r}, of which no preset says the speed")
+        raise UnjudgedError(f"hardware.gpu is {gpu!r}; no preset has its speed")
     node = machine.nodes[0][0]
     devices = min(int(row.hardware.get("gpus_per_node") or node.devices), node.devices)
     device = replace(
@@ -110,7 +110,7 @@ def setting_of(row: PublishedRow) -> Setting:
         row = replace(row, model={"vocab": 1, **row.model}, layout={"global_batch": size, **row.layout})
     row, practice = completed(row), practice_of(row)
     if "lora" in row.where.lower():
-        raise UnjudgedError("the row does not say which matrices LoRA adapts")
+        raise UnjudgedError("the row lacks the matrices that LoRA adapts")
     row.refuse_experts()
     shape, layout = row.shape, row.parallel
     shape = replace(shape, fused_attention=practice.fused_attention, **practice.shape)
@@ -137,7 +137,7 @@ def _habits(row: PublishedRow, habits: Habits, keeps: bool) -> Habits:
     """Return the habits of a practice, with what the row says of precision, compilation and overlap."""
     precision = str(row.layout.get("precision") or "").lower()
     if "fp4" in precision:
-        raise UnjudgedError("no preset says the speed of products in 4 bits")
+        raise UnjudgedError("no preset has the speed of 4-bit products")
     if "fp8" in precision or "float8" in precision:
         habits = replace(habits, dtype="fp8")
     if row.layout.get("async_tp"):
@@ -259,7 +259,7 @@ def _step_outcomes(row: PublishedRow) -> Iterator[Outcome]:
 
 
 def _note(row: PublishedRow, setting: Setting) -> str:
-    half = "of the half that decides its constants" if in_fit(row) else "held out of the fit"
+    half = "used to fit constants" if in_fit(row) else "held out"
     half = half if (row.source, gpu_name(row)) in CONSTANTS else "no fit"
     return f"{half}; {setting.practice.why}".removesuffix("; ")
 
@@ -270,10 +270,10 @@ def _arithmetic(setting: Setting, judged: str) -> Iterator[Outcome]:
     seconds = measured_seconds(setting)
     if judged == "step_s" and isinstance(row.measured.get("mfu_percent"), int | float):
         share = value_of(setting, "mfu_percent", seconds)
-        yield row.outcome("mfu_percent", share, "by arithmetic from the step's time")
+        yield row.outcome("mfu_percent", share, "follows from the step time")
     if "days_for_300B_tokens" in row.measured:
         steps = 300e9 / (setting.layout.samples * row.sequence)
-        yield row.outcome("days_for_300B_tokens", steps * seconds / 86400, "by arithmetic from the rate")
+        yield row.outcome("days_for_300B_tokens", steps * seconds / 86400, "follows from the throughput")
 
 
 def _parameter_outcomes(row: PublishedRow) -> Iterator[Outcome]:
@@ -281,7 +281,7 @@ def _parameter_outcomes(row: PublishedRow) -> Iterator[Outcome]:
     with suppress(UnjudgedError):
         shape, count = row.shape, float(row.needs("model", "params"))
         predicted_count = TransformerCost(shape).at(1, row.sequence).parameters
-        yield row.outcome("parameters_B", predicted_count / 1e9, "by arithmetic", measured=count / 1e9)
+        yield row.outcome("parameters_B", predicted_count / 1e9, "a count", measured=count / 1e9)
 
 
 def layer_seconds(setting: Setting, constants: Constants) -> tuple[float, float]:

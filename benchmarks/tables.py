@@ -203,13 +203,13 @@ def page(figures: list[dict[str, Any]], name: str, rounds: int) -> str:
     """Return the page of the figures."""
     sizes = sorted({one["rows"] for one in figures})
     lines = [
-        f"# Large tables, {name[:10]}",
+        f"# Embedding tables, {name[:10]}",
         "",
         f"Made by `make bench-tables`; torch {torch.__version__}, {RANKS} ranks (one thread each), gloo on loopback, "
-        f"{os.cpu_count()} cores. A table of rows of {WIDTH} fp32 numbers, {BATCH} bags of {HOT} uniform indices per "
-        f"rank, AdaGrad. {rounds} rounds of {STEPS} steps, in which variants take turns; shown are the median of the "
-        "rounds' medians, least and most. MB are sent by a rank per step; of DDP they are what its collectives send at "
-        "least.",
+        f"{os.cpu_count()} cores. The model has one table with rows of {WIDTH} fp32 numbers. Each rank looks up "
+        f"{BATCH} bags of {HOT} uniformly random indices per step, and AdaGrad updates the rows. Variants take turns "
+        f"for {rounds} rounds of {STEPS} steps. The table has the median of the rounds, and the least and the most. "
+        "*MB per step* is what a rank sends; for DDP, the least that its collectives can send.",
         "",
         f"![Step time over the size of the table]({name}.png)",
         "",
@@ -223,7 +223,7 @@ def page(figures: list[dict[str, Any]], name: str, rounds: int) -> str:
         cells = [
             f"{median(mine[size]['ms']):.1f} ({min(mine[size]['ms']):.1f} - {max(mine[size]['ms']):.1f})"
             if size in mine
-            else "left out"
+            else "-"
             for size in sizes
         ]
         sent = [mine[size]["mb"] for size in sorted(mine)]

@@ -39,7 +39,7 @@ from zeromesh.observe.machine import live_bytes
 
 SPLIT = ("parameter", "gradient", "optimizer")
 LINES = {
-    "parameter": "parameters, as computed with", "gradient": "gradients", "optimizer": "optimizer: masters and moments",
+    "parameter": "parameters for computation", "gradient": "gradients", "optimizer": "optimizer: masters and moments",
     "counted": "**these three, as the engine counts**", "heap": "**live heap after the updates**",
     "resident": "resident memory after the updates", "peak": "live heap at the peak of an update",
 }  # fmt: skip
@@ -95,14 +95,16 @@ def page(result: dict[str, Any]) -> str:
         f"Commit {result['commit']}; {result['machine']}; torch {result['torch']}. Made by\n"
         f"`python benchmarks/tensor_memory.py`; the figures are in [{result['name']}.json]({result['name']}.json).",
         f"{result['parameters'] / 1e6:.1f} M parameters ({settings['layers']} blocks of width {settings['hidden']}, "
-        f"{settings['vocabulary']} tokens), {settings['batch']} x {settings['sequence']} tokens, "
-        f"{'bf16' if settings['bf16'] else 'fp32'}, AdamW.\nIn brackets is the part of what one rank alone has.",
-        "*Counted* is what the engine's `memory_report` says, at the most: gradients have memory during an update "
-        "only.\nThe *live heap* is what malloc has given out, in blocks of 64 KiB and more, and *resident* what the "
-        "kernel has mapped,\nboth beyond what there was before the model. Norms are on all ranks; at the peak, so are "
-        "activations between split\nparts, but under sequence parallelism.",
+        f"vocabulary of {settings['vocabulary']}), {settings['batch']} x {settings['sequence']} tokens, "
+        f"{'bf16' if settings['bf16'] else 'fp32'}, AdamW.\n"
+        "The number in brackets is the share of the memory of one rank alone.",
+        "- *As the engine counts*: the largest value of `memory_report`. Gradients have memory only during an update.\n"
+        "- *Live heap* is the memory that malloc has handed out, in blocks of at least 64 KiB, and *resident* the\n"
+        "  memory that the kernel has mapped; both without the memory that was used before the model was built.\n"
+        "- Each rank keeps all norms. Without sequence parallelism, each rank also keeps all activations between split "
+        "layers.",
     ]
-    for title, key in (("Activations whole between split parts", "whole"), ("Sequence parallelism", "sequence")):
+    for title, key in (("Without sequence parallelism", "whole"), ("With sequence parallelism", "sequence")):
         parts += [f"## {title}", table(result[key])]
     return "\n\n".join(parts) + "\n"
 

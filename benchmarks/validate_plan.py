@@ -15,7 +15,7 @@ import published_time
 from published import Outcome, PublishedRows, read_rows
 from published_fit import time_card
 
-WORST = 3  # rows of a group that are named
+WORST = 3  # rows of a group that are listed
 
 
 # Errors to stay below, mean and largest, by source and quantity; PRINTED: every row as its source prints it.
@@ -31,6 +31,16 @@ AIMS: dict[tuple[str, str], tuple[float, float]] = {
 }
 TIME_AIM = (0.05, 0.12)
 TIMES = ("step_s", "tflops_per_gpu", "tokens_per_s_per_gpu", "mfu_percent", "days_for_300B_tokens")
+
+IN_SHORT = {
+    "memory of model states": (
+        "states_gb_per_gpu", "states_gib_per_gpu", "states_gib", "states_mib", "host_gib_per_node",
+    ),
+    "peak memory that a device allocates": ("memory_gib",),
+    "peak memory that the allocator reserves": ("reserved_gib",),
+    "step time, throughput, FLOP/s": TIMES,
+}  # fmt: skip
+"""Rows of the first table, and their quantities."""
 
 # Values that follow from others of the row, or are another program's predictions.
 SECONDARY = ("derived_", "simumax_", "percent_of_peak", "aggregate_pflops", "hfu_percent", "three_d_needs_gpus")
@@ -109,14 +119,17 @@ def report(published: PublishedRows, outcomes: Sequence[Outcome]) -> str:
     """Return the report card in Markdown."""
     groups = groups_of(outcomes)
     headings = "source|quantity|judged|of them fitted|as printed|mean error|max error|aim|reached"
-    lines = _table(headings, [group.cells for group in groups if group.judged])
+    lines = ["## In short", "", *_table("prediction|figures|mean error|largest error", _in_short(groups))]
+    lines += ["", BY_SOURCE, *_table(headings, [group.cells for group in groups if group.judged])]
     worst = []
     for group in groups:
         wrong = [outcome for outcome in group.judged if outcome.error and not outcome.printed]
         for one in sorted(wrong, key=lambda one: -abs(one.error or 0.0))[:WORST]:
             figures = f"{one.predicted:.5g}", f"{one.measured:.5g}", f"{one.error:+.2%}"
             worst.append([one.row, one.quantity, *figures, one.note])
-    lines += ["", "## Worst rows", "", *_table("row|quantity|predicted|published|error|note", worst)]
+    lines += ["", "## Worst rows", "", f"The {WORST} worst predictions for each source and quantity.", ""]
+    lines += _table("row|quantity|predicted|published|error|note", worst)
+    lines += ["", *time_card(published.rows).splitlines()]
     unjudged = []
     for group in groups:
         reasons: dict[str, list[str]] = defaultdict(list)
@@ -125,12 +138,23 @@ def report(published: PublishedRows, outcomes: Sequence[Outcome]) -> str:
         for reason, rows in reasons.items():
             shown = rows[0] if len(rows) == 1 else f"{len(rows)}: {rows[0]} to {rows[-1]}"
             unjudged.append([group.source, group.quantity, shown, reason])
-    lines += ["", "## Rows that cannot be judged", "", *_table("source|quantity|rows|reason", unjudged)]
+    lines += ["", "## Rows that cannot be judged", "", "These figures have no prediction, for the reason given.", ""]
+    lines += _table("source|quantity|rows|reason", unjudged)
     lines += ["", "## Sources", ""]
     for name in sorted({row.source for row in published.rows}):
         source = published.sources.get(name, {})
         lines.append(f"- {name}: {source.get('title', 'no title')} {source.get('url', '')}".rstrip())
     return "\n".join(lines)
+
+
+def _in_short(groups: Sequence[ReportGroup]) -> list[list[str]]:
+    """Return the mean and the largest error of each kind of prediction."""
+    found = []
+    for name, quantities in IN_SHORT.items():
+        errors = [error for group in groups if group.quantity in quantities and group.judged for error in group.errors]
+        if errors:
+            found.append([name, str(len(errors)), f"{sum(errors) / len(errors):.1%}", f"{max(errors):.1%}"])
+    return found
 
 
 def _table(headings: str, rows: Iterable[Sequence[str]]) -> list[str]:
@@ -139,17 +163,27 @@ def _table(headings: str, rows: Iterable[Sequence[str]]) -> list[str]:
     return [found[0], "|---" * len(lines[0]) + "|", *found[1:]]
 
 
-HEADER = """# Report card of the planner
+HEADER = """# Planner report card
 
-The planner's predictions beside published figures, by source and quantity. `make validate-plan` writes this page from
-`benchmarks/published-rows.json`. No identifier and no measured value enters a prediction of memory; formulas are in
-`zeromesh/plan/shape.py` and `states.py`, and the tensors that frameworks keep are in
-`benchmarks/published_conventions.py`, each with its source. Errors are those of rows that no constant was fitted on.
+This page compares the predictions of `zeromesh plan` with published measurements of other frameworks.
+[The benchmark of the planner](benchmarks/2026-11-25-plan.md) compares predictions with ZeroMesh itself.
 
-Mixtures of experts are not judged. Rows name a model, such as DeepSeek-V3, without the number and width of its experts,
-how many a token chooses, and the latent widths of its attention. No source says how evenly tokens were spread, which
-decides what a rank keeps and sends. `zeromesh plan` traces such models from their configurations instead.
+- `make validate-plan` writes this page from `benchmarks/published-rows.json`.
+- Predictions of memory use no measured value. The formulas are in `zeromesh/plan/shape.py` and `states.py`. The
+  tensors that each framework keeps are in `benchmarks/published_conventions.py`, with sources.
+- Predictions of time use two constants for each GPU and source. They are fitted to one half of the source's rows.
+  Errors are those of the other half.
+- Mixtures of experts are not judged: the sources do not give the sizes of the experts, nor how evenly tokens were
+  distributed. `zeromesh plan` traces such models from their configurations instead.
 
+"""
+
+BY_SOURCE = """## By source
+
+- *judged*: the number of compared figures; *of them fitted*: those that were used to fit constants, which do not count.
+- *as printed*: predictions that are equal to the published figure, rounded as the source does.
+- *aim*: the error that the planner should stay below; empty for quantities without an aim.
+- *fits* is 1 if the model fits the memory of the machine.
 """
 
 
@@ -164,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    text = f"{report(published, outcomes_of(published))}\n\n{time_card(published.rows)}"
+    text = report(published, outcomes_of(published))
     print(text)
     if options.markdown:
         Path(options.markdown).write_text(HEADER + text + "\n")

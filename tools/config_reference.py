@@ -6,7 +6,8 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +16,89 @@ from pydantic.json_schema import GenerateJsonSchema
 from zeromesh.config.catalogue import Entry, Schema, children, section_of
 from zeromesh.config.errors import show
 from zeromesh.config.names import EXACT_OPTIMIZERS
+from zeromesh.config.section import DTYPE_NAMES
 from zeromesh.config.settings import Settings, entries
 from zeromesh.config.tables import EXACT, GONE, NOT_YET, OURS, RENAMED, UNREAD, UNSET, WITHOUT_EFFECT, sections_of
 
 COMMAND = "python tools/config_reference.py"
 DIFFERENCES_SHOWN = 20
 
+PURPOSES = {
+    "batch sizes, clipping, seed, logging": "top level",
+    "the optimizer and the learning rate": "optimizer scheduler",
+    "the precision": "bf16 fp16 torch_autocast data_types",
+    "sharding and offload": "zero_optimization slots aio",
+    "tensor, context and pipeline parallelism, hybrid sharding": "mesh tensor_parallel context_parallel pipeline",
+    "slow links between nodes": "communication",
+    "recomputation": "activation_checkpointing",
+    "large embedding tables": "embedding_tables",
+    "metrics, traces, checks": "tensorboard wandb csv_monitor flops_profiler profile replica_check debug",
+    "checkpoints": "checkpoint",
+    "`zeromesh train`": "model huggingface lora data run",
+}
+"""Rows of the first table: a purpose, and the sections that serve it."""
+
+
+def _purposes() -> str:
+    rows = []
+    for purpose, names in PURPOSES.items():
+        links = (
+            [f"[`{name}`](#{name})" for name in names.split()] if names != "top level" else ["[Top level](#top-level)"]
+        )
+        rows.append(f"| {purpose} | {', '.join(links)} |")
+    return "\n".join(["| to set | see |", "|---|---|", *rows])
+
+
 INTRODUCTION = f"""# Configuration
 
 <!-- Written by `{COMMAND}`; change the settings, not this page. -->
 
-A configuration is a JSON file in DeepSpeed's format, or a dict of the same form. Files made for DeepSpeed work
-unchanged, or are refused with the reason. [config.schema.json](config.schema.json) is its JSON schema: an editor
-completes and checks a file that starts with `"$schema": "path/to/config.schema.json"`.
+This page lists every key of a configuration. A configuration is a JSON file in DeepSpeed's format, or a dict of the
+same form. An existing `ds_config.json` usually works unchanged; otherwise an error lists the keys that do not.
 
-- Unknown keys, at any depth, and keys that stand twice are errors. Sections without effect may hold anything.
-- Comments (`//`, `#`, `/* */`) and a comma after the last entry may stand in a file. Keys named `comment`, `//` or
-  `_comment...` are comments, too.
-- `"{UNSET}"` means: as if the key were not there. It may stand anywhere; `initialize` lists such keys in one line, with
-  the values that they have then. Learning rates, and `enabled` of `fp16` and `bf16` where no other precision is on, are
-  errors: a Trainer fills them in, and results depend on them.
-- Nothing is converted: `"32"` is not a number, `1` is not `true`. Whole numbers may be written like `5e8`.
-- A list of strings may be written as one string.
-- On the command line, `--set zero_optimization.stage=3` changes one key. The value is JSON; what is not is a string.
-- Sizes: `train_batch_size` = `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x data-parallel ranks.
-  Any of them that can be worked out may be left out. With none given, the micro-batch is one sample, without
-  accumulation.
+```json
+{{
+  "train_batch_size": 32,
+  "gradient_accumulation_steps": 2,
+  "gradient_clipping": 1.0,
+  "bf16": {{"enabled": true}},
+  "zero_optimization": {{"stage": 3}},
+  "optimizer": {{"type": "AdamW", "params": {{"lr": 3e-4}}}}
+}}
+```
 
-The last column says where a key comes from: *DeepSpeed*, or *ours*; and which keys are accepted but have
-*no effect* here, or are *not yet* possible with other values than those named.
+{_purposes()}
+
+## Rules
+
+- **Batch sizes**: `train_batch_size` = `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x data-parallel
+  ranks. You may leave out any size that follows from the others. If you set none, a micro-batch is one sample, and
+  every micro-batch is an update.
+- **Unknown keys** are errors, at any depth, with a suggestion. So are keys that occur twice.
+- **`"{UNSET}"`** lets [the planner choose](choosing.md#choose-automatically) the mesh, the ZeRO stage, offload and the
+  micro-batch. For all other keys it is the same as leaving the key out. The log has the values. Learning rates may not
+  be `"{UNSET}"`. Neither may `enabled` of `fp16` and `bf16`, unless another precision is on.
+- **Types** are not converted: `"32"` is not a number, and `1` is not `true`. Whole numbers may be written as `5e8`. A
+  list of strings may be written as one string.
+- **Comments** are allowed (`//`, `#`, `/* */`, and keys named `comment`, `//` or `_comment...`), and so is a comma
+  after the last entry.
+- **Command line**: `--set zero_optimization.stage=3` changes one key. A value that is not JSON is a string.
+- **Editors** complete and check files with [config.schema.json](config.schema.json), if the file begins with
+  `"$schema": "path/to/config.schema.json"`.
+
+The column *from* says whether DeepSpeed has the key, or only ZeroMesh. Below a table, *no effect* lists keys of
+DeepSpeed that are accepted and ignored, with the reason, and *not supported yet* lists keys that accept only the value
+given.
+
+A *dtype* is one of {", ".join(f'`"{name}"`' for name in DTYPE_NAMES)}.
 """
 
 
-ADOPTED = """## Files for DeepSpeed
+ADOPTED = """## Convert a file of DeepSpeed
 
-`zeromesh config --fix old.json > new.json` writes a file for DeepSpeed as one that loads here and means the same. Each
-change goes to standard error, with its reason; a file that loads already is written as it is. `zeromesh.deepspeed`
-reads configurations in the same way, and warns of the changes. In Python:
+If a file of DeepSpeed does not load, `zeromesh config --fix old.json > new.json` writes one that loads and means the
+same. It prints each change and the reason to standard error. A file that already loads stays as it is.
+`zeromesh.deepspeed` makes the same changes when it reads a configuration, with a warning. In Python:
 
 ```python
 from zeromesh.config.adopt import adopt, warn_of
@@ -61,13 +108,14 @@ warn_of(changes)
 assert document == {"seed": 1, "zero_optimization": {"stage": 2}}
 ```
 
-- Unknown keys are left out, except inside `zero_optimization`, where DeepSpeed refuses them, too.
-- Keys of the top level that have dots are paths. A value in the section itself takes precedence.
-- 0, 1, `"true"` and `"false"` are read where a key is true or false.
-- `offload_param` below stage 3, and `offload_optimizer` at stage 0, are left out.
-- These are left out or replaced. A run computes the same without them, or more exactly, unless the row says otherwise:
+- Unknown keys are removed, except inside `zero_optimization`, where DeepSpeed refuses them too.
+- Keys with dots at the top level become paths. A value in the section itself takes precedence.
+- 0, 1, `"true"` and `"false"` become true and false where a key is true or false.
+- `offload_param` below stage 3 and `offload_optimizer` at stage 0 are removed.
+- The keys of the following table are removed or replaced. Unless the row says otherwise, a run computes the same
+  without them, or more exactly:
 
-| key | becomes | why |
+| key | becomes | reason |
 |---|---|---|
 """
 
@@ -113,8 +161,11 @@ def _section(section: str, known: dict[str, Entry]) -> str:
     if section:
         note = _note(section)
         head += [text for text in (known[section].meaning, f"{_sentence(note)}." if note else "") if text] + [""]
-    head += ["| key | value | default | meaning | |", "|---|---|---|---|---|"]
-    return "\n".join([*head, *(_line(known[prefix + name]) for name in children(known, section)), ""])
+    inside = [known[prefix + name] for name in children(known, section)]
+    read = [entry for entry in inside if entry.path not in UNREAD or entry.section]
+    if read:
+        head += ["| key | meaning | value | default | from |", "|---|---|---|---|---|", *map(_line, read), ""]
+    return "\n".join([*head, *_unread(entry.path for entry in inside if entry not in read)])
 
 
 def _line(entry: Entry) -> str:
@@ -124,42 +175,67 @@ def _line(entry: Entry) -> str:
         name, value, default = f"[`{name}`](#{entry.path.replace('.', '')})", "an object", ""
     else:
         name, value = f"`{name}`", entry.rule
-        default = "required" if entry.required else "" if entry.path in UNREAD else f"`{show(entry.default)}`"
-    notes = ["DeepSpeed" if sections_of(entry.path).isdisjoint(OURS) else "ours", _note(entry.path)]
-    cells = (name, value, default, entry.meaning, "; ".join(note for note in notes if note))
-    return f"| {' | '.join(cells)} |"
+        default = "required" if entry.required else f"`{show(entry.default)}`"
+    origin = "DeepSpeed" if sections_of(entry.path).isdisjoint(OURS) else "ZeroMesh"
+    note = _sentence(_note(entry.path))
+    meaning = f"{entry.meaning} {note}.".strip() if note else entry.meaning
+    return f"| {' | '.join((name, meaning, _short(value), default, origin))} |"
+
+
+def _short(rule: str) -> str:
+    """Return a rule without bounds that nobody meets, and with one word for the names of dtypes."""
+    for bound in (2**31 - 1, 2**40, 2**63 - 1):
+        rule = rule.replace(f" and <= {bound}", "")
+    return rule.replace("one of " + ", ".join(map(show, DTYPE_NAMES)), "a dtype")
+
+
+def _unread(paths: Iterable[str]) -> list[str]:
+    """Return lists of keys that are accepted and change nothing, those with one reason together."""
+    reasons: dict[str, list[str]] = defaultdict(list)
+    later = []
+    for path in paths:
+        name = f"`{path.rpartition('.')[2]}`"
+        if path in NOT_YET:
+            row = NOT_YET[path]
+            later.append(f"- {name}: {row.what}; only {' or '.join(f'`{show(value)}`' for value in row.allowed)}.")
+        else:
+            reasons[WITHOUT_EFFECT[path]].append(name)
+    found = ["*No effect*:", "", *(f"- {', '.join(names)}: {why}." for why, names in reasons.items()), ""]
+    return (found if reasons else []) + (["*Not supported yet*:", "", *later, ""] if later else [])
 
 
 def _note(path: str) -> str:
     notes = [f"*no effect*: {WITHOUT_EFFECT[path]}"] if path in WITHOUT_EFFECT else []
     if path in NOT_YET:
         row = NOT_YET[path]
-        notes.append(f"*not yet*: {row.what}; only {' or '.join(f'`{show(value)}`' for value in row.allowed)}")
+        notes.append(
+            f"*not supported yet*: {row.what}; only {' or '.join(f'`{show(value)}`' for value in row.allowed)}"
+        )
     return "; ".join(notes)
 
 
 def _sentence(note: str) -> str:
-    return note.replace("*no effect*", "No effect").replace("*not yet*", "Not yet")
+    return note.replace("*no effect*", "No effect").replace("*not supported yet*", "Not supported yet")
 
 
 def _other_names() -> str:
     rows = "\n".join(f"| `{old}` | `{new}` |" for old, new in RENAMED.items())
-    head = "## Other names\n\nThese are read as the key beside them, of which they are older or shorter names.\n"
+    head = "## Other names\n\nOlder and shorter names of keys, which are read as the key beside them.\n"
     return f"{head}\n| name | key |\n|---|---|\n{rows}\n"
 
 
 def _refused() -> str:
     rows = "\n".join(f"| `{path}` | {remedy} |" for path, remedy in GONE.items())
     head = (
-        "## Refused\n\nKeys and sections of DeepSpeed. They may stand in a file only if switched off: false, or "
-        "nothing enabled inside.\n"
+        "## Refused keys\n\nThese keys of DeepSpeed, or of earlier versions, are errors unless they are switched off "
+        "(false, or nothing enabled inside).\n"
     )
     return f"{head}\n| key | instead |\n|---|---|\n{rows}\n"
 
 
 def _adopted() -> str:
     """Return what ``adopt`` leaves out or replaces, after its own description."""
-    rows = [f"| `{path}` | left out | {why} |" for path, why in EXACT.items()]
+    rows = [f"| `{path}` | removed | {why} |" for path, why in EXACT.items()]
     rows += [
         f'| `"optimizer": {{"type": "{name}"}}` | `"{row.name}"` | {row.why} |'
         for name, row in EXACT_OPTIMIZERS.items()

@@ -87,7 +87,7 @@ def on_config(config: Any) -> Any:
         if "*" not in entry:
             return entry
         found = [name for name in names if fnmatchcase(name, entry) and name.count("/") == entry.count("/")]
-        return sorted(found, key=lambda name: (not name.endswith(("index.md", "README.md")), name))
+        return sorted(found, key=lambda name: (not name.endswith(("index.md", "README.md")), name.removesuffix(".md")))
 
     config.nav = expand(config.nav)
     return config

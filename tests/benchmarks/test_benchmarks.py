@@ -429,7 +429,7 @@ def test_stages_that_sleep_hold_what_the_table_says_and_have_a_page(tmp_path: Pa
     assert [row["formula"] for row in rows[:3]] == pytest.approx([1 / 3, 1 / 9, 0.0])
     missed = any(row["missed"] for row in rows)  # so short sleeps are hardly longer than what is around them
     assert found["status"] == missed
-    assert ("**All aims are met.**" in text) is not missed
+    assert ("**All targets are met.**" in text) is not missed
     assert text.count("| unequal |") == text.count("| equal |") == len(names)
     (picture,) = tmp_path.glob("*.svg")
     assert f"]({picture.name})" in text

@@ -187,7 +187,7 @@ def test_names_of_keys_for_messages_are_names_of_keys() -> None:
         ({"scheduler": {"type": "WarmUp"}}, ['scheduler.type = "WarmUp"', 'did you mean "WarmupLR"?']),
         ({"scheduler": {"type": "StepLr2"}}, ['did you mean "StepLR"?']),
         ({"data": {"train": []}}, ["data.train = []", "at least one"]),
-        ({"run": {"steps": 0}}, ["run.steps = 0", ">= 1", "updates of the parameters"]),
+        ({"run": {"steps": 0}}, ["run.steps = 0", ">= 1", "number of updates"]),
         ({"fp16": {1: 2}}, ["fp16.1 is not a known key"]),
         (
             {"model": {"hidden_size": 10, "layers": 1, "heads": 3, "sequence_length": 8}},

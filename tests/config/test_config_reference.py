@@ -90,9 +90,12 @@ def test_the_page_has_a_line_for_every_key_with_its_meaning() -> None:
 def test_the_page_marks_where_keys_come_from() -> None:
     lines = {line.split("|")[1].strip(): line for line in files()["configuration.md"].splitlines() if "|" in line}
     assert lines["`train_batch_size`"].endswith("| DeepSpeed |")
-    assert lines["`units`"].endswith("| ours |")
-    assert "*no effect*" in lines["`overlap_comm`"]
-    assert "*not yet*" in lines["`expert`"]
+    assert lines["`units`"].endswith("| ZeroMesh |")
+    assert "Not supported yet: expert parallelism; only `1`." in lines["`expert`"]
+    section = files()["configuration.md"].partition("## `zero_optimization`")[2].partition("\n## ")[0]
+    idle, _, later = section.partition("*No effect*:")[2].partition("*Not supported yet*:")
+    assert "\n- `reduce_bucket_size`, `use_multi_rank_bucket_allreduce`: gradients are reduced unit by unit." in idle
+    assert "`zero_quantized_nontrainable_weights`: quantized frozen weights; only `false`." in later
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)

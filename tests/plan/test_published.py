@@ -182,7 +182,7 @@ def test_the_command_reports_every_figure(tmp_path: Path, capsys: pytest.Capture
     rows = write(tmp_path, entry(), entry(id="x-2", source="new", measured={"wonders": 7}))
     assert main([str(rows), "--markdown", str(page)]) == 0
     text = page.read_text()
-    assert text.startswith("# Report card")
+    assert text.startswith("# Planner report card")
     assert "| simumax_b200 | memory_gib | 1 |" in text
     assert "| new | wonders | x-2 | nothing predicts this quantity |" in text
     assert capsys.readouterr().out.strip() in text

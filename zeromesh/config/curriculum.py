@@ -12,26 +12,28 @@ from zeromesh.config.tables import look_up
 
 
 class LengthSchedule(Section):
-    """The course of a curriculum, counted in updates."""
+    """Growth of the length, counted in updates."""
 
-    total_curriculum_step: PositiveInt | None = key(None, "Updates until the length is max_difficulty.")
-    difficulty_step: PositiveInt = key(8, "The length is a multiple of this.")
-    root_degree: PositiveInt | None = key(None, "For fixed_root: the degree; 2 is the square root of the updates.")
-    difficulty: list[int] | None = key(None, "For fixed_discrete: the lengths, one after the other.")
-    max_step: list[int] | None = key(None, "For fixed_discrete: the last update of each length but the last.")
+    total_curriculum_step: PositiveInt | None = key(None, "Number of updates until the length is max_difficulty.")
+    difficulty_step: PositiveInt = key(8, "The length is rounded down to a multiple of this.")
+    root_degree: PositiveInt | None = key(None, "For fixed_root: the degree of the root; 2 is the square root.")
+    difficulty: list[int] | None = key(None, "For fixed_discrete: the lengths, in order.")
+    max_step: list[int] | None = key(
+        None, "For fixed_discrete: the last update of each length, except the last length."
+    )
 
 
 class Curriculum(Section):
-    """Samples that are short at first, and become longer."""
+    """Curriculum learning: short samples first, then longer ones."""
 
-    enabled: bool = key(False, "Cut the samples of the first updates.")
-    curriculum_type: Literal["seqlen"] = key("seqlen", "The length of sequences.")
-    min_difficulty: PositiveInt = key(8, "Length at the start, in tokens.")
-    max_difficulty: PositiveInt | None = key(None, "Length at the end, in tokens.")
+    enabled: bool = key(False, "Truncate the samples of the first updates.")
+    curriculum_type: Literal["seqlen"] = key("seqlen", "Quantity that grows: the length of sequences.")
+    min_difficulty: PositiveInt = key(8, "First length, in tokens.")
+    max_difficulty: PositiveInt | None = key(None, "Last length, in tokens.")
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] = key(
-        "fixed_linear", "Course of the length; custom is refused."
+        "fixed_linear", "Growth of the length. custom is refused."
     )
-    schedule_config: LengthSchedule = key(LengthSchedule(), "The course in numbers.")
+    schedule_config: LengthSchedule = key(LengthSchedule(), "Parameters of the growth.")
 
     @field_validator("schedule_type")
     @classmethod

@@ -21,10 +21,10 @@ class Counterpart(NamedTuple):
     params: Mapping[str, Any] = MappingProxyType({})  # arguments that it needs
 
 
-_FUSED = "torch's fused update is taken where there is one"
-_WIRE = "its gradients are exact, and travel in 16 bits under fp16 or bf16"
+_FUSED = "torch's fused update is used if it exists"
+_WIRE = "gradients are exact, and sent in 16 bits with fp16 or bf16"
 _BIAS = "torch's Adam always corrects the bias of its moments"
-_MUP = "pass parameter groups with muP's learning rates to initialize, which sets none"
+_MUP = "pass parameter groups with muP's learning rates to initialize"
 _COMPRESSION = (
     "freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler", "local_step_scaler",
     "local_step_clipper", "pipeline_enable_split",

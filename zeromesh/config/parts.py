@@ -26,24 +26,24 @@ LinkFormat = Literal["16bit", "8bit"]
 
 
 class Fp16(Section):
-    """fp16 parameters with an fp32 master and a loss scale."""
+    """Train in fp16 with fp32 master weights and a loss scale."""
 
-    enabled: bool = key(False, "Compute in fp16.")
+    enabled: bool = key(False, "Train in fp16.")
     # Unlike DeepSpeed: without it, inputs in another dtype are an error of the first layer.
-    auto_cast: bool = key(True, "Cast floating-point inputs of the model to fp16 (DeepSpeed's default is false).")
-    loss_scale: CountFloat = key(0.0, "A fixed loss scale; 0 means a dynamic one.")
+    auto_cast: bool = key(True, "Cast floating-point inputs of the model to fp16 (DeepSpeed's default: false).")
+    loss_scale: CountFloat = key(0.0, "Fixed loss scale. 0: dynamic.")
     # 2**128 is more than fp32 holds.
-    initial_scale_power: CountInt = key(16, "The dynamic scale starts at 2 to this power.", le=127)
-    loss_scale_window: PositiveInt = key(1000, "Steps without overflow until the scale is doubled.")
-    hysteresis: PositiveInt = key(2, "Overflows until the scale is halved.")
-    consecutive_hysteresis: bool = key(False, "Refill the hysteresis after a step without overflow.")
-    min_loss_scale: PositiveFloat = key(1.0, "Least value of the dynamic scale.")
+    initial_scale_power: CountInt = key(16, "The dynamic scale starts at 2 to the power of this number.", le=127)
+    loss_scale_window: PositiveInt = key(1000, "Steps without overflow after which the scale is doubled.")
+    hysteresis: PositiveInt = key(2, "Overflows after which the scale is halved.")
+    consecutive_hysteresis: bool = key(False, "Restart the count of overflows after a step without overflow.")
+    min_loss_scale: PositiveFloat = key(1.0, "Smallest value of the dynamic scale.")
 
 
 class Bf16(Section):
-    """bf16 parameters with an fp32 master."""
+    """Train in bf16 with fp32 master weights."""
 
-    enabled: bool = key(False, "Compute in bf16.")
+    enabled: bool = key(False, "Train in bf16.")
     auto_cast: bool = key(True, "Cast floating-point inputs of the model to bf16 (DeepSpeed does not).")
 
 
@@ -51,29 +51,34 @@ class TorchAutocast(Section):
     """The forward under ``torch.autocast``; parameters keep their dtype."""
 
     enabled: bool = key(False, "Run the forward under torch.autocast.")
-    dtype: Dtype = key("bf16", "Dtype of autocast; fp16 scales the loss as the fp16 section says.")
+    dtype: Dtype = key("bf16", "Dtype of autocast. With fp16 the loss is scaled according to the section fp16.")
 
 
 class DataTypes(Section):
-    """Dtypes that differ from those of the model."""
+    """Dtypes of gradients and buffers."""
 
-    grad_accum_dtype: Dtype | None = key(None, "Dtype of summed gradients. Null: fp32 for 16-bit parameters.")
+    grad_accum_dtype: Dtype | None = key(
+        None, "Dtype in which gradients are accumulated. Null: fp32 for 16-bit parameters."
+    )
     buffer_dtype: Dtype | None = key(
         None,
-        "Dtype of the model's floating-point buffers, except running statistics of batch norms. Null: each keeps its "
-        "own.",
+        "Dtype of the model's floating-point buffers, except running statistics of batch norms. Null: buffers keep "
+        "their dtype.",
     )
 
 
 class Optimizer(Section):
     """The optimizer that ZeroMesh builds."""
 
-    type: str = key(..., "adam, adamw, lamb, lion, adagrad, sgd, muon, in any letter case, or a class of torch.optim.")
+    type: str = key(
+        ...,
+        "Name of the optimizer: adam, adamw, lamb, lion, adagrad, sgd, muon (in any case), or a class of torch.optim.",
+    )
     # Checked when the optimizer is built, whose signature says what there is.
     params: Table = key(
         {},
-        "Arguments of the optimizer, for example lr, betas, eps, weight_decay. Defaults are those of torch's "
-        "optimizer of that name: AdamW has a weight_decay of 0.01, where DeepSpeed has 0.",
+        "Arguments of the optimizer, such as lr, betas, eps, weight_decay. Defaults are torch's: AdamW has a "
+        "weight_decay of 0.01 (DeepSpeed: 0).",
     )
 
     _known_type = field_validator("type")(check_optimizer)
@@ -82,38 +87,42 @@ class Optimizer(Section):
 class Scheduler(Section):
     """The learning-rate schedule that ZeroMesh builds."""
 
-    type: str = key(..., "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, WSD, or a class of torch's.")
+    type: str = key(
+        ...,
+        "Name of the schedule: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, WSD, or a class of "
+        "torch.optim.lr_scheduler.",
+    )
     params: Table = key({}, "Arguments of the schedule.")
 
     _known_type = field_validator("type")(check_scheduler)
 
 
 class TableOptimizer(Section):
-    """The update of rows that a batch has used."""
+    """The optimizer of embedding tables."""
 
     type: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = key(
-        ..., "sgd, adagrad, rowwise_adagrad (one state per row), or adam (torch's SparseAdam)."
+        ..., "Update of the rows: sgd, adagrad, rowwise_adagrad (one state per row), or adam (torch's SparseAdam)."
     )
     params: Table = key(
         {},
-        "lr (0.01 of adagrad, else 0.001), eps, lr_decay and initial_accumulator_value of adagrad, betas of adam. "
-        "Schedules change lr as that of the other parameters.",
+        "Arguments: lr (default 0.01 for adagrad, otherwise 0.001); eps; lr_decay and initial_accumulator_value for "
+        "adagrad; betas for adam. Schedules apply to lr too.",
     )
 
 
 class EmbeddingTables(Section):
-    """Embeddings with sparse gradients, whose rows are spread over the data-parallel ranks at every stage."""
+    """Embeddings with sparse gradients. Their rows are distributed over the data-parallel ranks at every stage."""
 
     modules: Names | None = key(
-        None, "Patterns of names of nn.Embedding and nn.EmbeddingBag. Null: those with sparse=True; []: none."
+        None, "Name patterns of nn.Embedding and nn.EmbeddingBag modules. Null: those with sparse=True. []: none."
     )
     optimizer: TableOptimizer | None = key(
-        None, "Update of the rows. Null: by the run's optimizer, which must be SGD, Adagrad, Adam or AdamW."
+        None, "Optimizer of the tables. Null: that of the run, which must be SGD, Adagrad, Adam or AdamW."
     )
-    device: Literal["none", "cpu", "nvme"] = key("none", "Tier of the rows and their optimizer states.")
-    nvme_path: str | None = key(None, "Folder of the rows' files on the NVMe device.")
+    device: Literal["none", "cpu", "nvme"] = key("none", "Memory of the rows and their optimizer states.")
+    nvme_path: str | None = key(None, "Folder on the NVMe device for the files of the rows.")
     cache_rows: PositiveInt = key(
-        100_000, "Rows of each table, the last used ones, that a GPU, or host memory before NVMe, keeps."
+        100_000, "Most recently used rows of each table that stay on the GPU, or in host memory for device = nvme."
     )
     batch_lookups: bool = key(
         True, "Look up several tables with the same messages, when the first of their outputs is used."
@@ -121,95 +130,98 @@ class EmbeddingTables(Section):
 
 
 class ActivationCheckpointing(Section):
-    """Recompute activations in the backward instead of keeping them."""
+    """Recompute activations in the backward instead of saving them."""
 
     enabled: bool = key(False, "Recompute the activations of the targets.")
-    targets: Names = key((), "Class names, or glob patterns of module names, to recompute. Empty: the units.")
+    targets: Names = key((), "Class names or glob patterns of module names to recompute. Empty: the units.")
     granularity: Literal["full", "selective"] = key(
         "full",
-        "full: compute all of the targets again. selective: keep results of matrix products and attention, too, and "
-        "compute the rest again.",
+        "full: save only the inputs of the targets. selective: also save the results of matrix products and attention, "
+        "and recompute the rest.",
     )
     partition_activations: bool = key(
         False,
-        "Each tensor-parallel rank keeps a part of the inputs of the targets, and gathers them for the backward. No "
-        "effect with tensor_parallel.sequence.",
+        "Divide the saved inputs among the tensor-parallel ranks, and gather them in the backward. No effect with "
+        "tensor_parallel.sequence.",
     )
-    cpu_checkpointing: bool = key(False, "Keep the inputs of the targets in host memory, if enabled is true.")
+    cpu_checkpointing: bool = key(False, "Save the inputs of the targets in host memory. Needs enabled = true.")
 
 
 class TensorParallelGroup(Section):
     """Size of a tensor-parallel group."""
 
-    tp_size: PositiveInt = key(1, "Ranks that share one layer, as mesh.tensor; 1 means that.")
+    tp_size: PositiveInt = key(1, "The same as mesh.tensor. 1: mesh.tensor decides.")
 
 
 class TensorParallel(Section):
-    """Layers split over ranks."""
+    """Tensor parallelism: layers split over ranks. mesh.tensor sets the number of ranks."""
 
     plan: Table | None = key(
         None,
-        "Glob patterns of names of modules or parameters to styles, such as colwise, rowwise or replicate. They "
-        "precede the styles that are found automatically.",
+        "Styles, such as colwise, rowwise or replicate, by glob pattern of module or parameter names. They take "
+        "precedence over the styles that are found automatically.",
     )
-    sequence: bool = key(False, "Norms and dropout between split layers work on parts of the sequence.")
-    autotp_size: CountInt = key(0, "Ranks that share one layer, as mesh.tensor; 0 means that.")
-    tensor_parallel: TensorParallelGroup = key(TensorParallelGroup(), "Size of the group.")
+    sequence: bool = key(
+        False, "Sequence parallelism: norms and dropout between split layers compute on parts of the sequence."
+    )
+    autotp_size: CountInt = key(0, "The same as mesh.tensor. 0: mesh.tensor decides.")
+    tensor_parallel: TensorParallelGroup = key(TensorParallelGroup(), "DeepSpeed's form of mesh.tensor.")
 
 
 class ContextParallel(Section):
-    """Sequences that several ranks share."""
+    """Context parallelism: sequences split over ranks. mesh.context sets the number of ranks."""
 
     strategy: Literal["ring", "ulysses"] = key(
-        "ring", "ring: keys and values circulate; ulysses: a rank has all tokens of some heads."
+        "ring", "ring: ranks pass keys and values on. ulysses: each rank computes some heads on all tokens."
     )
 
 
 class PipelineRecord(Section):
-    """The update of a pipeline that is drawn, and the folder of the drawing."""
+    """Draw one update of the pipeline, as predicted and as measured."""
 
-    folder: str = key("runs/pipeline", "Folder of the files; older ones are kept.", min_length=1)
-    step: PositiveInt = key(3, "The update that is recorded, counted from 1 in this process.")
+    folder: str = key("runs/pipeline", "Folder of the files. Older files are kept.", min_length=1)
+    step: PositiveInt = key(3, "Update to record, counted from 1 in this process.")
 
 
 class Pipeline(Section):
-    """The model cut into stages."""
+    """Pipeline parallelism: the model cut into stages. mesh.pipeline sets the number of ranks."""
 
-    stages: PositiveInt | None = key(None, "Ranks that share the layers, as mesh.pipeline.")
-    schedule: str = key("1f1b", "Order of forwards and backwards; `zeromesh schedule --list` has all.")
-    chunks: PositiveInt | None = key(None, "Stages per rank, where the schedule has several.")
+    stages: PositiveInt | None = key(None, "The same as mesh.pipeline.")
+    schedule: str = key("1f1b", "Order of forwards and backwards; `zeromesh schedule --list` lists all.")
+    chunks: PositiveInt | None = key(None, "Stages per rank, for schedules with several.")
     partition: str | list[int] = key(
         "best",
-        "Distribution of blocks over stages: best (by counted operations), parameters, uniform, type:REGEX (equally "
-        "many of matching classes), or the first block of each.",
+        "Distribution of blocks over stages. best: equal operations. parameters: equal parameters. uniform: equal "
+        "numbers of blocks. type:REGEX: equal numbers of blocks of matching classes. A list: the first block of each "
+        "stage.",
     )
-    blocks: list[str] = key([], "Patterns of names of the blocks, in the order in which they are called.")
-    recompute: bool = key(False, "Keep only the inputs of stages, and recompute activations in idle time.")
-    record: PipelineRecord | None = key(None, "Draw an update as measured, and as predicted. Null: no.")
+    blocks: list[str] = key([], "Name patterns of the blocks, in the order of the forward. Empty: found automatically.")
+    recompute: bool = key(False, "Save only the inputs of stages, and recompute activations in idle time.")
+    record: PipelineRecord | None = key(None, "Draw one update of the pipeline. Null: no drawing.")
     activation_checkpoint_interval: CountInt = key(
-        0, "Layers of a PipelineModule recomputed together; 0: the model's number."
+        0, "Layers of a PipelineModule that are recomputed together. 0: the number that the model has."
     )
 
     _known_partition = field_validator("partition")(check_partition)
 
 
 class Checkpoint(Section):
-    """Writing and loading of checkpoints."""
+    """Checkpoints: how many are kept, and what happens if one cannot be written."""
 
     keep_last: PositiveInt | None = key(
         None,
-        "Checkpoints of a series (such as global_step1, global_step2) that stay in a folder; a complete new one "
-        "deletes older ones. Null: all.",
+        "Number of checkpoints of a series (such as global_step1, global_step2) to keep in a folder. A complete new "
+        "one deletes older ones. Null: keep all.",
     )
     on_failure: Literal["continue", "stop"] = key(
         "continue",
-        "Reaction of zeromesh train to a checkpoint that cannot be written, as on a full disk: continue until the "
-        "next save, or stop.",
+        "Reaction of zeromesh train if a checkpoint cannot be written, such as on a full disk: continue until the next "
+        "save, or stop.",
     )
 
 
 class Aio(Section):
-    """Asynchronous file access for NVMe."""
+    """File access of the NVMe offload."""
 
     # Direct I/O takes multiples of a sector only.
     block_size: PositiveInt = key(1048576, "Bytes per request.", multiple_of=4096)
@@ -217,13 +229,13 @@ class Aio(Section):
 
 
 class MeshSizes(Section):
-    """Sizes of the mesh of ranks; their product is the world size."""
+    """Number of ranks along each axis. Their product is the world size."""
 
-    replicate: PositiveInt = key(1, "Shard groups that replicate each other (hybrid sharding).")
-    data: Int = key(-1, "Ranks in one shard group; -1 means what is left.", ge=-1)
-    pipeline: PositiveInt = key(1, "Pipeline stages.")
-    context: PositiveInt = key(1, "Ranks that share one sequence.")
-    tensor: PositiveInt = key(1, "Ranks that share one layer.")
+    replicate: PositiveInt = key(1, "Shard groups, which hold replicas of each other (hybrid sharding).")
+    data: Int = key(-1, "Data-parallel ranks in one shard group. -1: all remaining ranks.", ge=-1)
+    pipeline: PositiveInt = key(1, "Pipeline-parallel ranks: each holds a part of the layers.")
+    context: PositiveInt = key(1, "Context-parallel ranks: they share a sequence.")
+    tensor: PositiveInt = key(1, "Tensor-parallel ranks: they share each layer.")
     expert: PositiveInt = key(1, "Ranks that share the experts of a layer.")
 
     @field_validator("data")
@@ -236,30 +248,38 @@ class MeshSizes(Section):
 
 
 class Communication(Section):
-    """Use of the links between nodes."""
+    """Communication between nodes."""
 
     hierarchical: bool | None = key(
         None,
-        "Send data between nodes once, and share them inside the nodes. Null: where nodes have equally many ranks, on "
-        "gloo and mpi (nccl knows the nodes itself).",
+        "Send data between nodes once, and distribute them inside each node. Null: on with gloo and mpi if all nodes "
+        "have the same number of ranks, off with nccl, which does this itself.",
     )
-    ranks_per_node: PositiveInt | None = key(None, "Consecutive ranks with a fast link. Null: those of one machine.")
-    across_nodes_gather: LinkFormat | None = key(None, "Format of parameters between nodes. Null: their own.")
-    across_nodes_reduce: LinkFormat | None = key(None, "Format of gradients between nodes. Null: their own.")
+    ranks_per_node: PositiveInt | None = key(
+        None, "Consecutive ranks that form a node. Null: the ranks of one machine."
+    )
+    across_nodes_gather: LinkFormat | None = key(
+        None, "Format in which parameters are sent between nodes. Null: their dtype."
+    )
+    across_nodes_reduce: LinkFormat | None = key(
+        None, "Format in which gradients are sent between nodes. Null: their dtype."
+    )
 
 
 class SlotSettings(Section):
-    """Budgets of full-size working buffers, in units."""
+    """Numbers of full-size buffers, each for one unit (a block of the model)."""
 
-    parameter: BudgetInt | None = key(None, "Units gathered at a time. Null: what the stage implies.")
-    gradient: BudgetInt | None = key(None, "Units with full gradients at a time. Null: what the stage implies.")
+    parameter: BudgetInt | None = key(
+        None, "Units that are gathered at a time. More need more memory, and fewer gathers. Null: depends on the stage."
+    )
+    gradient: BudgetInt | None = key(None, "Units that have full gradients at a time. Null: depends on the stage.")
 
 
 class TensorBoard(Section):
     """Metrics for TensorBoard."""
 
-    enabled: bool = key(False, "Write metrics for TensorBoard, after every update.")
-    output_path: str = key("", "Folder of the jobs; relative to where the run is started.")
+    enabled: bool = key(False, "Write metrics after every update.")
+    output_path: str = key("", "Folder of the jobs, relative to the folder in which the run starts.")
     # DeepSpeed's own, as in the other monitors, so that curves go on where they were.
     job_name: str = key("DeepSpeedJobName", "Folder of this job inside output_path.")
 
@@ -267,8 +287,8 @@ class TensorBoard(Section):
 class Wandb(Section):
     """Metrics for Weights & Biases."""
 
-    enabled: bool = key(False, "Send metrics to Weights & Biases, after every update.")
-    group: str | None = key(None, "Group of runs.")
+    enabled: bool = key(False, "Send metrics after every update.")
+    group: str | None = key(None, "Name of a group of runs.")
     team: str | None = key(None, "Team that owns the run.")
     project: str = key("deepspeed", "Project of the run.")
 
@@ -276,44 +296,46 @@ class Wandb(Section):
 class CsvMonitor(Section):
     """Metrics as CSV files."""
 
-    enabled: bool = key(False, "Write metrics as CSV files, one for each, after every update.")
-    output_path: str = key("", "Folder of the jobs; relative to where the run is started.")
+    enabled: bool = key(False, "Write metrics after every update, one file for each.")
+    output_path: str = key("", "Folder of the jobs, relative to the folder in which the run starts.")
     job_name: str = key("DeepSpeedJobName", "Folder of this job inside output_path.")
 
 
 class FlopsProfiler(Section):
-    """Operations of the model, counted in one update."""
+    """Count the floating-point operations of one update."""
 
     enabled: bool = key(False, "Count the operations of one update, and report them.")
-    profile_step: PositiveInt = key(1, "Updates before the one that is counted; the next one is timed.")
-    module_depth: Int = key(-1, "Depth of modules to report; -1 means all.", ge=-1)
-    top_modules: PositiveInt = key(1, "Modules to report per depth, those with the most operations.")
-    detailed: bool = key(True, "Report every module down to module_depth, too.")
-    output_file: str | None = key(None, "File of the report; an older one is kept. Null: the log.")
+    profile_step: PositiveInt = key(1, "Number of updates before the one that is counted. The next one is timed.")
+    module_depth: Int = key(-1, "Depth of the modules to report. -1: all.", ge=-1)
+    top_modules: PositiveInt = key(1, "Number of modules to report at each depth: those with the most operations.")
+    detailed: bool = key(True, "Also report every module down to module_depth.")
+    output_file: str | None = key(None, "File of the report. An older file is kept. Null: the log.")
 
 
 class TraceSettings(Section):
-    """A trace of some updates."""
+    """Record a trace of some updates."""
 
-    enabled: bool = key(False, "Record some updates with torch's profiler.")
-    start_step: PositiveInt = key(5, "The first update that is recorded, counted from 1 in this process.")
-    steps: PositiveInt = key(3, "Updates that are recorded.")
-    output: str = key("profile", "Folder of the files, one for each rank; older ones are kept.")
-    memory: bool = key(False, "Record allocations, too.")
+    enabled: bool = key(False, "Record updates with torch's profiler.")
+    start_step: PositiveInt = key(5, "First update to record, counted from 1 in this process.")
+    steps: PositiveInt = key(3, "Number of updates to record.")
+    output: str = key("profile", "Folder of the files, one for each rank. Older files are kept.")
+    memory: bool = key(False, "Also record allocations.")
 
 
 class ReplicaCheck(Section):
-    """Comparison of the copies that several ranks hold."""
+    """Compare the copies of parameters that several ranks hold."""
 
-    interval: PositiveInt | None = key(None, "Updates between two exact comparisons. Null: only at_saves.")
-    at_saves: bool = key(True, "Compare before each checkpoint, too, which is then not written.")
+    interval: PositiveInt | None = key(
+        None, "Updates between two exact comparisons. Null: compare only if at_saves is true."
+    )
+    at_saves: bool = key(True, "Also compare before each checkpoint. If copies differ, the checkpoint is not written.")
 
 
 class Debug(Section):
-    """Checks that take time, to find out why a program hangs."""
+    """Slow checks that find out why a program hangs."""
 
     collectives: bool = key(
         False,
-        "Before each collective of torch.distributed that the program calls itself, compare name, dtype, shape and "
-        "line of code between ranks; where they differ, an error names the lines of all.",
+        "Before each collective of torch.distributed that your program calls, compare name, dtype, shape and line of "
+        "code between ranks. If they differ, an error names the lines of all ranks.",
     )

@@ -59,59 +59,76 @@ class Settings(Section):
     train_batch_size: BatchInt | None = key(
         None,
         "Samples per update, over all ranks. Null: train_micro_batch_size_per_gpu x gradient_accumulation_steps x "
-        "data-parallel ranks.",
+        "number of data-parallel ranks.",
     )
     train_micro_batch_size_per_gpu: BatchInt | None = key(
-        None, "Samples per rank and micro-batch. Null: it follows, or 1."
+        None, "Samples per rank and micro-batch. Null: follows from the other sizes, or 1."
     )
-    gradient_accumulation_steps: BatchInt | None = key(None, "Micro-batches per update. Null: it follows, or 1.")
-    optimizer: parts.Optimizer | None = key(None, "The optimizer. Null: the one passed to initialize.")
-    scheduler: parts.Scheduler | None = key(None, "The schedule. Null: the one passed to initialize, or none.")
+    gradient_accumulation_steps: BatchInt | None = key(
+        None, "Micro-batches per update. Null: follows from the other sizes, or 1."
+    )
+    optimizer: parts.Optimizer | None = key(
+        None, "The optimizer that ZeroMesh builds. Null: the one passed to initialize."
+    )
+    scheduler: parts.Scheduler | None = key(
+        None, "The learning-rate schedule. Null: the one passed to initialize, or none."
+    )
     gradient_clipping: CountFloat = key(
-        0.0, "Largest norm of the gradients; 0: no clipping (DeepSpeed: 1.0 since 0.19)."
+        0.0, "Clip gradients to this global norm. 0: no clipping (DeepSpeed clips at 1.0 since 0.19)."
     )
-    prescale_gradients: bool = key(False, "Divide gradients by the data-parallel ranks before they are reduced.")
+    prescale_gradients: bool = key(
+        False, "Divide gradients by the number of data-parallel ranks before they are reduced."
+    )
     gradient_predivide_factor: PositiveFloat | None = key(
         None,
-        "Divide gradients by this before they are reduced, and by the rest of the mean after. Null: by the number of "
-        "data-parallel ranks where that is exact, else 1 (DeepSpeed's default is 1).",
+        "Divide gradients by this number before they are reduced, and by the remaining factor of the mean afterwards. "
+        "Null: the number of data-parallel ranks if that is exact, otherwise 1 (DeepSpeed's default is 1).",
     )
     gradient_allreduce_op: Literal["mean", "sum"] = key(
-        "mean", "Gradients of the data-parallel ranks are averaged, or added up as for a loss over all samples."
+        "mean", "Average the gradients of the data-parallel ranks (mean), or add them (sum)."
     )
     managed_gradient_accumulation: bool = key(
         True,
-        "Count the micro-batches of an update. False: every step() is an update, of the sum of the backwards since the "
-        "last one.",
+        "Count micro-batches, and update at the accumulation boundary. False: every step() updates, with the sum of "
+        "the gradients since the last one.",
     )
     curriculum_learning: Curriculum = Curriculum()
     chunked_loss: bool = key(
         False,
-        "Compute the loss of a head over the vocabulary in chunks of tokens, without all logits at once. It is always "
-        "so where mesh.tensor splits the head.",
+        "Compute the cross entropy of a language model in chunks of tokens, which saves the memory of the logits. "
+        "Always done if mesh.tensor splits the head.",
     )
-    communication_data_type: Dtype | None = key(None, "Dtype of gradients on the wire. Null: that of the parameters.")
+    communication_data_type: Dtype | None = key(
+        None, "Dtype in which gradients are sent. Null: the dtype of the parameters."
+    )
     data_types: parts.DataTypes = parts.DataTypes()
     fp16: parts.Fp16 = parts.Fp16()
-    bf16: parts.Bf16 = key(parts.Bf16(), "bf16 parameters with an fp32 master. Also called bfloat16.")
-    torch_autocast: parts.TorchAutocast = key(parts.TorchAutocast(), "The forward under torch.autocast.")
+    bf16: parts.Bf16 = key(parts.Bf16(), "Train in bf16 with fp32 master weights.")
+    torch_autocast: parts.TorchAutocast = key(
+        parts.TorchAutocast(), "Run the forward under torch.autocast. Parameters keep their dtype."
+    )
     zero_optimization: ZeroOptimization = key(
-        ZeroOptimization(), "Which states are sharded, and where they rest. True and false stand for stages 1 and 0."
+        ZeroOptimization(),
+        "States that are sharded, and the memory that holds them. true means stage 1, false stage 0.",
     )
     mesh: parts.MeshSizes = parts.MeshSizes()
     communication: parts.Communication = parts.Communication()
     slots: parts.SlotSettings = parts.SlotSettings()
     embedding_tables: parts.EmbeddingTables = parts.EmbeddingTables()
     units: Names = key(
-        (), "Classes, or patterns of module names, whose parameters travel together. Empty: found automatically."
+        (),
+        "Class names or glob patterns of module names: modules that are gathered as a whole. Empty: found "
+        "automatically.",
     )
     activation_checkpointing: parts.ActivationCheckpointing = parts.ActivationCheckpointing()
     host_memory_limit: PositiveInt | None = key(
-        None, "Bytes of host memory for the offloaded states of all ranks of a node. Null: what is free at the start."
+        None,
+        "Largest host memory for offloaded states, in bytes, for all ranks of a node. Null: the memory that is free at "
+        "the start.",
     )
-    seed: CountInt = key(1234, "Seed of initial weights, dropout and the order of samples.", le=2**63 - 1)
-    steps_per_print: Interval = key(None, "Updates between lines of the log. Null or 0: none.")
-    wall_clock_breakdown: bool = key(False, "Log where the time goes, every steps_per_print updates, or every 10.")
+    seed: CountInt = key(1234, "Seed for initial weights, dropout and the order of samples.", le=2**63 - 1)
+    steps_per_print: Interval = key(None, "Updates between two lines in the log. Null or 0: no lines.")
+    wall_clock_breakdown: bool = key(False, "Log the time by phase, every steps_per_print updates (default: 10).")
     profile: parts.TraceSettings = parts.TraceSettings()
     replica_check: parts.ReplicaCheck = parts.ReplicaCheck()
     debug: parts.Debug = parts.Debug()
@@ -119,18 +136,20 @@ class Settings(Section):
     wandb: parts.Wandb = parts.Wandb()
     csv_monitor: parts.CsvMonitor = parts.CsvMonitor()
     flops_profiler: parts.FlopsProfiler = parts.FlopsProfiler()
-    dataloader_drop_last: bool = key(False, "Drop the samples at the end of a pass that fill no update.")
-    zero_allow_untested_optimizer: bool = key(False, "Allow optimizers that may be wrong on parts of parameters.")
+    dataloader_drop_last: bool = key(False, "Drop the last samples of an epoch if they are too few for an update.")
+    zero_allow_untested_optimizer: bool = key(
+        False, "Allow optimizers that may compute wrong updates on shards of parameters."
+    )
     checkpoint: parts.Checkpoint = parts.Checkpoint()
     model: train.ModelShape | None = key(None, "The language model of zeromesh train.")
-    huggingface: train.HuggingFace | None = key(None, "A model of transformers for zeromesh train.")
-    lora: train.Lora | None = key(None, "Adapters that zeromesh train adds to a model of transformers.")
-    data: train.TextData | None = key(None, "The text of zeromesh train.")
-    run: train.RunSettings | None = key(None, "Length and output of zeromesh train.")
+    huggingface: train.HuggingFace | None = key(None, "A model of transformers, for zeromesh train.")
+    lora: train.Lora | None = key(None, "Adapters of PEFT that zeromesh train adds to a model of transformers.")
+    data: train.TextData | None = key(None, "The training data of zeromesh train.")
+    run: train.RunSettings | None = key(None, "Steps, ranks and output of zeromesh train.")
     pipeline: parts.Pipeline = parts.Pipeline()
     tensor_parallel: parts.TensorParallel = parts.TensorParallel()
     context_parallel: parts.ContextParallel = parts.ContextParallel()
-    sequence_parallel_size: PositiveInt = key(1, "Ranks that share one sequence, as mesh.context; 1 means that.")
+    sequence_parallel_size: PositiveInt = key(1, "The same as mesh.context. 1: mesh.context decides.")
     aio: parts.Aio | None = None
 
     @classmethod

@@ -12,20 +12,24 @@ from zeromesh.config.section import CountFloat, CountInt, Int, Names, PositiveFl
 
 
 class ModelShape(Section):
-    """The language model to train."""
+    """The built-in language model of zeromesh train."""
 
-    architecture: Literal["gpt", "llama"] = key("gpt", "Kind of model.")
-    vocab_size: SizeInt | None = key(None, 'Entries of the vocabulary. Null or "auto": as many as the tokenizer has.')
-    hidden_size: SizeInt = key(..., "Size of the hidden state; a multiple of heads.")
+    architecture: Literal["gpt", "llama"] = key("gpt", "Architecture of the model.")
+    vocab_size: SizeInt | None = key(None, 'Size of the vocabulary. Null or "auto": that of the tokenizer.')
+    hidden_size: SizeInt = key(..., "Size of the hidden state. A multiple of heads.")
     layers: PositiveInt = key(..., "Number of blocks.", le=10_000)
-    heads: SizeInt = key(..., "Attention heads.")
-    kv_heads: SizeInt | None = key(None, "Key and value heads; a divisor of heads. Null: as many as heads. Llama only.")
-    mlp_size: SizeInt | None = key(None, "Size between the matrices of the MLP. Null: usual for the architecture.")
+    heads: SizeInt = key(..., "Number of attention heads.")
+    kv_heads: SizeInt | None = key(
+        None, "Number of key and value heads, a divisor of heads. Null: the same as heads. Llama only."
+    )
+    mlp_size: SizeInt | None = key(None, "Hidden size of the MLP. Null: the usual one of the architecture.")
     sequence_length: SizeInt = key(..., "Tokens per sample.")
-    dropout: CountFloat = key(0.0, "Probability that an activation is dropped.", lt=1)
-    tie_embeddings: bool | None = key(None, "Use the embedding as the output matrix. Null: gpt does, llama does not.")
-    rope_theta: PositiveFloat = key(10000.0, "Base of the rotary position angles. Llama only.")
-    norm_eps: PositiveFloat = key(1e-5, "Added to the variance in normalisation layers.")
+    dropout: CountFloat = key(0.0, "Dropout probability.", lt=1)
+    tie_embeddings: bool | None = key(
+        None, "Use the embedding as the output matrix. Null: true for gpt, false for llama."
+    )
+    rope_theta: PositiveFloat = key(10000.0, "Base of the rotary position embedding. Llama only.")
+    norm_eps: PositiveFloat = key(1e-5, "Number that normalization layers add to the variance.")
     initializer_range: PositiveFloat = key(0.02, "Standard deviation of the initial weights.")
 
     @model_validator(mode="after")
@@ -51,10 +55,12 @@ GROUP = 32  # weights of torchao in 4 bits that share a scale; divides the width
 class Quantization(Section):
     """Frozen weights in few bits, on which adapters are trained (QLoRA)."""
 
-    library: Literal["bitsandbytes", "torchao"] = key("bitsandbytes", "Library that quantizes, and computes.")
-    bits: Literal[4, 8] = key(4, "Bits of a weight. torchao keeps 4 bits in bytes.")
-    type: Literal["nf4", "fp4"] | None = key(None, "Code of 4 bits of bitsandbytes. Null: nf4.")
-    double: bool | None = key(None, "Quantize the scales of 4 bits of bitsandbytes, too. Null: true.")
+    library: Literal["bitsandbytes", "torchao"] = key(
+        "bitsandbytes", "Library that quantizes the weights and computes with them."
+    )
+    bits: Literal[4, 8] = key(4, "Bits per weight. torchao stores 4 bits in a byte.")
+    type: Literal["nf4", "fp4"] | None = key(None, "4-bit format of bitsandbytes. Null: nf4.")
+    double: bool | None = key(None, "Also quantize the scales of 4-bit bitsandbytes weights. Null: true.")
 
     @model_validator(mode="after")
     def _library_has_it(self) -> Self:
@@ -68,34 +74,38 @@ class Quantization(Section):
 
 
 class HuggingFace(Section):
-    """A causal language model of transformers to train, in place of one of model's."""
+    """A causal language model of transformers, used instead of the section model."""
 
     path: str = key(
-        ..., "Folder with config.json, and with safetensors to continue from; or a name on the Hugging Face Hub."
+        ..., "Folder with config.json and, optionally, safetensors weights; or a name on the Hugging Face Hub."
     )
     # Null follows the folder, so that a config.json alone starts from the beginning.
-    weights: bool | None = key(None, "Start from the folder's weights. Null: if it has any; of the Hub, yes.")
-    revision: str = key("main", "Branch, tag or commit of a model of the Hub; a commit never changes.", min_length=1)
-    sequence_length: PositiveInt = key(..., "Tokens per sample; at most what the model has positions for.")
-    attention: str | None = key(None, "Implementation of attention in transformers, such as sdpa. Null: its choice.")
-    quantization: Quantization | None = key(None, "Keep the weights frozen in 4 or 8 bits; needs lora.")
+    weights: bool | None = key(
+        None, "Start from the weights. Null: if the folder has any; always for names on the Hub."
+    )
+    revision: str = key("main", "Branch, tag or commit of a model on the Hub.", min_length=1)
+    sequence_length: PositiveInt = key(..., "Tokens per sample. At most the number of positions of the model.")
+    attention: str | None = key(
+        None, "Attention implementation of transformers, such as sdpa. Null: the default of transformers."
+    )
+    quantization: Quantization | None = key(None, "QLoRA: keep frozen weights in 4 or 8 bits. Needs the section lora.")
 
 
 class Lora(Section):
-    """Low-rank adapters of PEFT: they alone are trained. Its names and its defaults."""
+    """Low-rank adapters of PEFT, with its names and defaults. All other parameters are frozen."""
 
     r: PositiveInt = key(8, "Rank of the adapters.")
-    lora_alpha: PositiveInt = key(8, "Adapters are multiplied by lora_alpha / r.")
-    lora_dropout: CountFloat = key(0.0, "Probability that an input of an adapter is dropped.", lt=1)
+    lora_alpha: PositiveInt = key(8, "Scale of the adapters: they are multiplied by lora_alpha / r.")
+    lora_dropout: CountFloat = key(0.0, "Dropout probability of the inputs of adapters.", lt=1)
     target_modules: Names | None = key(
-        None, "Ends of names of modules with adapters, or all-linear. Null: PEFT's choice."
+        None, "Modules with adapters: ends of their names, or all-linear. Null: PEFT's default for the model."
     )
-    modules_to_save: Names | None = key(None, "Modules that are trained whole, and saved with adapters.")
-    bias: Literal["none", "all", "lora_only"] = key("none", "Which biases are trained.")
-    use_rslora: bool = key(False, "Multiply by lora_alpha / sqrt(r) instead.")
-    use_dora: bool = key(False, "Adapt magnitudes and directions of the weights apart (DoRA).")
+    modules_to_save: Names | None = key(None, "Modules that are trained in full and saved with the adapters.")
+    bias: Literal["none", "all", "lora_only"] = key("none", "Biases to train.")
+    use_rslora: bool = key(False, "Multiply adapters by lora_alpha / sqrt(r) instead of lora_alpha / r.")
+    use_dora: bool = key(False, "DoRA: adapt magnitudes and directions of weights separately.")
     plus_ratio: PositiveFloat | None = key(
-        None, "Learning rate of the adapters' B in units of the optimizer's (LoRA+). Null: the same for all."
+        None, "LoRA+: learning rate of the adapters' B matrices, as a multiple of the optimizer's. Null: 1."
     )
 
 
@@ -164,29 +174,35 @@ Sources = Annotated[
 
 
 class TextData(Section):
-    """The text to train on."""
+    """The training data."""
 
     train: Sources = key(
         ...,
-        "Files, folders or glob patterns of text, JSON lines, parquet, data sets of Hugging Face or of Megatron; the "
-        'name of one on the Hub, as in "org/name:config:split"; the word python-stdlib stands for the source of '
-        'Python\'s own standard library. A blend is a list of {"source": ..., "weight": ...}.',
+        "Sources: files, folders or glob patterns of text, JSON lines, Parquet, and data sets of Hugging Face or "
+        'Megatron; names on the Hub, such as "org/name:config:split"; python-stdlib, the source of Python\'s standard '
+        'library. For a blend, a list of {"source": ..., "weight": ...}.',
     )
-    validation: Names | None = key(None, "The same, held out. Null: a share of what is trained on is.")
-    validation_fraction: CountFloat = key(0.02, "Share of the text that is held out where validation is null.", lt=1)
-    revision: str = key("main", "Branch, tag or commit of the sources that are data sets of the Hub.", min_length=1)
-    suffixes: Names = key((), "Ends of the names of files to use in folders. Empty: all files.")
-    format: Literal["text", "response", "chat"] | None = key(None, "Kind of records. Null: by the first record.")
+    validation: Names | None = key(None, "Sources of held-out data. Null: a part of data.train is held out.")
+    validation_fraction: CountFloat = key(0.02, "Share of the training data to hold out if validation is null.", lt=1)
+    revision: str = key("main", "Branch, tag or commit of data sets on the Hub.", min_length=1)
+    suffixes: Names = key((), "File extensions to use in folders, such as .txt. Empty: all files.")
+    format: Literal["text", "response", "chat"] | None = key(
+        None, "Kind of records. Null: found from the first record."
+    )
     text_key: str = key("text", "Key of a record's text.")
     prompt_key: str = key("prompt", "Key of a record's prompt.")
     response_key: str | None = key(None, 'Key of a record\'s response to the prompt. Null: "response" or "completion".')
     messages_key: str = key("messages", "Key of a record's list of messages, each with role and content.")
-    too_long: Literal["error", "truncate", "drop"] = key("error", "Treatment of records longer than a sample.")
-    packing: Literal["pack", "pad"] = key("pack", "Fill a sample with whole records, or with one and padding.")
-    document_attention: bool | None = key(None, "Attend within documents only. Null: where records are packed.")
-    vocabulary_size: Int = key(4096, "Entries of the trained tokenizer; fewer by default for a short text.", ge=257)
+    too_long: Literal["error", "truncate", "drop"] = key("error", "Treatment of records that are longer than a sample.")
+    packing: Literal["pack", "pad"] = key(
+        "pack", "pack: fill each sample with whole records. pad: one record per sample, with padding."
+    )
+    document_attention: bool | None = key(None, "Attend only within documents. Null: true for packed records.")
+    vocabulary_size: Int = key(
+        4096, "Size of the vocabulary of a trained tokenizer. The default shrinks for short texts.", ge=257
+    )
     tokenizer: str | None = key(
-        None, "JSON file of tokenizers, or folder of transformers. Null: a tokenizer is trained."
+        None, "tokenizer.json of the tokenizers library, or folder of a transformers tokenizer. Null: train one."
     )
 
     @field_validator("train")
@@ -215,27 +231,27 @@ class TextData(Section):
 
 
 class SampleSettings(Section):
-    """Texts that are continued at the end of a run."""
+    """Texts to generate at the end of a run."""
 
-    prompts: Names = key((), "Beginnings of texts to continue.")
-    chat: bool = key(False, "The prompts are what a user says, and the assistant answers.")
-    length: PositiveInt = key(200, "Tokens to add to each.")
-    temperature: CountFloat = key(0.8, "Randomness of the choice; 0 takes the likeliest token.")
+    prompts: Names = key((), "Prompts to continue.")
+    chat: bool = key(False, "Treat prompts as messages of a user, and generate the assistant's answer.")
+    length: PositiveInt = key(200, "Number of tokens to generate for each.")
+    temperature: CountFloat = key(0.8, "Sampling temperature. 0: always the most likely token.")
 
 
 class RunSettings(Section):
-    """Length and output of a run."""
+    """Steps, ranks and output of a run of zeromesh train."""
 
-    steps: PositiveInt = key(..., "Updates of the parameters.")
-    output: str = key("runs/train", "Folder of everything the run writes.")
-    evaluate_every: CountInt = key(100, "Steps between validations; 0: only at the end.")
-    evaluate_batches: PositiveInt = key(20, "Micro-batches per rank in one validation.")
-    save_every: CountInt = key(0, "Steps between checkpoints; 0: only at the end.")
+    steps: PositiveInt = key(..., "Number of updates.")
+    output: str = key("runs/train", "Folder for everything that the run writes.")
+    evaluate_every: CountInt = key(100, "Steps between validations. 0: only at the end.")
+    evaluate_batches: PositiveInt = key(20, "Micro-batches per rank in a validation.")
+    save_every: CountInt = key(0, "Steps between checkpoints. 0: only at the end.")
     resume: bool | Literal["auto"] = key(
         False,
-        "Continue from the last checkpoint in output. auto: if there is one, as under a launcher that restarts ranks.",
+        "Continue from the last checkpoint in output. auto: if there is one, for launchers that restart ranks.",
     )
-    ranks: PositiveInt = key(1, "Processes to start; ignored where a launcher has started the ranks.")
-    threads: PositiveInt | None = key(None, "Threads per rank. Null: the cores shared out evenly.")
-    log_every: PositiveInt = key(10, "Steps between lines of the log.")
-    sample: SampleSettings = key(SampleSettings(), "Texts to continue at the end of the run.")
+    ranks: PositiveInt = key(1, "Number of ranks to start. Ignored under a launcher.")
+    threads: PositiveInt | None = key(None, "Threads per rank. Null: the cores divided by the ranks.")
+    log_every: PositiveInt = key(10, "Steps between two lines in the log.")
+    sample: SampleSettings = key(SampleSettings(), "Texts to generate at the end of the run.")

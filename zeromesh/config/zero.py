@@ -10,61 +10,63 @@ Device = Literal["none", "cpu", "nvme"]
 
 
 class OffloadOptimizer(Section):
-    """The memory tier of the optimizer's state."""
+    """Memory of the optimizer states and the fp32 master weights."""
 
     device: Device = key(
-        "none", "Tier of the optimizer's state. cpu, nvme: the host has the gradients, too, and updates."
+        "none", "Memory of the optimizer states. cpu, nvme: gradients go to the host too, and the host updates."
     )
-    nvme_path: str | None = key(None, "Folder on the NVMe device, in which each rank has a file.")
+    nvme_path: str | None = key(None, "Folder on the NVMe device. Each rank creates a file there.")
     buffer_count: CountInt = key(
-        4, "Units in host memory at a time: one is updated while others are read and written. 1: one after the other."
+        4, "Units of an NVMe offload in host memory at a time. 1: reads, update and writes do not overlap."
     )
     pin_memory: bool = key(True, "Use page-locked host memory.")
     ratio: Fraction = key(
         1.0,
-        "Share of the optimizer's state that is offloaded, in whole units. Units whose gradients come last stay on "
-        "the device.",
+        "Share of the optimizer states to offload, in whole units. The units whose gradients come last stay on the "
+        "device.",
     )
     update_during_backward: Fraction | None = key(
         None,
-        "Share of the offloaded state, in whole units, that the host updates during the backward, where gradients "
-        "come first. It needs a second copy on the host or in the file. Null: all on an accelerator if half of the "
-        "host's memory stays free, else none.",
+        "Share of the offloaded states, in whole units, that the host updates during the backward. This needs a second "
+        "copy of them. Null: 1 on an accelerator if half of the host memory stays free, otherwise 0.",
     )
     split_master: bool = key(
         False,
-        "Keep only the lower half of offloaded fp32 masters, 2 bytes instead of 4; the upper half is the bf16 "
-        "parameter, which must be offloaded, too. Exact, except that parameters round ties away from zero.",
+        "Store 2 bytes instead of 4 for each offloaded fp32 master weight: its lower half. The upper half is the bf16 "
+        "parameter, which must be offloaded too. Exact, except that parameters round ties away from zero.",
     )
-    super_offload: bool = key(False, "As update_during_backward = 1.")
+    super_offload: bool = key(False, "The same as update_during_backward = 1.")
 
 
 class OffloadParam(Section):
-    """The memory tier of sharded parameters."""
+    """Memory of the sharded parameters."""
 
     device: Device = key("none", "Memory of the sharded parameters.")
-    nvme_path: str | None = key(None, "Folder on the NVMe device, with a file per rank; it may be the optimizer's.")
+    nvme_path: str | None = key(
+        None, "Folder on the NVMe device. Each rank creates a file there. May be the folder of offload_optimizer."
+    )
     buffer_count: CountInt = key(
         5,
-        "Units whose parameters are in host memory at a time, read ahead or on the way back. 1: nothing is read ahead.",
+        "Units of an NVMe offload in host memory at a time, read ahead or being written. 1: no reading ahead.",
     )
     pin_memory: bool = key(True, "Use page-locked host memory.")
 
 
 class ZeroOptimization(Section):
-    """The states that are sharded over the data-parallel ranks, and their memory tiers."""
+    """States that are sharded over the data-parallel ranks, and the memory that holds them."""
 
-    stage: CountInt = key(0, "Sharded states: 0 none, 1 optimizer state, 2 also gradients, 3 also parameters.", le=3)
+    stage: CountInt = key(
+        0, "Sharded states. 0: none. 1: optimizer states. 2: also gradients. 3: also parameters.", le=3
+    )
     mics_shard_size: Int = key(
         -1,
-        "Ranks in one shard group (MiCS); the groups replicate each other. -1, 0: all ranks are one group. Same as "
-        "mesh.data.",
+        "Ranks per shard group (MiCS); groups hold replicas. -1, 0: all ranks are one group. The same as mesh.data.",
         ge=-1,
     )
     zero_hpz_partition_size: CountInt = key(
         1,
-        "Ranks in one shard group (hpZ); the groups replicate each other. 0, 1: all ranks are one group. All three "
-        "states are sharded inside the group.",
+        "Ranks per shard group (hpZ); groups hold replicas. 0, 1: all ranks are one group. All three states are "
+        "sharded inside a group.",
     )
     # None, where the older keys below say what is offloaded, if anything does.
     offload_optimizer: OffloadOptimizer | None = None
@@ -72,8 +74,8 @@ class ZeroOptimization(Section):
     cpu_offload: bool | None = key(None, "Old form of offload_optimizer.device = cpu.")
     cpu_offload_param: bool | None = key(None, "Old form of offload_param.device = cpu.")
     cpu_offload_use_pin_memory: bool | None = key(None, "Old form of pin_memory in the offload sections.")
-    zero_quantized_weights: bool = key(False, "Gather parameters as 8-bit numbers between nodes.")
-    zero_quantized_gradients: bool = key(False, "Reduce gradients as 8-bit numbers between nodes (DeepSpeed: 4-bit).")
+    zero_quantized_weights: bool = key(False, "Send gathered parameters in 8 bits between nodes.")
+    zero_quantized_gradients: bool = key(False, "Send gradients in 8 bits between nodes (DeepSpeed: 4 bits).")
 
     @property
     def offload_ratio(self) -> float:
