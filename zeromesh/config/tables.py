@@ -16,6 +16,7 @@ OURS: tuple[str, ...] = (
     "communication",
     "slots",
     "host_memory_limit",
+    "embedding_tables",
     "zero_optimization.offload_optimizer.update_during_backward",
     "zero_optimization.offload_optimizer.split_master",
     "units",
