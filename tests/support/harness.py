@@ -13,6 +13,7 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import random
 import shutil
 import signal
 import socket
@@ -95,10 +96,13 @@ def this_machine(rank: int) -> Place:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback interface that nobody listens on, and that no outgoing connection gets meanwhile."""
+    draw = random.SystemRandom()  # not the generator that tests seed, or two pytest processes would draw the same
+    while True:
+        port = draw.randrange(15000, 28000)  # below those of outgoing connections, and of torchrun and zeromesh
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass
