@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 RUN := .venv/bin/python -m
+# Where it is set, each of thousands of processes in the tests would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme bench-plan bench-tables validate-plan check docs docs-serve wheels pythons clean bench-examples
 

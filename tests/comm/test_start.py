@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import run_command, run_ranks
+from harness import free_port, run_command, run_ranks
 from zeromesh.comm import environment as module
 from zeromesh.comm import interface, peers
 from zeromesh.comm.environment import (
@@ -41,11 +41,6 @@ def two_ranks(rank: int, port: int, address: str = "127.0.0.1") -> Environment:
 def listener() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def refused(environment: Environment, **arguments: object) -> str:

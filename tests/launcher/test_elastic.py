@@ -14,8 +14,7 @@ from unittest.mock import patch
 import pytest
 from safetensors.torch import load_file
 
-from harness import run_command, run_ranks
-from test_launch_cli import free_port
+from harness import free_port, run_command, run_ranks
 from test_train_cli import config, numbers
 from zeromesh.comm.detect import may_restart
 from zeromesh.config.batch import BatchSizes, solve_batch

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from harness import run_command
+from harness import free_port, run_command
 from zeromesh.cli.main import app
 from zeromesh.comm import rank
 from zeromesh.comm.failure import first_failure
@@ -252,12 +252,6 @@ def test_modules_and_programs(tmp_path: Path) -> None:
     assert finished.stdout.splitlines()[-1] == "__main__ mine ['-m', 'x']", finished.stdout
     finished = run_command([*LAUNCH, "--nproc", "1", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE"])
     assert finished.stdout.splitlines()[-1] == "0 of 1", finished.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_two_nodes_meet_at_the_master(script: Path) -> None:

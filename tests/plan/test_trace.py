@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -369,6 +368,8 @@ def test_a_model_of_transformers_is_found_by_folder_and_file(tmp_path: Any) -> N
 
 @pytest.mark.full
 def test_adapters_keep_less_and_a_model_that_recomputes_by_itself_does() -> None:
+    import peft  # not above: it imports compilers, in every process that collects tests
+
     adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0)
     model = peft.get_peft_model(llama(), adapters).train()
     cost, given = on_cpu(model, IDS).at(4, 32), real(IDS, 4, 32)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import multiprocessing
 import os
 import pickle
+import random
 import shutil
 import signal
 import socket
@@ -21,9 +23,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = sorted(
@@ -32,6 +37,8 @@ FOLDERS = sorted(
 """Folders of the modules that tests import, for the module path of programs that tests start."""
 START_LIMIT = 120.0
 """Seconds that importing torch may take on a busy machine."""
+HEAVY = ("transformers.modeling_utils", "transformers.models.llama.modeling_llama")
+"""Modules that ranks are forked with where the pytest process has imported them too."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +96,13 @@ def this_machine(rank: int) -> Place:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback interface that nobody listens on, and that no outgoing connection gets meanwhile."""
+    draw = random.SystemRandom()  # not the generator that tests seed, or two pytest processes would draw the same
+    while True:
+        port = draw.randrange(15000, 28000)  # below those of outgoing connections, and of torchrun and zeromesh
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass
@@ -119,11 +129,56 @@ class MpiProcess:
 
 
 @dataclass
+class ForkedProcess:
+    """A process that was forked from the nursery, with those methods of ``Popen`` that the pool uses."""
+
+    process: ForkServerProcess
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.process.join(timeout)
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+def inherited() -> tuple[list[str], dict[str, str]]:
+    """Return what a process takes over at its start: the module path, and variables that libraries read once."""
+    return list(sys.path), {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+
+
+@functools.cache
+def nursery() -> tuple[ForkServerContext, tuple[list[str], dict[str, str]]]:
+    """Start a process that has imported torch and ZeroMesh, and forks ranks in hundredths of a second.
+
+    Returns:
+        The context of ``multiprocessing``, and what the process has inherited: others need a process of their own.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*(name for name in HEAVY if name in sys.modules), "nursery"])
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path)):
+        forkserver.ensure_running()
+    return context, inherited()
+
+
+def _forked(*arguments: Any) -> None:
+    importlib.import_module("harness_worker").forked(*arguments)  # not above: it imports torch
+
+
+@dataclass
 class Worker:
     """One worker process with its socket and the files that it writes."""
 
     rank: int
-    process: subprocess.Popen[bytes] | MpiProcess
+    process: subprocess.Popen[bytes] | MpiProcess | ForkedProcess
     connection: Connection
     output: Path
     stacks: Path
@@ -239,15 +294,24 @@ class Pool:
                 raise RuntimeError(f"worker {worker.rank} did not start: {worker.new_output()}") from None
 
     def _launch(self, rank: int) -> Worker:
-        ours, theirs = socket.socketpair()
         stem = self._folder / f"{time.monotonic_ns()}-{rank}"
         output, stacks = stem.with_suffix(".out"), stem.with_suffix(".stacks")
-        script = Path(__file__).with_name("harness_worker.py")
+        output.touch()
         place = self._place(rank)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         environment |= {"RANK": str(rank), **place.variables}
+        context, given = nursery()
+        if not place.prefix and given == inherited():
+            own, other = context.Pipe()
+            with other:
+                arguments = (other, str(output), str(stacks), environment)
+                process = context.Process(target=_forked, args=arguments)
+                process.start()
+            return Worker(rank, ForkedProcess(process), own, output, stacks)
+        ours, theirs = socket.socketpair()
+        script = Path(__file__).with_name("harness_worker.py")
         with theirs, output.open("wb") as file:
-            process = subprocess.Popen(
+            started = subprocess.Popen(
                 [*place.prefix, sys.executable, "-u", str(script), str(theirs.fileno()), str(stacks)],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -256,7 +320,7 @@ class Pool:
                 env=environment,
                 start_new_session=True,
             )
-        return Worker(rank, process, Connection(ours.detach()), output, stacks)
+        return Worker(rank, started, Connection(ours.detach()), output, stacks)
 
     def _send(self, call: bytes, world_size: int, timeout: float, variables: Sequence[Mapping[str, str]]) -> None:
         self._calls += 1
@@ -373,6 +437,9 @@ def close_pools() -> None:
     """End all that the session has started."""
     for pool in (session_pool(), *_mpi_pools):
         pool.close()
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)  # it has no own method to end, and would write its coverage while that is read
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180, **kwargs: Any) -> list[Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import io
+import multiprocessing
 import os
 import pickle
 import random
@@ -14,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection
 from typing import Any
@@ -27,21 +30,25 @@ imported = 0
 """Modules that the collector does not go through any more."""
 
 
-def leave_with(pytest: int | None) -> None:
-    """End this process when the pytest process is gone, whatever it is doing; None: it is the parent."""
-    parent = os.getppid()
+def leave_when(gone: Callable[[], bool]) -> None:
+    """End this process when the pytest process is gone, whatever it is doing."""
 
     def watch() -> None:
-        while os.getppid() == parent:
-            with contextlib.suppress(PermissionError):
-                try:
-                    os.kill(pytest or parent, 0)
-                except ProcessLookupError:
-                    break
+        while not gone():
             time.sleep(1)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def is_gone(process: int) -> bool:
+    """Return whether a process has ended and was waited for."""
+    with contextlib.suppress(PermissionError):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+    return False
 
 
 def freeze_imports() -> None:
@@ -137,18 +144,40 @@ def start(stacks: str) -> None:
     freeze_imports()
 
 
+def write_to(output: str) -> None:
+    """Send what this process prints to a file."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
+def forked(connection: Connection, output: str, stacks: str, environment: dict[str, str]) -> None:
+    """Serve as a rank in a process that was forked from the nursery."""
+    os.setsid()
+    write_to(output)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):  # as with python -u
+        setattr(sys, name, io.TextIOWrapper(io.FileIO(descriptor, "w", closefd=False), write_through=True))
+    os.environ.clear()
+    os.environ.update(environment)
+    pytest = multiprocessing.parent_process()
+    assert pytest is not None
+    leave_when(lambda: not pytest.is_alive())
+    start(stacks)
+    connection.send_bytes(pickle.dumps(("ready", None, time.time())))
+    serve(connection, int(environment["RANK"]), "gloo")
+
+
 def main() -> None:
     """Arguments: the socket's descriptor, the file for stacks; or mpi, the socket's path, pytest's number."""
     if sys.argv[1] == "mpi":
         from zeromesh.comm.mpi import backend as mpi
 
         address, pytest = sys.argv[2], int(sys.argv[3])
-        leave_with(pytest)
+        parent = os.getppid()
+        leave_when(lambda: os.getppid() != parent or is_gone(pytest))
         rank, _ = mpi.rank_and_size()
         output, stacks = f"{address}.{rank}.out", f"{address}.{rank}.stacks"
-        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
+        write_to(output)
         variables = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
         os.environ.update({name: str(value) for name, value in variables.items()})
         start(stacks)
@@ -157,7 +186,8 @@ def main() -> None:
         serve(connection, rank, "mpi")
         return
     descriptor, rank = int(sys.argv[1]), int(os.environ["RANK"])
-    leave_with(None)
+    parent = os.getppid()
+    leave_when(lambda: os.getppid() != parent)
     os.set_inheritable(descriptor, False)
     start(sys.argv[2])
     connection = Connection(descriptor)

@@ -62,9 +62,9 @@ def kill_on(rank: int) -> str:
     return "did not notice"
 
 
-def kill_session(file: str) -> None:
+def kill_session(file: str, session: int) -> None:
     Path(file).write_text(str(os.getpid()))
-    os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(session, signal.SIGKILL)
     time.sleep(1000)
 
 
@@ -211,7 +211,10 @@ def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.mark.full
 def test_workers_end_with_the_session_whatever_they_do(tmp_path: Path) -> None:
-    code = "import sys, harness, test_harness as t; harness.session_pool().run(t.kill_session, 1, (sys.argv[1],))"
+    code = (
+        "import os, sys, harness, test_harness\n"
+        "harness.session_pool().run(test_harness.kill_session, 1, (sys.argv[1], os.getpid()))"
+    )
     file = tmp_path / "pid"
     finished = run_command([sys.executable, "-c", code, file], PYTHONPATH=os.pathsep.join(FOLDERS))
     assert finished.returncode == -signal.SIGKILL

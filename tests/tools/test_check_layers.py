@@ -35,6 +35,7 @@ def tree(root: Path, **files: str) -> Path:
     return root
 
 
+@pytest.mark.full  # `make check` runs the tool
 def test_the_package_keeps_its_layers(tool: ModuleType) -> None:
     assert tool.check(ROOT) == []
 
