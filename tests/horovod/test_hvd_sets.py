@@ -26,7 +26,7 @@ def test_operations_in_process_sets_are_those_of_their_ranks() -> None:
             with pytest.raises(hvd.HorovodInternalError, match="root_rank is 5, which is not among the ranks"):
                 hvd.broadcast(own, 5, process_set=found)
         else:
-            with pytest.raises(ValueError, match=f"allreduce_async: rank {rank} is not in ProcessSet"):
+            with pytest.raises(ValueError, match=f"allreduce: rank {rank} is not in ProcessSet"):
                 hvd.allreduce(own, process_set=found)
     assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1, 2], 1: [0, 1], 2: [1, 2]}
     assert hvd.global_process_set.ranks == [0, 1, 2]

@@ -79,3 +79,6 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     sizes = synchronize(allgather_async(torch.tensor([data.numel()]), f"{name}.size", process_set)).tolist()
     rows = synchronize(allgather_async(data, f"{name}.data", process_set)).split(sizes)
     return [pickle.loads(row.numpy().tobytes()) for row in rows]
+
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]

@@ -36,11 +36,6 @@ class Members:
         return len(self.ranks)
 
 
-def run(members: Members, decision: dict[str, Any], tensors: Tensors) -> Any:
-    """Return the result of an operation: one tensor for each of ``tensors``; alltoall also returns received splits."""
-    return MOVES[decision["like"]["kind"]](members, decision, tensors)
-
-
 def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Return the tensor times a factor; integers are cut off towards zero, in float64."""
     if factor == 1.0:
@@ -153,3 +148,4 @@ MOVES: dict[str, Callable[[Members, dict[str, Any], Tensors], Any]] = {
     "allreduce": _reduce, "allgather": _all_gather, "alltoall": _all_to_all, "broadcast": _broadcast,
     "reducescatter": _reduce_scatter,
 }  # fmt: skip
+"""Kind -> function that returns one result for each tensor; that of alltoall: the rows, and the splits received."""

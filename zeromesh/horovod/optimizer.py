@@ -352,3 +352,6 @@ def _even(trained: list[Parameter], count: int) -> Iterator[list[Parameter]]:
         end = start + size + (number < more)
         yield trained[start:end]
         start = end
+
+
+__all__ = ["DistributedOptimizer"]

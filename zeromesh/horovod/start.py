@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,9 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
         return
     world = worlds.start()
     size = world.environment.world_size
-    given = list(comm) if isinstance(comm, Iterable) else [] if comm is None else range(getattr(comm, "size", 0))
-    if (given and sorted(given) != list(range(size))) or (
-        comm is not None and not isinstance(comm, Iterable) and not given
-    ):
+    # An empty list is all ranks, as in Horovod; communicators of MPI have a size.
+    given = list(comm) or range(size) if isinstance(comm, Iterable) else range(getattr(comm, "size", 0))
+    if comm is not None and sorted(given) != list(range(size)):
         worlds.shutdown()
         raise ValueError(
             f"comm is {comm!r}, but must be None or all {size} ranks; "
@@ -51,49 +50,40 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
         raise
 
 
-def shutdown() -> None:
-    """End Horovod's part of this process; also done as it ends. Operations of others that need this rank fail."""
-    worlds.shutdown()
+shutdown, is_initialized = worlds.shutdown, worlds.is_initialized
+T = TypeVar("T")
 
 
-def is_initialized() -> bool:
-    """Return whether ``init`` has been called, and ``shutdown`` not since."""
-    return worlds.is_initialized()
+def _question(name: str, text: str, answer: Callable[[worlds.World], T]) -> Callable[[], T]:
+    """Return the public function ``name``, which answers a question about the world."""
+
+    def function() -> T:
+        return answer(worlds.world_for(name))
+
+    return worlds.named(function, name, text)
 
 
-def rank() -> int:
-    """Return the number of this process."""
-    return worlds.world_for("rank").environment.rank
-
-
-def size() -> int:
-    """Return the number of processes."""
-    return worlds.world_for("size").environment.world_size
-
-
-def local_rank() -> int:
-    """Return the number of this process on its node."""
-    return worlds.world_for("local_rank").environment.local_rank
-
-
-def local_size() -> int:
-    """Return the number of processes on this node."""
-    return worlds.world_for("local_size").environment.local_world_size
-
-
-def cross_rank() -> int:
-    """Return the number of this node among those with a process of this local rank."""
-    return worlds.world_for("cross_rank").environment.node_rank
-
-
-def cross_size() -> int:
-    """Return the number of nodes."""
-    return worlds.world_for("cross_size").environment.node_count
-
-
-def is_homogeneous() -> bool:
-    """Return whether all nodes have as many processes."""
-    return worlds.world_for("is_homogeneous").homogeneous
+rank = _question("rank", "Return the number of this process.", lambda w: w.environment.rank)
+size = _question("size", "Return the number of processes.", lambda w: w.environment.world_size)
+local_rank = _question(
+    "local_rank", "Return the number of this process on its node.", lambda w: w.environment.local_rank
+)
+local_size = _question(
+    "local_size", "Return the number of processes on this node.", lambda w: w.environment.local_world_size
+)
+cross_rank = _question(
+    "cross_rank", "Return the number of this node among those with this local rank.", lambda w: w.environment.node_rank
+)
+cross_size = _question("cross_size", "Return the number of nodes.", lambda w: w.environment.node_count)
+is_homogeneous = _question(
+    "is_homogeneous", "Return True if nodes have equally many processes.", lambda w: w.homogeneous
+)
+mpi_enabled = _question(
+    "mpi_enabled", "Return True if the ranks talk over MPI.", lambda _: "mpi" in backends().values()
+)
+gloo_enabled = _question(
+    "gloo_enabled", "Return True if the ranks talk over gloo.", lambda _: "gloo" in backends().values()
+)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -111,26 +101,9 @@ def stop_timeline() -> None:
     worlds.world_for("stop_timeline").timeline.close()
 
 
-def _enabled(backend: str) -> bool:
-    return dist.is_initialized() and backend in backends().values()
-
-
-def mpi_enabled() -> bool:
-    """Return whether the ranks talk over MPI."""
-    worlds.world_for("mpi_enabled")
-    return _enabled("mpi")
-
-
-def gloo_enabled() -> bool:
-    """Return whether the ranks talk over gloo."""
-    worlds.world_for("gloo_enabled")
-    return _enabled("gloo")
-
-
 def mpi_threads_supported() -> bool:
     """Return True under MPI, which is started for many threads; raise ValueError where it is not in use."""
-    worlds.world_for("mpi_threads_supported")
-    if not _enabled("mpi"):
+    if not mpi_enabled():
         raise ValueError("MPI is not in use; start the ranks with mpiexec, with zeromesh[mpi] installed")
     return True
 
@@ -146,8 +119,11 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return whether torch has nccl, as 1 or 0."""
-    return int(dist.is_nccl_available())
+    """Return the version of torch's nccl, 21003 for 2.10.3, or 0."""
+    if not dist.is_nccl_available():
+        return 0
+    major, minor, patch, *_ = torch.cuda.nccl.version()
+    return 10000 * major + 100 * minor + patch
 
 
 def cuda_built() -> bool:
