@@ -68,6 +68,20 @@ def test_a_long_wait_is_a_warning_that_names_the_missing_ranks() -> None:
     assert said == ["rank 0 has waited 61 s for allreduce.a, which ranks 1-2 did not call"]
 
 
+def test_a_wait_beyond_the_limit_fails_the_operation_and_a_warning_comes_once() -> None:
+    said: list[str] = []
+    found = Negotiator(2, said.append, patience=5.0, limit=9.0)
+    found.submit(0, request("a"))
+    assert found.wait(0, "0/allreduce.a", 6.0) == found.wait(0, "0/allreduce.a", 8.0) == []
+    assert len(said) == 1
+    ((ranks, failed),) = found.wait(0, "0/allreduce.a", 9.5)
+    assert ranks == [0]
+    assert failed["error"] == (
+        "allreduce.a: rank 0 has waited 10 s for allreduce.a, which rank 1 did not call; "
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is 9"
+    )
+
+
 def test_a_set_that_is_removed_fails_what_is_pending_in_it() -> None:
     found = Negotiator(2)
     for rank in range(2):

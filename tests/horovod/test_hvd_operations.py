@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ import pytest
 import torch
 
 import zeromesh.horovod as hvd
-from harness import on_ranks, run_mpi_ranks, run_ranks
+from harness import on_ranks, run_mpi_ranks, run_ranks, spawn_ranks
+from zeromesh.horovod import world as worlds
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
@@ -218,6 +221,54 @@ def test_an_operation_of_a_rank_that_has_left_fails() -> None:
     with pytest.raises(hvd.HorovodInternalError, match="rank 1 ended before: its program ended, or called shutdown"):
         hvd.allreduce(torch.ones(1))
     hvd.shutdown()
+
+
+def reduce_beside_a_rank_that_dies(number: int) -> str:
+    hvd.init()
+    hvd.barrier()
+    if hvd.rank() == number:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(hvd.HorovodInternalError) as caught:
+        hvd.allreduce(torch.ones(1), name="left")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("number", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_operations_that_need_a_rank_that_was_killed_fail(number: int) -> None:
+    outcomes = spawn_ranks(reduce_beside_a_rank_that_dies, 3, number)
+    assert outcomes[number].kind == "died"
+    for outcome in (*outcomes[:number], *outcomes[number + 1 :]):
+        expected = "rank 0, which keeps the ranks' messages, has ended" if number == 0 else "rank 1 ended before"
+        assert outcome.value.startswith(f"allreduce.left: {expected}"), outcome
+
+
+@on_ranks(2)
+def test_a_result_that_cannot_be_written_is_an_error() -> None:
+    with world():
+        with pytest.raises(hvd.HorovodInternalError, match="more than one element of the written-to tensor"):
+            hvd.allreduce_(torch.ones(1).expand(3))
+        assert hvd.allreduce(torch.ones(1)).item() == 1
+
+
+def test_groups_of_nccl_alone_get_gloo_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, backend: made.append((ranks, backend)))
+    for given in ({"cuda": "nccl"}, {"cpu": "gloo", "cuda": "nccl"}, {"cpu": "gloo"}):
+        monkeypatch.setattr(worlds, "backends", lambda given=given: given)
+        worlds._new_group(range(2))
+    assert made == [([0, 1], "cpu:gloo,cuda:nccl"), ([0, 1], None), ([0, 1], None)]
+
+
+def test_variables_about_waits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worlds._stall_limits() == (60.0, 0.0)
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "5")
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "7.5")
+    assert worlds._stall_limits() == (5.0, 7.5)
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_DISABLE", "1")
+    assert worlds._stall_limits() == (float("inf"), 7.5)
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "soon")
+    with pytest.raises(ValueError, match="and 'soon', but must be numbers of seconds"):
+        worlds._stall_limits()
 
 
 @on_ranks(3)
