@@ -91,6 +91,7 @@ def test_scales_names_splits_and_compression() -> None:
         whole = torch.full((2,), 5 + rank)
         assert hvd.allreduce(whole, op=hvd.Sum, prescale_factor=0.5).tolist() == [8, 8]  # 2 + 3 + 3
         assert hvd.allreduce(whole, average=False).tolist() == [18, 18]
+        assert hvd.allreduce(torch.full((2,), -rank - 1 - (rank == 0)), op=hvd.Average).tolist() == [-2, -2]  # of -7/3
         halves = torch.stack([one.half() for one in parts]).sum(0)
         narrow = hvd.allreduce(parts[rank], op=hvd.Sum, compression=hvd.Compression.fp16)
         assert narrow.dtype == torch.float64
@@ -240,6 +241,27 @@ def test_operations_that_need_a_rank_that_was_killed_fail(number: int) -> None:
     for outcome in (*outcomes[:number], *outcomes[number + 1 :]):
         expected = "rank 0, which keeps the ranks' messages, has ended" if number == 0 else "rank 1 ended before"
         assert outcome.value.startswith(f"allreduce.left: {expected}"), outcome
+
+
+@on_ranks(2)
+def test_results_may_be_changed_in_place_and_in_inference_mode() -> None:
+    with world():
+        weight = torch.full((2,), 3.0, requires_grad=True)
+        for call in (
+            hvd.allreduce, hvd.allgather, hvd.alltoall, lambda x: hvd.broadcast(x, 0), hvd.reducescatter,
+            lambda x: hvd.grouped_allreduce([x, x])[0], lambda x: hvd.synchronize(hvd.allreduce_async(x)),
+            lambda x: hvd.synchronize(hvd.grouped_allreduce_async([x, x]))[1],
+            lambda x: hvd.allreduce(x.detach(), op=hvd.Adasum),
+        ):  # fmt: skip
+            for needs in (False, True):
+                found = call(torch.ones(2, requires_grad=needs))
+                found *= weight[0]
+                found.sum().backward()
+        with torch.inference_mode():
+            tensor = torch.ones(2)
+            assert hvd.allreduce_(tensor, op=hvd.Sum).tolist() == [2.0, 2.0]
+            assert hvd.allgather(hvd.broadcast_(tensor, 1)).tolist() == [2.0] * 4
+            assert hvd.broadcast_object({"a": tensor})["a"].tolist() == [2.0, 2.0]
 
 
 @on_ranks(2)

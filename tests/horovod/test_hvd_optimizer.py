@@ -389,3 +389,26 @@ def test_batch_norm_counts_large_16_bit_batches_and_empty_ones() -> None:
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
         torch.testing.assert_close(synced.running_mean, plain.running_mean)
         torch.testing.assert_close(synced.running_var, plain.running_var)
+
+
+@on_ranks(2)
+def test_parameters_that_thaw_later_are_reduced() -> None:
+    with world() as (rank, size):
+        for groups in (None, 1):
+            model, other = make_model(), make_model()
+            model[0].weight.requires_grad_(False)
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), groups=groups
+            )
+            loss_of(model, batch(rank, 0)).backward()
+            optimizer.synchronize()
+            assert model[0].weight.grad is None
+            optimizer.zero_grad()
+            model[0].weight.requires_grad_(True)
+            loss_of(model, batch(rank, 0)).backward()
+            optimizer.step()
+            sum(loss_of(other, batch(one, 0)) / size for one in range(size)).backward()  # type: ignore[union-attr]
+            torch.optim.SGD(other.parameters(), lr=0.1).step()
+            same(model, other)
+            with pytest.raises(ValueError, match="before hvd.DistributedOptimizer takes it"):
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})

@@ -1,5 +1,7 @@
 """Process sets: operations inside them, and errors about sets that cannot be."""
 
+import os
+
 import pytest
 import torch
 
@@ -59,6 +61,17 @@ def test_sets_that_cannot_be_are_errors_on_every_rank() -> None:
     assert hvd.add_process_set([0]).process_set_id == 2
     with pytest.raises(ValueError, match="needs a list of ranks"):
         hvd.ProcessSet(["a"])  # type: ignore[list-item]
+    hvd.shutdown()
+
+
+@on_ranks(2)
+def test_sets_that_ranks_start_differently_leave_nothing_started() -> None:
+    number = int(os.environ["RANK"])
+    with pytest.raises(hvd.HorovodInternalError, match=r"ranks must be the same on all ranks, but differ"):
+        hvd.init(process_sets=[hvd.ProcessSet([number])])
+    assert not hvd.is_initialized()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1)).item() == 1
     hvd.shutdown()
 
 

@@ -50,12 +50,14 @@ def _reduce(members: Members, decision: dict[str, Any], tensors: Tensors) -> Ten
     op, results = ReduceOp(like["op"]), [torch.empty(0)] * len(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        # One message for all tensors of a dtype.
-        flat = torch.cat([tensors[place].reshape(-1) for place in places]).to(CARRIED.get(dtype, dtype))
-        flat = _scale(flat, like["prescale_factor"])
-        sizes = [tensors[place].numel() for place in places]
+        shapes = [tensors[place].shape for place in places]
+        # One message for all tensors of a dtype. One tensor alone keeps its shape: views are no good results.
+        alone = len(places) == 1
+        flat = tensors[places[0]].clone() if alone else torch.cat([tensors[place].reshape(-1) for place in places])
+        flat = _scale(flat.to(CARRIED.get(dtype, dtype)), like["prescale_factor"])
+        sizes = [shape.numel() for shape in shapes]
         if op is ReduceOp.Adasum:
-            flat = torch.cat([_adasum(members, part) for part in flat.split(sizes)])
+            flat = torch.cat([_adasum(members, part) for part in flat.reshape(-1).split(sizes)]).view_as(flat)
         elif flat.numel():
             dist.all_reduce(flat, TORCH_OPS[op], group=members.group)
         if op is ReduceOp.Average:
@@ -63,8 +65,9 @@ def _reduce(members: Members, decision: dict[str, Any], tensors: Tensors) -> Ten
             whole = not dtype.is_floating_point
             flat = flat.div(members.size, rounding_mode="trunc") if whole else flat / members.size
         flat = _scale(flat, like["postscale_factor"]).to(dtype)
-        for place, part in zip(places, flat.split(sizes), strict=True):
-            results[place] = part.view(tensors[place].shape)
+        parts = [flat] if alone else flat.split(sizes)
+        for place, part, shape in zip(places, parts, shapes, strict=True):
+            results[place] = part if alone else part.view(shape)
     return results
 
 
@@ -106,9 +109,8 @@ def _all_gather(members: Members, decision: dict[str, Any], tensors: Tensors) ->
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=tensor.device)
         padded[: tensor.nbytes] = _bytes(tensor)
         rows = _gather_rows(members, padded)
-        full = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
-        count = sum(firsts[place] for firsts in decision["firsts"])
-        results.append(full.view(tensor.dtype).view(count, *tensor.shape[1:]))
+        results.append(tensor.new_empty(sum(firsts[place] for firsts in decision["firsts"]), *tensor.shape[1:]))
+        torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)], out=_bytes(results[-1]))
     return results
 
 

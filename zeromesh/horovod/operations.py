@@ -20,7 +20,7 @@ from zeromesh.horovod.world import Handle, named, world_for
 Average, Sum, Adasum, Min, Max, Product = ReduceOp
 
 Tensors = Sequence[torch.Tensor]
-Move = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+Back = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 P = ParamSpec("P")
 
 
@@ -118,7 +118,12 @@ def _start(
             results = tensors
         if finish is not None:
             return finish(results)
-        return results[0] if isinstance(given, torch.Tensor) else list(results)
+        # Autograd forbids in-place operations on views that were made in another mode.
+        owned = [
+            result.clone() if result is not tensor and result._is_view() else result
+            for result, tensor in zip(results, tensors, strict=True)
+        ]
+        return owned[0] if isinstance(given, torch.Tensor) else owned
 
     kind = call.removeprefix("grouped_").removesuffix("_").removesuffix("_async")
     number = process_set.process_set_id or 0
@@ -197,8 +202,11 @@ def alltoall_async(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start ``alltoall``; return its handle, whose result is the tensor and the received splits."""
-    rows = None if splits is None else torch.as_tensor(splits).reshape(-1).tolist()
-    return _start("alltoall_async", tensor, name, process_set, tuple, splits=rows)
+    return _start("alltoall_async", tensor, name, process_set, tuple, splits=_rows(splits))
+
+
+def _rows(splits: Any) -> list[int] | None:
+    return None if splits is None else torch.as_tensor(splits).reshape(-1).tolist()
 
 
 def _start_reducescatter(
@@ -220,11 +228,12 @@ def sparse_allreduce_async(
     if operation(None, op) not in (Sum, Average):
         raise ValueError(f"op is {ReduceOp(op).name}, but sparse tensors can be reduced with Sum and Average only")
     own = tensor.detach().coalesce()
-    divisor = included_members(process_set, "sparse_allreduce_async").size if op == Average else 1
+    size = included_members(process_set, "sparse_allreduce_async").size
 
     def finish(gathered: list[torch.Tensor]) -> torch.Tensor:
         indices, values = gathered
-        return torch.sparse_coo_tensor(indices.t(), values / divisor, own.shape, check_invariants=False)
+        values = values / size if op == Average else values
+        return torch.sparse_coo_tensor(indices.t(), values, own.shape, check_invariants=False)
 
     return _start("grouped_allgather_async", [own.indices().t(), own.values()], name, process_set, finish)
 
@@ -248,9 +257,9 @@ class _WithGradient(torch.autograd.Function):
     """Runs one function forward, and another one, which may have gradients again, backward."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Move, back: Move, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, start: Callable[[Tensors], Handle], back: Back, *tensors: torch.Tensor) -> Any:
         ctx.back = back
-        return tuple(forward(list(tensors)))
+        return tuple(start(tensors)())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -258,12 +267,18 @@ class _WithGradient(torch.autograd.Function):
 
 
 def _apply(
-    call: str, given: Any, process_set: ProcessSet, forward: Move, back: Move, compression: Any = Compression.none
-) -> Any:
-    """Return the result of ``forward``, with the gradient that ``back`` makes of those of the result."""
+    call: str, given: Any, name: str | None, process_set: ProcessSet, back: Back, compression: Any = Compression.none,
+    **fields: Any,
+) -> Any:  # fmt: skip
+    """Return the result of the operation of ``call``, whose gradient ``back`` makes of those of the results."""
     included_members(process_set, call)
     pairs = [compression.compress(tensor) for tensor in _listed(call, given)]
-    moved = _WithGradient.apply(forward, back, *(tensor for tensor, _ in pairs))  # type: ignore[no-untyped-call]
+    kind = call.removeprefix("grouped_")
+
+    def start(tensors: Tensors) -> Handle:
+        return _start(f"grouped_{kind}", tensors, name, process_set, **fields)
+
+    moved = _WithGradient.apply(start, back, *(tensor for tensor, _ in pairs))  # type: ignore[no-untyped-call]
     results = [compression.decompress(result, ctx) for result, (_, ctx) in zip(moved, pairs, strict=True)]
     return results[0] if isinstance(given, torch.Tensor) else results
 
@@ -298,14 +313,12 @@ def _allreduce(
     found = operation(average, op)
     scales = (prescale_factor, postscale_factor)
 
-    def forward(given: list[torch.Tensor]) -> Any:
-        return grouped_allreduce_async(given, None, name, found, *scales, process_set)()
-
     def back(gradients: list[torch.Tensor]) -> Any:
         _require_gradient("allreduce", found)
         return grouped_allreduce(gradients, None, None, Compression.none, found, *scales, process_set)
 
-    return _apply(_call, tensor, process_set, forward, back, compression)
+    fields = _scaled(None, found, *scales)
+    return _apply(_call, tensor, name, process_set, back, compression, **fields)
 
 
 allreduce = _variant("allreduce", _allreduce)
@@ -320,16 +333,13 @@ def _allgather(call: str, tensor: Any, name: str | None = None, process_set: Pro
     """
     rows = [one.shape[0] if one.dim() else 1 for one in _listed(call, tensor)]
 
-    def forward(given: list[torch.Tensor]) -> Any:
-        return grouped_allgather_async(given, name, process_set)()
-
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         counts = allgather(torch.tensor([rows], device=gradients[0].device), None, process_set)
         starts = counts[: included_members(process_set, call).rank].sum(0).tolist()
         means = grouped_allreduce(gradients, op=Average, process_set=process_set)
         return [mean.narrow(0, start, count) for mean, start, count in zip(means, starts, rows, strict=True)]
 
-    return _apply(call, tensor, process_set, forward, back)
+    return _apply(call, tensor, name, process_set, back)
 
 
 allgather = _variant("allgather", _allgather)
@@ -344,14 +354,11 @@ def broadcast(
     The gradient is the mean of all ranks' on ``root_rank``, and zeros on the others.
     """
 
-    def forward(given: list[torch.Tensor]) -> Any:
-        return [broadcast_async(given[0], root_rank, name, process_set)()]
-
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         mean = allreduce(gradients[0], op=Average, process_set=process_set)
         return [mean if world_for("broadcast").environment.rank == root_rank else torch.zeros_like(mean)]
 
-    return _apply("broadcast", tensor, process_set, forward, back)
+    return _apply("broadcast", tensor, name, process_set, back, root_rank=root_rank)
 
 
 def alltoall(
@@ -370,15 +377,14 @@ def alltoall(
     """
     received: list[torch.Tensor] = []
 
-    def forward(given: list[torch.Tensor]) -> Any:
-        out, counts = alltoall_async(given[0], splits, name, process_set)()
-        received.append(counts)
-        return [out]
+    def finish(results: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        received.append(results[1])
+        return [results[0]]
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         return [alltoall(gradients[0], received[0], None, process_set)[0]]
 
-    out = _apply("alltoall", tensor, process_set, forward, back)
+    out = _apply("alltoall", tensor, name, process_set, back, finish=finish, splits=_rows(splits))
     if splits is None:
         return out
     return out, received[0].to(splits) if isinstance(splits, torch.Tensor) else received[0]
@@ -393,10 +399,7 @@ def _reducescatter(
     The gradient is an allgather; with ``Sum``, times the number of ranks. ``grouped_reducescatter`` takes and returns a
     list. See ``allreduce`` for the arguments.
     """
-    found, scales = operation(None, op), (prescale_factor, postscale_factor)
-
-    def forward(given: list[torch.Tensor]) -> Any:
-        return grouped_reducescatter_async(given, name, found, process_set, *scales)()
+    found = operation(None, op)
 
     def back(gradients: list[torch.Tensor]) -> Any:
         _require_gradient("reducescatter", found)
@@ -404,7 +407,8 @@ def _reducescatter(
         factor *= included_members(process_set, call).size if found is Sum else 1
         return grouped_allgather([gradient * factor for gradient in gradients], process_set=process_set)
 
-    return _apply(call, tensor, process_set, forward, back, compression)
+    fields = _scaled(None, found, prescale_factor, postscale_factor)
+    return _apply(call, tensor, name, process_set, back, compression, **fields)
 
 
 reducescatter = _variant("reducescatter", _reducescatter)

@@ -20,7 +20,7 @@ from zeromesh.horovod.operations import (
     Compression,
     Sum,
     allreduce,
-    grouped_allreduce_async,
+    grouped_allreduce_async_,
     operation,
     sparse_allreduce_async,
 )
@@ -71,7 +71,7 @@ class Reduction:
 
     Args:
         names: name of each parameter.
-        buckets: all parameters that are trained, each in one bucket.
+        buckets: all parameters, each in one bucket.
         passes: number of backward passes of an update.
         options: how to reduce.
     """
@@ -90,7 +90,7 @@ class Reduction:
         self.active = several and not self.adasum
         # The hooks must not keep this alive: a script may make another optimizer for the same parameters.
         notice = weakref.WeakMethod(self._after_gradient)
-        for parameter in self._bucket_of if self.active else ():
+        for parameter in self._trained(self._bucket_of) if self.active else ():
             parameter.register_post_accumulate_grad_hook(lambda found: (notice() or _ignore)(found))
 
     @property
@@ -110,11 +110,16 @@ class Reduction:
     def finish(self) -> None:
         """Reduce what has not been, and wait until all gradients are those of all ranks."""
         for bucket in self.buckets if self.active else ():
-            if bucket.finish is None:
+            # Those that were frozen when the optimizer was made may be trained now, without a hook.
+            if bucket.finish is None and self._trained(bucket.parameters):
                 self._start(bucket)
         # All have ended before one raises, so that a script may go on after the error.
         for error in self.reset():
             raise error
+
+    @staticmethod
+    def _trained(parameters: Iterable[Parameter]) -> list[Parameter]:
+        return [parameter for parameter in parameters if parameter.requires_grad]
 
     def joint_loss(self, loss: Any) -> Any:
         """Return the ranks' joint loss: L-BFGS decides by it, and ranks must decide alike."""
@@ -136,13 +141,14 @@ class Reduction:
         bucket = self._bucket_of[parameter]
         if seen == self.passes:
             bucket.ready.add(id(parameter))
-        if len(bucket.ready) == len(bucket.parameters):
+        if len(bucket.ready) == len(self._trained(bucket.parameters)):
             self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
         """Start to reduce the gradients of a bucket; those that this rank has not computed are zeros."""
-        self._fill(bucket.parameters)
-        gradients = [_gradient(parameter) for parameter in bucket.parameters]
+        parameters = self._trained(bucket.parameters)
+        self._fill(parameters)
+        gradients = [_gradient(parameter) for parameter in parameters]
         options = self.options
         if len(gradients) == 1 and gradients[0].is_sparse and not options.sparse_as_dense:
             handle = sparse_allreduce_async(gradients[0], bucket.name, options.op, options.process_set)
@@ -169,7 +175,7 @@ def _reduce(
     pairs = [options.compression.compress(tensor) for tensor in tensors]
     split = options.predivide if options.op is Average else 1.0
     sent = [tensor for tensor, _ in pairs]
-    handle = grouped_allreduce_async(sent, None, name, options.op, 1.0 / split, split, options.process_set)
+    handle = grouped_allreduce_async_(sent, None, name, options.op, 1.0 / split, split, options.process_set)
 
     def finish() -> None:
         for place, (result, (_, ctx)) in enumerate(zip(handle(), pairs, strict=True)):
@@ -189,6 +195,8 @@ def _gradient(parameter: Parameter) -> torch.Tensor:
 
 @torch.no_grad()
 def _replace(gradient: torch.Tensor, result: torch.Tensor) -> None:
+    if gradient is result:
+        return
     if gradient.is_sparse:
         gradient.zero_().add_(result if result.is_sparse else result.to_sparse(gradient.sparse_dim()))
     else:
@@ -274,6 +282,10 @@ class _Distributed(torch.optim.Optimizer):
             )
         super().zero_grad(set_to_none)
 
+    def add_param_group(self, param_group: Any) -> None:
+        """Raise ValueError: the gradients of the new group would be those of one rank."""
+        raise ValueError("add groups of parameters to the optimizer before hvd.DistributedOptimizer takes it")
+
     def load_state_dict(self, state_dict: Any) -> None:
         """Load the optimizer's states, and forget backward passes so far."""
         self._reduction.reset()
@@ -313,13 +325,13 @@ def DistributedOptimizer(
     names = _names(optimizer, named_parameters)
     options = Options(compression, found, gradient_predivide_factor, sparse_as_dense, process_set)
     members = members_of(process_set, "DistributedOptimizer")
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if groups is not None and members.rank >= 0:
         # In the order of one rank: ranks may have other orders of parameters.
-        order = broadcast_object([names[p] for p in trained], members.ranks[0], "groups", process_set)
+        order = broadcast_object([names[p] for p in parameters], members.ranks[0], "groups", process_set)
         places = {name: place for place, name in enumerate(order)}
-        trained.sort(key=lambda parameter: places.get(names[parameter], len(places)))
-    buckets = [Bucket(names[part[0]], part) for part in _split(trained, groups) if part]
+        parameters.sort(key=lambda parameter: places.get(names[parameter], len(places)))
+    buckets = [Bucket(names[part[0]], part) for part in _split(parameters, groups) if part]
     reduction = Reduction(names, buckets, _passes(backward_passes_per_step), options)
     kind = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
     made: Any = object.__new__(kind)
@@ -357,23 +369,22 @@ def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Paramete
     return names
 
 
-def _split(trained: list[Parameter], groups: Any) -> list[list[Parameter]]:
+def _split(parameters: list[Parameter], groups: Any) -> list[list[Parameter]]:
     """Return the parameters of each message."""
     if groups is None or groups == 0:
-        return [[parameter] for parameter in trained]
+        return [[parameter] for parameter in parameters]
     if isinstance(groups, int) and groups > 0:
-        size, more = divmod(len(trained), groups)
+        size, more = divmod(len(parameters), groups)
         ends = [number * size + min(number, more) for number in range(groups + 1)]
-        return [trained[start:end] for start, end in pairwise(ends)]
+        return [parameters[start:end] for start, end in pairwise(ends)]
     if not isinstance(groups, list) or any(not isinstance(p, torch.Tensor) for part in groups for p in part):
         raise ValueError(f"groups is {groups!r}, but must be a number that is not negative, or lists of parameters")
     given = [parameter for part in groups for parameter in part]
-    if len({id(parameter) for parameter in given}) < len(given):
+    if len(set(given)) < len(given):
         raise ValueError("groups has a parameter twice; name each at most once")
-    inside = {id(parameter) for parameter in given}
-    known = {id(parameter) for parameter in trained}
-    parts = [[parameter for parameter in part if id(parameter) in known] for part in groups]
-    return parts + [[parameter] for parameter in trained if id(parameter) not in inside]
+    known = set(parameters)
+    parts = [[parameter for parameter in part if parameter in known] for part in groups]
+    return parts + [[parameter] for parameter in parameters if parameter not in set(given)]
 
 
 __all__ = ["DistributedOptimizer"]

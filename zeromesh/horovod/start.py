@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,39 +51,28 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
 
 
 shutdown, is_initialized = worlds.shutdown, worlds.is_initialized
-T = TypeVar("T")
 
 
-def _question(name: str, text: str, answer: Callable[[worlds.World], T]) -> Callable[[], T]:
-    """Return the public function ``name``, which answers a question about the world."""
+def _place(name: str, attribute: str, text: str) -> Callable[[], int]:
+    """Return the public function ``name``, which tells one number of this process's environment."""
 
-    def function() -> T:
-        return answer(worlds.world_for(name))
+    def number() -> int:
+        return int(getattr(worlds.world_for(name).environment, attribute))
 
-    return worlds.named(function, name, text)
+    return worlds.named(number, name, f"Return the number of {text}.")
 
 
-rank = _question("rank", "Return the number of this process.", lambda w: w.environment.rank)
-size = _question("size", "Return the number of processes.", lambda w: w.environment.world_size)
-local_rank = _question(
-    "local_rank", "Return the number of this process on its node.", lambda w: w.environment.local_rank
-)
-local_size = _question(
-    "local_size", "Return the number of processes on this node.", lambda w: w.environment.local_world_size
-)
-cross_rank = _question(
-    "cross_rank", "Return the number of this node among those with this local rank.", lambda w: w.environment.node_rank
-)
-cross_size = _question("cross_size", "Return the number of nodes.", lambda w: w.environment.node_count)
-is_homogeneous = _question(
-    "is_homogeneous", "Return True if nodes have equally many processes.", lambda w: w.homogeneous
-)
-mpi_enabled = _question(
-    "mpi_enabled", "Return True if the ranks talk over MPI.", lambda _: "mpi" in backends().values()
-)
-gloo_enabled = _question(
-    "gloo_enabled", "Return True if the ranks talk over gloo.", lambda _: "gloo" in backends().values()
-)
+rank = _place("rank", "rank", "this process")
+size = _place("size", "world_size", "processes")
+local_rank = _place("local_rank", "local_rank", "this process on its node")
+local_size = _place("local_size", "local_world_size", "processes on this node")
+cross_rank = _place("cross_rank", "node_rank", "this node, among those with a process of this local rank")
+cross_size = _place("cross_size", "node_count", "nodes")
+
+
+def is_homogeneous() -> bool:
+    """Return whether all nodes have as many processes."""
+    return worlds.world_for("is_homogeneous").homogeneous
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -101,6 +90,20 @@ def stop_timeline() -> None:
     worlds.world_for("stop_timeline").timeline.close()
 
 
+def _enabled(name: str, backend: str) -> Callable[[], bool]:
+    """Return the public function ``name``, which tells whether the ranks talk over a backend."""
+
+    def enabled() -> bool:
+        worlds.world_for(name)
+        return backend in backends().values()
+
+    return worlds.named(enabled, name, f"Return whether the ranks talk over {backend}.")
+
+
+mpi_enabled = _enabled("mpi_enabled", "mpi")
+gloo_enabled = _enabled("gloo_enabled", "gloo")
+
+
 def mpi_threads_supported() -> bool:
     """Return True under MPI, which is started for many threads; raise ValueError where it is not in use."""
     if not mpi_enabled():
@@ -108,14 +111,17 @@ def mpi_threads_supported() -> bool:
     return True
 
 
-def mpi_built() -> bool:
-    """Return whether MPI can be used here."""
-    return dist.is_mpi_available() or not mpi.missing()
+def _built(name: str, answer: Callable[[], bool]) -> Callable[[], bool]:
+    """Return the public function ``name``, which tells whether this installation has a library."""
+    return worlds.named(lambda: answer(), name, f"Return whether {name.partition('_')[0]} can be used here.")
 
 
-def gloo_built() -> bool:
-    """Return whether torch has gloo."""
-    return dist.is_gloo_available()
+mpi_built = _built("mpi_built", lambda: dist.is_mpi_available() or not mpi.missing())
+gloo_built = _built("gloo_built", dist.is_gloo_available)
+cuda_built = _built("cuda_built", lambda: torch.backends.cuda.is_built() and torch.version.hip is None)
+rocm_built = _built("rocm_built", lambda: torch.version.hip is not None)
+ddl_built = _built("ddl_built", lambda: False)  # of IBM
+ccl_built = _built("ccl_built", lambda: False)  # of Intel
 
 
 def nccl_built() -> int:
@@ -124,26 +130,6 @@ def nccl_built() -> int:
         return 0
     major, minor, patch, *_ = torch.cuda.nccl.version()
     return 10000 * major + 100 * minor + patch
-
-
-def cuda_built() -> bool:
-    """Return whether torch has CUDA."""
-    return torch.backends.cuda.is_built() and torch.version.hip is None
-
-
-def rocm_built() -> bool:
-    """Return whether torch has ROCm."""
-    return torch.version.hip is not None
-
-
-def ddl_built() -> bool:
-    """Return False: IBM's DDL is not used."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False: oneCCL is not used."""
-    return False
 
 
 __all__ = [
