@@ -338,16 +338,24 @@ def test_the_world_has_ranks_and_can_be_started_again() -> None:
 
 
 @on_ranks(2)
-def record_timeline(file: str) -> None:
+def record_timelines(folder: str) -> None:
+    os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
     with world():
-        hvd.start_timeline(file)
+        hvd.allreduce(torch.ones(1), name="unseen")
+        hvd.start_timeline(f"{folder}/started.json")
         hvd.allreduce(torch.ones(1), name="seen")
         hvd.stop_timeline()
         hvd.allreduce(torch.ones(1), name="unseen")
+    os.environ["HOROVOD_TIMELINE"] = f"{folder}/whole.json"
+    with world():
+        hvd.allreduce(torch.ones(1), name="seen")
+    del os.environ["HOROVOD_TIMELINE"]
+    assert not Path("DYNAMIC").exists()
 
 
 def test_the_timeline_has_the_operations_between_start_and_stop(tmp_path: Path) -> None:
-    record_timeline(file=str(tmp_path / "timeline.json"))
-    events = json.loads((tmp_path / "timeline.json").read_text())
-    assert [event["name"] for event in events] == ["NEGOTIATE_ALLREDUCE", "allreduce.seen"]
-    assert all(event["dur"] >= 0 and event["ph"] == "X" for event in events)
+    record_timelines(folder=str(tmp_path))
+    for file in ("started.json", "whole.json"):
+        events = json.loads((tmp_path / file).read_text())
+        assert [event["name"] for event in events] == ["NEGOTIATE_ALLREDUCE", "allreduce.seen"]
+        assert all(event["dur"] >= 0 and event["ph"] == "X" for event in events)

@@ -184,6 +184,7 @@ class ObjectState:
 
 
 State = ObjectState
+"""Horovod's name for what states have in common."""
 
 
 class TorchState(ObjectState):

@@ -37,7 +37,6 @@ BLOCKED = 2.0
 """Seconds of waiting after which a rank says so, for rank 0 to see when all wait for each other."""
 LEAVING = 5.0
 """Seconds that rank 0, which keeps the messages, waits for the others before it ends."""
-NO_COORDINATOR = "rank 0, which keeps the ranks' messages, has ended"
 NEVER = timedelta(days=20)
 """Limit of a wait for a message; longer ones overflow in torch."""
 
@@ -143,8 +142,6 @@ class World:
                 return handle.result(BLOCKED)
             except TimeoutError:
                 gone = [rank for rank, pid in self._neighbours.items() if _has_ended(pid)]
-                if 0 in gone:
-                    self._fail_all(NO_COORDINATOR)
                 waited = time.monotonic() - handle.begun
                 self._say({"wait": handle.key, "seconds": waited, "gone": gone})
 
@@ -188,7 +185,7 @@ class World:
             try:
                 decision = json.loads(store.queue_pop(own))
             except RuntimeError as error:
-                self._fail_all(f"{NO_COORDINATOR} ({str(error).splitlines()[0]})")
+                self._fail_all(f"rank 0, which keeps the ranks' messages, has ended ({str(error).splitlines()[0]})")
                 return
             if "stop" in decision:
                 self._fail_all(decision["stop"])
