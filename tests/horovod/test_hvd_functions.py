@@ -319,8 +319,10 @@ def broadcast_optimizer_state(rank: int, size: int) -> None:
     (state,) = optimizer.state_dict()["state"].values()
     assert state["step"] == size
     assert state["exp_avg"].tolist() == pytest.approx([size * (1 - (0.4 + 0.1 * size) ** size)] * 2)
-    schedule.step()  # it holds the groups that the optimizer had before
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * size)
+    wrapped = hvd.DistributedOptimizer(optimizer, [("it", parameter)])
+    hvd.broadcast_optimizer_state(wrapped, root_rank=0)
+    schedule.step()  # it holds the groups of the optimizer that has been wrapped
+    assert wrapped.param_groups[0]["lr"] == pytest.approx(0.05 * size)
 
 
 @case

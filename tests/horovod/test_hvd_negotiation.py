@@ -29,10 +29,14 @@ def test_a_join_releases_what_others_wait_for() -> None:
     found = Negotiator(3)
     found.submit(0, request("a"))
     found.submit(1, request("a"))
+    found.submit(0, request("b"))
     assert keys(found.submit(2, request("j", "join"))) == [([0, 1, 2], "0/allreduce.a", False)]
+    assert found.submit(0, request("c")) == []  # rank 1 is still to come
+    assert len(found.submit(1, request("b")) + found.submit(1, request("c"))) == 2
     found.submit(0, request("j", "join"))
     (ranks, last), *more = found.submit(1, request("j", "join"))
     assert (ranks, last["last"], more) == ([0, 1, 2], 1, [])
+    assert found.submit(0, request("d")) == []  # all take part again
 
 
 def test_a_rank_that_leaves_fails_what_needs_it_now_and_later() -> None:

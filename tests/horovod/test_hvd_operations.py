@@ -189,6 +189,7 @@ def test_contradictions_are_errors_on_every_rank() -> None:
             (lambda: hvd.allreduce(one.double() if rank else one), "dtypes must be the same"),
             (lambda: hvd.allreduce(one, op=hvd.Sum if rank else hvd.Max), "rank 0: Max\n  rank 1: Sum"),
             (lambda: hvd.allreduce(one, prescale_factor=1.0 + rank), "prescale_factor must be the same"),
+            (lambda: hvd.reducescatter(one, postscale_factor=1.0 + rank), "postscale_factor must be the same"),
             (lambda: hvd.broadcast(one, rank), "root_rank must be the same"),
             (lambda: hvd.broadcast(one, 7), "root_rank is 7, which is not among the ranks 0-2"),
             (lambda: hvd.allgather(torch.ones(1, 2 + rank)), "shapes after the first dimension must be the same"),
@@ -229,18 +230,21 @@ def reduce_beside_a_rank_that_dies(number: int) -> str:
     hvd.barrier()
     if hvd.rank() == number:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(hvd.HorovodInternalError) as caught:
-        hvd.allreduce(torch.ones(1), name="left")
-    return str(caught.value)
+    errors = []
+    for _ in range(2):  # what comes later fails, too
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            hvd.allreduce(torch.ones(1), name="left")
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
+    return errors[0]
 
 
-@pytest.mark.parametrize("number", [1, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("number", [0, 1])
 def test_operations_that_need_a_rank_that_was_killed_fail(number: int) -> None:
-    outcomes = spawn_ranks(reduce_beside_a_rank_that_dies, 3, number)
+    outcomes = spawn_ranks(reduce_beside_a_rank_that_dies, 2, number)
     assert outcomes[number].kind == "died"
-    for outcome in (*outcomes[:number], *outcomes[number + 1 :]):
-        expected = "rank 0, which keeps the ranks' messages, has ended" if number == 0 else "rank 1 ended before"
-        assert outcome.value.startswith(f"allreduce.left: {expected}"), outcome
+    expected = "rank 0, which keeps the ranks' messages, has ended" if number == 0 else "rank 1 ended before"
+    assert outcomes[1 - number].value.startswith(f"allreduce.left: {expected}"), outcomes
 
 
 @on_ranks(2)

@@ -412,3 +412,15 @@ def test_parameters_that_thaw_later_are_reduced() -> None:
             same(model, other)
             with pytest.raises(ValueError, match="before hvd.DistributedOptimizer takes it"):
                 optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+@on_ranks(2)
+def test_gradients_are_divided_before_sums_that_would_overflow() -> None:
+    with world():
+        parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+        plain = torch.optim.SGD([parameter], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(plain, [("a", parameter)], gradient_predivide_factor=2.0)
+        (parameter * 40000.0).sum().backward()
+        optimizer.synchronize()
+        assert parameter.grad is not None
+        assert parameter.grad.tolist() == [40000.0] * 2

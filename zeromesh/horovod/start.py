@@ -129,7 +129,7 @@ def nccl_built() -> int:
     if not dist.is_nccl_available():
         return 0
     major, minor, patch, *_ = torch.cuda.nccl.version()
-    return 10000 * major + 100 * minor + patch
+    return int(10000 * major + 100 * minor + patch)
 
 
 __all__ = [

@@ -184,8 +184,8 @@ class World:
         while True:
             try:
                 decision = json.loads(store.queue_pop(own))
-            except RuntimeError as error:
-                self._fail_all(f"rank 0, which keeps the ranks' messages, has ended ({str(error).splitlines()[0]})")
+            except RuntimeError as lost:
+                self._fail_all(f"rank 0, which keeps the ranks' messages, has ended ({str(lost).splitlines()[0]})")
                 return
             if "stop" in decision:
                 self._fail_all(decision["stop"])
