@@ -91,7 +91,12 @@ def test_clipping_between_synchronize_and_step_sees_the_mean() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             optimizer.step()
-        assert any("skip_synchronize" in str(one.message) for one in caught)
+            assert any("skip_synchronize" in str(one.message) for one in caught)
+            warnings.simplefilter("error")
+            for step in range(2):  # without synchronize() there is nothing to warn of
+                optimizer.zero_grad()
+                loss_of(model, batch(rank, step)).backward()
+                optimizer.step()
 
 
 @on_ranks(2)
@@ -424,3 +429,17 @@ def test_gradients_are_divided_before_sums_that_would_overflow() -> None:
         optimizer.synchronize()
         assert parameter.grad is not None
         assert parameter.grad.tolist() == [40000.0] * 2
+
+
+@on_ranks(2)
+def test_groups_are_those_of_the_first_rank_in_whatever_order_others_have_parameters() -> None:
+    with world() as (rank, size):
+        model, other = make_model(), make_model()
+        named = list(model.named_parameters())[:: 1 - 2 * rank]
+        plain = torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+        optimizer = hvd.DistributedOptimizer(plain, named, groups=2)
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.step()
+        sum(loss_of(other, batch(one, 0)) / size for one in range(size)).backward()  # type: ignore[union-attr]
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        same(model, other)
