@@ -5,6 +5,7 @@ Both run on any device. ``torch.nn.SyncBatchNorm`` has no kernel for CPU tensors
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,6 +56,26 @@ def gather_with_gradient(tensor: torch.Tensor, process_group: dist.ProcessGroup 
         return tensor
     result: torch.Tensor = _Gather.apply(tensor, process_group)  # type: ignore[no-untyped-call]
     return result
+
+
+def joint_moments(
+    mean: torch.Tensor, variance: torch.Tensor, count: float, gather: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the mean and biased variance of the joint batch of all ranks, and its number of values. Collective.
+
+    Args:
+        mean: of this rank's batch, of any shape; must be finite even if ``count`` is 0.
+        variance: biased, of the same shape and dtype.
+        count: number of values that each mean is taken over.
+        gather: makes (ranks, n) of this rank's (n); the gradient of a row is the sum of all ranks' gradients of it.
+    """
+    rows = gather(torch.cat([mean.reshape(-1), variance.reshape(-1), mean.new_tensor([count])]))
+    means, variances = rows[:, :-1].reshape(len(rows), 2, *mean.shape).unbind(1)
+    total = rows[:, -1].sum()
+    shares = (rows[:, -1] / total).reshape(-1, *[1] * mean.dim())
+    joint = (shares * means).sum(0)
+    # The variance around the joint mean, without large squares that cancel.
+    return joint, (shares * (variances + (means - joint).square())).sum(0), total
 
 
 def sync_batch_norm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
@@ -117,7 +138,7 @@ class SynchronisedBatchNorm(_BatchNorm):
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         mean, variance, count = self._statistics(values)
         if self.training and tracked:
-            self._track(mean.detach(), (variance * (count / (count - 1))).detach())
+            self._track(mean.detach(), (variance * (count / (count - 1).clamp(min=1))).detach())
         shape = (1, -1, *(1 for _ in input.shape[2:]))
         scale = torch.rsqrt(variance + self.eps)
         if self.weight is not None:
@@ -130,15 +151,14 @@ class SynchronisedBatchNorm(_BatchNorm):
     def _statistics(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return mean and biased variance (channels), and the number of values per channel, over all ranks."""
         own = values.transpose(0, 1).flatten(1)
-        mean = own.mean(1)
-        squares = (own - mean[:, None]).square().sum(1)
-        counted = mean.new_full((1,), own.shape[1])
-        # One message: means and sums of squares around them, which are combined without cancellation.
-        rows = gather_with_gradient(torch.cat([mean, squares, counted])[None], self.process_group)
-        means, squares, counts = rows.split([len(mean), len(mean), 1], 1)
-        total = counts.sum()
-        mean = (means * counts).sum(0) / total
-        return mean, (squares + counts * (means - mean).square()).sum(0) / total, total
+        # Not ``mean``, which is NaN for a rank without samples.
+        mean = own.sum(1) / max(own.shape[1], 1)
+        variance = (own - mean[:, None]).square().sum(1) / max(own.shape[1], 1)
+        return joint_moments(mean, variance, own.shape[1], self._gather)
+
+    def _gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all ranks, (ranks, n); the gradient of a row is the sum of all ranks' gradients of it."""
+        return gather_with_gradient(row[None], self.process_group)
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:

@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,8 @@ import pytest
 import torch
 
 import zeromesh.horovod as hvd
-from harness import on_ranks, run_mpi_ranks, run_ranks
+from harness import on_ranks, run_mpi_ranks, run_ranks, spawn_ranks
+from zeromesh.horovod import world as worlds
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
@@ -88,6 +92,7 @@ def test_scales_names_splits_and_compression() -> None:
         whole = torch.full((2,), 5 + rank)
         assert hvd.allreduce(whole, op=hvd.Sum, prescale_factor=0.5).tolist() == [8, 8]  # 2 + 3 + 3
         assert hvd.allreduce(whole, average=False).tolist() == [18, 18]
+        assert hvd.allreduce(torch.full((2,), -rank - 1 - (rank == 0)), op=hvd.Average).tolist() == [-2, -2]  # of -7/3
         halves = torch.stack([one.half() for one in parts]).sum(0)
         narrow = hvd.allreduce(parts[rank], op=hvd.Sum, compression=hvd.Compression.fp16)
         assert narrow.dtype == torch.float64
@@ -185,6 +190,7 @@ def test_contradictions_are_errors_on_every_rank() -> None:
             (lambda: hvd.allreduce(one.double() if rank else one), "dtypes must be the same"),
             (lambda: hvd.allreduce(one, op=hvd.Sum if rank else hvd.Max), "rank 0: Max\n  rank 1: Sum"),
             (lambda: hvd.allreduce(one, prescale_factor=1.0 + rank), "prescale_factor must be the same"),
+            (lambda: hvd.reducescatter(one, postscale_factor=1.0 + rank), "postscale_factor must be the same"),
             (lambda: hvd.broadcast(one, rank), "root_rank must be the same"),
             (lambda: hvd.broadcast(one, 7), "root_rank is 7, which is not among the ranks 0-2"),
             (lambda: hvd.allgather(torch.ones(1, 2 + rank)), "shapes after the first dimension must be the same"),
@@ -218,6 +224,80 @@ def test_an_operation_of_a_rank_that_has_left_fails() -> None:
     with pytest.raises(hvd.HorovodInternalError, match="rank 1 ended before: its program ended, or called shutdown"):
         hvd.allreduce(torch.ones(1))
     hvd.shutdown()
+
+
+def reduce_beside_a_rank_that_dies(number: int, ready: Path) -> str:
+    hvd.init()
+    if hvd.rank() == number:
+        while not ready.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    ready.touch()
+    errors = []
+    for _ in range(2):  # what comes later fails, too
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            hvd.allreduce(torch.ones(1), name="left")
+        errors.append(str(caught.value))
+    assert errors[0][:40] == errors[1][:40]
+    return errors[0]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_operations_that_need_a_rank_that_was_killed_fail(number: int, tmp_path: Path) -> None:
+    outcomes = spawn_ranks(reduce_beside_a_rank_that_dies, 2, number, tmp_path / "ready")
+    assert outcomes[number].kind == "died"
+    expected = "rank 0, which keeps the ranks' messages, has ended" if number == 0 else "rank 1 ended before"
+    assert outcomes[1 - number].value.startswith(f"allreduce.left: {expected}"), outcomes
+
+
+@on_ranks(2)
+def test_results_may_be_changed_in_place_and_in_inference_mode() -> None:
+    with world():
+        weight = torch.full((2,), 3.0, requires_grad=True)
+        for call in (
+            hvd.allreduce, hvd.allgather, hvd.alltoall, lambda x: hvd.broadcast(x, 0), hvd.reducescatter,
+            lambda x: hvd.grouped_allreduce([x, x])[0], lambda x: hvd.synchronize(hvd.allreduce_async(x)),
+            lambda x: hvd.synchronize(hvd.grouped_allreduce_async([x, x]))[1],
+            lambda x: hvd.allreduce(x.detach(), op=hvd.Adasum),
+        ):  # fmt: skip
+            for needs in (False, True):
+                found = call(torch.ones(2, requires_grad=needs))
+                found *= weight[0]
+                found.sum().backward()
+        with torch.inference_mode():
+            tensor = torch.ones(2)
+            assert hvd.allreduce_(tensor, op=hvd.Sum).tolist() == [2.0, 2.0]
+            assert hvd.allgather(hvd.broadcast_(tensor, 1)).tolist() == [2.0] * 4
+            assert hvd.broadcast_object({"a": tensor})["a"].tolist() == [2.0, 2.0]
+
+
+@on_ranks(2)
+def test_a_result_that_cannot_be_written_is_an_error() -> None:
+    with world():
+        with pytest.raises(hvd.HorovodInternalError, match="more than one element of the written-to tensor"):
+            hvd.allreduce_(torch.ones(1).expand(3))
+        assert hvd.allreduce(torch.ones(1)).item() == 1
+
+
+def test_groups_of_nccl_alone_get_gloo_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, backend: made.append((ranks, backend)))
+    for given in ({"cuda": "nccl"}, {"cpu": "gloo", "cuda": "nccl"}, {"cpu": "gloo"}):
+        monkeypatch.setattr(worlds, "backends", lambda given=given: given)
+        worlds._new_group(range(2))
+    assert made == [([0, 1], "cpu:gloo,cuda:nccl"), ([0, 1], None), ([0, 1], None)]
+
+
+def test_variables_about_waits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worlds._stall_limits() == (60.0, 0.0)
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "5")
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "7.5")
+    assert worlds._stall_limits() == (5.0, 7.5)
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_DISABLE", "1")
+    assert worlds._stall_limits() == (float("inf"), 7.5)
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "soon")
+    with pytest.raises(ValueError, match="and 'soon', but must be numbers of seconds"):
+        worlds._stall_limits()
 
 
 @on_ranks(3)
@@ -265,16 +345,24 @@ def test_the_world_has_ranks_and_can_be_started_again() -> None:
 
 
 @on_ranks(2)
-def record_timeline(file: str) -> None:
+def record_timelines(folder: str) -> None:
+    os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
     with world():
-        hvd.start_timeline(file)
+        hvd.allreduce(torch.ones(1), name="unseen")
+        hvd.start_timeline(f"{folder}/started.json")
         hvd.allreduce(torch.ones(1), name="seen")
         hvd.stop_timeline()
         hvd.allreduce(torch.ones(1), name="unseen")
+    os.environ["HOROVOD_TIMELINE"] = f"{folder}/whole.json"
+    with world():
+        hvd.allreduce(torch.ones(1), name="seen")
+    del os.environ["HOROVOD_TIMELINE"]
+    assert not Path("DYNAMIC").exists()
 
 
 def test_the_timeline_has_the_operations_between_start_and_stop(tmp_path: Path) -> None:
-    record_timeline(file=str(tmp_path / "timeline.json"))
-    events = json.loads((tmp_path / "timeline.json").read_text())
-    assert [event["name"] for event in events] == ["NEGOTIATE_ALLREDUCE", "allreduce.seen"]
-    assert all(event["dur"] >= 0 and event["ph"] == "X" for event in events)
+    record_timelines(folder=str(tmp_path))
+    for file in ("started.json", "whole.json"):
+        events = json.loads((tmp_path / file).read_text())
+        assert [event["name"] for event in events] == ["NEGOTIATE_ALLREDUCE", "allreduce.seen"]
+        assert all(event["dur"] >= 0 and event["ph"] == "X" for event in events)

@@ -1,5 +1,6 @@
 """``hvd.DistributedOptimizer``, ``SyncBatchNorm`` and broadcasts beside one process with the joint batch."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -90,7 +91,12 @@ def test_clipping_between_synchronize_and_step_sees_the_mean() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             optimizer.step()
-        assert any("skip_synchronize" in str(one.message) for one in caught)
+            assert any("skip_synchronize" in str(one.message) for one in caught)
+            warnings.simplefilter("error")
+            for step in range(2):  # without synchronize() there is nothing to warn of
+                optimizer.zero_grad()
+                loss_of(model, batch(rank, step)).backward()
+                optimizer.step()
 
 
 @on_ranks(2)
@@ -242,4 +248,198 @@ def test_closures_and_schedules_work_through_the_optimizer() -> None:
             sum(loss_of(other, batch(one, step)) / size for one in range(size)).backward()  # type: ignore[union-attr]
             single.step()
             single.param_groups[0]["lr"] *= 0.5
+        same(model, other)
+
+
+@on_ranks(2)
+def test_a_gradient_scaler_skips_the_same_updates_on_all_ranks() -> None:
+    with world() as (rank, size):
+        model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        other.load_state_dict(model.state_dict())
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        single, scaler = torch.optim.SGD(other.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        rows = [torch.ones(1, 2) * (one + 1) for one in range(size)]
+        for step in range(3):
+            optimizer.zero_grad()
+            overflows = step == 1 and rank == 1
+            scaler.scale(model(rows[rank] * (float("inf") if overflows else 1.0)).sum()).backward()
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+            if step != 1:
+                single.zero_grad()
+                (other(torch.cat(rows)).sum() / size).backward()
+                nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+                single.step()
+        torch.testing.assert_close(model.weight, other.weight)
+
+
+@on_ranks(2)
+def test_lbfgs_takes_the_steps_that_it_takes_on_the_joint_batch() -> None:
+    with world() as (rank, size):
+        model, other = make_model(), make_model()
+        arguments: dict[str, Any] = {"lr": 0.5, "max_iter": 4, "line_search_fn": "strong_wolfe"}
+        optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters(), **arguments))
+
+        def train(optimizer: Any, loss: Any) -> float:
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                value = loss()
+                value.backward()
+                return value
+
+            return float([optimizer.step(closure) for _ in range(2)][-1])
+
+        found = train(optimizer, lambda: loss_of(model, batch(rank, 0)))
+        rows = [batch(one, 0) for one in range(size)]
+        expected = train(
+            torch.optim.LBFGS(other.parameters(), **arguments), lambda: sum(loss_of(other, one) for one in rows) / size
+        )
+        assert found == pytest.approx(expected)
+        same(model, other, 1e-9)
+
+
+@on_ranks(2)
+def test_sparse_gradients_go_with_every_option() -> None:
+    with world() as (rank, size):
+        for arguments in (
+            {"groups": 1}, {"compression": hvd.Compression.fp16}, {"gradient_predivide_factor": 2.0}, {"op": hvd.Sum},
+            {"backward_passes_per_step": 2},
+        ):  # fmt: skip
+            torch.manual_seed(0)
+            sparse, dense, head = nn.Embedding(4, 2, sparse=True), nn.Embedding(4, 2), nn.Linear(2, 1)
+            dense.load_state_dict(sparse.state_dict())
+            named = [("table", sparse.weight), ("weight", head.weight), ("bias", head.bias)]
+            plain = torch.optim.SGD([parameter for _, parameter in named], lr=1.0)
+            optimizer = hvd.DistributedOptimizer(plain, named, **arguments)
+            passes = arguments.get("backward_passes_per_step", 1)
+            share, other = 1.0 if "op" in arguments else 1.0 / size, copy.deepcopy(head)
+            for one in range(size):
+                for number in range(passes):
+                    (other(dense(torch.tensor([one + number]))).sum() * share).backward()
+            for number in range(passes):
+                head(sparse(torch.tensor([rank + number]))).sum().backward()
+            optimizer.synchronize()
+            assert sparse.weight.grad is not None
+            torch.testing.assert_close(sparse.weight.grad.to_dense(), dense.weight.grad, rtol=2e-3, atol=1e-3)
+            torch.testing.assert_close(head.weight.grad, other.weight.grad, rtol=2e-3, atol=1e-3)
+
+
+@on_ranks(2)
+def test_a_new_optimizer_takes_the_place_of_one_that_is_gone() -> None:
+    with world() as (rank, size):
+        model = make_model()
+        for _ in range(2):
+            plain = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+        with pytest.raises(ValueError, match="is a DistributedOptimizer already"):
+            hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.step()
+        other = make_model()
+        sum(loss_of(other, batch(one, 0)) / size for one in range(size)).backward()  # type: ignore[union-attr]
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        same(model, other)
+
+
+@on_ranks(2)
+def test_training_goes_on_after_a_reduction_that_failed() -> None:
+    with world() as (rank, _):
+        first, second = nn.Parameter(torch.ones(2 + rank)), nn.Parameter(torch.ones(2))
+        named = [("first", first), ("second", second)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0), named)
+        (first.sum() + second.sum()).backward()
+        with pytest.raises(hvd.HorovodInternalError, match=r"allreduce.first: shapes must be the same"):
+            optimizer.step()
+        optimizer.zero_grad()
+        (first.sum() + second.sum()).backward()
+        optimizer.load_state_dict(optimizer.state_dict())  # as elastic training does; nothing is pending then
+        optimizer.zero_grad()
+        assert hvd.allreduce(torch.ones(1), name="second").item() == 1
+
+
+@on_ranks(2)
+def test_adasum_does_not_reduce_gradients() -> None:
+    with world() as (rank, _):
+        parameter = nn.Parameter(torch.zeros(2))
+        plain = torch.optim.SGD([parameter], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(plain, [("a", parameter)], op=hvd.Adasum, backward_passes_per_step=2)
+        for _ in range(2):
+            (parameter * (1.0 + rank)).sum().backward()
+        optimizer.synchronize()
+        assert parameter.grad is not None
+        assert parameter.grad.tolist() == [2.0 + 2 * rank] * 2
+        with pytest.raises(AssertionError, match="no meaning with op=hvd.Adasum"), optimizer.skip_synchronize():
+            pass
+        optimizer.step()
+        assert parameter.tolist() == pytest.approx([-3.0] * 2)  # parallel changes are averaged
+
+
+@on_ranks(3)
+def test_batch_norm_counts_large_16_bit_batches_and_empty_ones() -> None:
+    with world() as (rank, size):
+
+        def images(one: int) -> torch.Tensor:
+            rows = 0 if one == 1 else 40000
+            return (torch.randn(rows, 2, 2, generator=torch.Generator().manual_seed(one)) + 1).half()
+
+        synced, plain = hvd.SyncBatchNorm(2), nn.BatchNorm1d(2)
+        found = synced(images(rank))
+        expected = plain(torch.cat([images(one) for one in range(size)])).split([40000, 0, 40000])[rank]
+        assert found.dtype == torch.float16
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(synced.running_mean, plain.running_mean)
+        torch.testing.assert_close(synced.running_var, plain.running_var)
+
+
+@on_ranks(2)
+def test_parameters_that_thaw_later_are_reduced() -> None:
+    with world() as (rank, size):
+        for groups in (None, 1):
+            model, other = make_model(), make_model()
+            model[0].weight.requires_grad_(False)
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), groups=groups
+            )
+            loss_of(model, batch(rank, 0)).backward()
+            optimizer.synchronize()
+            assert model[0].weight.grad is None
+            optimizer.zero_grad()
+            model[0].weight.requires_grad_(True)
+            loss_of(model, batch(rank, 0)).backward()
+            optimizer.step()
+            sum(loss_of(other, batch(one, 0)) / size for one in range(size)).backward()  # type: ignore[union-attr]
+            torch.optim.SGD(other.parameters(), lr=0.1).step()
+            same(model, other)
+            with pytest.raises(ValueError, match="before hvd.DistributedOptimizer takes it"):
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+@on_ranks(2)
+def test_gradients_are_divided_before_sums_that_would_overflow() -> None:
+    with world():
+        parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+        plain = torch.optim.SGD([parameter], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(plain, [("a", parameter)], gradient_predivide_factor=2.0)
+        (parameter * 40000.0).sum().backward()
+        optimizer.synchronize()
+        assert parameter.grad is not None
+        assert parameter.grad.tolist() == [40000.0] * 2
+
+
+@on_ranks(2)
+def test_groups_are_those_of_the_first_rank_in_whatever_order_others_have_parameters() -> None:
+    with world() as (rank, size):
+        model, other = make_model(), make_model()
+        named = list(model.named_parameters())[:: 1 - 2 * rank]
+        plain = torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+        optimizer = hvd.DistributedOptimizer(plain, named, groups=2)
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.step()
+        sum(loss_of(other, batch(one, 0)) / size for one in range(size)).backward()  # type: ignore[union-attr]
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
         same(model, other)

@@ -11,7 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 import hvd_digits
 import hvd_elastic
 import zeromesh.horovod as hvd
-from harness import run_command
+from harness import on_ranks, run_command
 
 FOLDER = Path(__file__).parent
 LAUNCH = [sys.executable, "-m", "zeromesh", "launch", "-np", "2"]
@@ -86,6 +86,33 @@ def test_state_goes_back_to_its_last_commit() -> None:
         fail(state)
     except hvd.HorovodInternalError:
         assert state.epoch == 1
+    hvd.shutdown()
+
+
+@on_ranks(2)
+def test_a_state_starts_with_that_of_rank_0_everywhere() -> None:
+    hvd.init()
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + hvd.rank()))
+    sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
+    sampler.record_batch(0, 1 + hvd.rank())
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=hvd.rank(), seen=[hvd.rank()])
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.TorchState, extra: int) -> int:
+        assert (state.epoch, state.seen, optimizer.param_groups[0]["lr"]) == (0, [0], 0.1)
+        assert list(sampler) == [2 + hvd.rank(), 4 + hvd.rank(), 6 + hvd.rank()]
+        weights = hvd.allgather(model.weight.detach())
+        assert torch.equal(weights[0], weights[1])
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        state.epoch = 5
+        state.restore()
+        assert (state.epoch, model.weight.detach().equal(weights[:1])) == (0, True)
+        return extra
+
+    assert train(state, 3) == 3
     hvd.shutdown()
 
 

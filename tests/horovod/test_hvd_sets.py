@@ -1,5 +1,7 @@
 """Process sets: operations inside them, and errors about sets that cannot be."""
 
+import os
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from harness import on_ranks
 @on_ranks(3)
 def test_operations_in_process_sets_are_those_of_their_ranks() -> None:
     pairs = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([2, 1])]
+    assert (pairs[0].size(), pairs[0].rank(), pairs[0].included()) == (None, None, None)
     hvd.init(process_sets=pairs)
     rank = hvd.rank()
     own = torch.full((2,), float(rank))
@@ -26,7 +29,7 @@ def test_operations_in_process_sets_are_those_of_their_ranks() -> None:
             with pytest.raises(hvd.HorovodInternalError, match="root_rank is 5, which is not among the ranks"):
                 hvd.broadcast(own, 5, process_set=found)
         else:
-            with pytest.raises(ValueError, match=f"allreduce_async: rank {rank} is not in ProcessSet"):
+            with pytest.raises(ValueError, match=f"allreduce: rank {rank} is not in ProcessSet"):
                 hvd.allreduce(own, process_set=found)
     assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1, 2], 1: [0, 1], 2: [1, 2]}
     assert hvd.global_process_set.ranks == [0, 1, 2]
@@ -62,6 +65,17 @@ def test_sets_that_cannot_be_are_errors_on_every_rank() -> None:
 
 
 @on_ranks(2)
+def test_sets_that_ranks_start_differently_leave_nothing_started() -> None:
+    number = int(os.environ["RANK"])
+    with pytest.raises(hvd.HorovodInternalError, match=r"ranks must be the same on all ranks, but differ"):
+        hvd.init(process_sets=[hvd.ProcessSet([number])])
+    assert not hvd.is_initialized()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1)).item() == 1
+    hvd.shutdown()
+
+
+@on_ranks(2)
 def test_an_optimizer_of_a_set_reduces_over_its_ranks_alone() -> None:
     hvd.init()
     alone = hvd.add_process_set([1])
@@ -70,4 +84,45 @@ def test_an_optimizer_of_a_set_reduces_over_its_ranks_alone() -> None:
     (parameter * (1 + hvd.rank())).sum().backward()
     optimizer.step()
     assert parameter.tolist() == [-1.0 - hvd.rank()] * 2
+    hvd.shutdown()
+
+
+@on_ranks(3)
+def test_gradients_and_optimizers_stay_inside_their_set() -> None:
+    pair = hvd.ProcessSet([0, 2])
+    hvd.init(process_sets=[pair])
+    if pair.included():
+        inside = {"process_set": pair}
+        for call, expected in (
+            (lambda x: hvd.allreduce(x, **inside), [2.0, 2.0]),
+            (lambda x: hvd.allreduce(x, op=hvd.Sum, **inside), [4.0, 4.0]),
+            (
+                lambda x: hvd.allgather(x, **inside)[: 2 * (1 + pair.rank())],
+                [2.0, 2.0] if pair.rank() == 0 else [1.5, 1.5],
+            ),
+            (lambda x: hvd.broadcast(x, 2, **inside), [2.0, 2.0] if hvd.rank() == 2 else [0.0, 0.0]),
+            (lambda x: hvd.alltoall(x, **inside), [1.0, 3.0]),
+            (lambda x: hvd.reducescatter(x, op=hvd.Sum, **inside), [2.0, 6.0]),
+        ):
+            leaf = torch.ones(2, requires_grad=True)
+            (call(leaf) * (1.0 + hvd.rank())).sum().backward()
+            assert leaf.grad.tolist() == expected
+        sparse = torch.eye(2)[[pair.rank()]].t().to_sparse(1)
+        found = hvd.sparse_allreduce_async(sparse, "s", hvd.Average, process_set=pair)()
+        assert found.to_dense().tolist() == [[0.5], [0.5]]
+        assert hvd.broadcast_object(hvd.rank(), 2, process_set=pair) == 2
+        model = torch.nn.Linear(2, 1)
+        hvd.broadcast_parameters(model.state_dict(), 2, process_set=pair)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0 + hvd.rank())
+        hvd.broadcast_optimizer_state(optimizer, 2, process_set=pair)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), groups=1, process_set=pair)
+        start = model.weight.detach().clone()
+        (model.weight * (1 + hvd.rank())).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(start - model.weight, torch.full((1, 2), 6.0))  # a mean of 2, and a rate of 3
+        hvd.barrier(process_set=pair)
+    else:
+        with pytest.raises(ValueError, match="barrier: rank 1 is not in ProcessSet"):
+            hvd.barrier(process_set=pair)
+    hvd.barrier()
     hvd.shutdown()

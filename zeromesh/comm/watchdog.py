@@ -113,7 +113,7 @@ class Watchdog:
     def check(self) -> None:
         """Give a sign of life. If this rank has waited for long, look for a reason to end the run."""
         self._beat += 1
-        self._store.set(f"zeromesh/signs/{self._rank}", f"{self._beat} {_PLACE} {os.getpid()} {socket.gethostname()}")
+        self._store.set(f"zeromesh/signs/{self._rank}", f"{self._beat} {PLACE} {os.getpid()} {socket.gethostname()}")
         self._holder = self._holder or last_said(self._store, "zeromesh/signs/0")
         if why := last_said(self._store, "zeromesh/ended"):
             self._end(why, publish=False)
@@ -283,15 +283,15 @@ def _calls() -> int | None:
 
 # Tells machines, and containers on one, apart: process numbers of another one mean nothing here.
 try:
-    _PLACE = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    PLACE = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
 except OSError:
-    _PLACE = f"{socket.gethostname()}/?"
+    PLACE = f"{socket.gethostname()}/?"
 
 
 def _life(sign: str) -> str:
     """Return what the kernel says of the process that gave the sign: a key of ``LIVES``."""
     _, place, process, _ = sign.split(" ", 3)
-    if place != _PLACE or place.endswith("?"):
+    if place != PLACE or place.endswith("?"):
         return "unknown"
     try:
         stat = Path(f"/proc/{process}/stat").read_text()

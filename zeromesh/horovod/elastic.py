@@ -37,125 +37,6 @@ def state_file() -> Path | None:
     return Path(os.environ.get(FOLDER) or ".zeromesh-elastic") / f"{launcher}-{since}.pt"
 
 
-class ObjectState:
-    """Named Python objects that can be committed and restored; each is an attribute.
-
-    Args:
-        bcast_object: in place of ``broadcast_object``.
-        get_rank: in place of ``rank``.
-        values: the objects, by name.
-    """
-
-    def __init__(
-        self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None, **values: Any
-    ) -> None:
-        self._broadcast = bcast_object or broadcast_object
-        self._rank = get_rank or rank
-        self._callbacks: list[Callable[[], None]] = []
-        self._names = list(values)
-        for name, value in values.items():
-            setattr(self, name, value)
-        self._saved = self.snapshot()
-
-    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Register functions that are called when the ranks have been started again, perhaps in another number."""
-        self._callbacks += callbacks
-
-    def on_reset(self) -> None:
-        """Call the registered functions, after a restart."""
-        for callback in self._callbacks:
-            callback()
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return a copy of everything that is committed."""
-        return {"values": {name: copy.deepcopy(getattr(self, name)) for name in self._names}}
-
-    def apply(self, snapshot: dict[str, Any]) -> None:
-        """Take the values of a copy."""
-        for name, value in copy.deepcopy(snapshot["values"]).items():
-            setattr(self, name, value)
-
-    def save(self) -> None:
-        """Keep a copy in memory; rank 0 also in a file where a launcher restarts the ranks."""
-        self._saved = self.snapshot()
-        path = state_file()
-        if path is None or self._rank() != 0:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        torch.save(self._saved, part)
-        part.replace(path)  # a rank that dies in between leaves the last commit as it was
-
-    def commit(self) -> None:
-        """Save the state, and check for new hosts."""
-        self.save()
-        self.check_host_updates()
-
-    def check_host_updates(self) -> None:
-        """Do nothing: the launcher starts the ranks again when nodes come or go, and tells no living rank."""
-
-    def restore(self) -> None:
-        """Go back to the last commit."""
-        self.apply(self._saved)
-
-    def load(self) -> bool:
-        """Take the state that an earlier start of this run committed; return whether there is one. Collective."""
-        path = state_file()
-        found = path is not None and self._rank() == 0 and path.exists()
-        if found and path is not None:
-            # It is a file of this run, which holds the program's own objects.
-            self.apply(torch.load(path, map_location="cpu", weights_only=False))
-        return bool(self._broadcast(found))
-
-    def sync(self) -> None:
-        """Give every rank the state of rank 0, and save it."""
-        values = self._broadcast({name: getattr(self, name) for name in self._names})
-        for name, value in values.items():
-            setattr(self, name, value)
-        self._saved = self.snapshot()
-
-
-class TorchState(ObjectState):
-    """State of training: models, optimizers, samplers, and other objects.
-
-    Args:
-        model: a module.
-        optimizer: an optimizer, also a ``DistributedOptimizer``.
-        values: by name, further modules, optimizers, ``ElasticSampler``, and Python objects.
-    """
-
-    def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
-        given = {"model": model, "optimizer": optimizer} | values
-        kinds = (torch.nn.Module, torch.optim.Optimizer, ElasticSampler)
-        self._parts = [name for name, value in given.items() if isinstance(value, kinds)]
-        for name in self._parts:
-            setattr(self, name, given[name])
-        super().__init__(**{name: value for name, value in given.items() if name not in self._parts})
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return a copy of everything that is committed."""
-        parts = {name: copy.deepcopy(getattr(self, name).state_dict()) for name in self._parts}
-        return super().snapshot() | {"parts": parts}
-
-    def apply(self, snapshot: dict[str, Any]) -> None:
-        """Take the values of a copy."""
-        for name, state in snapshot["parts"].items():
-            getattr(self, name).load_state_dict(copy.deepcopy(state))
-        super().apply(snapshot)
-
-    def sync(self) -> None:
-        """Give every rank the state of rank 0, and save it."""
-        for name in self._parts:
-            part = getattr(self, name)
-            if isinstance(part, torch.nn.Module):
-                broadcast_parameters(part.state_dict(), root_rank=0)
-            elif isinstance(part, torch.optim.Optimizer):
-                broadcast_optimizer_state(part, root_rank=0)
-            else:
-                part.load_state_dict(broadcast_object(part.state_dict()))
-        super().sync()
-
-
 class ElasticSampler(torch.utils.data.Sampler[int]):
     """Sampler that divides an epoch's samples over the ranks, and after a restart those that are left.
 
@@ -178,7 +59,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Note that every rank has processed a batch of ``batch_size`` samples."""
-        self.processed_num += batch_size * self._ranks
+        self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and the number of samples processed in it, by all ranks."""
@@ -191,20 +72,126 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def reset(self) -> None:
         """Divide the samples that are left of the epoch over the ranks that there are now."""
-        self._rank, self._ranks = rank(), size()
+        self.rank, self.num_replicas = rank(), size()
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
         left = order[self.processed_num :]
         # All ranks get as many samples: the first ones once more where they do not divide.
-        padded = -(-len(left) // self._ranks) * self._ranks
-        self.indices = [left[place % len(left)] for place in range(self._rank, padded, self._ranks)]
+        padded = -(-len(left) // self.num_replicas) * self.num_replicas
+        self.indices = [left[place % len(left)] for place in range(self.rank, padded, self.num_replicas)]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices)
 
     def __len__(self) -> int:
         return len(self.indices)
+
+
+PARTS = (torch.nn.Module, torch.optim.Optimizer, ElasticSampler)
+"""Classes of objects of which only the ``state_dict`` is saved."""
+
+
+class ObjectState:
+    """Named objects that can be committed and restored; each is an attribute.
+
+    Args:
+        bcast_object: in place of ``broadcast_object``.
+        get_rank: in place of ``rank``.
+        values: the objects, by name. Modules, optimizers and ``ElasticSampler`` keep their identity, and only their
+            states are copied; others are Python objects.
+    """
+
+    def __init__(
+        self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None, **values: Any
+    ) -> None:
+        self._broadcast = bcast_object or broadcast_object
+        self._rank = get_rank or rank
+        self._callbacks: list[Callable[[], None]] = []
+        self._names = list(values)
+        for name, value in values.items():
+            setattr(self, name, value)
+        self._saved = self._snapshot()
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Register functions that are called when the ranks have been started again, perhaps in another number."""
+        self._callbacks += callbacks
+
+    def on_reset(self) -> None:
+        """Call the registered functions, after a restart."""
+        for callback in self._callbacks:
+            callback()
+
+    def save(self) -> None:
+        """Keep a copy in memory; rank 0 also in a file where a launcher restarts the ranks."""
+        self._saved = self._snapshot()
+        path = state_file()
+        if path is None or self._rank() != 0:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        torch.save(self._saved, part)
+        part.replace(path)  # a rank that dies in between leaves the last commit as it was
+
+    def commit(self) -> None:
+        """Save the state, and check for new hosts."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Do nothing: the launcher starts the ranks again when nodes come or go, and tells no living rank."""
+
+    def restore(self) -> None:
+        """Go back to the last commit."""
+        self._take(copy.deepcopy(self._saved))
+
+    def load(self) -> bool:
+        """Take the state that an earlier start of this run committed; return whether there is one. Collective."""
+        path = state_file()
+        found = path is not None and self._rank() == 0 and path.exists()
+        if found and path is not None:
+            # It is a file of this run, which holds the program's own objects.
+            self._saved = torch.load(path, map_location="cpu", weights_only=False)
+            self.restore()
+        return bool(self._broadcast(found))
+
+    def sync(self) -> None:
+        """Give every rank the state of rank 0, and keep a copy in memory."""
+        others = {}
+        for name in self._names:
+            value = getattr(self, name)
+            if isinstance(value, torch.nn.Module):
+                broadcast_parameters(value.state_dict(), root_rank=0)
+            elif isinstance(value, torch.optim.Optimizer):
+                broadcast_optimizer_state(value, root_rank=0)
+            else:
+                others[name] = value.state_dict() if isinstance(value, ElasticSampler) else value
+        self._take(self._broadcast(others))
+        self._saved = self._snapshot()
+
+    def _take(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            current = getattr(self, name, None)
+            if isinstance(current, PARTS):
+                current.load_state_dict(value)
+            else:
+                setattr(self, name, value)
+
+    def _snapshot(self) -> dict[str, Any]:
+        """Return a copy of everything that is committed."""
+        values = {name: getattr(self, name) for name in self._names}
+        return copy.deepcopy({n: v.state_dict() if isinstance(v, PARTS) else v for n, v in values.items()})
+
+
+State = ObjectState
+"""Horovod's name for what states have in common."""
+
+
+class TorchState(ObjectState):
+    """State of training: a model, an optimizer, which may be a ``DistributedOptimizer``, and others by name."""
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
+        super().__init__(model=model, optimizer=optimizer, **values)
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from zeromesh.horovod.operations import allgather_async, broadcast_, broadcast_async_, synchronize
 from zeromesh.horovod.sets import ProcessSet, global_process_set, included_members
@@ -45,9 +46,10 @@ def broadcast_optimizer_state(
     ``model`` changes nothing. States that ``root_rank`` does not have yet stay unmade.
     """
     own = included_members(process_set, "broadcast_optimizer_state")
-    state = broadcast_object(
-        optimizer.state_dict() if own.ranks[own.rank] == root_rank else None, root_rank, "optimizer", process_set
-    )
+    # On the CPU: pickled tensors come back on the root's own device, which is another rank's here.
+    held = optimizer.state_dict() if own.ranks[own.rank] == root_rank else None
+    state = tree_map_only(torch.Tensor, torch.Tensor.cpu, held)
+    state = broadcast_object(state, root_rank, "optimizer", process_set)
     if own.ranks[own.rank] == root_rank:
         return
     groups = list(optimizer.param_groups)
@@ -79,3 +81,6 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     sizes = synchronize(allgather_async(torch.tensor([data.numel()]), f"{name}.size", process_set)).tolist()
     rows = synchronize(allgather_async(data, f"{name}.data", process_set)).split(sizes)
     return [pickle.loads(row.numpy().tobytes()) for row in rows]
+
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]

@@ -36,11 +36,6 @@ class Members:
         return len(self.ranks)
 
 
-def run(members: Members, decision: dict[str, Any], tensors: Tensors) -> Any:
-    """Return the result of an operation: one tensor for each of ``tensors``; alltoall also returns received splits."""
-    return MOVES[decision["like"]["kind"]](members, decision, tensors)
-
-
 def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Return the tensor times a factor; integers are cut off towards zero, in float64."""
     if factor == 1.0:
@@ -55,12 +50,14 @@ def _reduce(members: Members, decision: dict[str, Any], tensors: Tensors) -> Ten
     op, results = ReduceOp(like["op"]), [torch.empty(0)] * len(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        # One message for all tensors of a dtype.
-        flat = torch.cat([tensors[place].reshape(-1) for place in places]).to(CARRIED.get(dtype, dtype))
-        flat = _scale(flat, like["prescale_factor"])
-        sizes = [tensors[place].numel() for place in places]
+        shapes = [tensors[place].shape for place in places]
+        # One message for all tensors of a dtype. One tensor alone keeps its shape: views are no good results.
+        alone = len(places) == 1
+        flat = tensors[places[0]].clone() if alone else torch.cat([tensors[place].reshape(-1) for place in places])
+        flat = _scale(flat.to(CARRIED.get(dtype, dtype)), like["prescale_factor"])
+        sizes = [shape.numel() for shape in shapes]
         if op is ReduceOp.Adasum:
-            flat = torch.cat([_adasum(members, part) for part in flat.split(sizes)])
+            flat = torch.cat([_adasum(members, part) for part in flat.reshape(-1).split(sizes)]).view_as(flat)
         elif flat.numel():
             dist.all_reduce(flat, TORCH_OPS[op], group=members.group)
         if op is ReduceOp.Average:
@@ -68,8 +65,9 @@ def _reduce(members: Members, decision: dict[str, Any], tensors: Tensors) -> Ten
             whole = not dtype.is_floating_point
             flat = flat.div(members.size, rounding_mode="trunc") if whole else flat / members.size
         flat = _scale(flat, like["postscale_factor"]).to(dtype)
-        for place, part in zip(places, flat.split(sizes), strict=True):
-            results[place] = part.view(tensors[place].shape)
+        parts = [flat] if alone else flat.split(sizes)
+        for place, part, shape in zip(places, parts, shapes, strict=True):
+            results[place] = part if alone else part.view(shape)
     return results
 
 
@@ -111,9 +109,8 @@ def _all_gather(members: Members, decision: dict[str, Any], tensors: Tensors) ->
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=tensor.device)
         padded[: tensor.nbytes] = _bytes(tensor)
         rows = _gather_rows(members, padded)
-        full = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
-        count = sum(firsts[place] for firsts in decision["firsts"])
-        results.append(full.view(tensor.dtype).view(count, *tensor.shape[1:]))
+        results.append(tensor.new_empty(sum(firsts[place] for firsts in decision["firsts"]), *tensor.shape[1:]))
+        torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)], out=_bytes(results[-1]))
     return results
 
 
@@ -153,3 +150,4 @@ MOVES: dict[str, Callable[[Members, dict[str, Any], Tensors], Any]] = {
     "allreduce": _reduce, "allgather": _all_gather, "alltoall": _all_to_all, "broadcast": _broadcast,
     "reducescatter": _reduce_scatter,
 }  # fmt: skip
+"""Kind -> function that returns one result for each tensor; that of alltoall: the rows, and the splits received."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -30,11 +29,6 @@ class ReduceOp(IntEnum):
     Min = 3
     Max = 4
     Product = 5
-
-
-def _rows(shapes: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return shapes without their first dimension."""
-    return [list(shape[1:]) for shape in shapes]
 
 
 REDUCED = ("dtypes", "shapes", "devices", "op", "prescale_factor", "postscale_factor")
@@ -59,26 +53,24 @@ NEUTRAL = (ReduceOp.Sum, ReduceOp.Average, ReduceOp.Adasum)
 """Reductions in which zeros of a rank that has joined change nothing."""
 
 
-@dataclass
-class Submission:
-    """An operation that some of its ranks have asked for."""
-
-    requests: dict[int, Request] = field(default_factory=dict)  # by rank
-
-
 class Negotiator:
     """State of the agreement of ``size`` ranks.
 
     Args:
         size: number of ranks.
         warn: is called with a text about an operation that ranks wait for too long.
+        patience: seconds of waiting after which to warn.
+        limit: seconds of waiting after which an operation fails; 0 is no limit.
     """
 
-    def __init__(self, size: int, warn: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, size: int, warn: Callable[[str], None] = lambda text: None, patience: float = 60.0, limit: float = 0.0
+    ) -> None:
         self.sets: dict[int, list[int]] = {0: list(range(size))}
         self._next_set = 1
-        self._warn = warn
-        self._pending: dict[str, Submission] = {}
+        self._warn, self._patience, self._limit = warn, patience, limit
+        self._warned: set[str] = set()
+        self._pending: dict[str, dict[int, Request]] = {}  # key -> requests by rank
         self._joined: list[int] = []  # in the order in which they joined
         self._left: set[int] = set()
         self._waits: dict[int, str] = {}  # rank -> key of the operation that it is blocked in
@@ -90,18 +82,23 @@ class Negotiator:
             return [_failure([rank], key, f"process set {request['set']} has been removed")]
         if request["kind"] == "join":
             self._joined.append(rank)
-        self._pending.setdefault(key, Submission()).requests[rank] = request
+        self._pending.setdefault(key, {})[rank] = request
         found = self._decide([key])
         # A rank that joins may be the last one that others wait for.
         return found + (self._decide(list(self._pending)) if request["kind"] == "join" else [])
 
-    def wait(self, rank: int, key: str, seconds: float, limit: float) -> list[Decision]:
-        """Take the news that a rank is blocked in an operation since so many seconds; ``limit`` is when to warn."""
+    def wait(self, rank: int, key: str, seconds: float) -> list[Decision]:
+        """Take the news that a rank has been blocked in an operation for so many seconds."""
         if key not in self._pending:
             return []  # it has been decided meanwhile
         self._waits[rank] = key
-        if seconds >= limit and key.startswith("0/join") is False:
-            self._warn(f"rank {rank} has waited {seconds:.0f} s for {self._state_of(key)}")
+        if not key.startswith("0/join"):  # which waits for the others' training
+            text = f"rank {rank} has waited {seconds:.0f} s for {self._state_of(key)}"
+            if 0 < self._limit <= seconds:
+                return self._fail([key], f"{text}; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is {self._limit:g}")
+            if seconds >= self._patience and key not in self._warned:
+                self._warned.add(key)
+                self._warn(text)
         active = [rank for rank in self.sets[0] if rank not in self._left and rank not in self._joined]
         if not active or any(rank not in self._waits for rank in active):
             return []
@@ -113,7 +110,7 @@ class Negotiator:
         return self._fail([key for key in self._pending if not key.startswith("0/join")], reason)
 
     def leave(self, rank: int) -> list[Decision]:
-        """Take the news that a rank has shut down: operations that need it fail."""
+        """Take the news that a rank has shut down, or died: operations that need it fail."""
         self._left.add(rank)
         return self._decide(list(self._pending))
 
@@ -125,10 +122,10 @@ class Negotiator:
     def _decide(self, keys: Iterable[str]) -> list[Decision]:
         found = []
         for key in keys:
-            pending = self._pending[key]
-            first = next(iter(pending.requests.values()))
+            requests = self._pending[key]
+            first = next(iter(requests.values()))
             members = self.sets.get(first["set"], [])
-            missing = [rank for rank in members if rank not in pending.requests]
+            missing = [rank for rank in members if rank not in requests]
             if gone := [rank for rank in missing if rank in self._left]:
                 who = f"rank{'s' * (len(gone) > 1)} {ranges(gone)}"
                 found += self._fail([key], f"{who} ended before: its program ended, or called shutdown()")
@@ -138,7 +135,7 @@ class Negotiator:
 
     def _start(self, key: str, members: Sequence[int]) -> list[Decision]:
         """Return the decision to start an operation, or to fail it on all its ranks."""
-        requests = self._pending[key].requests
+        requests = self._pending[key]
         first = next(iter(requests.values()))
         joined = [rank for rank in members if rank not in requests]
         problem = problem_of(requests, members, joined) or self._problem_of_set(first)
@@ -174,18 +171,19 @@ class Negotiator:
     def _fail(self, keys: Iterable[str], reason: str) -> list[Decision]:
         found = []
         for key in list(keys):
-            found.append(_failure(list(self._pending[key].requests), key, reason))
+            found.append(_failure(list(self._pending[key]), key, reason))
             self._forget(key)
         return found
 
     def _forget(self, key: str) -> None:
         del self._pending[key]
+        self._warned.discard(key)
         self._waits = {rank: other for rank, other in self._waits.items() if other != key}
 
     def _state_of(self, key: str) -> str:
-        pending = self._pending[key]
-        members = self.sets.get(next(iter(pending.requests.values()))["set"], [])
-        missing = [rank for rank in members if rank not in pending.requests and rank not in self._joined]
+        requests = self._pending[key]
+        members = self.sets.get(next(iter(requests.values()))["set"], [])
+        missing = [rank for rank in members if rank not in requests and rank not in self._joined]
         return f"{shown(key)}, which rank{'s' * (len(missing) > 1)} {ranges(missing)} did not call"
 
 
@@ -223,7 +221,7 @@ def problem_of(requests: Mapping[int, Request], members: Sequence[int], joined: 
 
 def _value(request: Request, name: str) -> Any:
     if name == "shapes after the first dimension":
-        return _rows(request["shapes"])
+        return [shape[1:] for shape in request["shapes"]]
     return ReduceOp(request[name]).name if name == "op" else request[name]
 
 
@@ -248,6 +246,9 @@ def _problem_of_one(request: Request, members: Sequence[int]) -> str:
         rows, splits = shapes[0][0], request["splits"]
         if splits is None and rows % len(members):
             return f"the first dimension, {rows}, cannot be divided by {len(members)} ranks; give splits"
-        if splits is not None and (len(splits) != len(members) or min(splits) < 0 or sum(splits) != rows):
-            return f"splits is {splits}, but must be {len(members)} numbers that add up to the first dimension, {rows}"
+        whole = splits is None or all(isinstance(split, int) and split >= 0 for split in splits)
+        if splits is not None and (not whole or len(splits) != len(members) or sum(splits) != rows):
+            return (
+                f"splits is {splits}, but must be {len(members)} whole numbers with the sum {rows}, the number of rows"
+            )
     return ""

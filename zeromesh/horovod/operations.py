@@ -1,20 +1,27 @@
-"""Operations on tensors: asynchronous ones with handles, and ones that wait and have gradients."""
+"""Operations on tensors. Each public function is a variant of one of ten functions, told apart by its name.
+
+Horovod averages the gradients of allgather and broadcast over the ranks, and multiplies those of a reducescatter with
+``Sum`` by the number of ranks, so that losses count as their mean over the ranks in some operations and as their sum in
+others. A script that moves here gets the same numbers.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 
 from zeromesh.horovod.negotiation import ReduceOp
 from zeromesh.horovod.sets import ProcessSet, global_process_set, included_members
-from zeromesh.horovod.world import Handle, world_for
+from zeromesh.horovod.world import Handle, named, world_for
 
 Average, Sum, Adasum, Min, Max, Product = ReduceOp
 
 Tensors = Sequence[torch.Tensor]
-Given = TypeVar("Given")
+Back = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+P = ParamSpec("P")
 
 
 class NoCompression:
@@ -64,183 +71,6 @@ def operation(average: bool | None, op: int | None) -> ReduceOp:
         raise ValueError(f"op is {op!r}, but must be hvd.{', hvd.'.join(one.name for one in ReduceOp)}") from None
 
 
-def _submit(
-    kind: str, tensors: Tensors, name: str | None, process_set: ProcessSet, finish: Callable[[Any], Any], call: str,
-    **fields: Any,
-) -> Handle:  # fmt: skip
-    if unknown := [type(tensor).__name__ for tensor in tensors if not isinstance(tensor, torch.Tensor)]:
-        raise TypeError(
-            f"{call} takes tensors, not {unknown[0]}; hvd.broadcast_object and allgather_object take others"
-        )
-    world = world_for(call)
-    included_members(process_set, call)
-    problem = "sparse tensors are not taken; use hvd.sparse_allreduce_async, or tensor.to_dense()"
-    sparse = any(tensor.is_sparse for tensor in tensors)
-    dense = [tensor.detach().to_dense() for tensor in tensors] if sparse else tensors
-    number = process_set.process_set_id or 0
-    return world.submit(kind, name, number, dense, finish, problem=problem if sparse else "", **fields)
-
-
-def _only(results: list[Any]) -> Any:
-    return results[0]
-
-
-def _write(tensors: Given, single: bool = False) -> Callable[[list[torch.Tensor]], Any]:
-    """Return the function that writes results into the tensors, and returns these."""
-
-    def write(results: list[torch.Tensor]) -> Any:
-        for tensor, result in zip([tensors] if single else list(tensors), results, strict=True):  # type: ignore[call-overload]
-            tensor.detach().copy_(result)
-        return tensors
-
-    return write
-
-
-def _reduction(op: ReduceOp, pre: float, post: float) -> dict[str, Any]:
-    return {"op": int(op), "prescale_factor": float(pre), "postscale_factor": float(post)}
-
-
-def allreduce_async(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> Handle:  # fmt: skip
-    """Start ``allreduce``; return its handle."""
-    fields = _reduction(operation(average, op), prescale_factor, postscale_factor)
-    return _submit("allreduce", [tensor], name, process_set, _only, "allreduce_async", **fields)
-
-
-def allreduce_async_(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> Handle:  # fmt: skip
-    """Start ``allreduce_``; return its handle. The tensor must not be used before it is done."""
-    fields = _reduction(operation(average, op), prescale_factor, postscale_factor)
-    return _submit("allreduce", [tensor], name, process_set, _write(tensor, True), "allreduce_async_", **fields)
-
-
-def allreduce_(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:  # fmt: skip
-    """Reduce a tensor over the ranks, in place, and return it; without gradients."""
-    found = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    return _tensor(synchronize(found))
-
-
-def grouped_allreduce_async(
-    tensors: Tensors, average: bool | None = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> Handle:  # fmt: skip
-    """Start ``grouped_allreduce``; return its handle."""
-    fields = _reduction(operation(average, op), prescale_factor, postscale_factor)
-    return _submit("allreduce", tensors, name, process_set, list, "grouped_allreduce_async", **fields)
-
-
-def grouped_allreduce_async_(
-    tensors: Tensors, average: bool | None = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> Handle:  # fmt: skip
-    """Start ``grouped_allreduce_``; return its handle. The tensors must not be used before it is done."""
-    fields = _reduction(operation(average, op), prescale_factor, postscale_factor)
-    finish = _write(list(tensors))
-    return _submit("allreduce", tensors, name, process_set, finish, "grouped_allreduce_async_", **fields)
-
-
-def grouped_allreduce_(
-    tensors: Tensors, average: bool | None = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:  # fmt: skip
-    """Reduce each of several tensors over the ranks, in place, and return them; without gradients."""
-    found = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-    return list(synchronize(found))
-
-
-def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Start ``allgather``; return its handle."""
-    return _submit("allgather", [tensor], name, process_set, _only, "allgather_async")
-
-
-def grouped_allgather_async(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Start ``grouped_allgather``; return its handle."""
-    return _submit("allgather", tensors, name, process_set, list, "grouped_allgather_async")
-
-
-def broadcast_async(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Start ``broadcast``; return its handle."""
-    return _submit("broadcast", [tensor], name, process_set, _only, "broadcast_async", root_rank=root_rank)
-
-
-def broadcast_async_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Start ``broadcast_``; return its handle. The tensor must not be used before it is done."""
-    finish = _write(tensor, True)
-    return _submit("broadcast", [tensor], name, process_set, finish, "broadcast_async_", root_rank=root_rank)
-
-
-def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """Give every rank the values of rank ``root_rank``, in place, and return the tensor; without gradients."""
-    return _tensor(synchronize(broadcast_async_(tensor, root_rank, name, process_set)))
-
-
-def alltoall_async(
-    tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Start ``alltoall``; return its handle, whose result is the tensor and the received splits."""
-    given = None if splits is None else torch.as_tensor(splits).reshape(-1).tolist()
-    return _submit("alltoall", [tensor], name, process_set, tuple, "alltoall_async", splits=given)
-
-
-def reducescatter_async(
-    tensor: torch.Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> Handle:  # fmt: skip
-    """Start ``reducescatter``; return its handle."""
-    fields = _reduction(operation(None, op), prescale_factor, postscale_factor)
-    return _submit("reducescatter", [tensor], name, process_set, _only, "reducescatter_async", **fields)
-
-
-def grouped_reducescatter_async(
-    tensors: Tensors, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> Handle:  # fmt: skip
-    """Start ``grouped_reducescatter``; return its handle."""
-    fields = _reduction(operation(None, op), prescale_factor, postscale_factor)
-    return _submit("reducescatter", tensors, name, process_set, list, "grouped_reducescatter_async", **fields)
-
-
-def sparse_allreduce_async(
-    tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
-) -> Callable[[], torch.Tensor]:
-    """Start the sum or mean of sparse tensors; return the function that waits for it and returns a sparse tensor."""
-    if op not in (Sum, Average):
-        raise ValueError(f"op is {ReduceOp(op).name}, but sparse tensors can be reduced with Sum and Average only")
-    own = tensor.detach().coalesce()
-    indices = allgather_async(own.indices().t(), f"{name}.indices", process_set)
-    values = allgather_async(own.values(), f"{name}.values", process_set)
-
-    def finish() -> torch.Tensor:
-        gathered, summands = synchronize(indices), synchronize(values)
-        if op == Average:
-            summands = summands / included_members(process_set, "sparse_allreduce_async").size
-        return torch.sparse_coo_tensor(gathered.t(), summands, own.shape, check_invariants=False)
-
-    return finish
-
-
-def poll(handle: Handle | Callable[[], Any]) -> bool:
-    """Return whether an operation is done, so that ``synchronize`` does not block."""
-    return handle.done.is_set() if isinstance(handle, Handle) else False
-
-
 def synchronize(handle: Any) -> Any:
     """Wait for an operation and return its result.
 
@@ -248,17 +78,164 @@ def synchronize(handle: Any) -> Any:
         HorovodInternalError: ranks contradict each other, or one has ended; see the message.
     """
     if not isinstance(handle, Handle):
-        if callable(handle):  # of ``sparse_allreduce_async``
-            return handle()
         raise TypeError(f"synchronize takes the handle of an asynchronous operation, not {type(handle).__name__}")
-    if not handle.done.is_set():
-        world_for("synchronize").wait(handle)
-    return handle.outcome()
+    return handle()
 
 
-def _tensor(value: Any) -> torch.Tensor:
-    assert isinstance(value, torch.Tensor)
-    return value
+def poll(handle: Handle) -> bool:
+    """Return whether an operation is done, so that ``synchronize`` does not block."""
+    return handle.done()
+
+
+def _listed(call: str, given: Any) -> list[torch.Tensor]:
+    """Return the tensors that a call is given: several if its name begins with ``grouped_``, else one."""
+    tensors = list(given) if call.startswith("grouped_") and isinstance(given, Sequence) else [given]
+    if unknown := [type(tensor).__name__ for tensor in tensors if not isinstance(tensor, torch.Tensor)]:
+        what = "a list of tensors" if call.startswith("grouped_") else "a tensor"
+        raise TypeError(f"{call} takes {what}, not {unknown[0]}; for objects: broadcast_object, allgather_object")
+    return tensors
+
+
+def _start(
+    call: str, given: Any, name: str | None, process_set: ProcessSet,
+    finish: Callable[[Any], Any] | None = None, **fields: Any,
+) -> Handle:  # fmt: skip
+    """Start the operation of the public function ``call``, ``[grouped_]KIND[_async][_]``, and return its handle.
+
+    With ``_`` at the end, results are written into the given tensors. ``finish`` makes another result of the list.
+    """
+    world = world_for(call)
+    included_members(process_set, call)
+    tensors = _listed(call, given)
+    problem = "sparse tensors are not taken; use hvd.sparse_allreduce_async, or tensor.to_dense()"
+    sparse = any(tensor.is_sparse for tensor in tensors)
+    dense = [tensor.detach().to_dense() for tensor in tensors] if sparse else tensors
+
+    def end(results: Any) -> Any:
+        if call.endswith("_"):
+            for tensor, result in zip(tensors, results, strict=True):
+                tensor.detach().copy_(result)
+            results = tensors
+        if finish is not None:
+            return finish(results)
+        # Autograd forbids in-place operations on views that were made in another mode.
+        owned = [
+            result.clone() if result is not tensor and result._is_view() else result
+            for result, tensor in zip(results, tensors, strict=True)
+        ]
+        return owned[0] if isinstance(given, torch.Tensor) else owned
+
+    kind = call.removeprefix("grouped_").removesuffix("_").removesuffix("_async")
+    number = process_set.process_set_id or 0
+    return world.submit(kind, name, number, dense, end, problem=problem if sparse else "", **fields)
+
+
+def _variant(call: str, base: Callable[Concatenate[str, P], Any]) -> Callable[P, Any]:
+    """Return the public function of the name ``call``; it waits for handles unless its name says ``async``."""
+
+    def function(*args: P.args, **kwargs: P.kwargs) -> Any:
+        if "tensors" in kwargs:
+            kwargs["tensor"] = kwargs.pop("tensors")
+        result = base(call, *args, **kwargs)
+        return synchronize(result) if isinstance(result, Handle) and "async" not in call else result
+
+    _, *parameters = inspect.signature(base).parameters.values()
+    if call.startswith("grouped_"):
+        parameters[0] = parameters[0].replace(name="tensors", annotation="Sequence[torch.Tensor]")
+    return named(function, call, base.__doc__, signature=inspect.Signature(parameters))
+
+
+def _scaled(average: bool | None, op: int | None, pre: float, post: float) -> dict[str, Any]:
+    return {"op": int(operation(average, op)), "prescale_factor": float(pre), "postscale_factor": float(post)}
+
+
+def _start_allreduce(
+    call: str, tensor: Any, average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """Reduce a tensor, or several together, over the ranks, without gradients; see ``allreduce``.
+
+    ``_async`` returns a handle for ``synchronize`` and ``poll``. A name that ends with ``_`` writes the results into
+    the given tensors, which must not be used before the operation is done.
+    """
+    fields = _scaled(average, op, prescale_factor, postscale_factor)
+    return _start(call, tensor, name, process_set, **fields)
+
+
+allreduce_ = _variant("allreduce_", _start_allreduce)
+allreduce_async = _variant("allreduce_async", _start_allreduce)
+allreduce_async_ = _variant("allreduce_async_", _start_allreduce)
+grouped_allreduce_ = _variant("grouped_allreduce_", _start_allreduce)
+grouped_allreduce_async = _variant("grouped_allreduce_async", _start_allreduce)
+grouped_allreduce_async_ = _variant("grouped_allreduce_async_", _start_allreduce)
+
+
+def _start_allgather(
+    call: str, tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start ``allgather``, or ``grouped_allgather``; return the handle."""
+    return _start(call, tensor, name, process_set)
+
+
+allgather_async = _variant("allgather_async", _start_allgather)
+grouped_allgather_async = _variant("grouped_allgather_async", _start_allgather)
+
+
+def _start_broadcast(
+    call: str, tensor: torch.Tensor, root_rank: int, name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """Give every rank the tensor of rank ``root_rank``, without gradients; see ``broadcast``.
+
+    ``_async`` returns a handle for ``synchronize`` and ``poll``. A name that ends with ``_`` writes the result into the
+    given tensor, which must not be used before the operation is done.
+    """
+    return _start(call, tensor, name, process_set, root_rank=root_rank)
+
+
+broadcast_ = _variant("broadcast_", _start_broadcast)
+broadcast_async = _variant("broadcast_async", _start_broadcast)
+broadcast_async_ = _variant("broadcast_async_", _start_broadcast)
+
+
+def alltoall_async(
+    tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start ``alltoall``; return its handle, whose result is the tensor and the received splits."""
+    return _start("alltoall_async", tensor, name, process_set, tuple, splits=_rows(splits))
+
+
+def _rows(splits: Any) -> list[int] | None:
+    return None if splits is None else torch.as_tensor(splits).reshape(-1).tolist()
+
+
+def _start_reducescatter(
+    call: str, tensor: Any, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> Handle:  # fmt: skip
+    """Start ``reducescatter``, or ``grouped_reducescatter``; return the handle."""
+    return _start(call, tensor, name, process_set, **_scaled(None, op, prescale_factor, postscale_factor))
+
+
+reducescatter_async = _variant("reducescatter_async", _start_reducescatter)
+grouped_reducescatter_async = _variant("grouped_reducescatter_async", _start_reducescatter)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start the sum or mean of sparse tensors; return a handle, which waits and returns the result if it is called."""
+    if operation(None, op) not in (Sum, Average):
+        raise ValueError(f"op is {ReduceOp(op).name}, but sparse tensors can be reduced with Sum and Average only")
+    own = tensor.detach().coalesce()
+    size = included_members(process_set, "sparse_allreduce_async").size
+
+    def finish(gathered: list[torch.Tensor]) -> torch.Tensor:
+        indices, values = gathered
+        values = values / size if op == Average else values
+        return torch.sparse_coo_tensor(indices.t(), values, own.shape, check_invariants=False)
+
+    return _start("grouped_allgather_async", [own.indices().t(), own.values()], name, process_set, finish)
 
 
 def join(device: int = -1) -> int:
@@ -266,10 +243,182 @@ def join(device: int = -1) -> int:
 
     ``device`` changes nothing. Return the rank that was the last to join.
     """
-    world = world_for("join")
-    return int(world.wait(world.submit("join", None, 0, [])))
+    return int(world_for("join").submit("join", None, 0, [])())
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of the set have called this."""
-    synchronize(_submit("barrier", [], None, process_set, lambda results: None, "barrier"))
+    world = world_for("barrier")
+    included_members(process_set, "barrier")
+    world.submit("barrier", None, process_set.process_set_id or 0, [])()
+
+
+class _WithGradient(torch.autograd.Function):
+    """Runs one function forward, and another one, which may have gradients again, backward."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Callable[[Tensors], Handle], back: Back, *tensors: torch.Tensor) -> Any:
+        ctx.back = back
+        return tuple(start(tensors)())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return (None, None, *ctx.back(list(gradients)))
+
+
+def _apply(
+    call: str, given: Any, name: str | None, process_set: ProcessSet, back: Back, compression: Any = Compression.none,
+    **fields: Any,
+) -> Any:  # fmt: skip
+    """Return the result of the operation of ``call``, whose gradient ``back`` makes of those of the results."""
+    included_members(process_set, call)
+    pairs = [compression.compress(tensor) for tensor in _listed(call, given)]
+    kind = call.removeprefix("grouped_")
+
+    def start(tensors: Tensors) -> Handle:
+        return _start(f"grouped_{kind}", tensors, name, process_set, **fields)
+
+    moved = _WithGradient.apply(start, back, *(tensor for tensor, _ in pairs))  # type: ignore[no-untyped-call]
+    results = [compression.decompress(result, ctx) for result, (_, ctx) in zip(moved, pairs, strict=True)]
+    return results[0] if isinstance(given, torch.Tensor) else results
+
+
+def _require_gradient(call: str, op: ReduceOp) -> None:
+    if op not in (Average, Sum):
+        raise NotImplementedError(f"{call} with op {op.name} has no gradient; use Average or Sum")
+
+
+def _allreduce(
+    _call: str, tensor: Any, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
+    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:  # fmt: skip
+    """Reduce a tensor over the ranks; return a new one.
+
+    ``grouped_allreduce`` takes and returns a list; none of its tensors is reduced before all ranks have given all.
+
+    Args:
+        tensor: of one shape and dtype on all ranks.
+        average: deprecated: True is ``op=Average``, False ``op=Sum``.
+        name: requests with one name belong together, in whatever order ranks make them; None counts the calls.
+        compression: dtype on the way; see ``Compression``.
+        op: Average (the default; integers are cut off towards zero), Sum, Adasum, Min, Max or Product.
+        prescale_factor: of the tensor, before the reduction.
+        postscale_factor: of the result.
+        process_set: ranks that take part; this one is among them.
+
+    Raises:
+        HorovodInternalError: ranks contradict each other, or one has ended.
+    """
+    found = operation(average, op)
+    scales = (prescale_factor, postscale_factor)
+
+    def back(gradients: list[torch.Tensor]) -> Any:
+        _require_gradient("allreduce", found)
+        return grouped_allreduce(gradients, None, None, Compression.none, found, *scales, process_set)
+
+    fields = _scaled(None, found, *scales)
+    return _apply(_call, tensor, name, process_set, back, compression, **fields)
+
+
+allreduce = _variant("allreduce", _allreduce)
+grouped_allreduce = _variant("grouped_allreduce", _allreduce)
+
+
+def _allgather(call: str, tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """Concatenate the ranks' tensors along the first dimension, in the order of ranks.
+
+    The first dimension may differ between ranks, and be 0. The gradient is this rank's part of the mean of all ranks'.
+    ``grouped_allgather`` takes and returns a list.
+    """
+    rows = [one.shape[0] if one.dim() else 1 for one in _listed(call, tensor)]
+
+    def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        counts = allgather(torch.tensor([rows], device=gradients[0].device), None, process_set)
+        starts = counts[: included_members(process_set, call).rank].sum(0).tolist()
+        means = grouped_allreduce(gradients, op=Average, process_set=process_set)
+        return [mean.narrow(0, start, count) for mean, start, count in zip(means, starts, rows, strict=True)]
+
+    return _apply(call, tensor, name, process_set, back)
+
+
+allgather = _variant("allgather", _allgather)
+grouped_allgather = _variant("grouped_allgather", _allgather)
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Return the tensor of rank ``root_rank``, a global rank also in a process set.
+
+    The gradient is the mean of all ranks' on ``root_rank``, and zeros on the others.
+    """
+
+    def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        mean = allreduce(gradients[0], op=Average, process_set=process_set)
+        return [mean if world_for("broadcast").environment.rank == root_rank else torch.zeros_like(mean)]
+
+    return _apply("broadcast", tensor, name, process_set, back, root_rank=root_rank)
+
+
+def alltoall(
+    tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Send consecutive rows to each rank, and return those received, in the order of ranks.
+
+    Args:
+        tensor: of one shape on all ranks but for the first dimension.
+        splits: numbers of rows for each rank, as a tensor or list; None divides the rows equally.
+        name: as in ``allreduce``.
+        process_set: as in ``allreduce``.
+
+    Returns:
+        The received rows; with ``splits`` also the number received from each rank, int32, or of the dtype of splits.
+    """
+    received: list[torch.Tensor] = []
+
+    def finish(results: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        received.append(results[1])
+        return [results[0]]
+
+    def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [alltoall(gradients[0], received[0], None, process_set)[0]]
+
+    out = _apply("alltoall", tensor, name, process_set, back, finish=finish, splits=_rows(splits))
+    if splits is None:
+        return out
+    return out, received[0].to(splits) if isinstance(splits, torch.Tensor) else received[0]
+
+
+def _reducescatter(
+    call: str, tensor: Any, name: str | None = None, compression: Any = Compression.none, op: int = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> Any:  # fmt: skip
+    """Reduce a tensor over the ranks and return this rank's rows; the first ranks get one more if they do not divide.
+
+    The gradient is an allgather; with ``Sum``, times the number of ranks. ``grouped_reducescatter`` takes and returns a
+    list. See ``allreduce`` for the arguments.
+    """
+    found = operation(None, op)
+
+    def back(gradients: list[torch.Tensor]) -> Any:
+        _require_gradient("reducescatter", found)
+        factor = prescale_factor * postscale_factor
+        factor *= included_members(process_set, call).size if found is Sum else 1
+        return grouped_allgather([gradient * factor for gradient in gradients], process_set=process_set)
+
+    fields = _scaled(None, found, prescale_factor, postscale_factor)
+    return _apply(call, tensor, name, process_set, back, compression, **fields)
+
+
+reducescatter = _variant("reducescatter", _reducescatter)
+grouped_reducescatter = _variant("grouped_reducescatter", _reducescatter)
+
+__all__ = [
+    "Adasum", "Average", "Compression", "Max", "Min", "Product", "Sum", "allgather", "allgather_async", "allreduce",
+    "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast",
+    "broadcast_", "broadcast_async", "broadcast_async_", "grouped_allgather", "grouped_allgather_async",
+    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
+    "grouped_reducescatter", "grouped_reducescatter_async", "join", "poll", "reducescatter", "reducescatter_async",
+    "sparse_allreduce_async", "synchronize",
+]  # fmt: skip

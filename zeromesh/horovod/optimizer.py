@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,12 +18,14 @@ from zeromesh.horovod.operations import (
     Adasum,
     Average,
     Compression,
-    grouped_allreduce_async,
+    Sum,
+    allreduce,
+    grouped_allreduce_async_,
     operation,
     sparse_allreduce_async,
-    synchronize,
 )
 from zeromesh.horovod.sets import ProcessSet, global_process_set, members_of
+from zeromesh.horovod.world import HorovodInternalError
 
 Parameter = torch.Tensor
 
@@ -44,18 +48,22 @@ class Bucket:
     name: str
     parameters: list[Parameter]
     ready: set[int] = field(default_factory=set)  # ids of those whose gradients are complete
-    waiting: Callable[[], None] | None = None  # waits for the reduction in progress
+    finish: Callable[[], None] | None = None  # waits for the reduction in progress, and writes its results
 
-    def begin(self, waiting: Callable[[], None]) -> None:
+    def begin(self, finish: Callable[[], None]) -> None:
         """Note a reduction in progress."""
-        self.waiting = waiting
+        self.finish = finish
 
-    def finish(self) -> None:
-        """Wait for the reduction, if there is one, and be ready for the next."""
-        waiting, self.waiting = self.waiting, None
+    def end(self) -> HorovodInternalError | None:
+        """Wait for the reduction, if there is one, and be ready for the next; return its failure."""
+        finish, self.finish = self.finish, None
         self.ready.clear()
-        if waiting is not None:
-            waiting()
+        try:
+            if finish is not None:
+                finish()
+        except HorovodInternalError as error:
+            return error
+        return None
 
 
 class Reduction:
@@ -63,7 +71,7 @@ class Reduction:
 
     Args:
         names: name of each parameter.
-        buckets: all parameters that are trained, each in one bucket.
+        buckets: all parameters, each in one bucket.
         passes: number of backward passes of an update.
         options: how to reduce.
     """
@@ -74,39 +82,51 @@ class Reduction:
         self.buckets = buckets
         self._names = names
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
-        self._seen: dict[Parameter, int] = {}
+        self._seen: dict[Parameter, int] = {}  # passes since the last update
         self._filling = False
         members = members_of(options.process_set, "DistributedOptimizer")
-        self.active = members.rank >= 0 and members.size > 1
-        for parameter in self._bucket_of if self.active and options.op is not Adasum else ():
-            parameter.register_post_accumulate_grad_hook(self._after_gradient)
+        several = members.rank >= 0 and members.size > 1
+        self.adasum = several and options.op is Adasum  # combines changes of parameters, not gradients
+        self.active = several and not self.adasum
+        # The hooks must not keep this alive: a script may make another optimizer for the same parameters.
+        notice = weakref.WeakMethod(self._after_gradient)
+        for parameter in self._trained(self._bucket_of) if self.active else ():
+            parameter.register_post_accumulate_grad_hook(lambda found: (notice() or _ignore)(found))
 
     @property
     def under_way(self) -> bool:
         """True if gradients have been computed that no update has used."""
         return bool(self._seen)
 
-    def reset(self) -> None:
-        """Forget the passes so far."""
-        for bucket in self.buckets:
-            bucket.finish()
-        self._seen = {}
-
     def set_passes(self, passes: int) -> None:
         """Set the number of backward passes of an update."""
         self.passes = _passes(passes)
 
+    def reset(self) -> list[HorovodInternalError]:
+        """Wait for what is in progress, and forget the passes so far; return failures."""
+        self._seen = {}
+        return [error for bucket in self.buckets if (error := bucket.end()) is not None]
+
     def finish(self) -> None:
         """Reduce what has not been, and wait until all gradients are those of all ranks."""
-        if not self.active:
-            self._seen = {}
-            return
-        for bucket in self.buckets:
-            if bucket.waiting is None:
+        for bucket in self.buckets if self.active else ():
+            # Those that were frozen when the optimizer was made may be trained now, without a hook.
+            if bucket.finish is None and self._trained(bucket.parameters):
                 self._start(bucket)
-        for bucket in self.buckets:
-            bucket.finish()
-        self._seen = {}
+        # All have ended before one raises, so that a script may go on after the error.
+        for error in self.reset():
+            raise error
+
+    @staticmethod
+    def _trained(parameters: Iterable[Parameter]) -> list[Parameter]:
+        return [parameter for parameter in parameters if parameter.requires_grad]
+
+    def joint_loss(self, loss: Any) -> Any:
+        """Return the ranks' joint loss: L-BFGS decides by it, and ranks must decide alike."""
+        if not isinstance(loss, torch.Tensor | float) or self.options.op not in (Average, Sum):
+            return loss
+        value = torch.as_tensor(loss).detach()
+        return allreduce(value, op=self.options.op, process_set=self.options.process_set)
 
     def _after_gradient(self, parameter: Parameter) -> None:
         if self._filling:
@@ -121,29 +141,21 @@ class Reduction:
         bucket = self._bucket_of[parameter]
         if seen == self.passes:
             bucket.ready.add(id(parameter))
-        if len(bucket.ready) == len(bucket.parameters):
+        if len(bucket.ready) == len(self._trained(bucket.parameters)):
             self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
         """Start to reduce the gradients of a bucket; those that this rank has not computed are zeros."""
-        self._fill(bucket.parameters)
-        gradients = [_gradient(parameter) for parameter in bucket.parameters]
+        parameters = self._trained(bucket.parameters)
+        self._fill(parameters)
+        gradients = [_gradient(parameter) for parameter in parameters]
         options = self.options
         if len(gradients) == 1 and gradients[0].is_sparse and not options.sparse_as_dense:
-            waiting = sparse_allreduce_async(gradients[0], bucket.name, options.op, options.process_set)
-            bucket.begin(lambda: _replace(gradients[0], waiting()))
+            handle = sparse_allreduce_async(gradients[0], bucket.name, options.op, options.process_set)
+            bucket.begin(lambda: _replace(gradients[0], handle()))
             return
-        pairs = [options.compression.compress(g.to_dense() if g.is_sparse else g) for g in gradients]
-        split = options.predivide if options.op is Average else 1.0
-        handle = grouped_allreduce_async(
-            [tensor for tensor, _ in pairs], None, bucket.name, options.op, 1.0 / split, split, options.process_set
-        )
-
-        def finish() -> None:
-            for gradient, result, (_, ctx) in zip(gradients, synchronize(handle), pairs, strict=True):
-                _replace(gradient, options.compression.decompress(result, ctx))
-
-        bucket.begin(finish)
+        dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+        bucket.begin(_reduce(bucket.name, dense, options, lambda place, result: _replace(gradients[place], result)))
 
     def _fill(self, parameters: Sequence[Parameter]) -> None:
         missing = [parameter for parameter in parameters if parameter.grad is None]
@@ -156,6 +168,26 @@ class Reduction:
                 self._filling = False
 
 
+def _reduce(
+    name: str, tensors: list[torch.Tensor], options: Options, take: Callable[[int, torch.Tensor], Any]
+) -> Callable[[], None]:
+    """Start to reduce tensors, compressed; return the function that waits, and gives ``take`` each place and result."""
+    pairs = [options.compression.compress(tensor) for tensor in tensors]
+    split = options.predivide if options.op is Average else 1.0
+    sent = [tensor for tensor, _ in pairs]
+    handle = grouped_allreduce_async_(sent, None, name, options.op, 1.0 / split, split, options.process_set)
+
+    def finish() -> None:
+        for place, (result, (_, ctx)) in enumerate(zip(handle(), pairs, strict=True)):
+            take(place, options.compression.decompress(result, ctx))
+
+    return finish
+
+
+def _ignore(parameter: Parameter) -> None:
+    """Do nothing with a gradient whose optimizer is gone."""
+
+
 def _gradient(parameter: Parameter) -> torch.Tensor:
     assert parameter.grad is not None
     return parameter.grad
@@ -163,6 +195,8 @@ def _gradient(parameter: Parameter) -> torch.Tensor:
 
 @torch.no_grad()
 def _replace(gradient: torch.Tensor, result: torch.Tensor) -> None:
+    if gradient is result:
+        return
     if gradient.is_sparse:
         gradient.zero_().add_(result if result.is_sparse else result.to_sparse(gradient.sparse_dim()))
     else:
@@ -193,6 +227,10 @@ class _Distributed(torch.optim.Optimizer):
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Let ``step`` take the gradients as they are, since ``synchronize`` was called before."""
+        if self._reduction.adasum:
+            raise AssertionError(
+                "skip_synchronize() has no meaning with op=hvd.Adasum, which combines changes in step()"
+            )
         self._synchronizes = False
         try:
             yield
@@ -201,14 +239,14 @@ class _Distributed(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Wait for the gradients of all ranks, and update the parameters."""
-        if self._reduction.options.op is Adasum and self._reduction.active:
+        if self._reduction.adasum:
             return self._adasum_step(closure)
         if closure is not None and self._reduction.active:
             # Optimizers call a closure that runs backward: its gradients are complete at its end.
             def reduced() -> Any:
                 loss = closure()
                 self._reduction.finish()
-                return loss
+                return self._reduction.joint_loss(loss)
 
             return super().step(reduced)
         if self._synchronizes:
@@ -227,25 +265,26 @@ class _Distributed(torch.optim.Optimizer):
         parameters = [parameter for bucket in self._reduction.buckets for parameter in bucket.parameters]
         before = [parameter.detach().clone() for parameter in parameters]
         loss = super().step(closure)
-        options = self._reduction.options
         with torch.no_grad():
             changes = [parameter - old for parameter, old in zip(parameters, before, strict=True)]
-            pairs = [options.compression.compress(change) for change in changes]
-            handle = grouped_allreduce_async(
-                [tensor for tensor, _ in pairs], None, "adasum.changes", Adasum, process_set=options.process_set
-            )
-            for parameter, old, change, (_, ctx) in zip(parameters, before, synchronize(handle), pairs, strict=True):
-                parameter.copy_(old + options.compression.decompress(change, ctx))
+            _reduce(
+                "adasum.changes", changes, self._reduction.options,
+                lambda place, change: parameters[place].copy_(before[place] + change),
+            )()  # fmt: skip
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients; AssertionError between backward and ``step``, when they are being reduced."""
-        if self._reduction.active and self._reduction.under_way:
+        if self._reduction.under_way:
             raise AssertionError(
                 "zero_grad() was called after backward and before step() or synchronize(), while gradients are being "
                 "reduced; call it after step()"
             )
         super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: Any) -> None:
+        """Raise ValueError: the gradients of the new group would be those of one rank."""
+        raise ValueError("add groups of parameters to the optimizer before hvd.DistributedOptimizer takes it")
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load the optimizer's states, and forget backward passes so far."""
@@ -277,6 +316,8 @@ def DistributedOptimizer(
     Raises:
         ValueError: names that are not unique or lack a parameter, or arguments that contradict each other.
     """
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("the optimizer is a DistributedOptimizer already; pass the one that it was made of")
     found = operation(None, op)
     if gradient_predivide_factor != 1.0 and found is not Average:
         raise ValueError(f"gradient_predivide_factor needs op Average, not {found.name}; leave it out")
@@ -284,13 +325,13 @@ def DistributedOptimizer(
     names = _names(optimizer, named_parameters)
     options = Options(compression, found, gradient_predivide_factor, sparse_as_dense, process_set)
     members = members_of(process_set, "DistributedOptimizer")
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if groups is not None and members.rank >= 0:
         # In the order of one rank: ranks may have other orders of parameters.
-        order = broadcast_object([names[p] for p in trained], members.ranks[0], "groups", process_set)
+        order = broadcast_object([names[p] for p in parameters], members.ranks[0], "groups", process_set)
         places = {name: place for place, name in enumerate(order)}
-        trained.sort(key=lambda parameter: places.get(names[parameter], len(places)))
-    buckets = [Bucket(names[part[0]], part) for part in _split(trained, groups) if part]
+        parameters.sort(key=lambda parameter: places.get(names[parameter], len(places)))
+    buckets = [Bucket(names[part[0]], part) for part in _split(parameters, groups) if part]
     reduction = Reduction(names, buckets, _passes(backward_passes_per_step), options)
     kind = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
     made: Any = object.__new__(kind)
@@ -328,27 +369,22 @@ def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Paramete
     return names
 
 
-def _split(trained: list[Parameter], groups: Any) -> list[list[Parameter]]:
+def _split(parameters: list[Parameter], groups: Any) -> list[list[Parameter]]:
     """Return the parameters of each message."""
     if groups is None or groups == 0:
-        return [[parameter] for parameter in trained]
+        return [[parameter] for parameter in parameters]
     if isinstance(groups, int) and groups > 0:
-        return [list(part) for part in _even(trained, groups)]
+        size, more = divmod(len(parameters), groups)
+        ends = [number * size + min(number, more) for number in range(groups + 1)]
+        return [parameters[start:end] for start, end in pairwise(ends)]
     if not isinstance(groups, list) or any(not isinstance(p, torch.Tensor) for part in groups for p in part):
         raise ValueError(f"groups is {groups!r}, but must be a number that is not negative, or lists of parameters")
     given = [parameter for part in groups for parameter in part]
-    if len({id(parameter) for parameter in given}) < len(given):
+    if len(set(given)) < len(given):
         raise ValueError("groups has a parameter twice; name each at most once")
-    inside = {id(parameter) for parameter in given}
-    known = {id(parameter) for parameter in trained}
-    parts = [[parameter for parameter in part if id(parameter) in known] for part in groups]
-    return parts + [[parameter] for parameter in trained if id(parameter) not in inside]
+    known = set(parameters)
+    parts = [[parameter for parameter in part if parameter in known] for part in groups]
+    return parts + [[parameter] for parameter in parameters if parameter not in set(given)]
 
 
-def _even(trained: list[Parameter], count: int) -> Iterator[list[Parameter]]:
-    size, more = divmod(len(trained), count)
-    start = 0
-    for number in range(count):
-        end = start + size + (number < more)
-        yield trained[start:end]
-        start = end
+__all__ = ["DistributedOptimizer"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from zeromesh.horovod.moves import Members
-from zeromesh.horovod.world import HorovodInternalError, world_for
+from zeromesh.horovod.world import world_for
 
 
 class ProcessSet:
@@ -39,9 +39,9 @@ class ProcessSet:
         """
         return None if self.process_set_id is None else included_members(self, "ProcessSet.rank").rank
 
-    def included(self) -> bool:
-        """Return whether this rank is in the set."""
-        return members_of(self, "ProcessSet.included").rank >= 0
+    def included(self) -> bool | None:
+        """Return whether this rank is in the set; None if the set cannot be used."""
+        return None if self.process_set_id is None else members_of(self, "ProcessSet.included").rank >= 0
 
     def take(self, number: int | None, ranks: Sequence[int]) -> None:
         """Set the number, or None, and the ranks; for this package."""
@@ -88,7 +88,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if found.process_set_id is not None:
         raise ValueError(f"{found} is in use already")
-    number = world.wait(world.submit("add_process_set", None, 0, [], ranks=found.ranks))
+    number = world.submit("add_process_set", None, 0, [], ranks=found.ranks)()
     found.take(number, found.ranks)
     return found
 
@@ -99,7 +99,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if not process_set.process_set_id:
         return False
     try:
-        world.wait(world.submit("remove_process_set", None, 0, [], removed=process_set.process_set_id))
+        world.submit("remove_process_set", None, 0, [], removed=process_set.process_set_id)()
     finally:
         process_set.take(None, process_set.ranks)
     return True
@@ -107,12 +107,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """Return the ranks of each process set in use, by its number."""
-    return {
-        number: list(members.ranks) for number, members in world_for("get_process_set_ids_and_ranks").members.items()
-    }
+    world = world_for("get_process_set_ids_and_ranks")
+    return {number: list(members.ranks) for number, members in world.members.items()}
 
 
 __all__ = [
-    "HorovodInternalError", "ProcessSet", "add_process_set", "get_process_set_ids_and_ranks", "global_process_set",
-    "included_members", "members_of", "remove_process_set",
+    "ProcessSet", "add_process_set", "get_process_set_ids_and_ranks", "global_process_set",
+    "remove_process_set",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,10 +32,9 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
         return
     world = worlds.start()
     size = world.environment.world_size
-    given = list(comm) if isinstance(comm, Iterable) else [] if comm is None else range(getattr(comm, "size", 0))
-    if (given and sorted(given) != list(range(size))) or (
-        comm is not None and not isinstance(comm, Iterable) and not given
-    ):
+    # An empty list is all ranks, as in Horovod; communicators of MPI have a size.
+    given = list(comm) or range(size) if isinstance(comm, Iterable) else range(getattr(comm, "size", 0))
+    if comm is not None and sorted(given) != list(range(size)):
         worlds.shutdown()
         raise ValueError(
             f"comm is {comm!r}, but must be None or all {size} ranks; "
@@ -51,44 +50,24 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
         raise
 
 
-def shutdown() -> None:
-    """End Horovod's part of this process; also done as it ends. Operations of others that need this rank fail."""
-    worlds.shutdown()
+shutdown, is_initialized = worlds.shutdown, worlds.is_initialized
 
 
-def is_initialized() -> bool:
-    """Return whether ``init`` has been called, and ``shutdown`` not since."""
-    return worlds.is_initialized()
+def _place(name: str, attribute: str, text: str) -> Callable[[], int]:
+    """Return the public function ``name``, which tells one number of this process's environment."""
+
+    def number() -> int:
+        return int(getattr(worlds.world_for(name).environment, attribute))
+
+    return worlds.named(number, name, f"Return the number of {text}.")
 
 
-def rank() -> int:
-    """Return the number of this process."""
-    return worlds.world_for("rank").environment.rank
-
-
-def size() -> int:
-    """Return the number of processes."""
-    return worlds.world_for("size").environment.world_size
-
-
-def local_rank() -> int:
-    """Return the number of this process on its node."""
-    return worlds.world_for("local_rank").environment.local_rank
-
-
-def local_size() -> int:
-    """Return the number of processes on this node."""
-    return worlds.world_for("local_size").environment.local_world_size
-
-
-def cross_rank() -> int:
-    """Return the number of this node among those with a process of this local rank."""
-    return worlds.world_for("cross_rank").environment.node_rank
-
-
-def cross_size() -> int:
-    """Return the number of nodes."""
-    return worlds.world_for("cross_size").environment.node_count
+rank = _place("rank", "rank", "this process")
+size = _place("size", "world_size", "processes")
+local_rank = _place("local_rank", "local_rank", "this process on its node")
+local_size = _place("local_size", "local_world_size", "processes on this node")
+cross_rank = _place("cross_rank", "node_rank", "this node, among those with a process of this local rank")
+cross_size = _place("cross_size", "node_count", "nodes")
 
 
 def is_homogeneous() -> bool:
@@ -111,63 +90,46 @@ def stop_timeline() -> None:
     worlds.world_for("stop_timeline").timeline.close()
 
 
-def _enabled(backend: str) -> bool:
-    return dist.is_initialized() and backend in backends().values()
+def _enabled(name: str, backend: str) -> Callable[[], bool]:
+    """Return the public function ``name``, which tells whether the ranks talk over a backend."""
+
+    def enabled() -> bool:
+        worlds.world_for(name)
+        return backend in backends().values()
+
+    return worlds.named(enabled, name, f"Return whether the ranks talk over {backend}.")
 
 
-def mpi_enabled() -> bool:
-    """Return whether the ranks talk over MPI."""
-    worlds.world_for("mpi_enabled")
-    return _enabled("mpi")
-
-
-def gloo_enabled() -> bool:
-    """Return whether the ranks talk over gloo."""
-    worlds.world_for("gloo_enabled")
-    return _enabled("gloo")
+mpi_enabled = _enabled("mpi_enabled", "mpi")
+gloo_enabled = _enabled("gloo_enabled", "gloo")
 
 
 def mpi_threads_supported() -> bool:
     """Return True under MPI, which is started for many threads; raise ValueError where it is not in use."""
-    worlds.world_for("mpi_threads_supported")
-    if not _enabled("mpi"):
+    if not mpi_enabled():
         raise ValueError("MPI is not in use; start the ranks with mpiexec, with zeromesh[mpi] installed")
     return True
 
 
-def mpi_built() -> bool:
-    """Return whether MPI can be used here."""
-    return dist.is_mpi_available() or not mpi.missing()
+def _built(name: str, answer: Callable[[], bool]) -> Callable[[], bool]:
+    """Return the public function ``name``, which tells whether this installation has a library."""
+    return worlds.named(lambda: answer(), name, f"Return whether {name.partition('_')[0]} can be used here.")
 
 
-def gloo_built() -> bool:
-    """Return whether torch has gloo."""
-    return dist.is_gloo_available()
+mpi_built = _built("mpi_built", lambda: dist.is_mpi_available() or not mpi.missing())
+gloo_built = _built("gloo_built", dist.is_gloo_available)
+cuda_built = _built("cuda_built", lambda: torch.backends.cuda.is_built() and torch.version.hip is None)
+rocm_built = _built("rocm_built", lambda: torch.version.hip is not None)
+ddl_built = _built("ddl_built", lambda: False)  # of IBM
+ccl_built = _built("ccl_built", lambda: False)  # of Intel
 
 
 def nccl_built() -> int:
-    """Return whether torch has nccl, as 1 or 0."""
-    return int(dist.is_nccl_available())
-
-
-def cuda_built() -> bool:
-    """Return whether torch has CUDA."""
-    return torch.backends.cuda.is_built() and torch.version.hip is None
-
-
-def rocm_built() -> bool:
-    """Return whether torch has ROCm."""
-    return torch.version.hip is not None
-
-
-def ddl_built() -> bool:
-    """Return False: IBM's DDL is not used."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False: oneCCL is not used."""
-    return False
+    """Return the version of torch's nccl, 21003 for 2.10.3, or 0."""
+    if not dist.is_nccl_available():
+        return 0
+    major, minor, patch, *_ = torch.cuda.nccl.version()
+    return int(10000 * major + 100 * minor + patch)
 
 
 __all__ = [

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
-from typing import Any
 
 
 class OperationTimeline:
@@ -13,8 +11,7 @@ class OperationTimeline:
 
     def __init__(self, path: str = "") -> None:
         self._path = path
-        self._events: list[dict[str, Any]] = []
-        self._lock = threading.Lock()
+        self._rows: list[tuple[str, str, float, float]] = []
 
     def start(self, path: str) -> None:
         """Begin anew, for a file."""
@@ -23,18 +20,14 @@ class OperationTimeline:
 
     def add(self, name: str, submitted: float, begun: float, ended: float) -> None:
         """Note an operation: seconds at which it was submitted, begun and ended."""
-        if not self._path:
-            return
-        rows = ((f"NEGOTIATE_{name.partition('.')[0].upper()}", submitted, begun), (name, begun, ended))
-        with self._lock:
-            self._events += [
-                {"ph": "X", "pid": name, "tid": 0, "name": row, "ts": start * 1e6, "dur": (end - start) * 1e6}
-                for row, start, end in rows
-            ]
+        if self._path:
+            self._rows.append((name, f"NEGOTIATE_{name.partition('.')[0].upper()}", submitted, begun))
+            self._rows.append((name, name, begun, ended))
 
     def close(self) -> None:
         """Write the file."""
-        with self._lock:
-            path, events, self._path, self._events = self._path, self._events, "", []
+        path, rows, self._path, self._rows = self._path, self._rows, "", []
+        keys = ("pid", "name", "ts", "dur", "ph", "tid")
+        events = [dict(zip(keys, (p, n, a * 1e6, (b - a) * 1e6, "X", 0), strict=True)) for p, n, a, b in rows]
         if path:
             Path(path).write_text(json.dumps(events))

@@ -10,15 +10,17 @@ import atexit
 import contextlib
 import json
 import logging
+import math
 import os
 import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from zeromesh.comm.environment import Environment, backends, init_distributed
 from zeromesh.comm.environment import shutdown as end_group
 from zeromesh.comm.mpi import backend as mpi
+from zeromesh.comm.watchdog import PLACE
 from zeromesh.horovod import moves
 from zeromesh.horovod.negotiation import Decision, Negotiator, Request, key_of, shown
 from zeromesh.horovod.timeline import OperationTimeline
@@ -37,6 +40,8 @@ LEAVING = 5.0
 NEVER = timedelta(days=20)
 """Limit of a wait for a message; longer ones overflow in torch."""
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 _log = logging.getLogger("zeromesh")
 
 
@@ -44,34 +49,31 @@ class HorovodInternalError(RuntimeError):
     """An operation failed: ranks contradict each other, or one has ended."""
 
 
-@dataclass(eq=False)
-class Handle:
-    """An operation in progress; see ``synchronize`` and ``poll``."""
+class Handle(Future[Any]):
+    """Operation in progress; see ``synchronize`` and ``poll``. Calling it is the same as ``synchronize``.
 
-    key: str
-    tensors: list[torch.Tensor]
-    finish: Callable[[Any], Any]  # makes what ``synchronize`` returns of the results
-    begun: float = field(default_factory=time.monotonic)
-    done: threading.Event = field(default_factory=threading.Event)
-    result: Any = None
-    error: Exception | None = None
+    Args:
+        key: name of the operation among all.
+        tensors: its contiguous inputs.
+        finish: makes the result of the ranks' joint results; called once, by the thread that runs operations.
+    """
 
-    def complete(self, results: Any) -> None:
-        """Take the results."""
-        self.result = self.finish(results)
+    def __init__(self, key: str, tensors: list[torch.Tensor], finish: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.key, self.tensors, self.finish = key, tensors, finish
+        self.begun = time.monotonic()
+
+    def __call__(self) -> Any:
+        """Wait, and return the result or raise the error."""
+        return self.result() if self.done() else world_for("synchronize").wait(self)
+
+    def end(self, result: Any, error: str = "") -> None:
+        """Take the result, or the failure."""
         self.tensors = []
-        self.done.set()
-
-    def outcome(self) -> Any:
-        """Return the result, or raise the error, of an operation that is done."""
-        if self.error is not None:
-            raise self.error
-        return self.result
-
-    def fail(self, reason: str) -> None:
-        """Take the failure."""
-        self.error = HorovodInternalError(reason)
-        self.done.set()
+        if error:
+            self.set_exception(HorovodInternalError(error))
+        else:
+            self.set_result(result)
 
 
 class World:
@@ -79,28 +81,30 @@ class World:
 
     Args:
         environment: place of this process.
-        local_sizes: number of ranks on the node of each rank.
+        peers: of each rank, the number of ranks on its node, its machine, and its process number.
         owns_group: whether torch's process group has been started for this, and ends with it.
     """
 
-    def __init__(self, environment: Environment, local_sizes: Sequence[int], owns_group: bool) -> None:
+    def __init__(self, environment: Environment, peers: Sequence[tuple[int, str, int]], owns_group: bool) -> None:
         self.environment = environment
-        self.homogeneous = len(set(local_sizes)) == 1
-        self.timeline = OperationTimeline(os.environ.get("HOROVOD_TIMELINE", "") if environment.rank == 0 else "")
+        self.homogeneous = len({local_size for local_size, *_ in peers}) == 1
+        path = os.environ.get("HOROVOD_TIMELINE", "") if environment.rank == 0 else ""
+        self.timeline = OperationTimeline("" if path == "DYNAMIC" else path)
+        self._limits = _stall_limits()
         self._owns_group = owns_group
         ranks = range(environment.world_size)
-        self.members = {0: moves.Members(dist.new_group(list(ranks)), ranks, environment.rank)}
+        self.members = {0: moves.Members(_new_group(ranks), ranks, environment.rank)}
+        # Whoever waits looks after the processes of its own machine; launchers look after the machines.
+        known = not PLACE.endswith("?")
+        self._neighbours = {rank: pid for rank, (_, place, pid) in enumerate(peers) if known and place == PLACE}
         self._store = _store(environment)
         self._handles: dict[str, Handle] = {}
         self._counts: dict[tuple[int, str], int] = defaultdict(int)
         self._lock = threading.Lock()
         self._broken = ""  # why nothing can be run any more
-        self._patience = float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or 60)
         # Each thread needs a connection of its own, which a wait for a message holds.
-        self._threads = [threading.Thread(target=self._execute, args=(self._store.clone(),), daemon=True)]
-        if environment.rank == 0:
-            store = self._store.clone()
-            self._threads.append(threading.Thread(target=self._coordinate, args=(store,), daemon=True))
+        roles = [self._execute, self._coordinate] if environment.rank == 0 else [self._execute]
+        self._threads = [threading.Thread(target=role, args=(self._store.clone(),), daemon=True) for role in roles]
         for thread in self._threads:
             thread.start()
 
@@ -117,9 +121,9 @@ class World:
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
             "devices": sorted({tensor.device.type for tensor in tensors}), "splits": None, "ranks": [], "problem": "",
         } | fields  # fmt: skip
-        handle = Handle(key_of(request), [tensor.detach().contiguous() for tensor in tensors], finish)
-        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
-            torch.accelerator.synchronize(device)  # another thread goes on, with a stream of its own
+        dense = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+        handle = Handle(key_of(request), dense, finish)
+        _synchronize(tensors)  # another thread goes on, with a stream of its own
         with self._lock:
             if self._broken:
                 raise HorovodInternalError(f"{shown(handle.key)}: {self._broken}")
@@ -133,10 +137,13 @@ class World:
 
     def wait(self, handle: Handle) -> Any:
         """Block until an operation is done; return its result or raise its error."""
-        while not handle.done.wait(BLOCKED):
-            waited = time.monotonic() - handle.begun
-            self._say({"wait": handle.key, "seconds": waited, "limit": self._patience})
-        return handle.outcome()
+        while True:
+            try:
+                return handle.result(BLOCKED)
+            except TimeoutError:
+                gone = [rank for rank, pid in self._neighbours.items() if _has_ended(pid)]
+                waited = time.monotonic() - handle.begun
+                self._say({"wait": handle.key, "seconds": waited, "gone": gone})
 
     def close(self) -> None:
         """End the threads, and the process group if it was started for this world."""
@@ -158,7 +165,7 @@ class World:
 
     def _coordinate(self, store: Any) -> None:
         """Answer requests until all ranks have left."""
-        negotiator = Negotiator(self.environment.world_size, _log.warning)
+        negotiator = Negotiator(self.environment.world_size, _log.warning, *self._limits)
         while negotiator.present:
             try:
                 message = json.loads(store.queue_pop("requests"))
@@ -177,27 +184,30 @@ class World:
         while True:
             try:
                 decision = json.loads(store.queue_pop(own))
-            except RuntimeError as error:
-                self._fail_all(f"rank 0, which keeps the ranks' messages, has ended ({str(error).splitlines()[0]})")
+            except RuntimeError as lost:
+                self._fail_all(f"rank 0, which keeps the ranks' messages, has ended ({str(lost).splitlines()[0]})")
                 return
             if "stop" in decision:
                 self._fail_all(decision["stop"])
                 return
             with self._lock:
                 handle = self._handles.get(decision["key"])
-            if decision["error"]:
-                self._end(handle, decision["key"], None, decision["error"])
-                continue
+            error = decision["error"]
+            begun, results = time.monotonic(), None
             try:
-                begun = time.monotonic()
-                results = self._run(decision, handle)
-                self.timeline.add(shown(decision["key"]), handle.begun if handle else begun, begun, time.monotonic())
-                self._end(handle, decision["key"], results, "")
-            except Exception as error:  # a peer is gone, or memory is
-                self._end(handle, decision["key"], None, f"{shown(decision['key'])}: {error}")
+                results = None if error else self._run(decision, handle)
+                if handle is not None and not error:
+                    self.timeline.add(shown(handle.key), handle.begun, begun, time.monotonic())
+            except Exception as problem:  # a peer is gone, or memory is
+                error = f"{shown(decision['key'])}: {problem}"
+            with self._lock:
+                handle = self._handles.pop(decision["key"], None)
+            if handle is not None:  # else this rank has joined, or all has failed
+                handle.end(results, error)
 
     @torch.no_grad()
     def _run(self, decision: dict[str, Any], handle: Handle | None) -> Any:
+        """Run an operation, with zeros if this rank has joined, and return its result."""
         like = decision["like"]
         kind = like["kind"]
         if kind == "join":
@@ -205,8 +215,8 @@ class World:
             return decision["last"]
         if kind == "add_process_set":
             ranks, own = like["ranks"], self.environment.rank
-            group = dist.new_group(ranks)
-            self.members[decision["id"]] = moves.Members(group, ranks, ranks.index(own) if own in ranks else -1)
+            place = ranks.index(own) if own in ranks else -1
+            self.members[decision["id"]] = moves.Members(_new_group(ranks), ranks, place)
             return decision["id"]
         if kind == "remove_process_set":
             members = self.members.pop(like["removed"])
@@ -214,28 +224,17 @@ class World:
         if kind == "barrier":
             return None
         tensors = _zeros(like) if handle is None else handle.tensors
-        results = moves.run(self.members[like["set"]], decision, tensors)
-        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
-            torch.accelerator.synchronize(device)
+        results = moves.MOVES[kind](self.members[like["set"]], decision, tensors)
+        results = results if handle is None else handle.finish(results)
+        _synchronize(tensors)  # the program goes on with a stream of its own
         return results
-
-    def _end(self, handle: Handle | None, key: str, results: Any, error: str) -> None:
-        with self._lock:
-            self._handles.pop(key, None)
-        if handle is None:
-            return  # this rank has joined
-        if error:
-            handle.fail(error)
-        else:
-            with torch.no_grad():
-                handle.complete(results)
 
     def _fail_all(self, reason: str) -> None:
         with self._lock:
             self._broken = self._broken or reason
             handles, self._handles = self._handles, {}
         for key, handle in handles.items():
-            handle.fail(f"{shown(key)}: {reason}")
+            handle.end(None, f"{shown(key)}: {reason}")
 
 
 def _answer(negotiator: Negotiator, rank: int, message: dict[str, Any]) -> list[Decision]:
@@ -243,10 +242,47 @@ def _answer(negotiator: Negotiator, rank: int, message: dict[str, Any]) -> list[
     if "submit" in message:
         return negotiator.submit(rank, message["submit"])
     if "wait" in message:
-        return negotiator.wait(rank, message["wait"], message["seconds"], message["limit"])
+        left = [decision for gone in message["gone"] for decision in negotiator.leave(gone)]
+        return [*left, *negotiator.wait(rank, message["wait"], message["seconds"])]
     if "end" in message:
         return [(negotiator.present, {"stop": "rank 0 has ended: its program ended, or called shutdown()"})]
     return [*negotiator.leave(rank), ([rank], {"stop": "shutdown() was called"})]
+
+
+def _stall_limits() -> tuple[float, float]:
+    """Return the seconds of waiting after which to warn, and to fail (0: never), of Horovod's variables."""
+    patience, limit, off = (
+        os.environ.get(f"HOROVOD_STALL_{name}") or default
+        for name, default in (("CHECK_TIME_SECONDS", "60"), ("SHUTDOWN_TIME_SECONDS", "0"), ("CHECK_DISABLE", "0"))
+    )
+    try:
+        return (float(patience) if off == "0" else math.inf), float(limit)
+    except ValueError:
+        raise ValueError(
+            f"HOROVOD_STALL_CHECK_TIME_SECONDS and HOROVOD_STALL_SHUTDOWN_TIME_SECONDS are {patience!r} and {limit!r}, "
+            "but must be numbers of seconds"
+        ) from None
+
+
+def _has_ended(process: int) -> bool:
+    """Return True if a process of this machine is gone, or waits only for its parent to take notice of its end."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+    except OSError:
+        return True
+
+
+def _synchronize(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until devices have computed what was asked of them."""
+    for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+        torch.accelerator.synchronize(device)
+
+
+def _new_group(ranks: Sequence[int]) -> Any:
+    """Return a process group that carries CPU tensors, too, which one of nccl alone refuses. Collective."""
+    given = backends()
+    missing = ",".join(f"{device}:{name}" for device, name in ({"cpu": "gloo"} | given).items())
+    return dist.new_group(list(ranks), backend=None if "cpu" in given else missing)
 
 
 def _zeros(like: Request) -> list[torch.Tensor]:
@@ -292,9 +328,9 @@ def make_world() -> World:
     """Start the process group unless it has been, and return the world of its ranks. Collective."""
     owns = not dist.is_initialized()
     environment = init_distributed()
-    sizes: list[Any] = [None] * environment.world_size
-    dist.all_gather_object(sizes, environment.local_world_size)
-    return World(environment, sizes, owns)
+    peers: list[Any] = [None] * environment.world_size
+    dist.all_gather_object(peers, (environment.local_world_size, PLACE, os.getpid()))
+    return World(environment, peers, owns)
 
 
 _current: World | None = None
@@ -328,3 +364,10 @@ def world_for(call: str) -> World:
     if _current is None:
         raise ValueError(f"{call}() was called before hvd.init(); call hvd.init() once at the start of the script")
     return _current
+
+
+def named(function: F, name: str, text: str | None, **more: Any) -> F:
+    """Return a function that has been made for the public name ``name``, with its docstring and other attributes."""
+    for attribute, value in {"name": name, "qualname": name, "doc": text, **more}.items():
+        setattr(function, f"__{attribute}__", value)
+    return function
