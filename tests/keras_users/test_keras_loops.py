@@ -77,6 +77,22 @@ def test_callbacks_decide_alike_on_all_ranks() -> None:
 
 
 @on_ranks(2)
+def test_logs_are_written_once_and_callbacks_are_the_same(tmp_path: Path) -> None:
+    from keras_models import images, keras
+
+    class Log(keras.callbacks.CSVLogger):
+        """Of the user's: a rank without it must take part in what ranks with callbacks of their own exchange."""
+
+    model, (x, y) = distributed(), images()
+    rank, file = model.engine.mesh.rank, tmp_path / "log.csv"
+    mine = [keras.callbacks.LambdaCallback()] if rank == 0 else []
+    model.fit(x, y, batch_size=10, epochs=2, callbacks=[Log(str(file)), *mine], verbose=0)
+    assert len(file.read_text().splitlines()) == 3
+    with pytest.raises(ValueError, match="EarlyStopping"):
+        model.fit(x, y, callbacks=[keras.callbacks.EarlyStopping("loss")] if rank else [], verbose=0)
+
+
+@on_ranks(2)
 def test_rows_weights_and_own_batches_are_those_of_the_joint_batch() -> None:
     from keras_models import assert_near, compiled, fresh, images, np, torch
 
