@@ -65,12 +65,16 @@ def test_mixed_float16_has_its_loss_scaled_by_the_engine() -> None:
 
 
 def test_the_configuration_does_not_contradict_the_compiled_model() -> None:
+    import zeromesh
+
     assert "leave them out" in refused(dense(), CONFIG | {"optimizer": {"type": "Adam"}})
     assert "global_clipnorm" in refused(dense(), CONFIG | {"gradient_clipping": 1.0})
     disk = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
     assert "set it to cpu" in refused(dense(), {"zero_optimization": disk})
     assert "engine.compile()" in refused(dense(jit_compile=True))
     assert 'set_dtype_policy("mixed_bfloat16")' in refused(dense(), CONFIG | {"bf16": {"enabled": True}})
+    with pytest.raises(ValueError, match=r'in float16, and the model in float(32|64): write .*"mixed_float16"'):
+        zeromesh.initialize(model=dense(), config=CONFIG | {"fp16": {"enabled": True}})
 
 
 def test_losses_and_steps_that_ranks_cannot_share_are_refused() -> None:

@@ -34,7 +34,7 @@ from zeromesh.initialization import layout, place, prepare, tables
 from zeromesh.initialization.automatic import choose_layout
 from zeromesh.initialization.offload import preparation, where_offloaded
 from zeromesh.initialization.plan import Arguments, Plan, Prepared
-from zeromesh.model.keras_layers import expose_layers, follow_buffers, separate_seeds
+from zeromesh.model.keras_layers import expose_layers, follow_buffers, require_policy, separate_seeds
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
 from zeromesh.model.quantized import require_dtype, stored
@@ -108,6 +108,7 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
         )
     check_parameters(model)
     require_dtype(model, settings.precision.compute)
+    require_policy(model, settings.precision.compute)
     find_units(model, settings.units)
     if settings.activation_checkpointing.enabled:
         find_units(model, settings.activation_checkpointing.targets)

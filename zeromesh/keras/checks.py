@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import torch
 
 from zeromesh.config import keys
 from zeromesh.config.settings import Settings
@@ -101,13 +100,6 @@ def _check_settings(model: Any, settings: Settings) -> None:
             f"{keys.OPTIMIZER_DEVICE} is nvme, where only ZeroMesh's own updates reach the states, and the model is "
             "compiled with an optimizer of Keras: set it to cpu, or write the loop yourself with zeromesh.initialize "
             "and an optimizer of the configuration"
-        )
-    compute = settings.precision.compute
-    wanted = None if compute is None else str(compute).removeprefix("torch.")
-    if compute in (torch.bfloat16, torch.float16) and model.dtype_policy.compute_dtype != wanted:
-        raise ValueError(
-            f"the configuration computes in {wanted}, and the model in {model.dtype_policy.compute_dtype}: write "
-            f'keras.config.set_dtype_policy("mixed_{wanted}") before the model is built'
         )
 
 

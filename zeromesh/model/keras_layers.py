@@ -42,6 +42,18 @@ def refuse_other_backends(model: object) -> None:
         )
 
 
+def require_policy(model: nn.Module, compute: torch.dtype | None) -> None:
+    """Raise ValueError if a model of Keras computes in another dtype than the configuration's 16 bits."""
+    if compute not in (torch.bfloat16, torch.float16) or not is_layer(model):
+        return
+    wanted, policy = str(compute).removeprefix("torch."), getattr(model, "compute_dtype", None)
+    if policy != wanted:
+        raise ValueError(
+            f"the configuration computes in {wanted}, and the model in {policy}: write "
+            f'keras.config.set_dtype_policy("mixed_{wanted}") before the model is built'
+        )
+
+
 def layers_of(model: nn.Module) -> Iterator[Any]:
     """Yield the Keras layers in a model, itself included, owners before what they own; each once."""
     seen: set[int] = set()
