@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -78,16 +80,20 @@ def test_callbacks_decide_alike_on_all_ranks() -> None:
 
 @on_ranks(2)
 def test_logs_are_written_once_and_callbacks_are_the_same(tmp_path: Path) -> None:
-    from keras_models import images, keras
+    from keras_models import images, keras, torch
 
     class Log(keras.callbacks.CSVLogger):
         """Of the user's: a rank without it must take part in what ranks with callbacks of their own exchange."""
 
     model, (x, y) = distributed(), images()
-    rank, file = model.engine.mesh.rank, tmp_path / "log.csv"
-    mine = [keras.callbacks.LambdaCallback()] if rank == 0 else []
-    model.fit(x, y, batch_size=10, epochs=2, callbacks=[Log(str(file)), *mine], verbose=0)
+    rank, file, shown = model.engine.mesh.rank, tmp_path / "log.csv", io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        model.fit(x, y, batch_size=10, epochs=2, callbacks=[Log(str(file))], verbose=2)
     assert len(file.read_text().splitlines()) == 3
+    assert bool(shown.getvalue()) == (rank == 0)
+    # It disturbs the numbers by which this rank's samples are shuffled.
+    draws = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: torch.rand(1))
+    model.fit(x, y, batch_size=4, epochs=2, callbacks=[draws] if rank == 0 else [], verbose=0)
     with pytest.raises(ValueError, match="EarlyStopping"):
         model.fit(x, y, callbacks=[keras.callbacks.EarlyStopping("loss")] if rank else [], verbose=0)
 

@@ -67,7 +67,7 @@ class DistributedRun:
         agree_success(self.world, "check its callbacks", failure)
         assert every is not None
         # They save, restore weights or stop on all ranks, or the others would wait.
-        require_agreement(self.world, "the callbacks of Keras", ", ".join(names_of_all_ranks(every)))
+        require_agreement(self.world, "the list of Keras callbacks", ", ".join(names_of_all_ranks(every)))
         own = torch.tensor([float(any(not is_keras_own(one) for one in every))])
         self.agrees = bool(self.world.exchange(own).any())
         return of_rank(every, self.engine.mesh.rank)
