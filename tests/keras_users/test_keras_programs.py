@@ -62,14 +62,14 @@ def dropping(**options: Any) -> Any:
     import zeromesh.keras
     from keras_models import fresh, keras
 
-    class Drop(keras.layers.Layer):
+    class Noise(keras.layers.Layer):
         def call(self, x: Any, training: bool = False) -> Any:
-            return keras.random.dropout(x, 0.3) if training else x
+            return x + keras.random.normal(keras.ops.shape(x)) if training else x
 
     fresh()
     of = keras.layers
     model = keras.Sequential(
-        [keras.Input((6,)), of.Dense(9), of.Dropout(0.5), of.GaussianNoise(0.1), Drop(), of.Dense(3)]
+        [keras.Input((6,)), of.Dense(9), of.Dropout(0.5), of.GaussianNoise(0.1), Noise(), of.Dense(3)]
     )
     model.compile(keras.optimizers.Adam(0.01), "mse")
     return zeromesh.keras.distribute(model, {"zero_optimization": {"stage": 2}}, **options)
