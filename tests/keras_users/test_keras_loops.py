@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,26 @@ def test_callbacks_decide_alike_on_all_ranks() -> None:
     assert model.engine.get_lr() == [0.01 * 0.25]
     with pytest.raises(ValueError, match="engine.save_checkpoint"):
         model.fit(x, y, callbacks=[keras.callbacks.BackupAndRestore("none")])
+
+
+@on_ranks(2)
+def test_logs_are_written_once_and_callbacks_are_the_same(tmp_path: Path) -> None:
+    from keras_models import images, keras, torch
+
+    class Log(keras.callbacks.CSVLogger):
+        """Of the user's: a rank without it must take part in what ranks with callbacks of their own exchange."""
+
+    model, (x, y) = distributed(), images()
+    rank, file, shown = model.engine.mesh.rank, tmp_path / "log.csv", io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        model.fit(x, y, batch_size=10, epochs=2, callbacks=[Log(str(file))], verbose=2)
+    assert len(file.read_text().splitlines()) == 3
+    assert bool(shown.getvalue()) == (rank == 0)
+    # It disturbs the numbers by which this rank's samples are shuffled.
+    draws = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: torch.rand(1))
+    model.fit(x, y, batch_size=4, epochs=2, callbacks=[draws] if rank == 0 else [], verbose=0)
+    with pytest.raises(ValueError, match="EarlyStopping"):
+        model.fit(x, y, callbacks=[keras.callbacks.EarlyStopping("loss")] if rank else [], verbose=0)
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,18 @@ def optimizers() -> dict[str, Any]:
 
 
 def model_of(name: str) -> Any:
-    from keras_models import fresh, keras
+    from keras_models import fresh
 
     fresh()
+    return dense_of(optimizers()[name])
+
+
+def dense_of(optimizer: Any) -> Any:
+    from keras_models import keras
+
     layers = keras.layers
     model = keras.Sequential([keras.Input((6,)), layers.Dense(9, activation="tanh"), layers.Dense(3)])
-    model.compile(optimizers()[name], loss="mse")
+    model.compile(optimizer, loss="mse")
     return model
 
 
@@ -86,3 +93,64 @@ def test_a_checkpoint_continues_the_states_of_keras_optimizers(name: str, tmp_pa
     resumed.engine.load_checkpoint(tmp_path)
     assert_near(steps(resumed, 2, first=2), wanted, 1e-12)
     assert int(resumed.optimizer.iterations.numpy()) == 4
+
+
+@on_ranks(2)
+def test_accumulation_of_the_configuration_is_that_of_keras() -> None:
+    import zeromesh.keras
+    from keras_models import assert_near, fresh, keras
+
+    def make(**options: Any) -> Any:
+        fresh()
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.1, **options), "mse")
+        return model
+
+    accumulation = {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 3}
+    model = zeromesh.keras.distribute(make(), {"zero_optimization": {"stage": 2}, **accumulation})
+    assert_near(steps(model), steps(make(gradient_accumulation_steps=2)), 1e-12)
+    assert int(model.optimizer.iterations.numpy()) == 2
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.full)])
+@on_ranks(2)
+def test_policies_of_16_bits_train_as_in_keras(policy: str) -> None:
+    import zeromesh.keras
+    from keras_models import assert_near, fresh, keras
+
+    def make() -> Any:
+        fresh()
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy(policy)
+        return dense_of(keras.optimizers.SGD(0.1))
+
+    # A scale at which nothing overflows, as the two scales come down in other steps.
+    half = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+    section = half if policy == "mixed_float16" else {"bf16": {"enabled": True}}
+    try:
+        model = zeromesh.keras.distribute(make(), {"zero_optimization": {"stage": 3}, **section})
+        found, wanted = steps(model), steps(make())
+    finally:
+        fresh()
+    assert_near(found, wanted, 2e-2 if policy == "mixed_bfloat16" else 5e-3)
+
+
+@on_ranks(2)
+def test_states_of_an_optimizer_move_to_the_pieces_and_leave_the_files(tmp_path: Path) -> None:
+    import zeromesh.keras
+    from keras_models import assert_near, fresh, keras
+
+    def trained() -> Any:
+        model = model_of("nadam")
+        steps(model, 2)
+        return model
+
+    reference = trained()
+    file = str(tmp_path / f"{os.getpid()}.keras")
+    reference.save(file)
+    wanted = steps(reference, 2, first=2)
+    for make in (trained, lambda: (fresh(), keras.models.load_model(file))[1]):
+        model = zeromesh.keras.distribute(make(), {"zero_optimization": {"stage": 3}})
+        assert_near(steps(model, 2, first=2), wanted, 1e-12)
+        assert int(model.optimizer.iterations.numpy()) == 4
+        assert len(model.optimizer.variables) == 2  # iterations and learning rate

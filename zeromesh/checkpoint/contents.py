@@ -82,7 +82,7 @@ def boxes(engine: RunState, read: bool = True, exclude_frozen: bool = False) -> 
         for name, buffer in own_buffers(sharded):
             if buffer.numel():
                 yield Box(f"buffer/{name}", tuple(buffer.shape), 0, buffer.numel(), buffer.flatten())
-    state = random_state()
+    state = random_state(sharded.model)
     yield Box(f"random/{sharded.mesh.rank}", tuple(state.shape), 0, state.numel(), state)
 
 

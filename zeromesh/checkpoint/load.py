@@ -280,9 +280,9 @@ def _load_progress(engine: RunState, reader: Reader, scheduler_states: bool) -> 
     """Load counters, the loss scale, the scheduler's state, and the state of the random numbers."""
     mesh, state = engine.mesh, reader.manifest
     if f"random/{mesh.rank}" in reader.names:
-        restore_random_state(reader.tensor(f"random/{mesh.rank}"))
+        restore_random_state(reader.tensor(f"random/{mesh.rank}"), engine.sharded.model)
     elif "random/0" in reader.names:  # there are more ranks now, and each needs numbers of its own
-        derive_random_state(reader.tensor("random/0"), mesh.rank)
+        derive_random_state(reader.tensor("random/0"), mesh.rank, engine.sharded.model)
     share_random_state(mesh.group("tensor"))
     if state.get("mesh", {}).get("pipeline", 1) != mesh.sizes["pipeline"]:
         share_random_state(mesh.group("pipeline"))  # or they would draw different samples

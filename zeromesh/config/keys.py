@@ -10,6 +10,8 @@ UNTESTED_OPTIMIZER = "zero_allow_untested_optimizer"
 CLIPPING = "gradient_clipping"
 FP16 = '"fp16": {"enabled": true}'
 MIN_LOSS_SCALE = "fp16.min_loss_scale"
+SCALE_POWER = "fp16.initial_scale_power"
+SCALE_WINDOW = "fp16.loss_scale_window"
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"

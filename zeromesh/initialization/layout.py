@@ -18,6 +18,7 @@ from zeromesh.comm.environment import Environment, device_of_group, init_distrib
 from zeromesh.comm.formats import FORMATS
 from zeromesh.comm.mesh import Links, Mesh
 from zeromesh.config import keys
+from zeromesh.model.keras_layers import layers_of
 from zeromesh.model.quantized import layers
 from zeromesh.shard.table.find import find_tables
 from zeromesh.tensor.derive import derive
@@ -86,6 +87,16 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None
             100 * split / every, group.size, 100 * here / every,
         )  # fmt: skip
     return resolved, find_stacks(model, resolved) if settings.tensor_parallel.sequence else []
+
+
+def refuse_axes(model: nn.Module, mesh: Mesh) -> None:
+    """Raise ValueError if ranks would share one copy of a model of Keras, whose layers are not split."""
+    wanted = [f"{axis} = {mesh.sizes[axis]}" for axis in ("tensor", "context", "pipeline") if mesh.sizes[axis] > 1]
+    if wanted and (layer := next(layers_of(model), None)) is not None:
+        raise ValueError(
+            f"the mesh has {' and '.join(wanted)}, and {type(layer).__name__} is of Keras, whose layers are not split: "
+            f"leave it out; {keys.SHARD_ALL} shards all parameters, gradients and optimizer states over the ranks"
+        )
 
 
 def plan_stages(

@@ -34,7 +34,7 @@ from zeromesh.initialization import layout, place, prepare, tables
 from zeromesh.initialization.automatic import choose_layout
 from zeromesh.initialization.offload import preparation, where_offloaded
 from zeromesh.initialization.plan import Arguments, Plan, Prepared
-from zeromesh.model.keras_layers import expose_layers, follow_buffers
+from zeromesh.model.keras_layers import expose_layers, follow_buffers, require_policy, separate_seeds
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
 from zeromesh.model.quantized import require_dtype, stored
@@ -108,6 +108,7 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
         )
     check_parameters(model)
     require_dtype(model, settings.precision.compute)
+    require_policy(model, settings.precision.compute)
     find_units(model, settings.units)
     if settings.activation_checkpointing.enabled:
         find_units(model, settings.activation_checkpointing.targets)
@@ -131,6 +132,7 @@ def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
         _tell_batch(settings, resolved, mesh.data_size)
 
     def lay_out() -> tuple[layout.Split | None, Loader | None]:
+        layout.refuse_axes(model, mesh)
         split = layout.split_plan(model, resolved, mesh)
         if resolved.chunked_loss:
             heads_over_vocabulary(model)  # raises where the model has none that could be chunked
@@ -232,6 +234,7 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         assert values is not None
         place.place_buffers(model, mesh.device, settings.precision.buffers)
         follow_buffers(model)
+        separate_seeds(model, mesh.data_rank, mesh.data_size)
         place.unpack_quantized(model)
         held = None if split is None else split[0].held
         files = preparation(model, prepared.offload, mesh)

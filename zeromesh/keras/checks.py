@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import torch
 
 from zeromesh.config import keys
 from zeromesh.config.settings import Settings
-from zeromesh.keras.optimizer import check_optimizer, check_variables
-from zeromesh.model.keras_layers import refuse_other_backends
+from zeromesh.keras.optimizer import check_optimizer, check_variables, without_scaling
+from zeromesh.model.keras_layers import layers_of, refuse_other_backends
 
 _STEPS = (
     "train_step",
@@ -22,9 +21,11 @@ _STEPS = (
 )
 _MEANS = ("sum_over_batch_size", "mean")
 _FIRST_RANK = ("CSVLogger", "RemoteMonitor", "TensorBoard")  # they write files or send what is the same on all ranks
+_CALLS_USER = ("LambdaCallback",)  # what it decides need not follow from metrics
 _REFUSED = {
     "BackupAndRestore": "call model.engine.save_checkpoint(folder) in a callback of your own, and "
     "model.engine.load_checkpoint(folder) before fit: it has the optimizer's states, too",
+    "OrbaxCheckpoint": "use ModelCheckpoint, or model.engine.save_checkpoint(folder) in a callback of your own",
     "SwapEMAWeights": "it needs the average of whole weights, which no rank has",
 }
 
@@ -49,7 +50,7 @@ def check_model(model: Any, settings: Settings) -> None:
             "the model is compiled with jit_compile=True, which would compile the fetching of parameters: leave it "
             "out, and call model.engine.compile(), which compiles the forward of each unit"
         )
-    check_optimizer(model.optimizer)
+    check_optimizer(without_scaling(model.optimizer))
     check_variables(model.trainable_variables)
     for loss in keras.tree.flatten(model._compile_loss._user_loss if model._compile_loss else None):
         if isinstance(loss, keras.losses.Loss) and loss.reduction not in _MEANS:
@@ -57,7 +58,30 @@ def check_model(model: Any, settings: Settings) -> None:
                 f"the loss {loss.name} has reduction={loss.reduction!r}, which is no mean over rows that ranks could "
                 'share: use reduction="sum_over_batch_size"'
             )
+    for layer in layers_of(model):
+        if getattr(layer, "stateful", False):
+            raise ValueError(
+                f"layer {layer.name} is stateful: its states are of the rows of a whole batch, of which each rank has "
+                "some; leave stateful=True out, and pass sequences whole"
+            )
     _check_settings(model, settings)
+    _check_scaling(model.optimizer, settings)
+
+
+def _check_scaling(optimizer: Any, settings: Settings) -> None:
+    if optimizer is without_scaling(optimizer):
+        return
+    if settings.precision.loss_scale is None:
+        raise ValueError(
+            "the model computes in mixed_float16, and compile scales the loss for it, which the engine does here: "
+            f"add {keys.FP16} to the configuration, or use the policy mixed_bfloat16, which needs no scale"
+        )
+    if (optimizer.initial_scale, optimizer.dynamic_growth_steps) != (2.0**15, 2000):
+        raise ValueError(
+            f"the LossScaleOptimizer has initial_scale={optimizer.initial_scale} and dynamic_growth_steps="
+            f"{optimizer.dynamic_growth_steps}, and the engine scales the loss here: compile with its inner optimizer, "
+            f"and set {keys.SCALE_POWER} and {keys.SCALE_WINDOW} in the configuration"
+        )
 
 
 def _check_settings(model: Any, settings: Settings) -> None:
@@ -71,22 +95,50 @@ def _check_settings(model: Any, settings: Settings) -> None:
             f"{keys.CLIPPING} is {settings.gradient_clipping}, and the optimizer of the model clips by Keras' own "
             "formula: leave it out, and pass global_clipnorm to the Keras optimizer"
         )
-    compute = settings.precision.compute
-    wanted = None if compute is None else str(compute).removeprefix("torch.")
-    if compute in (torch.bfloat16, torch.float16) and model.dtype_policy.compute_dtype != wanted:
+    if settings.zero_optimization.optimizer_device == "nvme":
         raise ValueError(
-            f"the configuration computes in {wanted}, and the model in {model.dtype_policy.compute_dtype}: write "
-            f'keras.config.set_dtype_policy("mixed_{wanted}") before the model is built'
+            f"{keys.OPTIMIZER_DEVICE} is nvme, where only ZeroMesh's own updates reach the states, and the model is "
+            "compiled with an optimizer of Keras: set it to cpu, or write the loop yourself with zeromesh.initialize "
+            "and an optimizer of the configuration"
         )
 
 
-def check_callbacks(callbacks: Any, rank: int) -> list[Any]:
-    """Return the callbacks of a rank as a list; raise ValueError for those that cannot work on several ranks."""
+def check_callbacks(callbacks: Any) -> list[Any]:
+    """Return the callbacks as a list; raise ValueError for those that cannot work on several ranks."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         given = list(callbacks.callbacks)
     else:
         given = list(callbacks) if isinstance(callbacks, list | tuple) else [] if callbacks is None else [callbacks]
     for callback in given:
-        if (name := type(callback).__name__) in _REFUSED and type(callback).__module__.startswith("keras."):
+        for name in set(_names(callback)) & set(_REFUSED):
             raise ValueError(f"the callback {name} does not work on a distributed model: {_REFUSED[name]}")
-    return [one for one in given if rank == 0 or type(one).__name__ not in _FIRST_RANK]
+        if "TensorBoard" in _names(callback) and (callback.histogram_freq or callback.embeddings_freq):
+            raise ValueError(
+                f"TensorBoard has histogram_freq={callback.histogram_freq} and embeddings_freq="
+                f"{callback.embeddings_freq}, which read whole weights on the first rank alone: leave them out"
+            )
+    return given
+
+
+def of_rank(callbacks: list[Any], rank: int) -> list[Any]:
+    """Return the callbacks that run on a rank: those that write a log do on the first one alone."""
+    return [one for one in callbacks if rank == 0 or not _logs(one)]
+
+
+def names_of_all_ranks(callbacks: list[Any]) -> list[str]:
+    """Return the names of Keras' own callbacks that every rank must have."""
+    return [type(one).__name__ for one in callbacks if is_keras_own(one) and not _logs(one)]
+
+
+def is_keras_own(callback: Any) -> bool:
+    """Return whether a callback decides from metrics alone, which are the same on all ranks."""
+    return type(callback).__module__.startswith("keras.src.") and type(callback).__name__ not in _CALLS_USER
+
+
+def _logs(callback: Any) -> bool:
+    return bool(set(_names(callback)) & set(_FIRST_RANK))
+
+
+def _names(callback: Any) -> list[str]:
+    """Return the names of the classes of Keras that a callback is of."""
+    return [base.__name__ for base in type(callback).__mro__ if base.__module__.startswith("keras.src.")]

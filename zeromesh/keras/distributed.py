@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,10 +16,11 @@ from zeromesh.checkpoint.random_state import share_random_state
 from zeromesh.comm.agreement import agree_run
 from zeromesh.config.settings import Settings
 from zeromesh.engine import Engine
-from zeromesh.keras.checks import check_callbacks, check_model
+from zeromesh.keras.checks import check_model
 from zeromesh.keras.data import BatchRows, loader_of
-from zeromesh.keras.optimizer import KerasOptimizer
-from zeromesh.keras.run import DistributedRun
+from zeromesh.keras.optimizer import KerasOptimizer, without_scaling
+from zeromesh.keras.probe import has_own_loss, require_mean
+from zeromesh.keras.run import DistributedRun, kept
 from zeromesh.keras.statistics import JointBatch, JointMoments
 from zeromesh.model.keras_layers import expose_layers, layers_of
 from zeromesh.model.placement import Placement
@@ -69,10 +71,8 @@ class Distributed:
         """Train as in Keras; a batch is the joint one, of which each rank computes its rows."""
         call = inspect.signature(super().fit).bind(*args, **kwargs)  # type: ignore[misc]
         chosen = call.arguments
-        rank, given = self.engine.mesh.rank, chosen.get("callbacks")
-        callbacks = check_callbacks(given, rank)
-        self.zeromesh.note_callbacks(any(not _is_keras_own(one) for one in callbacks))
-        callbacks.append(RankAgreement())
+        given = chosen.get("callbacks")
+        callbacks = [*self.zeromesh.agreed_callbacks(given), RankAgreement()]
         if isinstance(given, keras.callbacks.CallbackList):
             given.append(callbacks[-1])
         else:
@@ -119,9 +119,11 @@ class Distributed:
 
     def train_step(self, data: Any) -> Any:
         """Compute this rank's rows of a batch, update, and return the joint metrics."""
+        _require_own_optimizer(self)
         x, y, weights, rows = self._rows_here(data)
-        y_pred, loss = self._loss_here(x, y, weights, rows, training=True)
-        self.engine.backward(loss)
+        with self.zeromesh.own_numbers():
+            y_pred, loss = self._loss_here(x, y, weights, rows, training=True)
+            self.engine.backward(loss)
         self.engine.step()
         # A rank without rows of its own has nothing to count.
         counts = self.compute_metrics if rows.count else lambda *_, **__: self.get_metrics_result()  # type: ignore[attr-defined]
@@ -158,7 +160,11 @@ class Distributed:
         # Regularizers read parameters, which the engine has to fetch.
         reads = any(v.regularizer is not None for v in self.trainable_variables)  # type: ignore[attr-defined]
         compute: Any = self.engine._compute_loss if reads else self._compute_loss  # type: ignore[attr-defined]
-        loss = compute(**values)
+        if training and self.zeromesh.take_probe():
+            require_mean(self.zeromesh.world, self, compute, values, rows.count)
+        # Losses of several outputs have metrics, in which a rank without rows of its own counts nothing.
+        with nullcontext() if rows.count else kept(self.metrics_variables):  # type: ignore[attr-defined]
+            loss = compute(**values)
         factor = self.zeromesh.factor(y_pred, rows)
         # Sums over ranks are then those of the joint batch.
         self._loss_tracker.update_state(loss.detach() * factor, sample_weight=rows.total / rows.ranks)  # type: ignore[attr-defined]
@@ -204,6 +210,13 @@ class Distributed:
         """Write the whole model on the first rank; ``engine.save_checkpoint`` has the optimizer's states, too."""
         self._write_first(lambda: type(self).save(self, filepath, *args, **kwargs))
 
+    def save_own_variables(self, store: Any) -> None:
+        """Raise RuntimeError: functions of ``keras.saving`` would write on all ranks, and gather nothing."""
+        raise RuntimeError(
+            "a distributed model is written by its own model.save(...) or model.save_weights(...), which gather its "
+            "weights on all ranks, and write them once"
+        )
+
     def _change_weights(self, what: str, action: Callable[[], Any]) -> None:
         with GatheredParameters(self.parameters(), modifier_rank=self.engine.mesh.stage_ranks[0]):  # type: ignore[attr-defined]
             agree_run(self.zeromesh.world, what, action)
@@ -214,9 +227,12 @@ class Distributed:
             agree_run(self.zeromesh.world, "write its model", action if first else lambda: None)
 
 
-def _is_keras_own(callback: Any) -> bool:
-    """Return whether a callback decides from metrics alone, which are the same on all ranks."""
-    return type(callback).__module__.startswith("keras.src.") and type(callback).__name__ != "LambdaCallback"
+def _require_own_optimizer(model: Any) -> None:
+    if without_scaling(model.optimizer) is not model.engine.optimizer.keras_optimizer:
+        raise RuntimeError(
+            "model.optimizer was replaced after zeromesh.keras.distribute, and the engine has the one before: set its "
+            "learning_rate instead, or compile with another optimizer before distribute"
+        )
 
 
 def distribute(
@@ -246,22 +262,18 @@ def distribute(
     expose_layers(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     variables = model.trainable_variables
-    optimizer = KerasOptimizer(model.optimizer, variables, [names[id(one.value)] for one in variables])
+    optimizer = KerasOptimizer(without_scaling(model.optimizer), variables, [names[id(one.value)] for one in variables])
     # Keras computes each element by itself, which the engine cannot know of this class.
     settings = settings.model_copy(update={"zero_allow_untested_optimizer": True})
     engine, *_ = initialize(model=model, optimizer=optimizer, config=settings)
-    optimizer.connect(engine.mesh, settings.row.optimizer is Placement.SHARDED)
-    run = DistributedRun(engine, JointBatch(engine.mesh.group("world")), not own_batches)
+    pieces = (piece for flat in engine.sharded.flats for _, _, piece in flat.pieces)
+    optimizer.connect(engine.mesh, settings.row.optimizer is Placement.SHARDED, pieces)
+    world = engine.mesh.group("world")
+    run = DistributedRun(engine, JointBatch(world), not own_batches, probes=world.size > 1 and has_own_loss(model))
     vars(model)["zeromesh"] = run
     _change_classes(model, run, joint_statistics)
     # Without states, which would be of whole variables: Keras builds it in ``fit`` otherwise.
     model.optimizer.build([])
-    for layer in layers_of(model):
-        for generator in layer._seed_generators:
-            # Or dropout would draw the same masks for the rows of each rank.
-            generator.state.assign(
-                generator.state.value + torch.tensor([engine.data_rank, 0]).to(generator.state.value)
-            )
     return model
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -11,14 +11,16 @@ from torch.optim import Optimizer
 
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
-from zeromesh.config.keys import ACCUMULATION, FP16
+from zeromesh.config.keys import ACCUMULATION, FP16, MICRO_BATCH
+from zeromesh.model.piece import Piece
 
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
 """Optimizers of Keras that update each element by itself, so that pieces are updated as whole parameters are."""
 
 _REFUSED = {
     "use_ema": "the average would be of pieces; leave it out, or average the weights in a loop of your own",
-    "gradient_accumulation_steps": f"set {ACCUMULATION} in the configuration",
+    "gradient_accumulation_steps": f"set {ACCUMULATION}, and the rows of a rank's batch as {MICRO_BATCH}, in the "
+    "configuration",
     "loss_scale_factor": f"set {FP16} in the configuration, which scales the loss",
 }
 """Options of any Keras optimizer, with what to write."""
@@ -29,11 +31,10 @@ class KerasOptimizer(Optimizer):
 
     The learning rate is read from ``optimizer`` at each update, so that callbacks and schedules of Keras set it.
     Clipping by norm takes whole gradients, over all ranks. ``optimizer`` itself gets no states, and its iterations
-    are counted on.
+    are counted on. States that it has, of updates before or of a file, move to the pieces.
 
     Args:
-        optimizer: a Keras optimizer that updates element by element (``ELEMENTWISE``); it may have been used in no
-            ``apply`` before.
+        optimizer: a Keras optimizer that updates element by element (``ELEMENTWISE``).
         variables: trainable Keras variables of a model that ``expose_layers`` has prepared.
         names: of their parameters, in the same order.
 
@@ -52,11 +53,19 @@ class KerasOptimizer(Optimizer):
         self._slots: list[tuple[str, str, Any]] = []
         self._kind = type(optimizer).__name__
         pairs = [(name, variable.value) for name, variable in self._variables.items()]
-        super().__init__(pairs, {"lr": rate(optimizer), "iteration": 0, "kind": self._kind})
+        done = int(optimizer.iterations.numpy())
+        # Not in ``state`` at once: ``initialize`` takes no optimizer that has been stepped.
+        self._whole, numbers = _taken_states(optimizer, self._variables)
+        super().__init__(pairs, {"lr": rate(optimizer), "iteration": done, "kind": self._kind, **numbers})
 
-    def connect(self, mesh: Mesh, sharded: bool) -> None:
-        """Know the ranks that have the other pieces, whose gradients count in norms."""
+    def connect(self, mesh: Mesh, sharded: bool, pieces: Iterable[Piece]) -> None:
+        """Know the ranks that have the other pieces, whose gradients count in norms; cut states of whole variables."""
         self._group = mesh.shard if sharded and mesh.shard.size > 1 else None
+        for piece in pieces:
+            for key, whole in self._whole.get(piece.name, {}).items():
+                own = piece.cut(whole).to(piece.parameter, copy=True)
+                self.state[piece.parameter][key] = own.view_as(piece.parameter)
+        self._whole = {}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -145,6 +154,32 @@ class KerasOptimizer(Optimizer):
             scale = whole * torch.minimum(1.0 / norm, torch.tensor(1.0 / whole).double()) + (norm - norm)
             return [gradient * scale.to(gradient) for gradient in gradients.values()]
         return [g * each / norms[name].clamp(min=each).to(g) for name, g in gradients.items()]
+
+
+def _taken_states(
+    optimizer: Any, variables: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, float]]:
+    """Take the states that a Keras optimizer has: by names of parameter and state, and those of no parameter."""
+    own = {id(optimizer._iterations), id(optimizer._learning_rate)}
+    begins = {f"{variable.path.replace('/', '_')}_": name for name, variable in variables.items()}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    numbers: dict[str, float] = {}
+    for state in [one for one in optimizer._variables if id(one) not in own]:
+        # The longest, as one variable's name may begin with that of another.
+        begin = max((one for one in begins if state.name.startswith(one)), key=len, default=None)
+        if begin is None:
+            numbers[f"number_{len(numbers)}"] = float(state.numpy())
+            continue
+        found.setdefault(begins[begin], {})[state.name.removeprefix(begin)] = state.value.detach()
+        vars(state)["_value"] = torch.empty(0)  # the pieces are all that is kept of it
+    # Or files of the model would have states that nobody updates.
+    optimizer._variables[:] = [one for one in optimizer._variables if id(one) in own]
+    return found, numbers
+
+
+def without_scaling(optimizer: Any) -> Any:
+    """Return the optimizer in Keras' ``LossScaleOptimizer``, in whose place the engine scales; others as they are."""
+    return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
 
 
 def rate(optimizer: Any) -> float:

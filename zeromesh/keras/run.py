@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +11,26 @@ from typing import Any
 import keras
 import torch
 
+from zeromesh.comm.agreement import agree_success, catch, require_agreement
 from zeromesh.comm.collectives import Group
 from zeromesh.engine import Engine
+from zeromesh.keras.checks import check_callbacks, is_keras_own, names_of_all_ranks, of_rank
 from zeromesh.keras.data import BatchRows, checksum_of, rows_in
 from zeromesh.keras.statistics import JointBatch
+from zeromesh.model.randomness import drawing_from, random_state
 from zeromesh.shard.guard import change_class
+
+
+@contextmanager
+def kept(variables: Iterable[Any]) -> Iterator[list[torch.Tensor]]:
+    """Give Keras variables their values back at the end of this context, which is given them."""
+    every = list(variables)
+    values = [variable.value.detach().clone() for variable in every]
+    try:
+        yield values
+    finally:
+        for variable, value in zip(every, values, strict=True):
+            variable.assign(value)
 
 
 @dataclass
@@ -29,6 +45,7 @@ class DistributedRun:
         symbolic: Keras is finding out shapes, without values.
         compares: the next batch is compared over the ranks.
         agrees: callbacks of the user's may stop the training on one rank.
+        probes: the loss is the user's own, and the next batch shows whether ranks may share it.
     """
 
     engine: Engine
@@ -38,14 +55,27 @@ class DistributedRun:
     symbolic: bool = False
     compares: bool = True
     agrees: bool = False
+    probes: bool = False
 
     def compare_next(self) -> None:
         """Compare the next batch over the ranks."""
         self.compares = True
 
-    def note_callbacks(self, agrees: bool) -> None:
-        """Note whether callbacks may stop the training on one rank."""
-        self.agrees = agrees
+    def agreed_callbacks(self, given: Any) -> list[Any]:
+        """Return the callbacks of this rank, and note whether some rank's may stop the training alone. Collective."""
+        every, failure = catch(lambda: check_callbacks(given))
+        agree_success(self.world, "check its callbacks", failure)
+        assert every is not None
+        # They save, restore weights or stop on all ranks, or the others would wait.
+        require_agreement(self.world, "the list of Keras callbacks", ", ".join(names_of_all_ranks(every)))
+        own = torch.tensor([float(any(not is_keras_own(one) for one in every))])
+        self.agrees = bool(self.world.exchange(own).any())
+        return of_rank(every, self.engine.mesh.rank)
+
+    def take_probe(self) -> bool:
+        """Return whether the loss is to be probed, once."""
+        asked, self.probes = self.probes, False
+        return asked
 
     @contextmanager
     def finding_shapes(self) -> Iterator[None]:
@@ -55,6 +85,24 @@ class DistributedRun:
             yield
         finally:
             self.symbolic = False
+
+    @contextmanager
+    def own_numbers(self) -> Iterator[None]:
+        """Draw numbers of torch in this context that no other rank draws, and no other batch.
+
+        Ranks share the state from which samples are shuffled, and Dropout would draw from it the same elements of the
+        rows of each. The numbers follow from it and from the engine's counters, which checkpoints have.
+        """
+        engine, device = self.engine, self.engine.device
+        if engine.data_size == 1:
+            yield
+            return
+        shared = random_state(device)
+        counters = f"{engine.global_steps} {engine.micro_steps} {engine.data_rank}"
+        digest = hashlib.sha256(shared[0].numpy().tobytes() + counters.encode()).digest()
+        with drawing_from(shared, device):
+            torch.manual_seed(int.from_bytes(digest[:7], "big"))
+            yield
 
     @property
     def world(self) -> Group:
@@ -124,15 +172,11 @@ class DistributedRun:
                     f"variable {variable.path} of a metric has aggregation={variable.aggregation!r}, so that the "
                     'metric over all ranks is not known: make it with add_variable(..., aggregation="sum"), the default'
                 )
-        own = [variable.value.detach().clone() for variable in variables]
-        rows = self.world.exchange(torch.cat([value.reshape(-1).double() for value in own])).sum(0)
-        for variable, value, part in zip(variables, own, rows.split([v.numel() for v in own]), strict=True):
-            variable.assign(part.reshape(value.shape).to(value))
-        try:
+        with kept(variables) as own:
+            rows = self.world.exchange(torch.cat([value.reshape(-1).double() for value in own])).sum(0)
+            for variable, value, part in zip(variables, own, rows.split([v.numel() for v in own]), strict=True):
+                variable.assign(part.reshape(value.shape).to(value))
             yield
-        finally:
-            for variable, value in zip(variables, own, strict=True):
-                variable.assign(value)
 
     @contextmanager
     def plain(self) -> Iterator[None]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from zeromesh.comm.collectives import Group
+from zeromesh.joint_batch import gather_with_gradient
 
 
 class JointBatch:
@@ -19,20 +18,6 @@ class JointBatch:
     def take(self, counts: bool) -> None:
         """Note whether this rank has rows in the batch that comes."""
         self.counts = counts
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows of all ranks; the gradient of a row is the sum of what all ranks have for it."""
-
-    @staticmethod
-    def forward(ctx: Any, row: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return group.exchange(row.detach()).to(row.device)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        every = ctx.group.exchange(gradients[0].reshape(-1).contiguous()).to(gradients[0].device)
-        return every.reshape(ctx.group.size, *gradients[0].shape).sum(0)[ctx.group.rank], None
 
 
 class JointMoments:
@@ -48,7 +33,7 @@ class JointMoments:
         elements = inputs.numel() / mean.numel() if mask is None else float(mask.sum())
         elements = elements if joint.counts else 0.0
         row = torch.cat([mean.reshape(-1), variance.reshape(-1), mean.new_tensor([elements])])
-        rows: torch.Tensor = _Exchange.apply(row, joint.group)  # type: ignore[no-untyped-call]
+        rows = gather_with_gradient(row[None], joint.group.process_group)
         means, variances = rows[:, :-1].reshape(joint.group.size, 2, *mean.shape).unbind(1)
         shares = (rows[:, -1] / rows[:, -1].sum()).reshape(-1, *[1] * mean.ndim)
         whole = (shares * means).sum(0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 _NUMBER = re.compile(r"_\d+$")
@@ -40,6 +42,18 @@ def refuse_other_backends(model: object) -> None:
         )
 
 
+def require_policy(model: nn.Module, compute: torch.dtype | None) -> None:
+    """Raise ValueError if a model of Keras computes in another dtype than the configuration's 16 bits."""
+    if compute not in (torch.bfloat16, torch.float16) or not is_layer(model):
+        return
+    wanted, policy = str(compute).removeprefix("torch."), getattr(model, "compute_dtype", None)
+    if policy != wanted:
+        raise ValueError(
+            f"the configuration computes in {wanted}, and the model in {policy}: write "
+            f'keras.config.set_dtype_policy("mixed_{wanted}") before the model is built'
+        )
+
+
 def layers_of(model: nn.Module) -> Iterator[Any]:
     """Yield the Keras layers in a model, itself included, owners before what they own; each once."""
     seen: set[int] = set()
@@ -57,7 +71,7 @@ def expose_layers(model: nn.Module) -> None:
 
     Keras registers all variables with every layer that encloses them, and layers in lists not at all. Parameters become
     those of their layer. Other variables become buffers, such as moving statistics; states of seed generators are not
-    persistent, because each rank has its own.
+    persistent, because each rank has its own: ``seeds_of``.
 
     Raises:
         ValueError: a layer is not built.
@@ -74,6 +88,37 @@ def follow_buffers(model: nn.Module) -> None:
         for variable, name in _variables(layer):
             if name in held._buffers:
                 vars(variable)["_value"] = held._buffers[name]
+
+
+def seeds_of(model: nn.Module) -> list[Any]:
+    """Return the states, each (2,), of the seed generators from which a model's layers draw."""
+    every = [generator.state for layer in layers_of(model) for generator in layer._seed_generators]
+    return list({id(state): state for state in every}.values())  # a generator may be in several layers
+
+
+def global_seed(make: bool) -> Any:
+    """Return the state (2,) of Keras' global seed generator, from which functions without a seed draw.
+
+    Keras makes it when it is first used: until then None, unless it is to be made now.
+    """
+    module: Any = sys.modules["keras.src.random.seed_generator"]
+    known: Any = sys.modules["keras.src.backend.common.global_state"]
+    found = known.get_global_attribute(module.GLOBAL_SEED_GENERATOR)
+    if found is None and make:
+        before = random.getstate()  # samples are shuffled by what comes next
+        found = module.global_seed_generator()
+        random.setstate(before)
+    return None if found is None else found.state
+
+
+def separate_seeds(model: nn.Module, rank: int, ranks: int) -> None:
+    """Let each rank draw numbers of its own: Dropout would drop the same elements of the rows of every rank."""
+    if ranks == 1 or next(layers_of(model), None) is None:
+        return
+    for state in (*seeds_of(model), global_seed(make=True)):
+        # Far apart, as Keras adds its count of draws: by the ratio of 2**31 to the golden ratio.
+        first = (int(state.value[0]) + rank * 1327217885) % 2**31
+        state.assign(torch.tensor([first, 0]).to(state.value))
 
 
 def _require_built(layer: Any) -> None:
