@@ -225,12 +225,12 @@ def test_tables_train_as_in_one_process(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
-def test_every_update_and_stage_trains_as_in_one_process(ranks: int, device: str, tmp_path: Path) -> None:
-    kinds = (*TORCH, "rowwise_adagrad")
-    cases = [Case(ranks, kind, stage, device=device) for kind in kinds for stage in range(4)]
-    cases += [Case(ranks, kind, 2, accumulation=3, clip=0.05, device=device, user=True) for kind in kinds]
+@pytest.mark.parametrize("kind", [*TORCH, "rowwise_adagrad"])
+def test_every_update_and_stage_trains_as_in_one_process(ranks: int, device: str, kind: str, tmp_path: Path) -> None:
+    cases = [Case(ranks, kind, stage, device=device) for stage in range(4)]
+    cases.append(Case(ranks, kind, 2, accumulation=3, clip=0.05, device=device, user=True))
     if ranks == 4:
-        cases += [Case(ranks, kind, stage, 2, 0.05, device, (2, 2)) for kind in kinds for stage in (0, 3)]
+        cases += [Case(ranks, kind, stage, 2, 0.05, device, (2, 2)) for stage in (0, 3)]
     references: dict[Case, dict[str, torch.Tensor]] = {}
     for case, found in zip(cases, run_ranks(train, ranks, cases, str(tmp_path))[0], strict=True):
         same = replace(case, stage=0, device="none", mesh=None, user=False)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.initialization.plan import Plan
-from zeromesh.initialization.tables import check_rules, with_table_rates
+from zeromesh.initialization.tables import check_rules
 from zeromesh.model.piece import Piece, PieceExchange
 from zeromesh.model.split import Held
 from zeromesh.observe.monitors import Monitor, open_monitor
@@ -23,6 +23,7 @@ from zeromesh.observe.observer import Observer
 from zeromesh.observe.profile import FlopsPlan
 from zeromesh.observe.spans import collective
 from zeromesh.observe.trace import Window
+from zeromesh.shard.table.rules import RULE_KEY
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
@@ -140,7 +141,8 @@ def build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None)
     from zeromesh.optim import schedules
 
     kind = settings.scheduler.type
-    params = with_table_rates(kind, settings.scheduler.params, optimizer.param_groups)
+    # Tables with an update of their own have a rate of their own, too.
+    params = schedules.in_proportion(kind, settings.scheduler.params, optimizer.param_groups, RULE_KEY)
     return schedules.build(kind, params, optimizer)
 
 

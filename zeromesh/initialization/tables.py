@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ from torch.optim import Optimizer
 
 from zeromesh.config.keys import TABLE_OPTIMIZER
 from zeromesh.config.settings import TIERS
-from zeromesh.optim.schedules import SCHEDULES
 from zeromesh.optim.values import without_auto
 from zeromesh.shard.table.find import find_tables
 from zeromesh.shard.table.rules import RULE_KEY, RULES, rule_of
@@ -42,7 +40,7 @@ def choose_tables(
     Raises:
         ValueError: see ``find_tables``.
     """
-    taken = {}
+    taken: dict[str, str] = {}
     if split is not None:
         taken |= dict.fromkeys(split.held, "the tensor-parallel plan splits it, or its gradient")
     if stages is not None:
@@ -90,41 +88,6 @@ def with_table_group(
     taken = [p for group in owned for p in group["params"] if id(p) in weights]
     rest = [{**group, "params": [p for p in group["params"] if id(p) not in weights]} for group in owned]
     return [*rest, {"params": taken, **rule.defaults, **given, RULE_KEY: chosen.type}]
-
-
-RATES = {
-    "warmuplr": ("warmup_min_lr", "warmup_max_lr"),
-    "warmupdecaylr": ("warmup_min_lr", "warmup_max_lr"),
-    "onecycle": ("cycle_min_lr", "cycle_max_lr"),
-    "lrrangetest": ("lr_range_test_min_lr",),
-    "onecyclelr": ("max_lr",),
-    "cycliclr": ("base_lr", "max_lr"),
-}
-"""Parameters of schedules that are rates, whatever the group's own is; the last one is the highest of the schedule."""
-
-
-def with_table_rates(kind: str, params: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return parameters of a schedule in which tables with a rate of their own follow the others' in proportion.
-
-    Args:
-        kind: name of the schedule, in upper or lower case.
-        params: for all groups.
-        groups: of the optimizer; those with ``RULE_KEY`` have at the schedule's highest point the rate that is theirs.
-    """
-    keys, known = RATES.get(kind.lower(), ()), {name.lower(): rate for name, rate in SCHEDULES.items()}
-    given = without_auto(params)
-    if kind.lower() in known:
-        declared = inspect.signature(known[kind.lower()]).parameters
-        defaults = {key: declared[key].default for key in keys}
-        given = {key: value for key, value in defaults.items() if isinstance(value, float)} | given
-    peak = given.get(keys[-1]) if keys else None
-    apart = [RULE_KEY in group for group in groups]
-    # A list says each group's rate already.
-    plain = all(isinstance(given.get(key, 0.0), int | float) for key in keys)
-    if not any(apart) or not plain or not isinstance(peak, int | float) or peak <= 0:
-        return dict(params)
-    shares = [float(group["lr"]) / peak if own else 1.0 for own, group in zip(apart, groups, strict=True)]
-    return {**params, **{key: [given[key] * share for share in shares] for key in keys if key in given}}
 
 
 def check_rules(

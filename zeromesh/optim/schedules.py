@@ -312,3 +312,40 @@ SCHEDULES: dict[str, Callable[..., tuple[float, float | None]]] = {
     "WSD": _wsd,
 }
 """Function of each schedule, by name."""
+
+RATES = {
+    "warmuplr": ("warmup_min_lr", "warmup_max_lr"),
+    "warmupdecaylr": ("warmup_min_lr", "warmup_max_lr"),
+    "onecycle": ("cycle_min_lr", "cycle_max_lr"),
+    "lrrangetest": ("lr_range_test_min_lr",),
+    "onecyclelr": ("max_lr",),
+    "cycliclr": ("base_lr", "max_lr"),
+}
+"""Parameters that are learning rates, whatever a group's own is, by lower-case name; the last one is the highest."""
+
+
+def in_proportion(
+    kind: str, params: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], apart: str
+) -> dict[str, Any]:
+    """Return parameters with which groups that have the option ``apart`` follow the others in proportion.
+
+    Such a group has its own learning rate where the schedule is at its highest. Each schedule in ``RATES`` is a
+    multiple of its rates, so that these are multiplied. Rates that are given as a list are left as they are.
+
+    Args:
+        kind: name of the schedule, in upper or lower case.
+        params: its parameters, for all groups.
+        groups: of the optimizer, with their own learning rates.
+        apart: option of a group.
+    """
+    keys, given = RATES.get(kind.lower(), ()), without_auto(params)
+    ours = {name.lower(): rate for name, rate in SCHEDULES.items()}.get(kind.lower())
+    if ours is not None:
+        declared = inspect.signature(ours).parameters
+        given = {key: declared[key].default for key in keys if isinstance(declared[key].default, float)} | given
+    peak = given.get(keys[-1]) if keys else None
+    single = all(isinstance(given.get(key, 0.0), int | float) for key in keys)
+    if not any(apart in group for group in groups) or not single or not isinstance(peak, int | float) or peak <= 0:
+        return dict(params)
+    shares = [float(group["lr"]) / peak if apart in group else 1.0 for group in groups]
+    return {**params, **{key: [given[key] * share for share in shares] for key in keys if key in given}}

@@ -72,5 +72,5 @@ class Aside:
                 if same:
                     flat.bind_shard(flat.master)
             for table in self._sharded.tables:
-                if table.flat in self._flats:
+                if table.flat.optimizer_tier is Tier.DEVICE:
                     table.follow()
