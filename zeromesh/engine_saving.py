@@ -56,6 +56,7 @@ class Saving(EngineState):
         with self.observer.phase("checkpoint"):
             # The user may have written to parameters since the last update; masters, which are
             # saved, take that up first.
+            self.sharded.tables.lookups.finish()
             agree_run(self.mesh.group("world"), "save the checkpoint", self.sharded.take_changes)
             if self.config.replica_check.at_saves:
                 require_equal_replicas(self.sharded, f"after update {self.global_steps}")
@@ -90,6 +91,7 @@ class Saving(EngineState):
             ValueError: it does not fit, or is not what was written. Nothing has been loaded then.
         """
         # Changes are taken up and then overwritten; later they would overwrite what was loaded.
+        self.sharded.tables.lookups.finish()
         self.sharded.take_changes()
         self.sharded.rest()
         states = load_optimizer_states and not load_module_only, load_lr_scheduler_states and not load_module_only

@@ -140,7 +140,16 @@ def compiled(model: Towers, ids: torch.Tensor) -> torch.Tensor:
     return model.head(torch.compile(towers, backend="eager")(model.a(ids[:, 0]))).mean()
 
 
+def reused(model: Towers, ids: torch.Tensor) -> torch.Tensor:
+    offsets, weights = torch.tensor([0, 2]), torch.ones(6)
+    with torch.no_grad():
+        bags = model.b(ids[:2].flatten(), offsets, weights)
+    offsets[1], weights[:] = 5, 3.0  # the output is that of the arguments at the call
+    return model.head(bags).mean() + model.head(model.a(ids[:, 0])).mean() + 0.0 * model.b(ids).sum()
+
+
 PROGRAMS: dict[str, Program] = {
+    "reused": reused,
     "in place": add_in_place,
     "views": change_views,
     "checkpoint": partial(checkpointed, reentrant=False),
@@ -276,7 +285,7 @@ def test_arguments_that_torch_refuses_on_one_rank_raise_on_all() -> None:
     engine = many(3)
     ids, offsets = torch.tensor([1, 2, 3]), torch.tensor([0, 2])
     wrong = torch.tensor([1, 2]) if engine.mesh.rank else offsets
-    message = "offsets\\[0\\] has to be 0" if engine.mesh.rank else "rank 1 of the ranks that share tables.0 gave it"
+    message = "offsets\\[0\\] has to be 0" if engine.mesh.rank else "rank 1 failed in a lookup of tables.0"
     with pytest.raises((ValueError, RuntimeError), match=message):
         torch.stack(engine(ids, wrong)[::3])
     assert [one.shape for one in engine(ids, offsets)] == [(2, 3), (2, 5), (2, 3)]  # it goes on
@@ -306,3 +315,82 @@ def test_an_output_can_be_read_and_copied() -> None:
     with pytest.raises(RuntimeError, match="use .detach"):
         copy.deepcopy(graded)
     engine.destroy()
+
+
+@on_ranks(2)
+def test_an_output_gives_its_memory_only_when_the_values_are_there() -> None:
+    engine = many(3)
+    ids = torch.tensor([[1, 6], [3, 3]])
+
+    def output() -> torch.Tensor:
+        return engine.module.tables[0](ids)
+
+    with torch.no_grad():
+        expected = output() + 0.0
+        assert torch.equal(torch.from_dlpack(output()), expected)
+        assert output().untyped_storage().nbytes() == expected.untyped_storage().nbytes()
+        assert torch.equal(output().share_memory_() + 0.0, expected)
+        assert torch.equal(output().apply_(lambda value: 2 * value) + 0.0, 2 * expected)
+        for change in (lambda x: x.unsqueeze_(0), lambda x: x.resize_(9), lambda x: x.t_()):
+            with pytest.raises(RuntimeError, match="changes the shape of the output of a table"):
+                change(output())
+        with pytest.raises(RuntimeError, match="cannot be given new data"):
+            output().data = expected
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_a_lookup_that_fails_leaves_no_trace() -> None:
+    engine = many(3)
+    ids, offsets = torch.tensor([1, 2, 3]), torch.tensor([0, 2])
+    tables = engine.module.tables
+    table = list(engine.sharded.tables)[1]
+    kept = table.rows
+    first, second = tables[0](ids, offsets), tables[1](ids, offsets)
+    table.rows = None
+    with pytest.raises(AttributeError):
+        str(first + 0)
+    table.rows = kept
+    for one in (first, second):
+        with pytest.raises(RuntimeError, match="failed, so its output has no values"):
+            str(one + 0)
+    assert [one.shape for one in engine(ids, offsets)] == [(2, 3), (2, 5), (2, 3)]
+    waiting = tables[0](ids, offsets)
+    engine.destroy()
+    with pytest.raises(RuntimeError, match="has no values"):
+        str(waiting + 0)
+
+
+@on_ranks(2)
+def test_engines_that_ranks_call_in_another_order_are_told() -> None:
+    engines = [many(2), many(2)]
+    ids = torch.tensor([[1, 6], [3, 3]])
+    outputs = [engine.module.tables[0](ids) for engine in engines]
+    with pytest.raises(RuntimeError, match="looks up tables of another engine than tables.0"):
+        str(outputs[engines[0].mesh.rank] + 0)
+    for engine in engines:
+        engine.destroy()
+
+
+def shortened(early: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Embedding(12, 4, sparse=True, max_norm=0.5).double() for name in "ab"})
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "mesh": {"data": 2, "replicate": 2}}
+    engine = zeromesh.initialize(model=model, config=config)[0]
+    b = engine.module["b"](torch.arange(3) + 3 * (engine.mesh.rank % 2))
+    if early and engine.mesh.rank == 0:
+        str(b + 0)
+    (engine.module["a"](torch.arange(4) + 4 * (engine.mesh.rank // 2)) + 0).sum().item()
+    found = engine.gathered_state_dict()
+    engine.destroy()
+    return found
+
+
+def test_copies_of_rows_are_shortened_in_one_order() -> None:
+    first, second = (run_ranks(shortened, 4, early)[0] for early in (False, True))
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Embedding(12, 4, max_norm=0.5).double() for name in "ab"})
+    model["a"](torch.arange(8)), model["b"](torch.arange(6))
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(first[key], value)
+        torch.testing.assert_close(second[key], value)

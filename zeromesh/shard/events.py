@@ -28,7 +28,7 @@ class Events:
         accumulation: Accumulation, finish: Callable[[], None],
     ) -> None:  # fmt: skip
         self.order = order
-        # Ends what waits for company: all ranks come to a unit, but not all of them to the use of an output.
+        # Ends waiting lookups: every rank reaches a unit, but not every rank uses an output.
         self._finish = finish
         self.backward = Backward(
             units, order, residency, reducer, accumulation, self.unwinding, self.end_interrupted
@@ -50,6 +50,8 @@ class Events:
             self.forward_begins(unit)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            if output is not None:  # after an exception the other ranks may not come here
+                self._finish()
             call, outputs, replaced = None, tensors_of(output), None
             if torch.is_grad_enabled():
                 if unit.sharded and any(id(tensor) in members for tensor in outputs):
@@ -89,7 +91,6 @@ class Events:
         """Hook: the unit's parameters may go."""
         if unit not in self._entered:
             return  # another hook raised before its forward began
-        self._finish()
         while self._entered.pop() is not unit:
             pass
         if unit is self._root:

@@ -40,8 +40,9 @@ class Route:
 
 
 def ask(
-    group: Group, tag: int, requests: Sequence[RowRequest], places: int, failure: tuple[int, Exception] | None = None
-) -> Route:
+    group: Group, tag: int, requests: Sequence[RowRequest], places: int, failure: tuple[int, Exception] | None = None,
+    engine: int = 0,
+) -> Route:  # fmt: skip
     """Tell each rank which of its rows this one asks for. Collective.
 
     Ranks may have come to different lookups, as where only one of them prints a result. The requests that all ranks
@@ -53,26 +54,27 @@ def ask(
         requests: ascending by place.
         places: number of all tables.
         failure: the place of a table whose lookup failed on this rank, and the error.
+        engine: number of the engine that has the tables.
 
     Raises:
         Exception: ``failure``, if it is given; RuntimeError on the ranks that it would leave waiting, or where no
             request is one of all ranks.
     """
     size, rank = group.size, group.rank
-    header = torch.full((size, 1 + places), ABSENT, device=group.device)
-    header[:, 0] = ABSENT if failure is None else failure[0]
+    header = torch.full((size, 2 + places), ABSENT, device=group.device)
+    header[:, 0], header[:, 1] = engine, ABSENT if failure is None else failure[0]
     if requests:
         numbers, counts = _by_owner(requests, group)
-        header[:, [1 + one.place for one in requests]] = counts
+        header[:, [2 + one.place for one in requests]] = counts
     heard = header.clone()
     swap(group, tag, dict(enumerate(header)), dict(enumerate(heard)), "table_counts")
     told, own = heard.tolist(), header.tolist()
     if failure is not None:
         raise failure[1]
-    common = _common(requests, told)
+    common = _common(requests, told, engine)
     if len(common) < len(requests):
         numbers, counts = _by_owner(common, group)
-    sent, received = ([[row[1 + one.place] for one in common] for row in table] for table in (own, told))
+    sent, received = ([[row[2 + one.place] for one in common] for row in table] for table in (own, told))
     messages = numbers.split([sum(row) for row in sent])
     asked = [
         messages[rank] if peer == rank else vector_of(sum(received[peer]), torch.int64, group) for peer in range(size)
@@ -93,19 +95,24 @@ def _by_owner(requests: Sequence[RowRequest], group: Group) -> tuple[torch.Tenso
     return (ids - owner * each)[owner.argsort(stable=True)], counts.view(group.size, -1)
 
 
-def _common(requests: Sequence[RowRequest], told: list[list[int]]) -> list[RowRequest]:
+def _common(requests: Sequence[RowRequest], told: list[list[int]], engine: int) -> list[RowRequest]:
     """Return the requests that all ranks have; raise RuntimeError if there are none, or a rank failed."""
     names = {one.place: one.name for one in requests}
     for rank, row in enumerate(told):
-        if row[0] != ABSENT:
+        if row[0] != engine:
             raise RuntimeError(
-                f"rank {rank} of the ranks that share {names.get(row[0], 'the tables')} gave it an index that is out "
-                "of range, or other wrong arguments; the error of that rank names them"
+                f"rank {rank} looks up tables of another engine than {', '.join(names.values())}: all ranks have to "
+                "call the models of several engines in the same order"
             )
-    common = [one for one in requests if all(row[1 + one.place] != ABSENT for row in told)]
+        if row[1] != ABSENT:
+            raise RuntimeError(
+                f"rank {rank} failed in a lookup of {names.get(row[1], 'a table')}, which all ranks share; the error "
+                "of that rank says why, as an index that is out of range"
+            )
+    common = [one for one in requests if all(row[2 + one.place] != ABSENT for row in told)]
     if not common:
         first = requests[0]
-        rank = next(rank for rank, row in enumerate(told) if row[1 + first.place] == ABSENT)
+        rank = next(rank for rank, row in enumerate(told) if row[2 + first.place] == ABSENT)
         raise RuntimeError(
             f"rank {rank} looks up rows of another table than {first.name}: all ranks have to call the same tables in "
             "the same order; one without indices passes an empty tensor"

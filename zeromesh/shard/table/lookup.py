@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zeromesh.shard.table.lookups import Compute, Lookups
+from zeromesh.shard.table.lookups import Call, Lookups
 from zeromesh.shard.table.table import Table
 
 
@@ -41,22 +42,21 @@ def look_up(
         whole: torch.Tensor = type(module).forward(module, *args, **kwargs)
         return whole
     bag = isinstance(module, nn.EmbeddingBag)
-    ids, compute, failure = (_bag if bag else _embedding)(module, table.name, *args, **kwargs)
+    call = (_bag if bag else _embedding)(module, table.name, *args, **kwargs)
     at_once = at_once or (bag and module.mode == "max")  # its graph depends on the rows
-    return lookups.look_up(table, ids, compute, at_once, failure)
-
-
-Call = tuple[torch.Tensor, Compute, IndexError | None]
+    # Copies of rows are shortened together, so in the order of calls, which is the same for all copies.
+    at_once = at_once or (module.max_norm is not None and table.mesh.replicate.size > 1)
+    return lookups.look_up(table, call, at_once)
 
 
 def _embedding(module: Any, name: str, input: torch.Tensor) -> Call:
     ids, inverse = _distinct(input)
-    padding = _place_of(module.padding_idx, ids)
+    padding, shape = _place_of(module.padding_idx, ids), input.shape
 
     def compute(rows: torch.Tensor) -> torch.Tensor:
-        return F.embedding(inverse.view(input.shape), rows, padding)
+        return F.embedding(inverse.view(shape), rows, padding)
 
-    return ids, compute, _wrong(name, module.num_embeddings, input, None)
+    return Call(ids, compute, compute, _wrong(name, module.num_embeddings, input, None))
 
 
 def _bag(
@@ -64,17 +64,19 @@ def _bag(
     per_sample_weights: torch.Tensor | None = None,
 ) -> Call:  # fmt: skip
     ids, inverse = _distinct(input)
-    padding = _place_of(module.padding_idx, ids)
+    padding, shape = _place_of(module.padding_idx, ids), input.shape
 
-    def compute(rows: torch.Tensor) -> torch.Tensor:
+    def compute(offsets: torch.Tensor | None, weights: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
         if not rows.shape[0]:  # torch wants a row, also where no bag has one
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         return F.embedding_bag(
-            inverse.view(input.shape), rows, offsets, mode=module.mode, per_sample_weights=per_sample_weights,
+            inverse.view(shape), rows, offsets, mode=module.mode, per_sample_weights=weights,
             include_last_offset=module.include_last_offset, padding_idx=padding,
         )  # fmt: skip
 
-    return ids, compute, _wrong(name, module.num_embeddings, input, offsets)
+    copies = [None if one is None else one.detach().clone() for one in (offsets, per_sample_weights)]
+    failure = _wrong(name, module.num_embeddings, input, offsets)
+    return Call(ids, partial(compute, offsets, per_sample_weights), partial(compute, *copies), failure)
 
 
 def _distinct(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

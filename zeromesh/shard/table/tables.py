@@ -101,7 +101,7 @@ class Tables:
 
     def close(self) -> None:
         """Restore the modules' own forwards."""
-        self.lookups.finish()
+        self.lookups.drop()
         for table in self.every:
             table.gather_up()
 
