@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zeromesh.shard.table.lookups import Call, Lookups
+from zeromesh.shard.table.lookups import Lookups, TableCall
 from zeromesh.shard.table.table import Table
 
 
@@ -49,20 +49,20 @@ def look_up(
     return lookups.look_up(table, call, at_once)
 
 
-def _embedding(module: Any, name: str, input: torch.Tensor) -> Call:
+def _embedding(module: Any, name: str, input: torch.Tensor) -> TableCall:
     ids, inverse = _distinct(input)
     padding, shape = _place_of(module.padding_idx, ids), input.shape
 
     def compute(rows: torch.Tensor) -> torch.Tensor:
         return F.embedding(inverse.view(shape), rows, padding)
 
-    return Call(ids, compute, compute, _wrong(name, module.num_embeddings, input, None))
+    return TableCall(ids, compute, compute, _wrong(name, module.num_embeddings, input, None))
 
 
 def _bag(
     module: Any, name: str, input: torch.Tensor, offsets: torch.Tensor | None = None,
     per_sample_weights: torch.Tensor | None = None,
-) -> Call:  # fmt: skip
+) -> TableCall:  # fmt: skip
     ids, inverse = _distinct(input)
     padding, shape = _place_of(module.padding_idx, ids), input.shape
 
@@ -74,9 +74,9 @@ def _bag(
             include_last_offset=module.include_last_offset, padding_idx=padding,
         )  # fmt: skip
 
-    copies = [None if one is None else one.detach().clone() for one in (offsets, per_sample_weights)]
+    first, second = (None if one is None else one.detach().clone() for one in (offsets, per_sample_weights))
     failure = _wrong(name, module.num_embeddings, input, offsets)
-    return Call(ids, partial(compute, offsets, per_sample_weights), partial(compute, *copies), failure)
+    return TableCall(ids, partial(compute, offsets, per_sample_weights), partial(compute, first, second), failure)
 
 
 def _distinct(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,7 @@ Compute = Callable[[torch.Tensor], torch.Tensor]  # output of the module, from t
 
 
 @dataclass(frozen=True)
-class Call:
+class TableCall:
     """Arguments of one forward of a table."""
 
     ids: torch.Tensor  # int64, shape (k,), ascending, without duplicates
@@ -96,7 +96,7 @@ class Lookups:
         # The first use may be in a compiled function, and messages are not compiled.
         self.use = torch.compiler.disable(self.need) if self._batched else self.need
 
-    def look_up(self, table: Table, call: Call, at_once: bool) -> torch.Tensor:
+    def look_up(self, table: Table, call: TableCall, at_once: bool) -> torch.Tensor:
         """Return the output of a table. Collective.
 
         Args:
@@ -328,7 +328,7 @@ class TableOutput(torch.Tensor):
 
     def storage(self) -> Any:
         """Return the storage of the values, by its old interface."""
-        return self.value().storage()  # type: ignore[no-untyped-call]
+        return self.value().storage()
 
     def share_memory_(self) -> TableOutput:
         """Move the values to shared memory."""
