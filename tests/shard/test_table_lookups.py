@@ -334,6 +334,8 @@ def test_an_output_gives_its_memory_only_when_the_values_are_there() -> None:
         for change in (lambda x: x.unsqueeze_(0), lambda x: x.resize_(9), lambda x: x.t_()):
             with pytest.raises(RuntimeError, match="changes the shape of the output of a table"):
                 change(output())
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            torch.utils.dlpack.to_dlpack(output())  # in C++, past the methods
         with pytest.raises(RuntimeError, match="cannot be given new data"):
             output().data = expected
     engine.destroy()

@@ -254,6 +254,7 @@ class TableOutput(torch.Tensor):
         return made
 
     def __init__(self, like: torch.Tensor, lookup: Lookup, lookups: Lookups) -> None:
+        torch._C._set_throw_on_mutable_data_ptr(self)  # C++ that would read the memory that is not there raises
         self._value: torch.Tensor | None = None
         self._filled: torch.Event | None = None
         # Weakly: an output that nobody uses must not keep the tables.
