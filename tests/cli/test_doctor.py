@@ -276,4 +276,4 @@ def test_the_ranks_of_a_machine_are_measured_together(launcher: tuple[str, ...],
     assert (count, node.devices) == (1, 2)
     assert node.device.memory == pytest.approx(node.host_memory / 2)
     assert 0 < node.inside.efficiency <= 1
-    assert any("one of 2 rank(s)" in note for note in Machine.load(path).notes)
+    assert any("one of 2 ranks" in note for note in Machine.load(path).notes)
