@@ -146,7 +146,7 @@ def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, messag
     stored += _place_frozen(resting, units, row, ranks)
     if any(_splits(own_row, widths) for _, own_row in sizes):
         # One split master at a time is joined in memory of its own, during the update.
-        _add(resting, "temporary", Tier.HOST, max(unit.size for unit, _ in sizes) / ranks * widths.master)
+        _add(resting, "slot", Tier.HOST, max(unit.size for unit, _ in sizes) / ranks * widths.master)
     for blocks, buffers in ((files, STATE_BUFFERS), (stored, PARAMETER_BUFFERS)):
         _add(resting, "slot", Tier.HOST, bytes_of(largest(blocks, buffers)))
     gathered = spare = 0.0
