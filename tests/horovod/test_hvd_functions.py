@@ -205,7 +205,7 @@ for title in ("reducescatter", "reducescatter_async", "grouped_reducescatter", "
 
 
 def gradients(rank: int, size: int) -> None:
-    """Those that the rows above leave out, and their gradients in turn."""
+    """Check the names that the table leaves out, and their gradients."""
     weights = [part(10 + one, size) for one in range(size)]
     total = torch.stack(weights).sum(0)
     for op, factor in ((hvd.Sum, 1.0), (hvd.Average, 1.0 / size)):

@@ -83,7 +83,7 @@ def test_logs_are_written_once_and_callbacks_are_the_same(tmp_path: Path) -> Non
     from keras_models import images, keras, torch
 
     class Log(keras.callbacks.CSVLogger):
-        """Of the user's: a rank without it must take part in what ranks with callbacks of their own exchange."""
+        """Own callback: a rank without it must take part in the exchanges of ranks that have one."""
 
     model, (x, y) = distributed(), images()
     rank, file, shown = model.engine.mesh.rank, tmp_path / "log.csv", io.StringIO()

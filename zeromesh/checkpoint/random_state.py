@@ -41,7 +41,7 @@ def random_state(model: nn.Module | None = None) -> torch.Tensor:
 
 
 def restore_random_state(packed: torch.Tensor, model: nn.Module | None = None) -> None:
-    """Put the generators back to where ``random_state`` found them, of the same model."""
+    """Restore the generators to the states that ``random_state`` returned for the same model."""
     states = json.loads(bytes(packed.tolist()))
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))

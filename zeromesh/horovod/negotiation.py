@@ -88,7 +88,7 @@ class Negotiator:
         return found + (self._decide(list(self._pending)) if request["kind"] == "join" else [])
 
     def wait(self, rank: int, key: str, seconds: float) -> list[Decision]:
-        """Take the news that a rank has been blocked in an operation for so many seconds."""
+        """Record that a rank has been blocked in an operation for some seconds."""
         if key not in self._pending:
             return []  # it has been decided meanwhile
         self._waits[rank] = key
@@ -110,7 +110,7 @@ class Negotiator:
         return self._fail([key for key in self._pending if not key.startswith("0/join")], reason)
 
     def leave(self, rank: int) -> list[Decision]:
-        """Take the news that a rank has shut down, or died: operations that need it fail."""
+        """Record that a rank has shut down or died, and fail the operations that need it."""
         self._left.add(rank)
         return self._decide(list(self._pending))
 

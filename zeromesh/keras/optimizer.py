@@ -59,7 +59,7 @@ class KerasOptimizer(Optimizer):
         super().__init__(pairs, {"lr": rate(optimizer), "iteration": done, "kind": self._kind, **numbers})
 
     def connect(self, mesh: Mesh, sharded: bool, pieces: Iterable[Piece]) -> None:
-        """Know the ranks that have the other pieces, whose gradients count in norms; cut states of whole variables."""
+        """Set the group whose gradients count in norms, and cut the states of whole variables into pieces."""
         self._group = mesh.shard if sharded and mesh.shard.size > 1 else None
         for piece in pieces:
             for key, whole in self._whole.get(piece.name, {}).items():

@@ -23,7 +23,7 @@ from zeromesh.shard.guard import change_class
 
 @contextmanager
 def kept(variables: Iterable[Any]) -> Iterator[list[torch.Tensor]]:
-    """Give Keras variables their values back at the end of this context, which is given them."""
+    """Restore the values of Keras variables at the end of this context."""
     every = list(variables)
     values = [variable.value.detach().clone() for variable in every]
     try:
