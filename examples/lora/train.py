@@ -48,6 +48,8 @@ def prepare(options: argparse.Namespace) -> tuple[Any, torch.optim.Optimizer]:
         with zeromesh.zero.Init():
             model = peft.get_peft_model(model, LORA)
     config = {**CONFIG, "optimizer": {"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.0}}}
+    if options.offload == "nvme":
+        Path(options.files).mkdir(parents=True, exist_ok=True)  # on a fast disk, in a real run
     if options.offload != "none":
         states = {"device": options.offload} | ({"nvme_path": options.files} if options.offload == "nvme" else {})
         config["zero_optimization"] = {**config["zero_optimization"], "offload_optimizer": states}
