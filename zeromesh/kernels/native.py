@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -97,11 +98,21 @@ def _load() -> Library:
 
 def _declare(handle: ctypes.CDLL) -> None:
     pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-    for name, result, arguments in (
+    functions: list[tuple[str, Any, list[Any]]] = [
         ("instructions", ctypes.c_char_p, [number]),
         ("update", None, [number, pointer, pointer, size, number, number]),
         ("checksum", None, [pointer, size, pointer, number]),
-    ):
+    ]
+    if hasattr(handle, "zeromesh_link_open"):  # on Linux
+        functions += [
+            ("link_open", pointer, [number, number, pointer, pointer]),
+            ("link_join", number, [pointer, number, number, number, ctypes.c_uint64]),
+            ("link_start", number, [pointer]),
+            ("link_post", pointer, [pointer, number, number, ctypes.c_uint64, pointer, ctypes.c_uint64]),
+            ("link_wait", number, [pointer, pointer, number]),
+            ("link_close", None, [pointer, number]),
+        ]
+    for name, result, arguments in functions:
         function = getattr(handle, f"zeromesh_{name}")
         function.restype, function.argtypes = result, arguments
 
