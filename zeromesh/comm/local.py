@@ -1,7 +1,7 @@
-"""Messages between ranks of one machine, out of each other's memory instead of through sockets; see ``kernels/link.c``.
+"""Messages between ranks of one machine, copied from memory to memory instead of through sockets.
 
-gloo copies a message into a socket and out of it, some kilobytes at a time. Here the receiver copies once, at about the
-speed of memory, and no thread needs Python's lock.
+gloo writes a message into a socket, and reads it from there, some kilobytes at a time. Here the receiver copies it once
+(``kernels/link.c``), at about the speed of memory, and no thread needs Python's lock.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.comm.watchdog import PLACE
+from zeromesh.config.keys import LOCAL_MEMORY
 from zeromesh.kernels.native import library
 
 LEAVING = 1000  # milliseconds that an ending process gives others to copy what was sent to them
-_PAUSE = 1000  # milliseconds after which a wait looks for signals
+_PAUSE = 1000  # milliseconds after which a wait lets Python handle signals
 
-_links: WeakKeyDictionary[Any, Link | None] = WeakKeyDictionary()  # by process group of all ranks
+_made: WeakKeyDictionary[Any, Transport] = WeakKeyDictionary()  # by the process group of all ranks
 
 
 class Message:
     """A message under way, with torch's ``wait``."""
 
-    def __init__(self, link: Link, operation: int, tensor: torch.Tensor, what: str) -> None:
-        self._link = link
+    def __init__(self, transport: Transport, operation: int, tensor: torch.Tensor, what: str) -> None:
+        self._transport = transport
         self._operation = operation  # 0 once it is done
-        self._tensor = tensor  # whose memory is read or written until then
+        self._tensor = tensor  # its memory is read or written until then
         self._what = what
 
     def wait(self) -> None:
-        """Block until the message is through. Raise RuntimeError if it cannot be."""
+        """Block until the message is through. Raise RuntimeError if the other rank ended, or gave another size."""
         while self._operation:
-            result = self._link.wait(self._operation, _PAUSE)
+            result = self._transport.wait(self._operation, _PAUSE)
             if result:
                 self._operation = 0
             if result < 0:
@@ -46,49 +47,52 @@ class Message:
 
     def __del__(self) -> None:
         if self._operation:
-            self._link.keep(self._operation, self._tensor)
+            self._transport.keep(self._operation, self._tensor)
 
 
-class Link:
-    """This process's messages to and from the ranks whose memory it can read.
+class Transport:
+    """This process's messages to and from the ranks whose memory it can read. The constructor is collective."""
 
-    Args:
-        group: torch's group of all ranks. The constructor is collective.
-    """
-
-    def __init__(self, group: Any) -> None:
-        found = library()
-        assert found is not None
-        self._native = found.handle
-        rank, size = group.rank(), group.size()
-        file, address = ctypes.c_int32(), ctypes.c_uint64()
-        self._link = self._native.zeromesh_link_open(rank, size, ctypes.byref(file), ctypes.byref(address))
+    def __init__(self) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        native = library()
+        self._native = native.handle if native is not None and native.has_links else None
         self._dropped: list[tuple[int, torch.Tensor]] = []
-        mine = (PLACE, os.getpid(), file.value, address.value) if self._link else None
-        shown: list[Any] = [None] * size
-        dist.all_gather_object(shown, mine, group=group)
+        self._link, mine = 0, None
+        if self._native is not None:
+            file, address = ctypes.c_int32(), ctypes.c_uint64()
+            self._link = self._native.zeromesh_link_open(rank, size, ctypes.byref(file), ctypes.byref(address)) or 0
+            mine = (_place(), os.getpid(), file.value, address.value) if self._link else None
+        shown = _everyone(mine)
         reached = {
-            peer for peer, (place, process, number, at) in ((p, one) for p, one in enumerate(shown) if one and mine)
-            if peer != rank and place == PLACE
-            and self._native.zeromesh_link_join(self._link, peer, process, number, at) == 0
+            peer
+            for peer, other in enumerate(shown)
+            if mine is not None and other is not None and peer != rank and other[0] == mine[0]
+            and not self._native.zeromesh_link_join(self._link, peer, *other[1:])  # type: ignore[union-attr]
         }  # fmt: skip
-        ready = bool(self._link) and self._native.zeromesh_link_start(self._link) == 0
-        every: list[Any] = [None] * size
-        dist.all_gather_object(every, reached if ready else set(), group=group)
-        self.ranks = {peer for peer in every[rank] if rank in every[peer]}
+        if reached and self._native.zeromesh_link_start(self._link):  # type: ignore[union-attr]
+            reached = set()
+        every = _everyone(reached)
+        self.ranks = frozenset(peer for peer in reached if rank in every[peer])
+        self.complete = all(len(one) == size - 1 for one in every)
         if self._link:
-            weakref.finalize(self, self._native.zeromesh_link_close, self._link, LEAVING)
+            weakref.finalize(self, self._native.zeromesh_link_close, self._link, LEAVING)  # type: ignore[union-attr]
 
     def post(self, sends: bool, rank: int, key: int, tensor: torch.Tensor) -> Message:
-        """Start to send a contiguous tensor to a rank of all, or to receive one; both sides give the same key."""
+        """Start to send a contiguous tensor to a rank of all ranks, or to receive one; both sides give the same key."""
+        assert self._native is not None
         self._dropped = [(one, kept) for one, kept in self._dropped if not self.wait(one, 0)]
         operation = self._native.zeromesh_link_post(self._link, sends, rank, key, tensor.data_ptr(), tensor.nbytes)
         if not operation:
-            raise MemoryError("no memory for a message")
-        return Message(self, operation, tensor, f"a message {'to' if sends else 'from'} rank {rank}")
+            raise RuntimeError(
+                "a forked process cannot send messages, and none can without free memory; communicate in the process "
+                "that called zeromesh.initialize"
+            )
+        return Message(self, operation, tensor, f"the message {'to' if sends else 'from'} rank {rank}")
 
     def wait(self, operation: int, milliseconds: int) -> int:
-        """Return 1 if a message is through, 0 if it is not after some time, else a negative number of an error."""
+        """Return 1 if a message is through, 0 if it is not after some time, else the negative number of an error."""
+        assert self._native is not None
         return int(self._native.zeromesh_link_wait(self._link, operation, milliseconds))
 
     def keep(self, operation: int, tensor: torch.Tensor) -> None:
@@ -97,33 +101,65 @@ class Link:
 
 
 class LocalGroup:
-    """The ranks of a process group that are reached without a socket."""
+    """The ranks of a process group, reached through memory where that is possible, else through torch's group."""
 
-    def __init__(self, link: Link, group: Any) -> None:
-        self._link = link
+    def __init__(self, transport: Transport, group: Any) -> None:
+        self._transport = transport
+        self._group = group
         self._ranks = dist.get_process_group_ranks(group)
-        # Groups have the same name on all ranks; messages of different groups must not be taken for each other.
+        # All ranks know a group by the same name; messages of different groups are not taken for each other.
         self._space = zlib.crc32(group.group_name.encode()) << 32
-        self.peers = frozenset(place for place, rank in enumerate(self._ranks) if rank in link.ranks)
+
+    @classmethod
+    def of(cls, transport: Transport, group: Any) -> LocalGroup | None:
+        """Return the group, or None if none of its ranks is reached through memory."""
+        found = cls(transport, group)
+        return found if transport.ranks.intersection(found._ranks) else None
 
     def post(
         self, receives: Iterable[tuple[int, torch.Tensor]], sends: Iterable[tuple[int, torch.Tensor]], tag: int
-    ) -> list[Message]:
-        """Start messages from and to group ranks."""
-        post, ranks, key = self._link.post, self._ranks, self._space | tag
-        works = [post(False, ranks[peer], key, tensor) for peer, tensor in receives]
-        return works + [post(True, ranks[peer], key, tensor) for peer, tensor in sends]
+    ) -> list[Any]:
+        """Start messages from and to group ranks; between two ranks they arrive in the order in which they are sent."""
+        return [
+            *(self._post(False, peer, tensor, tag) for peer, tensor in receives),
+            *(self._post(True, peer, tensor, tag) for peer, tensor in sends),
+        ]
+
+    def _post(self, sends: bool, peer: int, tensor: torch.Tensor, tag: int) -> Any:
+        rank = self._ranks[peer]
+        if rank in self._transport.ranks:
+            return self._transport.post(sends, rank, self._space | tag, tensor)
+        return self._group.send([tensor], peer, tag) if sends else self._group.recv([tensor], peer, tag)
 
 
-def local_group(group: Any) -> LocalGroup | None:
-    """Return the ranks of a group that this one reaches without a socket; None if there are none.
+def transport(required: bool) -> Transport:
+    """Return the transport among all ranks; the first call is collective.
 
-    Collective over all ranks at the first call.
+    Raise ValueError if it is ``required`` and a rank cannot read the memory of another.
     """
     world = dist.group.WORLD
-    if world not in _links:
-        native = library()
-        _links[world] = Link(world) if native is not None and hasattr(native.handle, "zeromesh_link_open") else None
-    link = _links[world]
-    found = LocalGroup(link, group) if link is not None else None
-    return found if found is not None and found.peers else None
+    assert world is not None
+    if world not in _made:
+        _made[world] = Transport()
+    found = _made[world]
+    if required and not found.complete:
+        raise ValueError(
+            f"{LOCAL_MEMORY} is true, but not every rank can read the memory of all others; that needs ranks on one "
+            "Linux machine, in one container or one with CAP_SYS_PTRACE, and ZeroMesh's native library; leave "
+            f"{LOCAL_MEMORY} out to use it where it is possible"
+        )
+    return found
+
+
+def _everyone(mine: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _place() -> str:
+    """Name the machine and the container: ranks in networks of their own count as on several machines."""
+    try:
+        return f"{PLACE} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return PLACE

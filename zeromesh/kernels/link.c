@@ -77,6 +77,7 @@ struct link {
     pthread_mutex_t lock;
     pthread_t thread;
     int rank, size, file, started, closing;
+    pid_t owner;                       // a fork has neither the thread nor the messages
     size_t bytes;
     struct page *page;
     struct peer *peers;
@@ -263,7 +264,7 @@ static void *serve(void *argument) {
 struct link *zeromesh_link_open(int32_t rank, int32_t size, int32_t *file, uint64_t *address) {
     struct link *link = calloc(1, sizeof *link);
     if (!link) return NULL;
-    link->rank = rank, link->size = size, link->bytes = page_bytes(size);
+    link->rank = rank, link->size = size, link->bytes = page_bytes(size), link->owner = getpid();
     link->file = memfd_create("zeromesh", MFD_CLOEXEC);
     link->peers = calloc(size, sizeof *link->peers);
     link->page = MAP_FAILED;
@@ -314,10 +315,10 @@ int32_t zeromesh_link_start(struct link *link) {
     return link->started ? 0 : EAGAIN;
 }
 
-// Begin to send or receive; the memory must stay until `wait` has returned something but 0. Null: there is no memory.
+// Begin to send or receive; the memory must stay until `wait` has returned something but 0. Null: there is no memory, or this is a fork.
 struct op *zeromesh_link_post(struct link *link, int32_t sends, int32_t rank, uint64_t key, void *memory, uint64_t bytes) {
     struct peer *peer = &link->peers[rank];
-    struct op *op = calloc(1, sizeof *op);
+    struct op *op = getpid() == link->owner ? calloc(1, sizeof *op) : NULL;
     int left = 0;
     if (!op) return NULL;
     op->peer = peer, op->sends = sends, op->key = key, op->memory = memory, op->bytes = bytes;
@@ -353,6 +354,7 @@ int32_t zeromesh_link_wait(struct link *link, struct op *op, int32_t millisecond
 // End the thread, after at most so many milliseconds in which others may copy what was sent to them.
 void zeromesh_link_close(struct link *link, int32_t milliseconds) {
     int left, open = 1;
+    if (getpid() != link->owner) return;
     pthread_mutex_lock(&link->lock);
     while (open) {
         uint32_t bell = atomic_load(&link->page->bell);

@@ -41,6 +41,11 @@ class Library:
     handle: ctypes.CDLL  # its functions run without Python's lock
     sets: dict[str, int]  # instruction sets that this processor has, by name, the best one first
 
+    @property
+    def has_links(self) -> bool:
+        """True where it carries messages between processes: on Linux."""
+        return hasattr(self.handle, "zeromesh_link_open")
+
     def choose(self, name: str | None) -> int:
         """The number of an instruction set; of the best one for None."""
         if name is None:
