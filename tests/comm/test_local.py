@@ -5,7 +5,9 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -153,6 +155,32 @@ def test_ranks_of_other_machines_are_reached_by_the_backend() -> None:
 def test_the_setting_turns_it_off() -> None:
     assert Mesh({"data": 2}, CPU, Links(local=False)).shard._local is None
     assert Mesh({"data": 2}, CPU, Links(local=True)).shard._local is not None
+
+
+@on_ranks(2)
+def test_bytes_that_others_have_copied_are_counted() -> None:
+    mesh, before = Mesh({"data": 2}, CPU), local.bytes_sent()
+    full = torch.zeros(2 * 3000)
+    mesh.shard.all_gather(full, torch.ones(3000), 1).wait()
+    dist.barrier()
+    assert local.bytes_sent() - before == mesh.traffic.bytes["all_gather", "data"] == 12000
+
+
+@on_ranks(2)
+def test_links_of_groups_that_are_gone_leave_nothing() -> None:
+    def opened() -> int:
+        return len(os.listdir("/proc/self/fd")) + Path("/proc/self/maps").read_text().count("memfd:zeromesh")
+
+    counts = []
+    for _ in range(3):
+        made = local.Transport()
+        made.post(True, 1 - dist.get_rank(), 1, torch.zeros(5000))  # nobody receives it
+        dist.barrier()
+        with patch.object(local, "LEAVING", 10):
+            del made
+            gc.collect()
+        counts.append(opened())
+    assert len(set(counts)) == 1, counts
 
 
 @on_ranks(2)

@@ -6,10 +6,12 @@ gloo writes a message into a socket, and reads it from there, some kilobytes at 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -57,7 +59,7 @@ class Transport:
         rank, size = dist.get_rank(), dist.get_world_size()
         native = library()
         self._native = native.handle if native is not None and native.has_links else None
-        self._dropped: list[tuple[int, torch.Tensor]] = []
+        self._dropped: deque[tuple[int, torch.Tensor]] = deque()
         self._link, mine = 0, None
         if self._native is not None:
             file, address = ctypes.c_int32(), ctypes.c_uint64()
@@ -76,12 +78,15 @@ class Transport:
         self.ranks = frozenset(peer for peer in reached if rank in every[peer])
         self.complete = all(len(one) == size - 1 for one in every)
         if self._link:
-            weakref.finalize(self, self._native.zeromesh_link_close, self._link, LEAVING)  # type: ignore[union-attr]
+            # At the end of the process the memory stays, as messages may be waited for even later.
+            weakref.finalize(self, _free, self._native, self._link).atexit = False
 
     def post(self, sends: bool, rank: int, key: int, tensor: torch.Tensor) -> Message:
         """Start to send a contiguous tensor to a rank of all ranks, or to receive one; both sides give the same key."""
         assert self._native is not None
-        self._dropped = [(one, kept) for one, kept in self._dropped if not self.wait(one, 0)]
+        for _ in range(len(self._dropped)):  # one by one: the garbage collector may add to it at any time
+            if not self.wait((dropped := self._dropped.popleft())[0], 0):
+                self._dropped.append(dropped)
         operation = self._native.zeromesh_link_post(self._link, sends, rank, key, tensor.data_ptr(), tensor.nbytes)
         if not operation:
             raise RuntimeError(
@@ -98,6 +103,16 @@ class Transport:
     def keep(self, operation: int, tensor: torch.Tensor) -> None:
         """Keep the memory of a message that nobody waits for until it is through."""
         self._dropped.append((operation, tensor))
+
+    def close(self) -> None:
+        """Give others time to copy what was sent to them, and end the thread."""
+        if self._native is not None and self._link:
+            self._native.zeromesh_link_close(self._link, LEAVING)
+
+    @property
+    def sent(self) -> int:
+        """Bytes of messages that other ranks have copied so far."""
+        return int(self._native.zeromesh_link_sent(self._link)) if self._native is not None and self._link else 0
 
 
 class LocalGroup:
@@ -149,6 +164,22 @@ def transport(required: bool) -> Transport:
             f"{LOCAL_MEMORY} out to use it where it is possible"
         )
     return found
+
+
+def _free(native: Any, link: int) -> None:
+    native.zeromesh_link_close(link, LEAVING)
+    native.zeromesh_link_free(link)
+
+
+@atexit.register
+def _leave() -> None:
+    for one in list(_made.values()):
+        one.close()
+
+
+def bytes_sent() -> int:
+    """Return the bytes that this process has sent through memory so far."""
+    return sum(one.sent for one in _made.values())
 
 
 def _everyone(mine: Any) -> list[Any]:

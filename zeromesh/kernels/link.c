@@ -78,6 +78,7 @@ struct link {
     pthread_t thread;
     int rank, size, file, started, closing;
     pid_t owner;                       // a fork has neither the thread nor the messages
+    _Atomic uint64_t sent;             // bytes of messages that others have copied, or can without this process
     size_t bytes;
     struct page *page;
     struct peer *peers;
@@ -115,6 +116,7 @@ static int sleep_until(struct page *page, uint32_t bell, int milliseconds) {
 
 static void finish(struct link *link, struct op *op, int error) {
     op->error = error;
+    if (op->sends && !error) atomic_fetch_add_explicit(&link->sent, op->bytes, memory_order_relaxed);
     int waited = op->waited;
     atomic_store(&op->state, DONE);  // from now on, whoever waits may free it
     if (waited) ring(link->page);
@@ -351,6 +353,8 @@ int32_t zeromesh_link_wait(struct link *link, struct op *op, int32_t millisecond
     return result;
 }
 
+uint64_t zeromesh_link_sent(struct link *link) { return atomic_load_explicit(&link->sent, memory_order_relaxed); }
+
 // End the thread, after at most so many milliseconds in which others may copy what was sent to them.
 void zeromesh_link_close(struct link *link, int32_t milliseconds) {
     int left, open = 1;
@@ -373,5 +377,23 @@ void zeromesh_link_close(struct link *link, int32_t milliseconds) {
     ring(link->page);
     if (link->started) pthread_join(link->thread, NULL);
     link->started = 0;
+}
+
+// Give back what a closed link has. Nobody may wait for its messages any more.
+void zeromesh_link_free(struct link *link) {
+    for (int i = 0; i < link->size; i++) {
+        struct peer *peer = &link->peers[i];
+        struct queue *queues[] = {&peer->unsent, &peer->flying, &peer->posted};
+        if (!peer->page) continue;
+        for (int k = 0; k < 3; k++)
+            while (queues[k]->first) free(take_out(queues[k], &queues[k]->first));
+        munmap(peer->page, link->bytes);
+        if (peer->pidfd >= 0) close(peer->pidfd);
+    }
+    munmap(link->page, link->bytes);
+    close(link->file);
+    free(link->peers);
+    pthread_mutex_destroy(&link->lock);
+    free(link);
 }
 #endif

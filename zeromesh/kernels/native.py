@@ -115,7 +115,9 @@ def _declare(handle: ctypes.CDLL) -> None:
             ("link_start", number, [pointer]),
             ("link_post", pointer, [pointer, number, number, ctypes.c_uint64, pointer, ctypes.c_uint64]),
             ("link_wait", number, [pointer, pointer, number]),
+            ("link_sent", ctypes.c_uint64, [pointer]),
             ("link_close", None, [pointer, number]),
+            ("link_free", None, [pointer]),
         ]
     for name, result, arguments in functions:
         function = getattr(handle, f"zeromesh_{name}")
