@@ -115,15 +115,16 @@ def test_sharded_variables_say_how_to_read_and_write_them() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "size"), [("MobileNetV2", 32), ("ResNet50V2", 32), ("EfficientNetB0", 32)])
+@pytest.mark.parametrize("name", ["MobileNetV2", "ResNet50V2", "EfficientNetB0"])
+@pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(2)
-def test_models_of_keras_applications_train_as_alone(name: str, size: int) -> None:
+def test_models_of_keras_applications_fit_as_alone(name: str, stage: int) -> None:
     import zeromesh.keras
     from keras_models import assert_near, fresh, keras, np
 
     def make() -> Any:
         fresh()
-        model = getattr(keras.applications, name)(weights=None, input_shape=(size, size, 3), classes=5)
+        model = getattr(keras.applications, name)(weights=None, input_shape=(32, 32, 3), classes=5)
         for layer in model._flatten_layers():
             if isinstance(layer, keras.layers.Dropout):  # other masks on each rank
                 layer.rate = 0.0
@@ -131,10 +132,9 @@ def test_models_of_keras_applications_train_as_alone(name: str, size: int) -> No
         return model
 
     generator = np.random.default_rng(0)
-    x, y = generator.normal(size=(8, size, size, 3)), generator.integers(0, 5, size=8)
-    reference, model = make(), zeromesh.keras.distribute(make(), {"zero_optimization": {"stage": 3}})
+    x, y = generator.normal(size=(11, 32, 32, 3)), generator.integers(0, 5, size=11)
+    reference, model = make(), zeromesh.keras.distribute(make(), {"zero_optimization": {"stage": stage}})
     assert len(model.engine.sharded.units) > 10
-    for one in (reference, model):
-        for _ in range(2):
-            one.train_on_batch(x, y)
+    histories = [one.fit(x, y, batch_size=8, epochs=2, verbose=0).history["loss"] for one in (reference, model)]
+    assert_near(histories[1], histories[0], 1e-6)  # Keras rounds it to fp32
     assert_near(model.get_weights(), reference.get_weights(), 1e-8)

@@ -19,6 +19,8 @@ class Block(nn.Module):
         self.inside = inside
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        if "positions" in inside:
+            self.positions = nn.Embedding(LENGTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
@@ -34,6 +36,10 @@ class Block(nn.Module):
             case "apart":  # a softmax and a mean over the width, a mean over samples, and other shapes
                 y = y.softmax(-1) + y.mean(-1, keepdim=True) + y.mean(0) + y.unsqueeze(1).squeeze(1)
                 y = y.transpose(1, 2).transpose(-1, -2)
+            case "positions of all tokens":
+                y = y + self.positions(torch.arange(LENGTH))
+            case "positions of a sample":  # parts of it could be taken for samples
+                y = y + self.positions(torch.arange(LENGTH)[None])
         return x + self.down(self.up(y).relu())
 
 
@@ -98,7 +104,10 @@ SETTINGS = {
 }  # fmt: skip
 
 
-RIGHT = ("usual", "apart", "without the second", "twice", "recomputed", "recomputed, reentrant")
+RIGHT = (
+    "usual", "apart", "positions of all tokens", "positions of a sample", "without the second", "twice", "recomputed",
+    "recomputed, reentrant",
+)  # fmt: skip
 
 
 @pytest.mark.some(2)

@@ -52,9 +52,9 @@ def spread(
 
 
 def activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the input of a block or an attention, the first tensor. Raise ValueError if it is no sequence."""
+    """Return the input of a block or an attention, the first tensor of a floating dtype. Raise ValueError otherwise."""
     found = kwargs.get("hidden_states")
-    found = next((arg for arg in args if isinstance(arg, Tensor)), found)
+    found = next((arg for arg in args if _is_floating(arg)), found)
     if isinstance(found, Tensor) and found.ndim > 3:
         raise ValueError(
             f"a block was called with an activation of shape {tuple(found.shape)}, which is no sequence; "
@@ -66,6 +66,10 @@ def activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
             f"no activation whose sequence could be spread; {WHOLE_SEQUENCE}"
         )
     return found
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor) -> Any:
@@ -138,6 +142,9 @@ def _change_input(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, group: Group, tag: int,
     apart: Apart | None = None,
 ) -> Any:  # fmt: skip
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if name == "join" and given and not any(map(_is_floating, given)):
+        return None  # an embedding inside a block: only activations are spread, so it has the ids of all tokens
     x = activation(args, kwargs)
     if apart is not None:
         apart.check(x, sequence_dim(x))
