@@ -10,8 +10,8 @@ import atexit
 import ctypes
 import errno
 import os
+import threading
 import time
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterable
@@ -31,6 +31,7 @@ _PAUSE = 1000  # milliseconds after which a wait lets Python handle signals
 
 _made: WeakKeyDictionary[Any, Transport] = WeakKeyDictionary()  # by the process group of all ranks
 _all: WeakSet[Transport] = WeakSet()
+_ending = threading.Event()
 
 
 class Message:
@@ -85,8 +86,6 @@ class Transport:
         self.ranks = frozenset(peer for peer in reached if rank in every[peer])
         self.complete = all(len(one) == size - 1 for one in every)
         if self._link:
-            # At the end of the process the memory stays, as messages may be waited for even later.
-            weakref.finalize(self, _free, self._native, self._link).atexit = False
             _all.add(self)
 
     def post(self, sends: bool, rank: int, key: int, tensor: torch.Tensor) -> Message:
@@ -125,6 +124,12 @@ class Transport:
                 return
             if not self.wait(handle, -1):
                 self._dropped.append((handle, tensor))
+
+    def __del__(self) -> None:
+        # At the end of the process the memory stays, as messages may be waited for even later.
+        if self._link and not _ending.is_set():
+            self.close()
+            self._native.zeromesh_link_free(self._link)
 
     def close(self) -> None:
         """Give others time to copy what was sent to them, and end the thread."""
@@ -188,16 +193,16 @@ def transport(required: bool) -> Transport:
     return found
 
 
-def _free(native: Any, link: int) -> None:
-    native.zeromesh_link_close(link, LEAVING)
-    native.zeromesh_link_free(link)
-
-
-@atexit.register
 def close() -> None:
     """End all transports of this process, so that no other rank waits for it: before its process group is destroyed."""
     for one in list(_all):
         one.close()
+
+
+@atexit.register
+def _leave() -> None:
+    _ending.set()
+    close()
 
 
 def bytes_sent() -> int:

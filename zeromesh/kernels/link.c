@@ -401,7 +401,7 @@ uint64_t zeromesh_link_sent(struct link *link) { return atomic_load_explicit(&li
 void zeromesh_link_close(struct link *link, int32_t milliseconds) {
     int64_t end = now() + milliseconds;
     int left, open = 1;
-    if (getpid() != link->owner) return;
+    if (getpid() != link->owner || link->closing) return;
     pthread_mutex_lock(&link->lock);
     while (open) {
         uint32_t bell = atomic_load(&link->page->bell);
