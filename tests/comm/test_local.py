@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from harness import RankFailure, on_ranks, run_ranks
 from zeromesh.comm import local
-from zeromesh.comm.local import LocalGroup, transport
+from zeromesh.comm.local import LocalGroup, Transport, transport
 from zeromesh.comm.mesh import Links, Mesh
 from zeromesh.kernels.native import library
 
@@ -61,7 +61,7 @@ def test_messages_of_any_size_and_order_arrive_whole() -> None:
 @on_ranks(2)
 def test_more_messages_than_there_are_slots_wait_at_the_sender() -> None:
     rank, world = dist.get_rank(), group()
-    values = torch.arange(2500.0)
+    values = torch.arange(9000.0)
     landings = [torch.empty(1) for _ in values]
     sends = [work for value in values for work in world.post([], [(1 - rank, value + torch.zeros(1))], 3)]
     dist.barrier()
@@ -130,6 +130,75 @@ def test_a_killed_rank_is_an_error_for_those_that_wait_for_it() -> None:
     assert [outcome.value for outcome in failure.value.outcomes[1:]] == [said, said]
 
 
+class Interrupted(Exception):
+    pass
+
+
+def interrupt(*_: Any) -> None:
+    raise Interrupted
+
+
+@on_ranks(2)
+def test_a_signal_ends_a_wait_and_the_message_is_received_all_the_same() -> None:
+    rank, world = dist.get_rank(), group()
+    landing, before = torch.zeros(9000), signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(3):
+            dist.barrier()
+            if rank == 0:
+                work = world.post([(1, landing)], [], 6)[0]
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+                with pytest.raises(Interrupted):
+                    work.wait()
+                del work
+                dist.barrier()
+                while world._transport._dropped:  # what was dropped is received, and forgotten, once
+                    world._transport._forget_dropped()
+                assert (landing == 1).all()
+                landing.zero_()
+            else:
+                dist.barrier()  # the wait was interrupted
+                world.post([], [(0, torch.ones(9000))], 6)[0].wait()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@on_ranks(2)
+def test_a_wait_ends_after_the_timeout_of_the_group() -> None:
+    world = group()
+    assert world._transport.timeout > 60
+    if dist.get_rank() == 0:
+        with (
+            patch.object(world._transport, "timeout", 0.1),
+            pytest.raises(RuntimeError, match="not there after the timeout of 0 s"),
+        ):
+            world.post([(1, torch.empty(3))], [], 6)[0].wait()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_rank_that_closes_is_an_error_for_those_that_wait_for_it() -> None:
+    rank, made = dist.get_rank(), Transport()
+    if rank == 0:
+        late = made.post(True, 1, 5, torch.full((9000,), 7.0))
+        made.post(True, 1, 6, torch.full((9,), 7.0))  # a short message is away
+        with patch.object(local, "LEAVING", 10):
+            made.close()
+        with pytest.raises(RuntimeError, match="Cannot send after"):
+            made.post(True, 1, 7, torch.zeros(1))
+        assert late.handle
+        dist.barrier()
+    else:
+        with pytest.raises(RuntimeError, match="the message from rank 0: No such process"):
+            made.post(False, 0, 8, torch.empty(9000)).wait()
+        dist.barrier()
+        with pytest.raises(RuntimeError, match="the message from rank 0: No such process"):
+            made.post(False, 0, 5, torch.empty(9000)).wait()  # its memory may be another's by now
+        landing = torch.empty(9)
+        made.post(False, 0, 6, landing).wait()
+        assert (landing == 7).all()
+
+
 def apart(rank_of_other_machine: int) -> tuple[bool, float]:
     """Return whether the transport is used, and what an all-reduce gives, where one rank is on another machine."""
     rank = dist.get_rank()
@@ -168,8 +237,8 @@ def test_bytes_that_others_have_copied_are_counted() -> None:
 
 @on_ranks(2)
 def test_links_of_groups_that_are_gone_leave_nothing() -> None:
-    def opened() -> int:
-        return len(os.listdir("/proc/self/fd")) + Path("/proc/self/maps").read_text().count("memfd:zeromesh")
+    def opened() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:zeromesh")
 
     counts = []
     for _ in range(3):

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import os
-import weakref
+import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,29 +30,32 @@ LEAVING = 1000  # milliseconds that an ending process gives others to copy what 
 _PAUSE = 1000  # milliseconds after which a wait lets Python handle signals
 
 _made: WeakKeyDictionary[Any, Transport] = WeakKeyDictionary()  # by the process group of all ranks
+_all: WeakSet[Transport] = WeakSet()
+_ending = threading.Event()
 
 
 class Message:
     """A message under way, with torch's ``wait``."""
 
-    def __init__(self, transport: Transport, operation: int, tensor: torch.Tensor, what: str) -> None:
+    def __init__(self, transport: Transport, tensor: torch.Tensor, what: str) -> None:
+        self.handle = ctypes.c_void_p()  # null before it is posted, and again when it is through
         self._transport = transport
-        self._operation = operation  # 0 once it is done
         self._tensor = tensor  # its memory is read or written until then
         self._what = what
 
     def wait(self) -> None:
         """Block until the message is through. Raise RuntimeError if the other rank ended, or gave another size."""
-        while self._operation:
-            result = self._transport.wait(self._operation, _PAUSE)
-            if result:
-                self._operation = 0
+        limit = time.monotonic() + self._transport.timeout
+        while self.handle:
+            result = self._transport.wait(self.handle, _PAUSE)
             if result < 0:
                 raise RuntimeError(f"{self._what}: {os.strerror(-result)}")
+            if self.handle and time.monotonic() > limit:
+                raise RuntimeError(f"{self._what}: not there after the timeout of {self._transport.timeout:.0f} s")
 
     def __del__(self) -> None:
-        if self._operation:
-            self._transport.keep(self._operation, self._tensor)
+        if self.handle:
+            self._transport.keep(self)
 
 
 class Transport:
@@ -57,62 +63,83 @@ class Transport:
 
     def __init__(self) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
-        native = library()
-        self._native = native.handle if native is not None and native.has_links else None
-        self._dropped: deque[tuple[int, torch.Tensor]] = deque()
+        self.timeout = _timeout().total_seconds()
+        found = library()
+        native: Any = found.handle if found is not None and found.has_links else None
+        self._native = native
+        self._dropped: deque[tuple[ctypes.c_void_p, torch.Tensor]] = deque()
         self._link, mine = 0, None
-        if self._native is not None:
+        if native is not None:
             file, address = ctypes.c_int32(), ctypes.c_uint64()
-            self._link = self._native.zeromesh_link_open(rank, size, ctypes.byref(file), ctypes.byref(address)) or 0
+            self._link = native.zeromesh_link_open(rank, size, ctypes.byref(file), ctypes.byref(address)) or 0
             mine = (_place(), os.getpid(), file.value, address.value) if self._link else None
         shown = _everyone(mine)
         reached = {
             peer
             for peer, other in enumerate(shown)
             if mine is not None and other is not None and peer != rank and other[0] == mine[0]
-            and not self._native.zeromesh_link_join(self._link, peer, *other[1:])  # type: ignore[union-attr]
+            and not native.zeromesh_link_join(self._link, peer, *other[1:])
         }  # fmt: skip
-        if reached and self._native.zeromesh_link_start(self._link):  # type: ignore[union-attr]
+        if reached and native.zeromesh_link_start(self._link):
             reached = set()
         every = _everyone(reached)
         self.ranks = frozenset(peer for peer in reached if rank in every[peer])
         self.complete = all(len(one) == size - 1 for one in every)
         if self._link:
-            # At the end of the process the memory stays, as messages may be waited for even later.
-            weakref.finalize(self, _free, self._native, self._link).atexit = False
+            _all.add(self)
 
     def post(self, sends: bool, rank: int, key: int, tensor: torch.Tensor) -> Message:
         """Start to send a contiguous tensor to a rank of all ranks, or to receive one; both sides give the same key."""
-        assert self._native is not None
-        for _ in range(len(self._dropped)):  # one by one: the garbage collector may add to it at any time
-            if not self.wait((dropped := self._dropped.popleft())[0], 0):
-                self._dropped.append(dropped)
-        operation = self._native.zeromesh_link_post(self._link, sends, rank, key, tensor.data_ptr(), tensor.nbytes)
-        if not operation:
+        assert tensor.is_contiguous(), f"strides {tensor.stride()} of shape {tuple(tensor.shape)}"
+        assert tensor.device.type == "cpu", tensor.device
+        self._forget_dropped()
+        message = Message(self, tensor, f"the message {'to' if sends else 'from'} rank {rank}")
+        error = self._native.zeromesh_link_post(
+            self._link, sends, rank, key, tensor.data_ptr(), tensor.nbytes, ctypes.byref(message.handle)
+        )
+        if error == errno.EPERM:
             raise RuntimeError(
-                "a forked process cannot send messages, and none can without free memory; communicate in the process "
-                "that called zeromesh.initialize"
+                "a forked process cannot send messages; communicate in the process that called zeromesh.initialize"
             )
-        return Message(self, operation, tensor, f"the message {'to' if sends else 'from'} rank {rank}")
+        if error:
+            raise RuntimeError(f"no message can be sent: {os.strerror(error)}")
+        return message
 
-    def wait(self, operation: int, milliseconds: int) -> int:
-        """Return 1 if a message is through, 0 if it is not after some time, else the negative number of an error."""
-        assert self._native is not None
-        return int(self._native.zeromesh_link_wait(self._link, operation, milliseconds))
+    def wait(self, handle: ctypes.c_void_p, milliseconds: int) -> int:
+        """Return 1 if a message is through, 0 if it is not yet, else the negative number of an error.
 
-    def keep(self, operation: int, tensor: torch.Tensor) -> None:
+        ``handle`` is null afterwards unless it is 0. Below 0 milliseconds nothing is done but to look.
+        """
+        return int(self._native.zeromesh_link_wait(self._link, ctypes.byref(handle), milliseconds))
+
+    def keep(self, message: Message) -> None:
         """Keep the memory of a message that nobody waits for until it is through."""
-        self._dropped.append((operation, tensor))
+        self._dropped.append((message.handle, message._tensor))
+
+    def _forget_dropped(self) -> None:
+        for _ in range(len(self._dropped)):
+            try:  # the garbage collector may add to it at any time, and other threads take from it
+                handle, tensor = self._dropped.popleft()
+            except IndexError:
+                return
+            if not self.wait(handle, -1):
+                self._dropped.append((handle, tensor))
+
+    def __del__(self) -> None:
+        # At the end of the process the memory stays, as messages may be waited for even later.
+        if self._link and not _ending.is_set():
+            self.close()
+            self._native.zeromesh_link_free(self._link)
 
     def close(self) -> None:
         """Give others time to copy what was sent to them, and end the thread."""
-        if self._native is not None and self._link:
+        if self._link:
             self._native.zeromesh_link_close(self._link, LEAVING)
 
     @property
     def sent(self) -> int:
         """Bytes of messages that other ranks have copied so far."""
-        return int(self._native.zeromesh_link_sent(self._link)) if self._native is not None and self._link else 0
+        return int(self._native.zeromesh_link_sent(self._link)) if self._link else 0
 
 
 class LocalGroup:
@@ -166,20 +193,29 @@ def transport(required: bool) -> Transport:
     return found
 
 
-def _free(native: Any, link: int) -> None:
-    native.zeromesh_link_close(link, LEAVING)
-    native.zeromesh_link_free(link)
+def close() -> None:
+    """End all transports of this process, so that no other rank waits for it: before its process group is destroyed."""
+    for one in list(_all):
+        one.close()
 
 
 @atexit.register
 def _leave() -> None:
-    for one in list(_made.values()):
-        one.close()
+    _ending.set()
+    close()
 
 
 def bytes_sent() -> int:
-    """Return the bytes that this process has sent through memory so far."""
-    return sum(one.sent for one in _made.values())
+    """Return the bytes that this process has sent through memory so far, by transports that it still has."""
+    return sum(one.sent for one in _all)
+
+
+def _timeout() -> timedelta:
+    """Return the limit of a collective that torch's group has."""
+    assert dist.group.WORLD is not None
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    found: timedelta = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
+    return found
 
 
 def _everyone(mine: Any) -> list[Any]:

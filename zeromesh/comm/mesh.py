@@ -77,7 +77,9 @@ class Mesh:
         if self.world_size > 1 and (backend == "gloo" or (backend == "mpi" and mpi.is_ours())):
             self._watchdog = watchdog.Watchdog(self._store(), self.rank, self.world_size, watchdog.PATIENCE)
         self._local = None
-        if self.world_size > 1 and backend == "gloo" and self.links.local is not False:
+        # With an accelerator, host memory may be of a kind that other processes cannot read.
+        through_memory = device.type == "cpu" if self.links.local is None else self.links.local
+        if self.world_size > 1 and backend == "gloo" and through_memory:
             self._local = local.transport(required=self.links.local is True)
         self.node_of = [0] * self.world_size  # by rank
         if self.links.node is not None:

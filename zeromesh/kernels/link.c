@@ -10,7 +10,6 @@
 #if defined(__linux__)
 #include <errno.h>
 #include <fcntl.h>
-#include <linux/futex.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -25,10 +24,17 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SLOTS 1024        // messages to one receiver at a time; more wait at the sender
+#define SLOTS 4096        // messages to one receiver at a time; more wait at the sender
 #define SHORT 216         // bytes of a message that lies in its slot
-#define LOOK 200          // milliseconds after which a sleeper looks if the others still run
-#define MAGIC 0x7a65726f
+#define LOOK 200          // milliseconds between two looks if the others still run
+#define MAGIC 0x7a650001  // to be counted up when the layout of a page changes
+
+// Older headers lack them.
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434
+#endif
+#define WAIT_ON 0  // FUTEX_WAIT
+#define WAKE 1     // FUTEX_WAKE
 
 enum slot_state { EMPTY, SENT, COPIED, REFUSED };  // the sender writes the first two, the receiver the others, and EMPTY
 enum op_state { POSTED, COPYING, DONE };
@@ -38,20 +44,22 @@ struct slot {
     uint32_t number;  // of the message, as a slot is used again
     uint64_t key, address, bytes;
     char content[SHORT];
-    uint64_t unused;
+    int32_t error, unused;  // why the receiver refused it
 };
 
 struct page {
     uint32_t magic;
+    uint64_t own_address;     // where its process has it
     _Alignas(64) _Atomic uint32_t bell;
     _Atomic uint32_t sleepers;
+    _Atomic uint32_t closed;  // what was sent and not copied may be overwritten
+    _Atomic uint32_t blocked; // a message waits for a slot
     _Alignas(64) struct slot slots[][SLOTS];  // by receiver
 };
 
 // A message that this process sends or receives.
 struct op {
     struct op *next;
-    struct peer *peer;
     int32_t sends, waited, error;
     _Atomic int32_t state;
     uint64_t key, bytes;
@@ -78,6 +86,7 @@ struct link {
     pthread_t thread;
     int rank, size, file, started, closing;
     pid_t owner;                       // a fork has neither the thread nor the messages
+    int64_t looked;                    // when, in milliseconds
     _Atomic uint64_t sent;             // bytes of messages that others have copied, or can without this process
     size_t bytes;
     struct page *page;
@@ -102,16 +111,22 @@ static struct op *take_out(struct queue *queue, struct op **place) {
 
 static void ring(struct page *page) {
     atomic_fetch_add(&page->bell, 1);
-    if (atomic_load(&page->sleepers)) syscall(SYS_futex, &page->bell, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+    if (atomic_load(&page->sleepers)) syscall(SYS_futex, &page->bell, WAKE, INT32_MAX, NULL, NULL, 0);
 }
 
-// Sleep until the bell has another number than it had; return 0 after `milliseconds` without.
-static int sleep_until(struct page *page, uint32_t bell, int milliseconds) {
+// Sleep until the bell has another number than it had, for at most so many milliseconds; 0 where a signal ended it.
+static int sleep_until(struct page *page, uint32_t bell, int64_t milliseconds) {
     struct timespec limit = {milliseconds / 1000, milliseconds % 1000 * 1000000L};
     atomic_fetch_add(&page->sleepers, 1);
-    int failed = syscall(SYS_futex, &page->bell, FUTEX_WAIT, bell, &limit, NULL, 0) && errno == ETIMEDOUT;
+    int interrupted = syscall(SYS_futex, &page->bell, WAIT_ON, bell, &limit, NULL, 0) && errno == EINTR;
     atomic_fetch_sub(&page->sleepers, 1);
-    return !failed;
+    return !interrupted;
+}
+
+static int64_t now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000LL + time.tv_nsec / 1000000;
 }
 
 static void finish(struct link *link, struct op *op, int error) {
@@ -136,7 +151,10 @@ static void send_waiting(struct link *link, struct peer *peer) {
     int placed = 0;
     while (peer->unsent.first) {
         struct slot *slot = &peer->out[peer->sent % SLOTS];
-        if (atomic_load_explicit(&slot->state, memory_order_acquire) != EMPTY) break;
+        if (atomic_load(&slot->state) != EMPTY) {
+            atomic_store(&link->page->blocked, 1);
+            if (atomic_load(&slot->state) != EMPTY) break;  // else it became free before its receiver could see that
+        }
         struct op *op = take_out(&peer->unsent, &peer->unsent.first);
         slot->number = peer->sent++;
         slot->key = op->key;
@@ -160,8 +178,9 @@ static int reap(struct link *link, struct peer *peer) {
             continue;
         }
         struct op *op = take_out(&peer->flying, place);
+        int error = state == COPIED ? 0 : op->slot->error;
         atomic_store_explicit(&op->slot->state, EMPTY, memory_order_release);
-        finish(link, op, state == COPIED ? 0 : EMSGSIZE);
+        finish(link, op, error);
         count++;
     }
     return count;
@@ -205,10 +224,12 @@ again:
             atomic_store(&op->state, COPYING);
             pthread_mutex_unlock(&link->lock);
             error = copy_from(peer->pid, op->memory, from, op->bytes);
+            if (!error && atomic_load(&peer->page->closed)) error = ESRCH;  // its memory may have been another's by then
             pthread_mutex_lock(&link->lock);
         }
-        atomic_store_explicit(&slot->state, is_short ? EMPTY : error ? REFUSED : COPIED, memory_order_release);
-        if (!is_short) ring(peer->page);
+        slot->error = error;
+        atomic_store(&slot->state, is_short ? EMPTY : error ? REFUSED : COPIED);
+        if (!is_short || atomic_exchange(&peer->page->blocked, 0)) ring(peer->page);
         finish(link, op, error);
         count++;
         goto again;  // the queue may have changed meanwhile
@@ -231,17 +252,25 @@ static int progress(struct link *link, int brief, int *left) {
         count += reap(link, peer);
         if (peer->unsent.first) send_waiting(link, peer);
         if (peer->posted.first) count += receive(link, peer, brief, left);
-        if (peer->gone) give_up(link, peer);
+        if (peer->gone || atomic_load(&peer->page->closed)) give_up(link, peer);
     }
     return count;
 }
 
+// See which processes have ended, if that was not done lately.
 static void look(struct link *link) {
+    int64_t time = now();
+    if (time < link->looked + LOOK) return;
+    link->looked = time;
     for (int i = 0; i < link->size; i++) {
         struct peer *peer = &link->peers[i];
         struct pollfd ended = {peer->pidfd, POLLIN, 0};
+        uint32_t magic = 0;
         if (!peer->page || peer->gone) continue;
-        peer->gone = peer->pidfd >= 0 ? poll(&ended, 1, 0) > 0 : kill(peer->pid, 0) && errno == ESRCH;
+        if (peer->pidfd >= 0)
+            peer->gone = poll(&ended, 1, 0) > 0;
+        else
+            peer->gone = copy_from(peer->pid, (char *)&magic, peer->page->own_address, sizeof magic) || magic != MAGIC;
     }
 }
 
@@ -253,9 +282,9 @@ static void *serve(void *argument) {
         uint32_t bell = atomic_load(&link->page->bell);
         if (progress(link, 0, &left)) continue;
         pthread_mutex_unlock(&link->lock);
-        int rung = sleep_until(link->page, bell, LOOK);
+        sleep_until(link->page, bell, LOOK);
         pthread_mutex_lock(&link->lock);
-        if (!rung) look(link);
+        look(link);
     }
     pthread_mutex_unlock(&link->lock);
     return NULL;
@@ -267,7 +296,7 @@ struct link *zeromesh_link_open(int32_t rank, int32_t size, int32_t *file, uint6
     struct link *link = calloc(1, sizeof *link);
     if (!link) return NULL;
     link->rank = rank, link->size = size, link->bytes = page_bytes(size), link->owner = getpid();
-    link->file = memfd_create("zeromesh", MFD_CLOEXEC);
+    link->file = (int)syscall(SYS_memfd_create, "zeromesh", 1u);  // closed in programs that this one starts
     link->peers = calloc(size, sizeof *link->peers);
     link->page = MAP_FAILED;
     if (link->file >= 0 && link->peers && !ftruncate(link->file, link->bytes))
@@ -283,7 +312,7 @@ struct link *zeromesh_link_open(int32_t rank, int32_t size, int32_t *file, uint6
     prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
     link->page->magic = MAGIC;
     *file = link->file;
-    *address = (uint64_t)(uintptr_t)link->page;
+    *address = link->page->own_address = (uint64_t)(uintptr_t)link->page;
     return link;
 }
 
@@ -313,70 +342,88 @@ int32_t zeromesh_link_join(struct link *link, int32_t rank, int32_t pid, int32_t
 }
 
 int32_t zeromesh_link_start(struct link *link) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for Python's threads
     link->started = !pthread_create(&link->thread, NULL, serve, link);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     return link->started ? 0 : EAGAIN;
 }
 
-// Begin to send or receive; the memory must stay until `wait` has returned something but 0. Null: there is no memory, or this is a fork.
-struct op *zeromesh_link_post(struct link *link, int32_t sends, int32_t rank, uint64_t key, void *memory, uint64_t bytes) {
+// Begin to send or receive: *handle is then the message, whose memory must stay until `wait` has set it to null. 0, or why
+// it cannot be.
+int32_t zeromesh_link_post(struct link *link, int32_t sends, int32_t rank, uint64_t key, void *memory, uint64_t bytes,
+                           struct op **handle) {
     struct peer *peer = &link->peers[rank];
-    struct op *op = getpid() == link->owner ? calloc(1, sizeof *op) : NULL;
     int left = 0;
-    if (!op) return NULL;
-    op->peer = peer, op->sends = sends, op->key = key, op->memory = memory, op->bytes = bytes;
+    if (getpid() != link->owner) return EPERM;
+    if (link->closing) return ESHUTDOWN;
+    struct op *op = *handle = calloc(1, sizeof *op);
+    if (!op) return ENOMEM;
+    op->sends = sends, op->key = key, op->memory = memory, op->bytes = bytes;
     pthread_mutex_lock(&link->lock);
     put(sends ? &peer->unsent : &peer->posted, op);
     if (sends) send_waiting(link, peer); else receive(link, peer, 1, &left);
-    if (peer->gone) give_up(link, peer);
+    if (peer->gone || atomic_load(&peer->page->closed)) give_up(link, peer);
     pthread_mutex_unlock(&link->lock);
     if (left) ring(link->page);
-    return op;
+    return 0;
 }
 
-// 1 when the message is through, 0 if it is not after so many milliseconds, and below 0 a negative errno. After all but 0,
-// the operation is gone.
-int32_t zeromesh_link_wait(struct link *link, struct op *op, int32_t milliseconds) {
+// 1 when the message is through, 0 if it is not after so many milliseconds, or when a signal came, and below 0 a negative
+// errno. After all but 0 the message is gone, and *handle null. Below 0 milliseconds, nothing is done but to look.
+int32_t zeromesh_link_wait(struct link *link, struct op **handle, int64_t milliseconds) {
+    struct op *op = *handle;
+    int64_t end = milliseconds < 0 ? 0 : now() + milliseconds;
     int left;
+    if (getpid() != link->owner) return -EPERM;
     while (atomic_load(&op->state) != DONE) {
+        if (milliseconds < 0) return 0;
         pthread_mutex_lock(&link->lock);
         op->waited = 1;
         uint32_t bell = atomic_load(&link->page->bell);
         int count = progress(link, 0, &left);
+        look(link);
         pthread_mutex_unlock(&link->lock);
         if (count || atomic_load(&op->state) == DONE) continue;
-        if (milliseconds <= 0) return 0;
-        int pause = milliseconds < LOOK ? milliseconds : LOOK;
-        if (!sleep_until(link->page, bell, pause)) milliseconds -= pause;
+        int64_t rest = end - now();
+        if (rest <= 0 || !sleep_until(link->page, bell, rest < LOOK ? rest : LOOK)) return 0;
     }
     int32_t result = op->error ? -op->error : 1;
+    *handle = NULL;
     free(op);
     return result;
 }
 
 uint64_t zeromesh_link_sent(struct link *link) { return atomic_load_explicit(&link->sent, memory_order_relaxed); }
 
-// End the thread, after at most so many milliseconds in which others may copy what was sent to them.
+// Close the link, after at most so many milliseconds in which others may copy what was sent to them, and end the thread.
 void zeromesh_link_close(struct link *link, int32_t milliseconds) {
+    int64_t end = now() + milliseconds;
     int left, open = 1;
-    if (getpid() != link->owner) return;
+    if (getpid() != link->owner || link->closing) return;
     pthread_mutex_lock(&link->lock);
     while (open) {
         uint32_t bell = atomic_load(&link->page->bell);
         progress(link, 0, &left);
+        look(link);
         open = 0;
         for (int i = 0; i < link->size; i++)
-            open |= link->peers[i].page && !link->peers[i].gone && (link->peers[i].flying.first || link->peers[i].unsent.first);
-        if (!open || milliseconds <= 0) break;
+            open |= link->peers[i].page && (link->peers[i].flying.first || link->peers[i].unsent.first);
+        int64_t rest = end - now();
+        if (!open || rest <= 0) break;
         pthread_mutex_unlock(&link->lock);
-        int pause = milliseconds < LOOK ? milliseconds : LOOK;
-        if (!sleep_until(link->page, bell, pause)) milliseconds -= pause;
+        sleep_until(link->page, bell, rest < LOOK ? rest : LOOK);
         pthread_mutex_lock(&link->lock);
     }
     link->closing = 1;
+    atomic_store(&link->page->closed, 1);
     pthread_mutex_unlock(&link->lock);
     ring(link->page);
     if (link->started) pthread_join(link->thread, NULL);
     link->started = 0;
+    for (int i = 0; i < link->size; i++)
+        if (link->peers[i].page) ring(link->peers[i].page);
 }
 
 // Give back what a closed link has. Nobody may wait for its messages any more.

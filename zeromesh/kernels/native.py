@@ -15,7 +15,7 @@ import torch
 _log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-_INTERFACE = 4  # `INTERFACE` in native.h, to be counted up in both when one would misread the other
+_INTERFACE = 5  # `INTERFACE` in native.h, to be counted up in both when one would misread the other
 TYPES: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # codes; 0 is no tensor
 
 
@@ -113,8 +113,8 @@ def _declare(handle: ctypes.CDLL) -> None:
             ("link_open", pointer, [number, number, pointer, pointer]),
             ("link_join", number, [pointer, number, number, number, ctypes.c_uint64]),
             ("link_start", number, [pointer]),
-            ("link_post", pointer, [pointer, number, number, ctypes.c_uint64, pointer, ctypes.c_uint64]),
-            ("link_wait", number, [pointer, pointer, number]),
+            ("link_post", number, [pointer, number, number, ctypes.c_uint64, pointer, ctypes.c_uint64, pointer]),
+            ("link_wait", number, [pointer, pointer, size]),
             ("link_sent", ctypes.c_uint64, [pointer]),
             ("link_close", None, [pointer, number]),
             ("link_free", None, [pointer]),
