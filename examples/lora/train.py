@@ -97,13 +97,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         seconds.append(time.perf_counter() - started)
         if step % 20 == 0:
             print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
-    result = {
-        "loss": losses,
-        "seconds": seconds,
-        "bits per byte before": before,
-        "after": bits_per_byte(model, held_out),
-    }
-    return result | memory(model, optimizer, gradients)
+    bits = {"bits per byte before": before, "after": bits_per_byte(model, held_out)}
+    return {"loss": losses, "seconds": seconds, **bits, **memory(model, optimizer, gradients)}
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
