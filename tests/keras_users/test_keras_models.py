@@ -132,9 +132,11 @@ def test_models_of_keras_applications_fit_as_alone(name: str, stage: int) -> Non
         return model
 
     generator = np.random.default_rng(0)
-    x, y = generator.normal(size=(11, 32, 32, 3)), generator.integers(0, 5, size=11)
+    x, y = generator.normal(size=(16, 32, 32, 3)), generator.integers(0, 5, size=16)
     reference, model = make(), zeromesh.keras.distribute(make(), {"zero_optimization": {"stage": stage}})
     assert len(model.engine.sharded.units) > 10
-    histories = [one.fit(x, y, batch_size=8, epochs=2, verbose=0).history["loss"] for one in (reference, model)]
+    # Two updates: 50 batch norms over few samples multiply the last bit by some thousand in each.
+    settings = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    histories = [one.fit(x, y, **settings).history["loss"] for one in (reference, model)]
     assert_near(histories[1], histories[0], 1e-6)  # Keras rounds it to fp32
     assert_near(model.get_weights(), reference.get_weights(), 1e-8)
