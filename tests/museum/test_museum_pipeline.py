@@ -53,8 +53,8 @@ def build() -> Tied:
 
 def given(step: int) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(step)
-    for _ in range(MICROBATCHES):
-        ids = torch.randint(0, 12, (2, 5), generator=generator)
+    for number in range(MICROBATCHES):
+        ids = torch.randint(0, 12, (2, 5 + number % 2), generator=generator)
         yield ids, ids.roll(-1, 1)
 
 
@@ -173,6 +173,10 @@ def test_each_micro_batch_has_the_same_weight_in_a_stages_gradient() -> None:
         return total
 
     require_all(plain(rescaled_each_time), "1f1b", "interleaved-1f1b", "zb-h1")
+
+
+def test_micro_batches_of_other_lengths_do_not_replace_the_gradients_before_them() -> None:
+    require_all(plain(lambda name, parts: parts[-1] / MICROBATCHES), "1f1b", "zb-h1", "interleaved-1f1b", "recomputed")
 
 
 def test_gradients_of_weights_that_are_computed_later_are_scaled_as_the_others() -> None:
