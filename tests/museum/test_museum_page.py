@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 LEAST = 60
 
 
-def tests_of(room: str) -> set[str]:
+def names_in(room: str) -> set[str]:
     tree = ast.parse((HERE / f"test_museum_{room}.py").read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
@@ -20,7 +20,7 @@ def tests_of(room: str) -> set[str]:
 def test_every_exhibit_has_a_test_and_every_test_an_exhibit() -> None:
     named = Counter((case.room, case.test) for case in cases())
     rooms = {file.stem.removeprefix("test_museum_") for file in HERE.glob("test_museum_*.py")} - {"page"}
-    assert named == Counter((room, test) for room in rooms for test in tests_of(room))
+    assert named == Counter((room, test) for room in rooms for test in names_in(room))
 
 
 def test_exhibits_are_cited_dated_and_told_once() -> None:
