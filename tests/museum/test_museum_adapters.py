@@ -1,6 +1,7 @@
 """Adapters of PEFT: silent errors of other systems, and that ours train and are saved as in one process."""
 
 import os
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -77,16 +78,18 @@ def train_split() -> Weights:
     return engine.state_dict()
 
 
-def program(folder: str) -> tuple[Weights, Weights]:
-    return train(folder), train_split()
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Weights]]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return folder, run_ranks(train, 2, str(folder))
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[Weights, Weights]]]:
-    folder = tmp_path_factory.mktemp("adapters")
-    return folder, run_ranks(program, 2, str(folder))
+def split() -> list[Weights]:
+    return run_ranks(train_split, 2)
 
 
+@cache
 def plain(whole: bool = True, head: bool = True, share: str = "", steps: int = STEPS) -> Weights:
     """Train in one process; without the gradients of the head, or with a part of the tokens for some adapters'."""
     model = adapted(whole=whole)
@@ -112,7 +115,7 @@ def test_adapters_in_blocks_that_are_computed_again_are_trained(trained: Any) ->
     # None of them got a gradient, and one of their factors stayed zero.
     right = plain()
     assert all(float(value.abs().max()) > 0 for value in only(right, "lora_B").values())
-    for found, _ in trained[1]:
+    for found in trained[1]:
         require(only(found, "lora_B"), only(right, "lora_B"), only(plain(steps=0), "lora_B"))
         require(found, right, plain(steps=0))
 
@@ -120,7 +123,7 @@ def test_adapters_in_blocks_that_are_computed_again_are_trained(trained: Any) ->
 def test_all_ranks_train_the_adapters_of_the_first(trained: Any) -> None:
     first, second = (adapted(SEED + rank).state_dict() for rank in range(2))
     assert gap(only(first, "lora_A"), only(second, "lora_A")) >= 1e-3
-    for found, _ in trained[1]:
+    for found in trained[1]:
         require(found, plain(), found | only(second, "lora_A"))
 
 
@@ -149,15 +152,17 @@ def adapter_of(state: Weights, layer: str) -> Tensor:
     return state[f"{layer}.lora_B.default.weight"] @ state[f"{layer}.lora_A.default.weight"]
 
 
-def test_factors_that_all_ranks_hold_get_the_gradient_of_all_tokens(trained: Any) -> None:
-    for _, found in trained[1]:
+@pytest.mark.full
+def test_factors_that_all_ranks_hold_get_the_gradient_of_all_tokens(split: list[Weights]) -> None:
+    for found in split:
         require(found, plain(whole=False), plain(whole=False, share="up_proj.lora_B"))
         require(found, plain(whole=False), plain(whole=False, share="o_proj.lora_B"))
 
 
-def test_adapters_begin_with_the_same_numbers_on_any_number_of_ranks(trained: Any) -> None:
+@pytest.mark.full
+def test_adapters_begin_with_the_same_numbers_on_any_number_of_ranks(split: list[Weights]) -> None:
     # The range of the first factor's numbers was that of a rank's part of it.
     right = plain(whole=False)
     first = {name: 2**0.5 * value for name, value in only(right, "o_proj.lora_A").items()}
-    for _, found in trained[1]:
+    for found in split:
         require(found, right, right | first)

@@ -128,18 +128,16 @@ def odd_views() -> tuple[Tensor, str]:
 
 
 @cache
-def two_ranks() -> dict[str, list[Any]]:
-    by_rank = run_ranks(program, 2)
-    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
+def two_ranks(name: str) -> list[Any]:
+    return run_ranks(program, 2, name)
 
 
-def program() -> dict[str, Any]:
-    found: dict[str, Any] = {
-        name: train(build, sequence, LOSSES["of the model"]) for name, (build, sequence) in BUILDS.items()
-    }
-    for name in ("smoothed", "of whole logits"):
-        found[name] = train(BUILDS["sequence"][0], False, LOSSES[name])
-    return found | {"counted": counted(), "views": odd_views()}
+def program(name: str) -> Any:
+    if name in BUILDS:
+        return train(*BUILDS[name], LOSSES["of the model"])
+    if name in LOSSES:
+        return train(BUILDS["sequence"][0], False, LOSSES[name])
+    return counted() if name == "counted" else odd_views()
 
 
 @cache
@@ -170,7 +168,7 @@ def test_the_bias_of_a_layer_that_is_split_by_rows_is_added_once() -> None:
             layer.bias.mul_(2)
 
     losses, weights = plain("biases")
-    for found in two_ranks()["biases"]:
+    for found in two_ranks("biases"):
         require(found[0][0], losses[0], first_loss("biases", twice), limit=NEAR)
         assert gap(found[1], weights) <= NEAR
 
@@ -182,15 +180,16 @@ def test_smoothed_labels_are_spread_over_the_whole_vocabulary() -> None:
         logs = model(input_ids=ids(0)).logits[:, :-1].log_softmax(-1)
     hits = logs.gather(-1, ids(0)[:, 1:, None]).mean()
     halves = [float(-(1 - SMOOTHING) * hits - SMOOTHING * half.mean()) for half in logs.chunk(2, -1)]
-    for found in two_ranks()["smoothed"]:
+    for found in two_ranks("smoothed"):
         require(found[0][0], losses[0], halves[0], limit=NEAR)
         require(found[0][0], losses[0], halves[1], limit=NEAR)
         assert gap(found[1], weights) <= NEAR
 
 
+@pytest.mark.full
 def test_a_loss_of_whole_logits_counts_each_entry_of_the_vocabulary_once() -> None:
     losses, weights = plain("sequence", "of whole logits")
-    for found in two_ranks()["of whole logits"]:
+    for found in two_ranks("of whole logits"):
         require(found[0][0], losses[0], losses[0] + torch.tensor(2.0).log().item(), limit=NEAR)
         assert gap(found[1], weights) <= NEAR
 
@@ -212,11 +211,11 @@ def with_parts_of(build: str, name: str, part: Callable[[Tensor], Tensor]) -> We
     [
         ("sequence", "model.layers.0.input_layernorm.weight"),
         ("sequence", "model.norm.weight"),
-        ("norms of heads", "model.layers.0.self_attn.q_norm.weight"),
-        ("norms of heads", "model.layers.0.self_attn.k_norm.weight"),
-        ("one head of keys", "model.layers.0.self_attn.k_proj.weight"),
-        ("one head of keys", "model.layers.0.self_attn.v_proj.weight"),
-        ("experts", "model.layers.0.mlp.gate.weight"),
+        pytest.param("norms of heads", "model.layers.0.self_attn.q_norm.weight", marks=pytest.mark.full),
+        pytest.param("norms of heads", "model.layers.0.self_attn.k_norm.weight", marks=pytest.mark.full),
+        pytest.param("one head of keys", "model.layers.0.self_attn.k_proj.weight", marks=pytest.mark.full),
+        pytest.param("one head of keys", "model.layers.0.self_attn.v_proj.weight", marks=pytest.mark.full),
+        pytest.param("experts", "model.layers.0.mlp.gate.weight", marks=pytest.mark.full),
     ],
 )
 def test_a_parameter_that_all_ranks_hold_gets_the_gradients_of_all(build: str, name: str) -> None:
@@ -224,7 +223,7 @@ def test_a_parameter_that_all_ranks_hold_gets_the_gradients_of_all(build: str, n
     assert name in weights
     wrong = with_parts_of(build, name, lambda gradient: gradient / 2)  # of about half of the tokens or heads
     limit = MODELS["mixtral"].tolerance if build == "experts" else NEAR
-    first, second = two_ranks()[build]
+    first, second = two_ranks(build)
     assert torch.equal(first[1][name], second[1][name])
     for found in (first, second):
         require(found[1][name], weights[name], wrong[name], limit=min(limit, 1e-5))
@@ -232,6 +231,7 @@ def test_a_parameter_that_all_ranks_hold_gets_the_gradients_of_all(build: str, n
         assert gap(found[0], losses) <= max(limit, NEAR)
 
 
+@pytest.mark.full
 def test_balancing_losses_and_routes_are_those_of_whole_experts() -> None:
     losses, _ = plain("experts")
 
@@ -241,7 +241,7 @@ def test_balancing_losses_and_routes_are_those_of_whole_experts() -> None:
     def mixed(model: Any) -> None:
         model.model.layers[0].mlp.gate.weight.copy_(model.model.layers[0].mlp.gate.weight.flip(0))
 
-    for found in two_ranks()["experts"]:
+    for found in two_ranks("experts"):
         require(found[0][0], losses[0], first_loss("experts", unbalanced), limit=1e-5)
         require(found[0][0], losses[0], first_loss("experts", mixed), limit=1e-5)
 
@@ -251,7 +251,7 @@ def test_ranks_that_share_a_batch_count_it_once() -> None:
     loss = F.cross_entropy(model(input_ids=ids(0)).logits.flatten(0, 1), targets().flatten(), ignore_index=NO_LABEL)
     loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for found, labels, samples, weights in two_ranks()["counted"]:
+    for found, labels, samples, weights in two_ranks("counted"):
         require(found, loss.item(), 2 * loss.item(), limit=NEAR)
         assert (labels, samples) == (11, 2)
         assert gap(weights, weights_of(model)) <= NEAR
@@ -261,12 +261,12 @@ def test_a_view_across_the_ranks_parts_is_right_or_refused() -> None:
     model = odd()
     first = model.first(rows())
     wrong = model.second(torch.cat([half.reshape(-1, 3) for half in first.chunk(2, -1)]))
-    for out, said in two_ranks()["views"]:
+    for out, said in two_ranks("views"):
         require(out, model(rows()), wrong)
         assert "second" in said
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.full), True])
 def test_ranks_drop_the_same_where_they_hold_the_same_and_not_elsewhere(sequence: bool) -> None:
     one, other = run_ranks(masks, 2, sequence)
     equal = [torch.equal(first, second) for (_, first), (_, second) in zip(one, other, strict=True)]
@@ -284,6 +284,7 @@ def dropped() -> tuple[list[bool], list[bool]]:
     return found[0], found[1]
 
 
+@pytest.mark.full
 def test_ranks_with_other_samples_drop_others_if_they_are_seeded_apart() -> None:
     (alike, first), (same, second) = run_ranks(dropped, 2)
     assert alike == same  # as in plain torch: the manual says to seed by engine.data_rank
