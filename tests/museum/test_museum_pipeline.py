@@ -117,6 +117,7 @@ def mean(name: str, parts: list[Tensor]) -> Tensor:
     return torch.stack(parts).mean(0)
 
 
+@cache
 def plain(combine: Combine = mean, untied: bool = False) -> Found:
     """Train in one process; ``combine`` makes the gradient of an update of those of the micro-batches."""
     model = build()
