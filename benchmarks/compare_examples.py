@@ -4,7 +4,8 @@
 
 For each example and seed, its variants run in turn. ``figures.json`` beside
 the example keeps the figures; the README between its two comments, and the picture, are made from it. ``--page`` makes
-all pages from these files.
+all pages from these files. ``--times 60`` measures the time of a step again, in runs of 60 steps: qualities do not
+depend on how busy a machine is, and times do.
 """
 
 from __future__ import annotations
@@ -87,6 +88,22 @@ def run(script: Path, ranks: int, options: tuple[str, ...], processor: bool = Fa
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
+def attempt(script: Path, ranks: int, options: tuple[str, ...], processor: bool) -> list[dict[str, Any]]:
+    """Run as `run` does; if a run of plain torch fails, try again up to four times.
+
+    DistributedDataParallel of torch 2.13 with sparse gradients over gloo spoils the heap in about one run in three if
+    another Python thread wakes up besides, as the one that reads the heap does.
+    """
+    for last in (False, False, False, False, True):
+        try:
+            return run(script, ranks, options, processor)
+        except subprocess.CalledProcessError as error:
+            if last or "--plain" not in options:
+                raise
+            print(f"again: {error}", file=sys.stderr, flush=True)
+    raise AssertionError
+
+
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of one run: those of rank 0, and the most memory of any rank."""
     own = results[0]
@@ -116,7 +133,7 @@ def measure(name: str, seeds: list[int], processor: bool) -> None:
     for seed in seeds:
         for case, options in CASES.get(name, BASIC):
             for variant, (ranks, more) in (OFFLOAD if name == "lora" else VARIANTS).items():
-                row = summary(run(script, ranks, (*options, *more, "--seed", str(seed)), processor))
+                row = summary(attempt(script, ranks, (*options, *more, "--seed", str(seed)), processor))
                 row = {"case": case, "variant": variant, "seed": seed} | row
                 print(name, case, variant, seed, row["quality"], f"{1000 * row['step']:.0f} ms", flush=True)
                 found.append(row)
@@ -124,10 +141,24 @@ def measure(name: str, seeds: list[int], processor: bool) -> None:
                 file.write_text(json.dumps(figures | {"rows": found}, separators=(",", ":")) + "\n")
 
 
+def measure_times(name: str, seeds: list[int], steps: int) -> None:
+    """Replace the times of an example's figures by those of short runs that take turns."""
+    file = EXAMPLES / name / "figures.json"
+    figures = json.loads(file.read_text())
+    for seed in seeds:
+        for row in (row for row in figures["rows"] if row["seed"] == seed):
+            ranks, more = (OFFLOAD if name == "lora" else VARIANTS)[row["variant"]]
+            options = (*dict(CASES.get(name, BASIC))[row["case"]], *more, "--seed", str(seed), "--steps", str(steps))
+            row["step"] = summary(attempt(EXAMPLES / name / "train.py", ranks, options, False))["step"]
+            print(name, row["case"], row["variant"], seed, f"{1000 * row['step']:.0f} ms", flush=True)
+    figures |= {"date": datetime.date.today().isoformat(), "machine": machine(), "processor": False, "turns": steps}
+    file.write_text(json.dumps(figures, separators=(",", ":")) + "\n")
+
+
 def spread(values: list[float], digits: int) -> str:
-    """Return the median and, of several values, the least and the largest."""
-    text = f"{median(values):,.{digits}f}"
-    return text if len(values) == 1 else f"{text} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+    """Return the median, and the least and the largest value where they are written differently."""
+    text, least, largest = (f"{value:,.{digits}f}" for value in (median(values), min(values), max(values)))
+    return text if least == largest else f"{text} ({least} to {largest})"
 
 
 def groups(figures: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -153,6 +184,8 @@ def table(figures: dict[str, Any]) -> str:
     seeds = len({row["seed"] for row in figures["rows"]})
     runs = "one run each" if seeds == 1 else f"{seeds} seeds, median (least to largest)"
     what = ", in processor time of a rank, without waits: other programs ran besides" if figures["processor"] else ""
+    if "turns" in figures:
+        what = f" of runs of {figures['turns']} steps that took turns"
     note = (
         f"Measured on {figures['date']}: {figures['machine']}; {runs}. Time is the median step{what}; memory is the "
         "most that a rank allocated at a time, with the data and without the libraries. Each process has one thread."
@@ -217,10 +250,13 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="folders of examples; none: all with a train.py")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a run of each variant for each")
     parser.add_argument("--processor-time", action="store_true", help="of a rank, where other programs run besides")
+    parser.add_argument("--times", type=int, metavar="STEPS", help="measure the time of a step only, in short runs")
     parser.add_argument("--page", action="store_true", help="measure nothing; make pages and pictures again")
     options = parser.parse_args()
     for name in options.names or sorted(path.parent.name for path in EXAMPLES.glob("*/train.py")):
-        if not options.page:
+        if options.times:
+            measure_times(name, options.seeds, options.times)
+        elif not options.page:
             measure(name, options.seeds, options.processor_time)
         if not (EXAMPLES / name / "figures.json").exists():
             continue

@@ -51,8 +51,7 @@ def prepare(options: argparse.Namespace) -> tuple[Any, torch.optim.Optimizer]:
     if options.offload != "none":
         states = {"device": options.offload} | ({"nvme_path": options.files} if options.offload == "nvme" else {})
         config["zero_optimization"] = {**config["zero_optimization"], "offload_optimizer": states}
-    engine, optimizer, _, _ = zeromesh.initialize(model, config=config)
-    return engine, optimizer
+    return zeromesh.initialize(model, config=config)[:2]
 
 
 def memory(model: Any, optimizer: torch.optim.Optimizer, gradients: int) -> dict[str, float]:
@@ -71,16 +70,17 @@ def memory(model: Any, optimizer: torch.optim.Optimizer, gradients: int) -> dict
 @torch.no_grad()
 def bits_per_byte(model: Any, rows: torch.Tensor) -> float:
     """Return the mean loss over rows, in bits."""
-    model.eval()
-    loss = model(input_ids=rows, labels=rows).loss.item()
+    bits = model.eval()(input_ids=rows, labels=rows).loss.item() / math.log(2)
     model.train()
-    return loss / math.log(2)
+    return bits
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
     """Fine-tune, and return the loss and the seconds of each step, the loss on the test rows, and memory."""
     torch.manual_seed(options.seed)
     generator = torch.Generator().manual_seed(options.seed)
+    if options.offload == "nvme":
+        Path(options.files).mkdir(parents=True, exist_ok=True)  # on a fast disk, in a real run
     model, optimizer = prepare(options)
     rows, held_out = (part.to(model.device) for part in read_chats(64))
     before, gradients, losses, seconds = bits_per_byte(model, held_out), 0, [], []

@@ -87,6 +87,7 @@ class Case:
             "bf16": {"enabled": self.bf16},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
             "units": ["Block"],
+            "communication": {"local_memory": False},  # so that the kernel counts what is sent
         }
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from zeromesh.comm.environment import backends
 from zeromesh.comm.formats import Format
+from zeromesh.comm.local import LocalGroup
 from zeromesh.comm.second_step import SecondSteps
 from zeromesh.comm.sums import accumulate, copy
 from zeromesh.comm.topology import Topology
@@ -82,11 +83,12 @@ class Group:
         node_of: the node of each group rank; None if all are on one.
         hierarchical: True for two-step collectives between nodes; None chooses them where all nodes have as many ranks
             and the backend does not know the nodes itself.
+        local: carries messages to ranks of the same machine; None if the backend carries them.
     """
 
     def __init__(
         self, axis: str, process_group: Any, device: torch.device, traffic: Traffic, watchdog: Watchdog | None = None,
-        node_of: Sequence[int] | None = None, hierarchical: bool | None = None,
+        node_of: Sequence[int] | None = None, hierarchical: bool | None = None, local: LocalGroup | None = None,
     ) -> None:  # fmt: skip
         self.axis = axis
         self.process_group = process_group
@@ -109,6 +111,7 @@ class Group:
         # is what overlaps them with compute.
         self._point_to_point = self._hosted or bool(self.topology.across)
         # Messages go out of host memory only: tensors of an accelerator pass through a host copy.
+        self._local = local
         self._through_host = self._hosted and device.type != "cpu"
         self._second_steps = SecondSteps(torch.device("cpu") if self._hosted else device)
 
@@ -307,6 +310,8 @@ class Group:
         self, receives: Iterable[tuple[int, torch.Tensor]], sends: Iterable[tuple[int, torch.Tensor]], tag: int
     ) -> list[Any]:  # fmt: skip
         """Start messages from and to group ranks; between two ranks they arrive in the order in which they are sent."""
+        if self._local is not None:
+            return self._local.post(receives, sends, tag)
         group = self.process_group
         if not self._hosted:  # nccl starts them together: one after the other, two ranks would wait for each other
             group._start_coalescing(self.device)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm import interface, peers
+from zeromesh.comm import interface, local, peers
 from zeromesh.comm.detect import VARIABLES, Environment, is_launched
 from zeromesh.comm.failure import StartError
 from zeromesh.comm.launchers import MPI, TORCHRUN, names_of
@@ -177,6 +177,7 @@ def init_distributed(
 def shutdown() -> None:
     """End the process group, if there is one."""
     if dist.is_initialized():
+        local.close()
         dist.destroy_process_group()
 
 

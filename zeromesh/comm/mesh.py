@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm import watchdog
+from zeromesh.comm import local, watchdog
 from zeromesh.comm.calls import compare_calls
 from zeromesh.comm.collectives import Group, backend_for
 from zeromesh.comm.formats import Format
@@ -38,6 +38,7 @@ class Links:
     hierarchical: bool | None = None  # see ``Group``
     gather: Format | None = None  # compression of parameters between nodes; None: as they are
     reduce: Format | None = None  # of gradients
+    local: bool | None = None  # copy from memory to memory inside a machine; None: where the system permits it
 
 
 class Mesh:
@@ -75,6 +76,11 @@ class Mesh:
         # nccl's waits are the device's, and an MPI that torch was built with has no store to say them in.
         if self.world_size > 1 and (backend == "gloo" or (backend == "mpi" and mpi.is_ours())):
             self._watchdog = watchdog.Watchdog(self._store(), self.rank, self.world_size, watchdog.PATIENCE)
+        self._local = None
+        # With an accelerator, host memory may be of a kind that other processes cannot read.
+        through_memory = device.type == "cpu" if self.links.local is None else self.links.local
+        if self.world_size > 1 and backend == "gloo" and through_memory:
+            self._local = local.transport(required=self.links.local is True)
         self.node_of = [0] * self.world_size  # by rank
         if self.links.node is not None:
             world = Group("world", dist.group.WORLD, device, self.traffic, self._watchdog)
@@ -124,7 +130,8 @@ class Mesh:
         hierarchical = self.links.hierarchical
         if hierarchical is None and (self.links.gather or self.links.reduce):
             hierarchical = True  # it is the step between nodes that is written in fewer bits
-        return Group(axis, group, self.device, self.traffic, self._watchdog, nodes, hierarchical)
+        reached = None if group is None or self._local is None else local.LocalGroup.of(self._local, group)
+        return Group(axis, group, self.device, self.traffic, self._watchdog, nodes, hierarchical, reached)
 
     def group(self, axis: str) -> Group:
         """Return the ranks that differ from this one along ``axis`` only, or those of ``"world"`` or ``"stage"``."""

@@ -111,6 +111,8 @@ def run_function(call: Any) -> bytes:
         torch = sys.modules.get("torch")
         if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
             # This process stays until all ranks have returned, and others must not wait for it.
+            if local := sys.modules.get("zeromesh.comm.local"):
+                local.close()
             torch.distributed.destroy_process_group()
         try:
             return pickle.dumps(result)

@@ -248,7 +248,7 @@ class MeshSizes(Section):
 
 
 class Communication(Section):
-    """Communication between nodes."""
+    """Communication between nodes, and between the ranks of a machine."""
 
     hierarchical: bool | None = key(
         None,
@@ -263,6 +263,11 @@ class Communication(Section):
     )
     across_nodes_reduce: LinkFormat | None = key(
         None, "Format in which gradients are sent between nodes. Null: their dtype."
+    )
+    local_memory: bool | None = key(
+        None,
+        "Copy messages between ranks of one machine from memory to memory, instead of through sockets (backend gloo on "
+        "Linux). Null: where the system permits it.",
     )
 
 

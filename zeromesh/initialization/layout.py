@@ -53,7 +53,7 @@ def make_mesh(settings: Settings, environment: Environment | None = None) -> Mes
             )
         # The setting wins over what was detected, as a fast link may join less or more than a machine.
         node = environment.rank // count
-    links = Links(node, settings.communication.hierarchical, gather, reduce)
+    links = Links(node, settings.communication.hierarchical, gather, reduce, settings.communication.local_memory)
     return Mesh(sizes, device_of_group(environment), links)
 
 

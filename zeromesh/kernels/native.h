@@ -2,7 +2,7 @@
 
 #include <stdint.h>
 
-#define INTERFACE 4
+#define INTERFACE 5
 
 enum number { NOTHING, FLOAT32, BFLOAT16, FLOAT16 };
 enum rule { ADAM, SGD, LION, ADAGRAD };

@@ -8,13 +8,14 @@ import logging
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import torch
 
 _log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-_INTERFACE = 4  # `INTERFACE` in native.h, to be counted up in both when one would misread the other
+_INTERFACE = 5  # `INTERFACE` in native.h, to be counted up in both when one would misread the other
 TYPES: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # codes; 0 is no tensor
 
 
@@ -39,6 +40,11 @@ class Library:
 
     handle: ctypes.CDLL  # its functions run without Python's lock
     sets: dict[str, int]  # instruction sets that this processor has, by name, the best one first
+
+    @property
+    def has_links(self) -> bool:
+        """True where it carries messages between processes: on Linux."""
+        return hasattr(self.handle, "zeromesh_link_open")
 
     def choose(self, name: str | None) -> int:
         """The number of an instruction set; of the best one for None."""
@@ -97,11 +103,23 @@ def _load() -> Library:
 
 def _declare(handle: ctypes.CDLL) -> None:
     pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-    for name, result, arguments in (
+    functions: list[tuple[str, Any, list[Any]]] = [
         ("instructions", ctypes.c_char_p, [number]),
         ("update", None, [number, pointer, pointer, size, number, number]),
         ("checksum", None, [pointer, size, pointer, number]),
-    ):
+    ]
+    if hasattr(handle, "zeromesh_link_open"):  # on Linux
+        functions += [
+            ("link_open", pointer, [number, number, pointer, pointer]),
+            ("link_join", number, [pointer, number, number, number, ctypes.c_uint64]),
+            ("link_start", number, [pointer]),
+            ("link_post", number, [pointer, number, number, ctypes.c_uint64, pointer, ctypes.c_uint64, pointer]),
+            ("link_wait", number, [pointer, pointer, size]),
+            ("link_sent", ctypes.c_uint64, [pointer]),
+            ("link_close", None, [pointer, number]),
+            ("link_free", None, [pointer]),
+        ]
+    for name, result, arguments in functions:
         function = getattr(handle, f"zeromesh_{name}")
         function.restype, function.argtypes = result, arguments
 

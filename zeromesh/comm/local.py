@@ -1,0 +1,232 @@
+"""Messages between ranks of one machine, copied from memory to memory instead of through sockets.
+
+gloo writes a message into a socket, and reads it from there, some kilobytes at a time. Here the receiver copies it once
+(``kernels/link.c``), at about the speed of memory, and no thread needs Python's lock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import errno
+import os
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+
+from zeromesh.comm.watchdog import PLACE
+from zeromesh.config.keys import LOCAL_MEMORY
+from zeromesh.kernels.native import library
+
+LEAVING = 1000  # milliseconds that an ending process gives others to copy what was sent to them
+_PAUSE = 1000  # milliseconds after which a wait lets Python handle signals
+
+_made: WeakKeyDictionary[Any, Transport] = WeakKeyDictionary()  # by the process group of all ranks
+_all: WeakSet[Transport] = WeakSet()
+_ending = threading.Event()
+
+
+class Message:
+    """A message under way, with torch's ``wait``."""
+
+    def __init__(self, transport: Transport, tensor: torch.Tensor, what: str) -> None:
+        self.handle = ctypes.c_void_p()  # null before it is posted, and again when it is through
+        self._transport = transport
+        self._tensor = tensor  # its memory is read or written until then
+        self._what = what
+
+    def wait(self) -> None:
+        """Block until the message is through. Raise RuntimeError if the other rank ended, or gave another size."""
+        limit = time.monotonic() + self._transport.timeout
+        while self.handle:
+            result = self._transport.wait(self.handle, _PAUSE)
+            if result < 0:
+                raise RuntimeError(f"{self._what}: {os.strerror(-result)}")
+            if self.handle and time.monotonic() > limit:
+                raise RuntimeError(f"{self._what}: not there after the timeout of {self._transport.timeout:.0f} s")
+
+    def __del__(self) -> None:
+        if self.handle:
+            self._transport.keep(self)
+
+
+class Transport:
+    """This process's messages to and from the ranks whose memory it can read. The constructor is collective."""
+
+    def __init__(self) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.timeout = _timeout().total_seconds()
+        found = library()
+        native: Any = found.handle if found is not None and found.has_links else None
+        self._native = native
+        self._dropped: deque[tuple[ctypes.c_void_p, torch.Tensor]] = deque()
+        self._link, mine = 0, None
+        if native is not None:
+            file, address = ctypes.c_int32(), ctypes.c_uint64()
+            self._link = native.zeromesh_link_open(rank, size, ctypes.byref(file), ctypes.byref(address)) or 0
+            mine = (_place(), os.getpid(), file.value, address.value) if self._link else None
+        shown = _everyone(mine)
+        reached = {
+            peer
+            for peer, other in enumerate(shown)
+            if mine is not None and other is not None and peer != rank and other[0] == mine[0]
+            and not native.zeromesh_link_join(self._link, peer, *other[1:])
+        }  # fmt: skip
+        if reached and native.zeromesh_link_start(self._link):
+            reached = set()
+        every = _everyone(reached)
+        self.ranks = frozenset(peer for peer in reached if rank in every[peer])
+        self.complete = all(len(one) == size - 1 for one in every)
+        if self._link:
+            _all.add(self)
+
+    def post(self, sends: bool, rank: int, key: int, tensor: torch.Tensor) -> Message:
+        """Start to send a contiguous tensor to a rank of all ranks, or to receive one; both sides give the same key."""
+        assert tensor.is_contiguous(), f"strides {tensor.stride()} of shape {tuple(tensor.shape)}"
+        assert tensor.device.type == "cpu", tensor.device
+        self._forget_dropped()
+        message = Message(self, tensor, f"the message {'to' if sends else 'from'} rank {rank}")
+        error = self._native.zeromesh_link_post(
+            self._link, sends, rank, key, tensor.data_ptr(), tensor.nbytes, ctypes.byref(message.handle)
+        )
+        if error == errno.EPERM:
+            raise RuntimeError(
+                "a forked process cannot send messages; communicate in the process that called zeromesh.initialize"
+            )
+        if error:
+            raise RuntimeError(f"no message can be sent: {os.strerror(error)}")
+        return message
+
+    def wait(self, handle: ctypes.c_void_p, milliseconds: int) -> int:
+        """Return 1 if a message is through, 0 if it is not yet, else the negative number of an error.
+
+        ``handle`` is null afterwards unless it is 0. Below 0 milliseconds nothing is done but to look.
+        """
+        return int(self._native.zeromesh_link_wait(self._link, ctypes.byref(handle), milliseconds))
+
+    def keep(self, message: Message) -> None:
+        """Keep the memory of a message that nobody waits for until it is through."""
+        self._dropped.append((message.handle, message._tensor))
+
+    def _forget_dropped(self) -> None:
+        for _ in range(len(self._dropped)):
+            try:  # the garbage collector may add to it at any time, and other threads take from it
+                handle, tensor = self._dropped.popleft()
+            except IndexError:
+                return
+            if not self.wait(handle, -1):
+                self._dropped.append((handle, tensor))
+
+    def __del__(self) -> None:
+        # At the end of the process the memory stays, as messages may be waited for even later.
+        if self._link and not _ending.is_set():
+            self.close()
+            self._native.zeromesh_link_free(self._link)
+
+    def close(self) -> None:
+        """Give others time to copy what was sent to them, and end the thread."""
+        if self._link:
+            self._native.zeromesh_link_close(self._link, LEAVING)
+
+    @property
+    def sent(self) -> int:
+        """Bytes of messages that other ranks have copied so far."""
+        return int(self._native.zeromesh_link_sent(self._link)) if self._link else 0
+
+
+class LocalGroup:
+    """The ranks of a process group, reached through memory where that is possible, else through torch's group."""
+
+    def __init__(self, transport: Transport, group: Any) -> None:
+        self._transport = transport
+        self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
+        # All ranks know a group by the same name; messages of different groups are not taken for each other.
+        self._space = zlib.crc32(group.group_name.encode()) << 32
+
+    @classmethod
+    def of(cls, transport: Transport, group: Any) -> LocalGroup | None:
+        """Return the group, or None if none of its ranks is reached through memory."""
+        found = cls(transport, group)
+        return found if transport.ranks.intersection(found._ranks) else None
+
+    def post(
+        self, receives: Iterable[tuple[int, torch.Tensor]], sends: Iterable[tuple[int, torch.Tensor]], tag: int
+    ) -> list[Any]:
+        """Start messages from and to group ranks; between two ranks they arrive in the order in which they are sent."""
+        return [
+            *(self._post(False, peer, tensor, tag) for peer, tensor in receives),
+            *(self._post(True, peer, tensor, tag) for peer, tensor in sends),
+        ]
+
+    def _post(self, sends: bool, peer: int, tensor: torch.Tensor, tag: int) -> Any:
+        rank = self._ranks[peer]
+        if rank in self._transport.ranks:
+            return self._transport.post(sends, rank, self._space | tag, tensor)
+        return self._group.send([tensor], peer, tag) if sends else self._group.recv([tensor], peer, tag)
+
+
+def transport(required: bool) -> Transport:
+    """Return the transport among all ranks; the first call is collective.
+
+    Raise ValueError if it is ``required`` and a rank cannot read the memory of another.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _made:
+        _made[world] = Transport()
+    found = _made[world]
+    if required and not found.complete:
+        raise ValueError(
+            f"{LOCAL_MEMORY} is true, but not every rank can read the memory of all others; that needs ranks on one "
+            "Linux machine, in one container or one with CAP_SYS_PTRACE, and ZeroMesh's native library; leave "
+            f"{LOCAL_MEMORY} out to use it where it is possible"
+        )
+    return found
+
+
+def close() -> None:
+    """End all transports of this process, so that no other rank waits for it: before its process group is destroyed."""
+    for one in list(_all):
+        one.close()
+
+
+@atexit.register
+def _leave() -> None:
+    _ending.set()
+    close()
+
+
+def bytes_sent() -> int:
+    """Return the bytes that this process has sent through memory so far, by transports that it still has."""
+    return sum(one.sent for one in _all)
+
+
+def _timeout() -> timedelta:
+    """Return the limit of a collective that torch's group has."""
+    assert dist.group.WORLD is not None
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    found: timedelta = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
+    return found
+
+
+def _everyone(mine: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _place() -> str:
+    """Name the machine and the container: ranks in networks of their own count as on several machines."""
+    try:
+        return f"{PLACE} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return PLACE
