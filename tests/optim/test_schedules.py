@@ -1,6 +1,8 @@
 """The schedules beside closed formulas, and beside values worked out by hand."""
 
+import logging
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -176,6 +178,26 @@ def test_groups_may_have_their_own_arguments():
     for _ in range(3):
         schedule.step()
     assert schedule.get_last_lr() == pytest.approx([1.0, 3.0])
+
+
+WARMUPS: dict[str, tuple[str, dict[str, Any], tuple[float, ...], str]] = {
+    "the default": ("WarmupDecayLR", {}, (5e-7,), "rises to its default .*warmup_max_lr of 0.001 .* lr of 5e-07; set"),
+    "one for all": ("WarmupLR", {"warmup_max_lr": 0.1}, (0.1, 0.2), "of 0.1 for all parameter groups, .* are 0.1, 0.2"),
+    "the groups' own": ("WarmupLR", {}, (0.1, 0.2), ""),
+    "one per group": ("WarmupLR", {"warmup_max_lr": [0.3, 0.2]}, (0.1, 0.2), ""),
+    "another one for equal groups": ("WarmupDecayLR", {"warmup_max_lr": 0.3}, (0.1, 0.1), ""),
+    "the default, which is the groups'": ("WarmupDecayLR", {}, (0.001, 0.001), ""),
+}
+
+
+@pytest.mark.parametrize("case", WARMUPS)
+def test_a_warm_up_that_replaces_rates_of_the_optimizer_says_so(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    name, params, rates, said = WARMUPS[case]
+    total = {"total_num_steps": 10} if name == "WarmupDecayLR" else {}
+    with caplog.at_level(logging.WARNING, logger="zeromesh"):
+        build(name, {"warmup_num_steps": 2, **total, **params}, make_optimizer(*rates))
+    assert bool(caplog.messages) == bool(said)
+    assert re.search(said, "\n".join(caplog.messages))
 
 
 @pytest.mark.parametrize(("name", "params", "formula"), FORMULAS)

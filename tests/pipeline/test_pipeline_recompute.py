@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import zeromesh
 from harness import run_ranks
@@ -41,10 +42,14 @@ def test_recomputed_stages_train_to_the_numbers_of_one_process(kind, layout, sch
 class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.linear, self.norm, self.dropout = spectral_norm(nn.Linear(8, 8)), nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.norm(self.linear(x)).relu())
+        if self.training:
+            self.calls += 1
+        # The graph must see the count and the estimate of the norm as they were in this micro-batch.
+        return x + self.dropout(self.norm(self.linear(x)).relu()) * (1 + 0.1 * self.calls)
 
 
 def run(recompute: bool) -> tuple[list[float], dict[str, Tensor], tuple[int, ...]]:

@@ -63,3 +63,45 @@ def test_graphs_of_gathered_parameters_are_differentiated_as_in_plain_torch(insi
     for found in run_ranks(train, 2, 3, inside):
         for got, want in zip(found, model.parameters(), strict=True):
             torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-12)
+
+
+def mix() -> tuple[list[torch.Tensor], list[str]]:
+    """Average two engines' weights, as a teacher's; then differentiate products of them."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3},
+        "units": ["Linear"],
+    }
+    student, teacher = (zeromesh.initialize(model=make(), config=config)[0] for _ in range(2))
+    student.backward(student(batch(0, student.data_rank)).square().mean())
+    student.step()
+    ours, theirs = list(student.module.parameters()), list(teacher.module.parameters())
+    said = []
+    with GatheredParameters(ours), GatheredParameters(theirs, modifier_rank=0):
+        with torch.no_grad():
+            for target, source in zip(theirs, ours, strict=True):
+                target.lerp_(source, 0.25)
+        with pytest.raises(RuntimeError) as caught:
+            ours[0] * theirs[0]
+        said.append(str(caught.value))
+        mixed = (ours[0] * theirs[0].detach().clone()).sum()
+    (gradient,) = torch.autograd.grad(mixed, [ours[0]])
+    with GatheredParameters(theirs):
+        whole = [parameter.detach().clone() for parameter in theirs]
+    assert torch.equal(gradient, whole[0])
+    return whole, said
+
+
+def test_gathered_parameters_of_two_engines_are_computed_with_and_not_differentiated() -> None:
+    model, teacher = make(), make()
+    for rank in range(2):
+        (model(batch(0, rank)).square().mean() / 2).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        for target, source in zip(teacher.parameters(), model.parameters(), strict=True):
+            target.lerp_(source, 0.25)
+    for found, said in run_ranks(mix, 2):
+        assert "mul of gathered parameters of two engines cannot be differentiated: clone" in said[0]
+        for got, want in zip(found, teacher.parameters(), strict=True):
+            torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-12)

@@ -435,20 +435,21 @@ def test_whole_tensors_of_split_parameters_are_read_and_changed() -> None:
     assert len({result[4] for result in results}) == 1
 
 
-def adapted(tensor: int) -> Any:
+def adapted(tensor: int, targets: list[str], sequence: bool = False) -> Any:
     import peft
 
     model = llama()
     torch.manual_seed(1)
-    targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).double()
-    return trained(model, config(tensor, 3))
+    return trained(model, config(tensor, 3, tensor_parallel={"sequence": sequence}))
 
 
-def test_adapters_are_split_with_what_they_adapt() -> None:
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"], ["up_proj"]])
+def test_adapters_are_split_with_what_they_adapt(targets: list[str], sequence: bool) -> None:
     pytest.importorskip("peft")
-    expected = run_ranks(adapted, 1, 1, timeout=LIMIT)[0]
-    for losses, state in run_ranks(adapted, 2, 2, timeout=LIMIT):
+    expected = run_ranks(adapted, 1, 1, targets, timeout=LIMIT)[0]
+    for losses, state in run_ranks(adapted, 2, 2, targets, sequence, timeout=LIMIT):
         assert losses == pytest.approx(expected[0], rel=1e-6)
         assert_close(state, expected[1])
 

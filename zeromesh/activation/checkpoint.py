@@ -5,12 +5,14 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from zeromesh.activation.repeat import Repeatable, modules_of
 
 if TYPE_CHECKING:
     from zeromesh.activation.store import ActivationStore
@@ -19,17 +21,20 @@ if TYPE_CHECKING:
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` and keep only its inputs; its activations are computed again in the backward.
 
-    Random numbers, such as dropout's, are the same both times.
+    Random numbers, such as dropout's, are the same both times. If ``function`` is a module, or a method of one, the
+    buffers are, too, and change once.
 
     Args:
         function: any callable on tensors; it is called again in the backward and must compute the same.
         *args: its arguments.
         **kwargs: its keyword arguments.
     """
-    return _checkpoint(function, False, *args, **kwargs)
+    return _checkpoint(function, modules_of(function), False, *args, **kwargs)
 
 
-def _checkpoint(function: Callable[..., Any], selective: bool, /, *args: Any, **kwargs: Any) -> Any:
+def _checkpoint(
+    function: Callable[..., Any], modules: Sequence[nn.Module], selective: bool, /, *args: Any, **kwargs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     # Imported here: it loads parts of torch that a run without checkpointing does not need.
@@ -39,8 +44,11 @@ def _checkpoint(function: Callable[..., Any], selective: bool, /, *args: Any, **
         from zeromesh.activation.selective import contexts
 
         kwargs["context_fn"] = contexts
+    if any(isinstance(module, nn.RReLU) for module in modules):
+        # It keeps its random slopes before it has drawn them; a recomputation that stops there never draws them.
+        kwargs["early_stop"] = False
     # Without reentrant autograd, which keeps hooks, keyword arguments and random states right.
-    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return torch_checkpoint(Repeatable(function, modules), *args, use_reentrant=False, **kwargs)
 
 
 def checkpoint_with(
@@ -55,11 +63,18 @@ def checkpoint_with(
         selective: keep results of matrix products and attention, too, so that only cheap operators run again.
         **kwargs: its keyword arguments.
     """
+    return _keep_inputs(store, function, modules_of(function), selective, args, kwargs)
+
+
+def _keep_inputs(
+    store: ActivationStore | None, function: Callable[..., Any], modules: Sequence[nn.Module], selective: bool,
+    args: tuple[Any, ...], kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
     if store is None or not store.active():
-        return _checkpoint(function, selective, *args, **kwargs)
+        return _checkpoint(function, modules, selective, *args, **kwargs)
     function, tensors = store.keep(function, args, kwargs)
     del args, kwargs  # which would hold the inputs while the block computes
-    return _checkpoint(function, selective, *tensors)
+    return _checkpoint(function, modules, selective, *tensors)
 
 
 def checkpoint_modules(
@@ -68,7 +83,7 @@ def checkpoint_modules(
     """Have the forward of each module checkpointed, in place; see ``checkpoint_with``."""
     # Their forward and not they themselves: their hooks run around it, once.
     for module in modules:
-        module.forward = partial(_without_cache, module.forward, store, selective)
+        module.forward = partial(_without_cache, module.forward, store, selective, module)
 
 
 def compile_forward(module: nn.Module, **options: Any) -> None:
@@ -83,15 +98,17 @@ def compile_forward(module: nn.Module, **options: Any) -> None:
 
 
 def _without_cache(
-    forward: Callable[..., Any], store: ActivationStore | None, selective: bool, /, *args: Any, **kwargs: Any
-) -> Any:
+    forward: Callable[..., Any], store: ActivationStore | None, selective: bool, module: nn.Module, /, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
     """Checkpoint a call, without the cache of keys and values that transformers may pass."""
     # What is computed twice must not be added to a cache twice.
     if torch.is_grad_enabled():
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
-    return checkpoint_with(store, forward, *args, selective=selective, **kwargs)
+    # The module's own forward may have been replaced by a function that does not show it.
+    return _keep_inputs(store, forward, list(module.modules()), selective, args, kwargs)
 
 
 def _is_cache(value: Any) -> bool:

@@ -137,7 +137,28 @@ def curves_of(type: str, given: Mapping[str, Any], optimizer: Optimizer) -> tupl
     # The first call also raises for values that do not fit together, before any group is changed.
     if any([curve(-1, 1.0)[1] is not None for curve in curves]):
         _tell_betas(type, optimizer)
+    if (highest := inspect.signature(ours).parameters.get("warmup_max_lr")) is not None:
+        _tell_rates(type, given.get("warmup_max_lr", highest.default), "warmup_max_lr" in given, groups)
     return curves, given
+
+
+def _tell_rates(name: str, top: Any, is_given: bool, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Warn where a warm-up replaces rates of the optimizer by one that nobody chose for them."""
+    rates = [float(group.get("initial_lr", group["lr"])) for group in groups]
+    if not isinstance(top, int | float) or all(rate == top for rate in rates):
+        return  # each group has its own rate, or was given one
+    if not is_given:
+        _log.warning(
+            f"%s rises to its default {SCHEDULER_PARAMS}.warmup_max_lr of %g (as in DeepSpeed), and not to the "
+            "optimizer's lr of %s; set it",
+            name, top, ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)),
+        )  # fmt: skip
+    elif len(set(rates)) > 1:
+        _log.warning(
+            f"%s takes {SCHEDULER_PARAMS}.warmup_max_lr of %g for all parameter groups, whose own rates are %s; give "
+            "it a list with one value per group to keep them apart",
+            name, top, ", ".join(f"{rate:g}" for rate in rates),
+        )  # fmt: skip
 
 
 def _tell_betas(name: str, optimizer: Optimizer) -> None:

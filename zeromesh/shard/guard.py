@@ -30,6 +30,7 @@ _METHODS = (
 
 OWN_CLASS = "_own_class"  # attribute of a class that replaces a parameter's own: that class
 UNLOADED = "_is_unloaded"  # attribute of a class whose parameters are not in memory
+GATHERED = "_is_gathered"  # attribute of a class whose parameters a context of the user's has gathered
 
 Owned = TypeVar("Owned", bound="Owner")
 
@@ -156,7 +157,7 @@ def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Paramete
         def __torch_function__(
             cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
-            if any(one not in (Gathered, nn.Parameter, torch.Tensor) for one in types):
+            if any(one not in (nn.Parameter, torch.Tensor) and not hasattr(one, GATHERED) for one in types):
                 return NotImplemented  # another library's tensors know best
             if func is torch.autograd.grad:
                 changed, named = with_edges(args, kwargs)
@@ -165,10 +166,18 @@ def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Paramete
             with torch._C.DisableTorchFunctionSubclass():
                 if saves is None or func in HARMLESS or not torch.is_grad_enabled():
                     return func(*args, **(kwargs or {}))
+                if any(one is not Gathered and hasattr(one, GATHERED) for one in types):
+                    # This engine's hooks for saved tensors know nothing of the other's memory.
+                    raise RuntimeError(
+                        f"{getattr(func, '__name__', func)} of gathered parameters of two engines cannot be "
+                        "differentiated: clone those of one of them (parameter.detach().clone()), or compute under "
+                        "torch.no_grad()"
+                    )
                 with saves():
                     return func(*args, **(kwargs or {}))
 
     setattr(Gathered, OWN_CLASS, nn.Parameter)
+    setattr(Gathered, GATHERED, True)
     return Gathered
 
 

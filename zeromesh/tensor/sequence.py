@@ -84,9 +84,11 @@ def _whole(name: str, module: nn.Module, resolved: SplitPlan, is_block: bool) ->
     odd = [path for path, m in kept.items() if next(m.parameters(), None) is not None and path not in norms]
     apart = any(m.kind == "module" or m.style.after not in (None, "leave") or m.style.before == "split" for m in direct)
     mixes = not is_block and (odd or next(module.parameters(recurse=False), None) is not None)
-    # A module that is neither an attention nor an MLP that is all split, as experts with their router, or latent
-    # attention, computes as it does without sequence parallelism.
-    if apart or mixes:
+    # An adapter has a factor that is not split, and reads what its layer reads.
+    adapted = any(member.container == name and member not in direct for member in resolved.members)
+    # A module that is neither an attention nor an MLP that is all split, as experts with their router, latent
+    # attention, or one with adapters, computes as it does without sequence parallelism.
+    if apart or mixes or adapted:
         yield name
         return
     yield from odd

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zeromesh.comm.collectives import Group, Pending
+from zeromesh.model.buffers import BufferMemory
 from zeromesh.model.linear import Kept
 from zeromesh.model.randomness import drawing_from, random_state
 from zeromesh.pipeline.runtime.record import Recorder
@@ -153,6 +154,7 @@ class _Running:
         self._outputs: dict[Place, tuple[Tensor, ...]] = {}
         self._sent: dict[Place, Sequence[Pending]] = {}
         self._random: dict[Place, Sequence[Tensor]] = {}
+        self._buffers: dict[Place, BufferMemory] = {}
         # Operands of weight gradients: those of the forward become due with the backward of the input.
         self._operands: dict[Place, Kept | None] = {}
         self._due: dict[Place, Kept] = {}
@@ -185,7 +187,7 @@ class _Running:
 
     def _end(self, stage: int, microbatch: int) -> None:
         """Give up what is kept of a micro-batch in a stage."""
-        for kept in (self._inputs, self._outputs, self._sent, self._random, self._operands):
+        for kept in (self._inputs, self._outputs, self._sent, self._random, self._buffers, self._operands):
             kept.pop((stage, microbatch), None)
 
     def _forward(self, stage: int, microbatch: int) -> None:
@@ -193,6 +195,7 @@ class _Running:
         again = place in self._again
         if again:
             self._random[place] = random_state(self._messages.device)
+            self._buffers[place] = self._stages.buffers()
         known = self._key(stage + 1, microbatch) in self._headers
         # What passes on depends on parameters, which is seen where there are graphs.
         graph = (torch.is_grad_enabled() and not again) or (not known and stage < self._last)
@@ -203,12 +206,13 @@ class _Running:
             else:
                 self._hand_over(stage, microbatch, result)
         if again:
+            self._buffers[place].note()
             # The graph of a first run was for the header only: the recomputation makes the one that counts.
             self._outputs[place] = tuple(tensor.detach() for tensor in self._outputs[place])
         if not self._trains and (stage == self._last or self._messages.is_here(stage + 1)):
             self._end(stage, microbatch)
 
-    def _compute(self, stage: int, microbatch: int, trains: bool, again: bool = False) -> Any:
+    def _compute(self, stage: int, microbatch: int, trains: bool, again: BufferMemory | None = None) -> Any:
         """Return the outputs of a stage for the received inputs; the last one gives the loss."""
         place = stage, microbatch
         kept: Kept | None = [] if self._splits else None
@@ -226,9 +230,9 @@ class _Running:
         return result
 
     def _recompute(self, stage: int, microbatch: int) -> None:
-        """Run the forward again, with the same random numbers, for the graph that the first run did not keep."""
+        """Run the forward again, with the same random numbers and buffers, for the graph that it did not keep."""
         with drawing_from(self._random[stage, microbatch], self._messages.device):
-            self._compute(stage, microbatch, trains=True, again=True)
+            self._compute(stage, microbatch, trains=True, again=self._buffers[stage, microbatch])
 
     def _take(self, stage: int, microbatch: int) -> Handed:
         """Return the outputs of the stage before."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, is_dataclass
 from dataclasses import fields as dataclass_fields
 from functools import wraps
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.config.keys import ONE_STAGE, PARTITION, STAGE_BLOCKS
+from zeromesh.model.buffers import BufferMemory
 from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.model.in_place import version
 from zeromesh.pipeline.runtime.elsewhere import Parameters, counting, counts
@@ -85,9 +86,13 @@ class Stages:
         inside = {id(module) for name in blocks for module in model.get_submodule(name).modules()}
         self._outside = [module for module in model.modules() if id(module) not in inside]
 
+    def buffers(self) -> BufferMemory:
+        """Return the buffers of the model before a forward that will run again."""
+        return BufferMemory(self._model.modules())
+
     def run(
         self, stage: int, call: Callable[[], Any], received: Handed | None, places: Sequence[int] | None = None,
-        sends_all: bool = False, again: bool = False,
+        sends_all: bool = False, again: BufferMemory | None = None,
     ) -> Any:  # fmt: skip
         """Run one stage of a forward; return outputs for the next stage, or, of the last stage, what ``call`` returned.
 
@@ -97,10 +102,11 @@ class Stages:
             received: outputs of the stage before; None for the first.
             places: as in the header of the outputs, if known; else they are found by the tensors' graphs.
             sends_all: hand over all floating-point tensors.
-            again: it was run before, and buffers were changed then.
+            again: buffers before the first run of this forward, if this is another one.
         """
         bounds = self._bounds[stage], self._bounds[stage + 1]
-        with self._spared(stage, again) as enter:
+        before = nullcontext() if again is None else again.restored()
+        with before, self._spared(stage, again is not None) as enter:
             run = _Run(self._blocks, *bounds, received, places, sends_all, enter)
             with self._gates(run), self._without_graph(run), counting():
                 try:
@@ -164,7 +170,7 @@ class Stages:
         if stage not in self._watched and not again:
             self._watched.add(stage)
             parameters = Parameters(self._model, self._outside)
-        modules = list(self._model.modules()) if again else [] if stage == self._first else self._outside
+        modules = self._outside if again or stage != self._first else []
         buffers = [(module, name, own) for module in modules for name, own in module._buffers.items()]
         for module, name, own in buffers:
             module._buffers[name] = None if own is None else own.clone()
