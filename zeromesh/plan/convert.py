@@ -56,7 +56,9 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
     resolved = settings.resolve(sizes["data"] * sizes["replicate"], sizes)
     precision = "bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32"
     recomputed = settings.activation_checkpointing
-    name = settings.pipeline.schedule if sizes["pipeline"] > 1 else "1f1b"
+    chosen = settings.pipeline.schedule if sizes["pipeline"] > 1 else "1f1b"
+    # A file is no name that the planner can time; it says so where it is asked to.
+    name = chosen if isinstance(chosen, str) else chosen.file
     least = SCHEDULES[name].chunks[0] if name in SCHEDULES else 1
     layout = ParallelLayout(
         **{axis: sizes[axis] for axis in AXES}, row=settings.row,
