@@ -62,7 +62,7 @@ def test_measured_costs_are_read_from_a_file(tmp_path: Path) -> None:
     assert "time    13\n" in call("--stages", "2", *options).stdout
     shown = call("--stages", "4", *options)
     assert shown.exit_code == 2
-    assert "--costs has the times of 2 stages; set --stages to that number" in shown.stderr
+    assert "the costs are those of 2 stages, and 1f1b has 4; measure as many" in shown.stderr
 
 
 def test_files_are_written(tmp_path: Path) -> None:

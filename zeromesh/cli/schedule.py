@@ -12,7 +12,7 @@ from zeromesh.config.keys import RECORD
 from zeromesh.pipeline.schedule import picture
 from zeromesh.pipeline.schedule.actions import LAST, Schedule, ScheduleError
 from zeromesh.pipeline.schedule.execution import execute, most_held_by_rank, most_held_by_stage
-from zeromesh.pipeline.schedule.files import read_costs, read_schedule, stages_of
+from zeromesh.pipeline.schedule.files import read_costs, read_schedule
 from zeromesh.pipeline.schedule.generators import ROWS, SEARCH, Shape, generate, shape_of
 from zeromesh.pipeline.schedule.lowering import add_messages
 from zeromesh.pipeline.schedule.simulate import Costs, Timeline, simulate
@@ -66,8 +66,6 @@ def show(
     if rest:
         raise ValueError(f"{stages} stages cannot be {chunks} on each rank, as for {name}; take a multiple of {chunks}")
     shape = shape_of(name, ranks, microbatches, chunks, group)
-    if stages_of(costs) not in (None, stages):
-        raise ValueError(f"--costs has the times of {stages_of(costs)} stages; set --stages to that number")
     schedule = generate(name, ranks, microbatches, chunks, group, costs, memory)
     validate(schedule, memory, costs)
     timeline = simulate(schedule, costs)

@@ -7,8 +7,8 @@ from pathlib import Path
 from zeromesh.config.keys import ACCUMULATION, CHUNKS, COSTS, PIPELINE_RANKS, SCHEDULE, STAGE_RECOMPUTE
 from zeromesh.config.parts import Pipeline
 from zeromesh.pipeline.schedule.actions import Kind, Schedule
-from zeromesh.pipeline.schedule.files import read_costs, read_schedule, stages_of
-from zeromesh.pipeline.schedule.generators import generate, shape_of
+from zeromesh.pipeline.schedule.files import read_costs, read_schedule
+from zeromesh.pipeline.schedule.generators import generate
 from zeromesh.pipeline.schedule.lowering import add_messages, add_recompute
 from zeromesh.pipeline.schedule.validate import validate
 
@@ -69,14 +69,12 @@ class ChosenSchedule:
         return computed if computed.has_messages else add_messages(computed, self._costs)
 
     def _named(self, microbatches: int) -> Schedule:
-        shape = shape_of(self.name, self._ranks, microbatches, self._chosen.chunks)
-        stages = shape.ranks * shape.chunks
-        if self._costs is not None and stages_of(self._costs) not in (None, stages):
-            raise ValueError(
-                f"{COSTS}, {self._chosen.costs}, has the times of {stages_of(self._costs)} stages, and {self.name} has "
-                f"{stages}; record an update with {stages} stages, or leave {COSTS} out"
-            )
-        return generate(self.name, self._ranks, microbatches, self._chosen.chunks, costs=self._costs)
+        try:
+            return generate(self.name, self._ranks, microbatches, self._chosen.chunks, costs=self._costs)
+        except ValueError as error:
+            if self._costs is None:
+                raise
+            raise ValueError(f"{SCHEDULE} = {self.name}, {COSTS} = {self._chosen.costs}: {error}") from None
 
     def _from_file(self, path: Path) -> Schedule:
         """Return the schedule of a file. Raise ValueError, with the path, for one that these ranks cannot run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from math import inf
 from pathlib import Path
@@ -115,11 +115,6 @@ def read_costs(path: Path) -> Costs:
         )
     values: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in found.items()}
     return Costs(**values)
-
-
-def stages_of(costs: Costs) -> int | None:
-    """Return the number of stages that have costs of their own; None: one number stands for all."""
-    return len(costs.forward) if isinstance(costs.forward, Sequence) else None
 
 
 def _text_of(path: Path) -> str:
