@@ -187,7 +187,11 @@ class Pipelined:
     def _require_same(self, given: Sequence[Any], signatures: Sequence[Any], own: float) -> tuple[float, ...]:
         """Return ``own`` of each rank. Raise ValueError, on all ranks, if stages have different micro-batches."""
         # Stages that are given different micro-batches would wait for messages that never come.
-        sums = sum((number + 1) * float(batches.checksum(one, self._mesh.device)) for number, one in enumerate(given))
+        sums = 0.0
+        if given:
+            found = torch.stack([batches.checksum(one, self._mesh.device) for one in given])
+            # Weighted, as the order counts; read once, as a device is waited for.
+            sums = float((found * torch.arange(1, len(given) + 1, dtype=found.dtype, device=found.device)).sum())
         shapes = zlib.crc32(repr(signatures).encode())
         rows = self._group.exchange(torch.tensor([len(given), shapes, sums, own], dtype=torch.float64)).tolist()
         for stage, row in enumerate(rows[1:], 1):

@@ -1,8 +1,10 @@
 """The interpreter carries out every action of a schedule, or refuses the schedule before the first one."""
 
+import gc
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -54,19 +56,33 @@ def batches() -> list[Tensor]:
     return [torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(MICROBATCHES)]
 
 
+class Runs:
+    """Two stages of a model on one rank, which may run several times."""
+
+    def __init__(self, schedule: Schedule, rank: int = 0) -> None:
+        self.model = Model().double()
+        postpone(self.model)
+        stages = Stages(self.model, [f"layers.{block}" for block in range(4)], (0, 2))
+        group: Any = SimpleNamespace(rank=rank)
+        messages = Messages(group, schedule.placement, torch.device("cpu"))
+        self.interpreter = Interpreter(stages, messages, Work(self.model))
+        self.schedule, self.rank = schedule, rank
+
+    def __call__(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return losses and gradients."""
+        self.model.zero_grad()
+        given = [x.double() for x in batches()]
+        losses = self.interpreter.run(self.schedule, self.rank, given, [0] * MICROBATCHES)
+        return losses, [parameter.grad for parameter in self.model.parameters()]
+
+
 def run(schedule: Schedule, rank: int = 0) -> tuple[list[Tensor], list[Tensor]]:
-    """Return losses and gradients of two stages on one rank."""
-    model = Model().double()
-    postpone(model)
-    stages = Stages(model, [f"layers.{block}" for block in range(4)], (0, 2))
-    group: Any = SimpleNamespace(rank=rank)
-    interpreter = Interpreter(stages, Messages(group, schedule.placement, torch.device("cpu")), Work(model))
-    losses = interpreter.run(schedule, rank, [x.double() for x in batches()], [0] * MICROBATCHES)
-    return losses, [parameter.grad for parameter in model.parameters()]
+    return Runs(schedule, rank)()
 
 
-def of_torch() -> tuple[list[Tensor], list[Tensor]]:
-    model = Model().double()
+def of_torch(model: nn.Module | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    model = model or Model().double()
+    model.zero_grad()
     losses = [model(x.double()) for x in batches()]
     torch.stack(losses).sum().backward()
     return [loss.detach() for loss in losses], [parameter.grad for parameter in model.parameters()]
@@ -87,6 +103,27 @@ MIXED = {
 def test_gradients_are_those_of_torch_however_backwards_are_divided(name: str) -> None:
     found, expected = run(parse(HEAD + FORWARDS + MIXED[name])), of_torch()
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_blocks_may_be_replaced_between_runs() -> None:
+    runs = Runs(parse(HEAD + FORWARDS + MIXED["whole"]))
+    runs()
+    torch.manual_seed(1)
+    runs.model.layers[1] = nn.Linear(WIDTH, WIDTH).double()
+    runs.model.layers[2].weight = nn.Parameter(torch.randn(WIDTH, WIDTH).double())
+    found = runs()
+    torch.testing.assert_close(found, of_torch(runs.model), rtol=1e-12, atol=1e-12)
+
+
+def test_no_activation_outlives_a_run() -> None:
+    runs = Runs(parse(HEAD + FORWARDS + MIXED["in two parts"]))
+    made: list[ref[Tensor]] = []
+    for layer in runs.model.layers:
+        layer.register_forward_hook(lambda module, args, output: made.append(ref(output)))
+    runs()
+    gc.collect()
+    assert len(made) == 4 * MICROBATCHES
+    assert all(output() is None for output in made)
 
 
 def refused(text: str, rank: int = 0) -> ScheduleError:
