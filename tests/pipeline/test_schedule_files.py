@@ -12,7 +12,9 @@ import pytest
 import zeromesh
 from harness import run_ranks
 from test_pipeline import ADAMW, SAMPLES, batches, build, train
+from zeromesh.config.errors import ConfigError
 from zeromesh.config.parts import Pipeline, ScheduleFile
+from zeromesh.config.settings import Settings
 from zeromesh.pipeline.schedule.actions import COMPUTE, ScheduleError, parse
 from zeromesh.pipeline.schedule.chosen import ChosenSchedule
 from zeromesh.pipeline.schedule.files import parse_table, read_costs, read_schedule, with_costs
@@ -154,6 +156,19 @@ def test_sends_that_only_buffers_would_let_pass_are_refused(tmp_path: Path) -> N
     )
     with pytest.raises(ValueError, match="deadlock.*rank 0 at SA0.1 waits for RA1.1"):
         chosen(written(tmp_path, text))
+
+
+@pytest.mark.parametrize("value", [5, ["1f1b"], {}, {"file": ""}, {"file": 1}, {"path": "a"}, {"file": "a", "more": 1}])
+def test_other_values_of_the_key_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r'must be the name of a schedule, or \{"file": PATH\}'):
+        Settings.load({"train_batch_size": 1, "pipeline": {"schedule": value}})
+
+
+def test_the_key_can_be_set_on_the_command_line() -> None:
+    document = {"train_batch_size": 1, "pipeline": {"schedule": "zb-h1"}}
+    settings = Settings.load(document, ["pipeline.schedule.file=own.txt"])
+    assert settings.pipeline.schedule == ScheduleFile(file="own.txt")
+    assert Settings.load(settings.model_dump(exclude_unset=True)).pipeline == settings.pipeline
 
 
 # Measured costs.
