@@ -148,6 +148,11 @@ def test_schedules_that_do_not_fit_are_refused(text: str, options: Any, reason: 
     assert reason in str(error.value)
 
 
+def test_costs_have_no_place_beside_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"pipeline\.costs = a\.json would choose one; leave one of them out"):
+        chosen(written(tmp_path, TEXT), costs="a.json")
+
+
 def test_sends_that_only_buffers_would_let_pass_are_refused(tmp_path: Path) -> None:
     text = (
         "microbatches: 2\nplacement: 0 1\n"

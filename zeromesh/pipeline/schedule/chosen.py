@@ -33,6 +33,11 @@ class ChosenSchedule:
         else:
             self.name = chosen.schedule.file
             self._read = self._from_file(Path(self.name))
+        if self._read is not None and chosen.costs is not None:
+            raise ValueError(
+                f"{SCHEDULE} is the file {self.name}, which has the order of all actions, and {COSTS} = {chosen.costs} "
+                "would choose one; leave one of them out"
+            )
         self._costs = None if chosen.costs is None else read_costs(Path(chosen.costs))
         self.from_file = self._read is not None or self._costs is not None
         self._known = {microbatches: self._make(microbatches)}
