@@ -18,7 +18,6 @@ from zeromesh.comm.agreement import require_agreement
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
-from zeromesh.config.keys import SCHEDULE
 from zeromesh.config.parts import Pipeline
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import tensors_of
@@ -29,8 +28,8 @@ from zeromesh.pipeline.runtime.run import Interpreter, Messages, Work
 from zeromesh.pipeline.runtime.stage import Stages
 from zeromesh.pipeline.runtime.weights import postpone, roots_of
 from zeromesh.pipeline.schedule.actions import Schedule
-from zeromesh.pipeline.schedule.generators import generate
-from zeromesh.pipeline.schedule.lowering import add_messages, add_recompute, forward_only
+from zeromesh.pipeline.schedule.chosen import ChosenSchedule
+from zeromesh.pipeline.schedule.lowering import add_messages, forward_only
 from zeromesh.pipeline.schedule.partition import Blocks, starts_of
 from zeromesh.shard.sharded import ShardedModel
 
@@ -54,6 +53,7 @@ class Pipelined:
     """A model in pipeline stages. Raise ValueError if it cannot be cut so, or there is no such schedule.
 
     Attributes:
+        schedules: of training steps.
         cut: the blocks of each stage.
         recorded: the update that was recorded last; None if none was.
         taken: places of parameters of other ranks' stages, where there are zeros now.
@@ -62,11 +62,12 @@ class Pipelined:
     def __init__(self, model: nn.Module, mesh: Mesh, chosen: Pipeline, microbatches: int, blocks: Blocks) -> None:
         self._model, self._mesh, self._chosen = model, mesh, chosen
         self._group = mesh.group("pipeline")
-        self._schedules: dict[int, Schedule] = {}
         self._evaluations: dict[int, Schedule] = {}
         self._units: dict[int, frozenset[int]] = {}
+        self._postpones = False  # linear layers can leave their weight gradients for later
         self._open: set[int] = set()  # stages whose last backward of this update is yet to come
-        self._placement = self._compute(microbatches).placement
+        self.schedules = ChosenSchedule(chosen, self._group.size, microbatches)
+        self._placement = self.schedules.placement
         self.cut = blocks.cut(starts_of(chosen.partition, blocks, len(self._placement)))
         self._interpreter: Interpreter | None = None
         self.recorded: Recorded | None = None
@@ -125,28 +126,13 @@ class Pipelined:
         """Return the computation of this rank's stages."""
         return StageWork(self, sharded, computation)
 
-    def _compute(self, microbatches: int) -> Schedule:
-        return generate(self._chosen.schedule, self._group.size, microbatches, self._chosen.chunks)
-
     def schedule(self, microbatches: int) -> Schedule:
         """Return the schedule of a training step, with its messages; raise ValueError if there is none."""
-        if microbatches not in self._schedules:
-            compute = self._compute(microbatches)
-            if self._chosen.recompute:
-                # Of the last stage the backward follows at once: there is nothing to be saved.
-                compute = add_recompute(compute, range(compute.stages - 1))
-            schedule = add_messages(compute)
-            # The search may choose another placement for another number; parameters stay where they are.
-            if schedule.placement != self._placement:
-                raise ValueError(
-                    f"{SCHEDULE} = {self._chosen.schedule} has other stages on the ranks for {microbatches} "
-                    f"micro-batches, {schedule.placement}, than those that the model was cut for, {self._placement}; "
-                    "keep the number of micro-batches, or name a schedule whose stages stay"
-                )
-            self._schedules[microbatches] = schedule
-            if schedule.splits:
-                postpone(self._model)  # not before: another schedule leaves the layers as they are
-        return self._schedules[microbatches]
+        schedule = self.schedules.of(microbatches)
+        if schedule.splits and not self._postpones:
+            self._postpones = True
+            postpone(self._model)  # not before: another schedule leaves the layers as they are
+        return schedule
 
     def train(self, trainer: Work, given: Sequence[Any]) -> list[Tensor]:
         """Run forward and backward of all micro-batches; return detached losses, on the last stage's rank only."""
@@ -201,7 +187,11 @@ class Pipelined:
     def _require_same(self, given: Sequence[Any], signatures: Sequence[Any], own: float) -> tuple[float, ...]:
         """Return ``own`` of each rank. Raise ValueError, on all ranks, if stages have different micro-batches."""
         # Stages that are given different micro-batches would wait for messages that never come.
-        sums = sum((number + 1) * float(batches.checksum(one, self._mesh.device)) for number, one in enumerate(given))
+        sums = 0.0
+        if given:
+            found = torch.stack([batches.checksum(one, self._mesh.device) for one in given])
+            # Weighted, as the order counts; read once, as a device is waited for.
+            sums = float((found * torch.arange(1, len(given) + 1, dtype=found.dtype, device=found.device)).sum())
         shapes = zlib.crc32(repr(signatures).encode())
         rows = self._group.exchange(torch.tensor([len(given), shapes, sums, own], dtype=torch.float64)).tolist()
         for stage, row in enumerate(rows[1:], 1):

@@ -54,6 +54,17 @@ def test_chunks_groups_costs_and_memory_are_obeyed() -> None:
     assert "rank 0: 1  " in small.stdout
 
 
+def test_measured_costs_are_read_from_a_file(tmp_path: Path) -> None:
+    costs = {"forward": [1.0, 2.0], "input": [1.0, 1.0], "weight": [2.0, 1.0], "latency": 0.5}
+    (tmp_path / "update_3.json").write_text(json.dumps({"traceEvents": [], "otherData": {"costs": costs}}))
+    options = ("--microbatches", "2", "--costs", tmp_path / "update_3.json", "--name", "1f1b")
+    # F0 until 1, F0 and B0 of the other rank from 1.5 to 5.5, F1 and B1 to 9.5, and B1 of rank 0 from 10 on.
+    assert "time    13\n" in call("--stages", "2", *options).stdout
+    shown = call("--stages", "4", *options)
+    assert shown.exit_code == 2
+    assert "the costs are those of 2 stages, and 1f1b has 4; measure as many" in shown.stderr
+
+
 def test_files_are_written(tmp_path: Path) -> None:
     files = {name: tmp_path / f"a.{name}" for name in ("svg", "trace", "text")}
     options = [part for name, file in files.items() for part in (f"--{name}", file)]
@@ -73,6 +84,9 @@ def test_a_file_is_checked(tmp_path: Path) -> None:
     assert shown.stdout.startswith(
         "valid: 3 stages on 3 ranks, 4 micro-batches\nlargest number of micro-batches held\n  rank 0: 3 "
     )
+    table = tmp_path / "table.csv"
+    table.write_text("0F0,,0B0\n1F0,1B0\n")
+    assert call("--check", table).stdout.startswith("valid: 2 stages on 2 ranks, 1 micro-batch\n")
     file.write_text(str(add_messages(generate("1f1b", 3, 4))).replace("F1.2", "F1.3"))
     shown = call("--check", file)
     assert shown.exit_code == 2
@@ -114,6 +128,7 @@ def test_a_file_that_needs_buffered_sends_is_said_to(tmp_path: Path) -> None:
         (("--costs", "1,2"), ["--costs is '1,2'", "F,I,W"]),
         (("--costs", "1,2,-3"), ["--costs is '1,2,-3'"]),
         (("--costs", "1,x,1"), ["--costs is '1,x,1'"]),
+        (("--costs", "/nowhere/a.json"), ["unreadable file: /nowhere/a.json"]),
         (("--memory", "2"), ["memory on rank 0", "activations take 3 of 2"]),
         (("--name", "search", "--memory", "0.5"), ["memory is 0.5", "at least that"]),
         (("--text", "/nowhere/a.txt"), ["/nowhere/a.txt"]),

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,6 +20,7 @@ from zeromesh.observe.spans import Clock
 from zeromesh.pipeline.runtime.record import Recorded, Recorder, gather
 from zeromesh.pipeline.schedule.actions import COMPUTE, Action, Kind, parse
 from zeromesh.pipeline.schedule.execution import dependencies, most_held_by_rank
+from zeromesh.pipeline.schedule.files import read_costs
 from zeromesh.pipeline.schedule.generators import generate
 from zeromesh.pipeline.schedule.picture import Panel, svg, trace
 from zeromesh.pipeline.schedule.simulate import Costs, TimedAction, Timeline, simulate
@@ -97,6 +99,9 @@ def test_an_update_is_recorded_and_drawn(tmp_path: Path, schedule: str, chunks: 
     assert line == f"update 2: {bubbles}; {', '.join(map(str, files))}"
     events = json.loads(files[1].read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"predicted", "measured"}
+    for one in fields(Costs):
+        read, measured = getattr(read_costs(files[1]), one.name), getattr(recorded.costs, one.name)
+        assert read == (tuple(measured) if isinstance(measured, list) else measured)
     waits = [event for event in events if event.get("cat") == "wait"]
     assert len(waits) == sum(map(len, recorded.waits)) > 0
     assert ElementTree.parse(files[0]).getroot().tag == f"{SPACE}svg"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import zeromesh
 from harness import run_ranks
-from test_pipeline import ADAMW, MESHES, SAMPLES, batches, build, compare
+from test_pipeline import ADAMW, MESHES, SAMPLES, Plain, batches, build, compare
 from zeromesh.model.linear import Columns, Kept, keeping, multiply
 from zeromesh.pipeline.runtime.weights import postpone, roots_of
 
@@ -61,6 +61,92 @@ def test_gradients_of_the_weights_of_all_linear_layers_come_later(tensor: int, f
 )
 def test_split_layers_whose_weights_come_later_train_to_the_numbers_of_one_process(kind: str, further: str) -> None:
     compare(kind, further, **MESHES["2 stages, tensor 2"], row=0, schedule="zb-h1", microbatches=4)
+
+
+class Headed(Plain):
+    """Takes the loss of its logits in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(tied=False)
+        self.way = way
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        first, mask = self.embedding(ids), (ids > 3)[..., None]
+        x = first
+        for layer in self.layers:
+            x = layer(x, first, mask=mask)
+        logits, flat = self.head(self.norm(x)).flatten(0, 1), labels.flatten()
+        if self.way == "of values":
+            return (logits.logsumexp(-1) - logits.gather(1, flat[:, None])[:, 0]).mean()
+        losses = nn.functional.cross_entropy(logits, flat, reduction=self.way)
+        return losses if self.way == "mean" else (losses * torch.arange(len(flat))).mean()
+
+
+def headed(way: str, further: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    settings = {
+        "train_batch_size": SAMPLES * 4,
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "optimizer": ADAMW,
+        "gradient_clipping": 0.5,
+        **further,
+    }
+    engine = zeromesh.initialize(model=Headed(way).double(), config=settings)[0]
+    due: list[int] = []  # layers whose weight gradients were left, of each micro-batch
+    early: list[str] = []  # parameters whose gradients came with those of inputs
+    if further:
+        weights, backward = engine.stage_work.stage_weights, engine.stage_work.stage_backward
+
+        def stage_weights(stage: int, kept: Kept, last: bool) -> None:
+            due.append(len(roots_of(kept)))
+            weights(stage, kept, last)
+
+        def stage_backward(*args: Any) -> None:
+            arrived.clear()
+            backward(*args)
+            early.extend(arrived)
+
+        arrived: list[str] = []
+        arrive = engine.sharded.reducer.arrive
+
+        def noted(gradient: Any, index: int, value: Tensor) -> None:
+            arrived.append(gradient.layout.segments[index].name)
+            arrive(gradient, index, value)
+
+        engine.stage_work.stage_weights, engine.stage_work.stage_backward = stage_weights, stage_backward
+        engine.sharded.reducer.arrive = noted
+    losses = [
+        float(engine.train_batch(batches("plain", step, 4, engine.data_rank, engine.data_size))) for step in (0, 1)
+    ]
+    with engine.sharded.gathered(engine.sharded.units):
+        whole = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    return losses, whole, due, early
+
+
+SPLIT = {"mesh": {"pipeline": 2, "tensor": 2}}
+LAZY = {"chunked_loss": True, "mesh": {"pipeline": 2}}
+
+
+@pytest.mark.parametrize("way", ["mean", "none", "of values"])
+@pytest.mark.parametrize(
+    ("further", "row"),
+    [(LAZY, 0), pytest.param(LAZY, 3, marks=pytest.mark.full), pytest.param(SPLIT, 1, marks=pytest.mark.full)],
+)
+def test_the_weight_gradient_of_a_lazy_head_comes_later(way: str, further: dict[str, Any], row: int) -> None:
+    losses, weights, _, _ = run_ranks(headed, 1, way, {})[0]
+    settings = {**further, "zero_optimization": {"stage": row}, "pipeline": {"schedule": "zb-h1"}}
+    runs = run_ranks(headed, 2 * further["mesh"].get("tensor", 1), way, settings)
+    for found, whole, _, early in runs:
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert early
+        assert not {"head.weight", "head.bias"} & {*early}
+        for name, value in whole.items():
+            assert float((value - weights[name]).abs().max()) <= 1e-8, name
+    last = runs[-1]
+    assert "head.weight" in last[1]
+    # Two layers in each of four blocks or more, and the head.
+    assert len(last[2]) == 8
+    assert all(count % 2 == 1 for count in last[2])
 
 
 def model_of(layer: nn.Module) -> nn.Sequential:

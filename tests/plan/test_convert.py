@@ -1,6 +1,8 @@
 """Layouts become configurations that the settings accept, and come back as they were."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,10 +10,13 @@ from planning import Plain, machine
 from zeromesh.config.settings import Settings
 from zeromesh.config.written import row_name
 from zeromesh.model.placement import ROWS, Tier
+from zeromesh.pipeline.schedule.files import with_costs
+from zeromesh.pipeline.schedule.simulate import Costs
 from zeromesh.plan.convert import PRECISIONS, document_for, launch_command, layout_from, precision_for
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Device
 from zeromesh.plan.space import LayoutSpace, ModelLimits, PlanRequest
+from zeromesh.plan.stages import placement_of
 
 
 def every_kind() -> list[ParallelLayout]:
@@ -47,6 +52,19 @@ def test_the_settings_accept_every_kind_of_layout_and_give_it_back() -> None:
 def test_precisions_come_back_with_their_widths(precision: str) -> None:
     layout = ParallelLayout(4, row=ROWS[3], widths=PRECISIONS[precision])
     assert layout_from(Settings.load(document_for(layout, precision)), 4) == (layout, precision)
+
+
+def test_measured_costs_and_files_of_schedules_are_in_the_layout(tmp_path: Path) -> None:
+    costs = Costs((1.0, 2.0), (1.0, 2.0), (1.0, 2.0), latency=0.5)
+    (tmp_path / "update_3.json").write_text(json.dumps(with_costs({}, costs)))
+    document = {"train_batch_size": 8, "gradient_accumulation_steps": 4, "mesh": {"pipeline": 2}}
+    measured = {"schedule": "search", "costs": str(tmp_path / "update_3.json")}
+    assert layout_from(Settings.load({**document, "pipeline": measured}), 4)[0].costs == costs
+    own = {"schedule": {"file": "schedule.txt"}}
+    layout, _ = layout_from(Settings.load({**document, "pipeline": own}), 4)
+    assert (layout.schedule, layout.costs) == ("schedule.txt", None)
+    with pytest.raises(ValueError, match="there is no schedule 'schedule.txt'; take one of gpipe, 1f1b"):
+        placement_of(layout.schedule, 2, 4, 1)
 
 
 def test_devices_train_in_the_first_precision_that_they_have() -> None:

@@ -2,7 +2,9 @@
 
 import pytest
 
-from zeromesh.plan.stages import StageCost, pipelined
+from zeromesh.pipeline.schedule.generators import generate
+from zeromesh.pipeline.schedule.simulate import Costs, simulate
+from zeromesh.plan.stages import StageCost, pipelined, placement_of
 
 EVEN = StageCost(1.0, 1.0, 1.0)  # a backward takes twice a forward
 
@@ -44,6 +46,23 @@ def test_message_and_release_delay_the_first_micro_batch():
     # Two messages lie between the forward on rank 0 and its backward, and the first forward waits for its release.
     found = pipelined("1f1b", 2, 1, 1, [StageCost(1.0, 1.0, 1.0, release=0.5, message=0.25)] * 2)
     assert found.makespan == pytest.approx(0.5 + 1.0 + 0.25 + 1.0 + 2.0 + 0.25 + 2.0)
+
+
+def test_search_orders_actions_by_measured_costs():
+    costs = Costs((1.0, 1.0, 2.0), (2.0, 2.0, 2.0), (1.0, 2.0, 1.0), latency=0.5)
+    stages = [StageCost(*one, message=0.5) for one in zip(costs.forward, costs.input, costs.weight, strict=True)]
+    measured, equal = (pipelined("search", 3, 4, 1, stages, costs=each) for each in (costs, None))
+    assert measured.makespan == pytest.approx(simulate(generate("search", 3, 4, costs=costs), costs).makespan)
+    assert measured.makespan < equal.makespan
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "keep"), [("search", 8, False), ("search", 8, True), ("zb-v", 96, False)]
+)
+def test_placement_is_that_of_the_simulated_schedule(name, microbatches, keep):
+    found = pipelined(name, 4, microbatches, 2, [EVEN] * 8, keep)
+    assert placement_of(name, 4, microbatches, 2, keep) == found.placement
+    assert found.placement == (0, 1, 2, 3, 3, 2, 1, 0)
 
 
 def test_slowest_stage_sets_the_pace():

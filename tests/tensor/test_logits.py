@@ -22,7 +22,9 @@ from harness import run_ranks
 from huggingface_models import GROUPED, MODELS, SPECIAL, USUAL, Model, masked, text
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
+from zeromesh.model.linear import Kept, keeping
 from zeromesh.model.split import Split
+from zeromesh.pipeline.runtime.weights import roots_of
 from zeromesh.tensor.logits import Logits
 from zeromesh.tensor.loss import CHUNK_BYTES, Vocabulary
 
@@ -482,6 +484,30 @@ def test_second_derivatives_are_those_of_the_values_and_refused_by_the_loss() ->
     squares = [Square.apply(make(hidden, weight, bias)).sum() for make in (F.linear, Logits)]
     firsts = [torch.autograd.grad(one, hidden, create_graph=True)[0].square().sum() for one in squares]
     torch.testing.assert_close(*(torch.autograd.grad(one, weight)[0] for one in firsts))
+
+
+USES: dict[str, tuple[Change, int]] = {  # and how many weight gradients can come later
+    "loss": (lambda logits: F.cross_entropy(logits.transpose(1, 2), operands()[3]), 1),
+    "two losses": (lambda x: F.cross_entropy(x[0], operands()[3][0]) + F.cross_entropy(x[1], operands()[3][1]), 2),
+    "values": (lambda logits: logits.exp().sum(), 1),
+    "values and a loss": (lambda x: x.exp().sum() + F.cross_entropy(x.transpose(1, 2), operands()[3]), 1),
+    "a function of the user's": (lambda logits: Square.apply(logits).sum(), 0),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_weight_gradients_of_a_head_can_come_later(use: str) -> None:
+    function, later = USES[use]
+    *inputs, _ = operands()
+    expected = gradients(function(F.linear(*inputs)), *inputs)
+    kept: Kept = []
+    with keeping(kept):
+        function(Logits(*inputs)).backward(torch.tensor(0.5).double())
+    roots = roots_of(kept)
+    assert len(roots) == later
+    torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+    for one, want in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(one.grad, want, **EXACT)
 
 
 def test_a_listener_hears_of_what_is_computed() -> None:

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import run_ranks
 from zeromesh.comm.mesh import Mesh
+from zeromesh.model.linear import Kept, keeping
+from zeromesh.pipeline.runtime.weights import roots_of
 from zeromesh.tensor.loss import Vocabulary, linear_cross_entropy
 
 TOKENS, WIDTH, ENTRIES = (2, 7), 5, 11
@@ -70,6 +72,35 @@ def test_loss_and_gradients_are_those_of_torch(name: str, chunk: int | None) -> 
         reference = expected(hidden, weight, used, labels, **OPTIONS[name])
         torch.testing.assert_close(loss, reference, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(gradients(loss, *asked), gradients(reference, *asked), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["plain", "none", "all"])
+@pytest.mark.parametrize(("chunk", "room"), [(None, 1 << 26), (4, 1 << 26), (4, 4 * ENTRIES * 8), (4, 0)])
+def test_gradients_of_weight_and_bias_can_come_later(
+    name: str, chunk: int | None, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In full, and in part where the memory for what waits is used up."""
+    monkeypatch.setattr("zeromesh.tensor.loss.CHUNK_BYTES", room)
+    hidden, weight, bias, labels = operands()
+    labels = fit(labels, OPTIONS[name])
+    reference = expected(hidden, weight, bias, labels, **OPTIONS[name])
+    upstream = torch.linspace(0.5, 2, reference.numel(), dtype=reference.dtype).view(reference.shape)
+    wanted = torch.autograd.grad(reference, (hidden, weight, bias), upstream)
+    kept: Kept = []
+    with keeping(kept):
+        loss = linear_cross_entropy(hidden, weight, labels, bias, chunk=chunk, **OPTIONS[name])
+    torch.testing.assert_close(loss, reference, rtol=1e-12, atol=1e-12)
+    loss.backward(upstream, retain_graph=True)
+    assert weight.grad is None
+    assert bias.grad is None
+    torch.testing.assert_close(hidden.grad, wanted[0], rtol=1e-12, atol=1e-12)
+    with pytest.raises(RuntimeError, match="computed twice.*choose another schedule, such as 1f1b"):
+        loss.backward(upstream, retain_graph=True)
+    with Products() as later:
+        torch.autograd.backward(roots_of(kept), [torch.empty_like(root) for root in roots_of(kept)])
+    torch.testing.assert_close((weight.grad, bias.grad), wanted[1:], rtol=1e-12, atol=1e-12)
+    tokens = len(labels.flatten())
+    assert later.count == min(-(-tokens // (chunk or tokens)), room // ((chunk or tokens) * ENTRIES * 8))
 
 
 def test_a_graph_may_be_used_twice_and_what_needs_no_gradient_gets_none() -> None:

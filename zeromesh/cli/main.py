@@ -235,7 +235,8 @@ def schedule(
     costs: Annotated[
         str | None,
         typer.Option(
-            metavar="F,I,W[,MESSAGE]", help="Time of a forward, an input and a weight gradient, and a message."
+            metavar="F,I,W[,MESSAGE]",
+            help="Time of a forward, an input and a weight gradient, and a message; or the JSON of a recorded update.",
         ),
     ] = None,
     memory: Annotated[

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zeromesh.config.errors import counted
+from zeromesh.config.keys import RECORD
 from zeromesh.pipeline.schedule import picture
-from zeromesh.pipeline.schedule.actions import LAST, Schedule, ScheduleError, parse
+from zeromesh.pipeline.schedule.actions import LAST, Schedule, ScheduleError
 from zeromesh.pipeline.schedule.execution import execute, most_held_by_rank, most_held_by_stage
+from zeromesh.pipeline.schedule.files import read_costs, read_schedule
 from zeromesh.pipeline.schedule.generators import ROWS, SEARCH, Shape, generate, shape_of
 from zeromesh.pipeline.schedule.lowering import add_messages
 from zeromesh.pipeline.schedule.simulate import Costs, Timeline, simulate
@@ -33,15 +35,18 @@ def show_names() -> None:
 
 
 def costs_of(text: str | None) -> Costs:
-    """Return the costs in ``F,I,W`` or ``F,I,W,MESSAGE``."""
+    """Return the costs in ``F,I,W`` or ``F,I,W,MESSAGE``, or those that were measured, in a file."""
     if text is None:
         return Costs()
+    if text.endswith(".json"):
+        return read_costs(Path(text))
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
         values = []
     if len(values) not in (3, 4) or not all(0 <= value < float("inf") for value in values):
-        raise ValueError(f"--costs is {text!r}; it must be F,I,W or F,I,W,MESSAGE, as in 1,1.2,0.8")
+        rule = f"it must be F,I,W or F,I,W,MESSAGE, as in 1,1.2,0.8, or a JSON file that {RECORD} wrote"
+        raise ValueError(f"--costs is {text!r}; {rule}")
     return Costs(values[0], values[1], values[2], latency=values[3] if len(values) == 4 else 0.0)
 
 
@@ -73,7 +78,7 @@ def show(
 
 def check(file: Path) -> None:
     """Check the schedule in a file, for training, or for evaluation if it has forwards only."""
-    schedule = parse(file.read_text(encoding="utf-8"))
+    schedule = read_schedule(file)
     training = any(kind in LAST for kind, _, _ in schedule.present)
     validate(schedule, training=training)
     stages, ranks = counted(schedule.stages, "stage"), counted(len(schedule.ranks), "rank")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import field_validator
+from pydantic import BeforeValidator, field_validator
 
 from zeromesh.config.names import check_optimizer, check_partition, check_scheduler
 from zeromesh.config.section import (
@@ -183,11 +183,41 @@ class PipelineRecord(Section):
     step: PositiveInt = key(3, "Update to record, counted from 1 in this process.")
 
 
+class ScheduleFile(Section):
+    """A schedule of the user's own."""
+
+    file: str = key(..., "Path of the schedule.", min_length=1)
+
+
+def _schedule(value: Any) -> Any:
+    # Said here, or pydantic would say of both forms what is wrong.
+    if isinstance(value, dict) and [*value] == ["file"] and isinstance(value["file"], str) and value["file"]:
+        return ScheduleFile(**value)
+    if not isinstance(value, str | ScheduleFile):
+        raise ValueError('must be the name of a schedule, or {"file": PATH}')
+    return value
+
+
+ScheduleChoice = Annotated[
+    str | ScheduleFile, BeforeValidator(_schedule, json_schema_input_type=str | dict[Literal["file"], str])
+]
+
+
 class Pipeline(Section):
     """Pipeline parallelism: the model cut into stages. mesh.pipeline sets the number of ranks."""
 
     stages: PositiveInt | None = key(None, "The same as mesh.pipeline.")
-    schedule: str = key("1f1b", "Order of forwards and backwards; `zeromesh schedule --list` lists all.")
+    schedule: ScheduleChoice = key(
+        "1f1b",
+        'Order of forwards and backwards: a name of `zeromesh schedule --list`, or {"file": PATH}: text, JSON, or a '
+        "table (.csv) of torch.distributed.pipelining.",
+    )
+    costs: str | None = key(
+        None,
+        "JSON file that pipeline.record wrote: search, zb-h1 and zb-v order their actions by its measured times. Null: "
+        "all take the same time.",
+        min_length=1,
+    )
     chunks: PositiveInt | None = key(None, "Stages per rank, for schedules with several.")
     partition: str | list[int] = key(
         "best",

@@ -27,6 +27,7 @@ OURS: tuple[str, ...] = (
     "bf16.auto_cast",
     "context_parallel",
     "pipeline.schedule",
+    "pipeline.costs",
     "pipeline.chunks",
     "pipeline.blocks",
     "pipeline.recompute",

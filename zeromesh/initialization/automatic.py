@@ -129,7 +129,9 @@ def _accepts(asked: frozenset[str], given: ParallelLayout) -> Callable[[Parallel
     free = {"data", "replicate", "tensor", "sequence"} if MESH in asked else set()
     free |= {"micro_batch", "accumulation"} if asked & {MESH, MICRO} else set()
     # Never stages or spread sequences: a loop that calls the engine itself would have to be written for them.
-    kept = [one.name for one in fields(given) if one.name not in {*free, "row", "schedule", "chunks", "widths"}]
+    kept = [
+        one.name for one in fields(given) if one.name not in {*free, "row", "schedule", "chunks", "costs", "widths"}
+    ]
 
     def accepts(layout: ParallelLayout) -> bool:
         row, own = layout.row, given.row

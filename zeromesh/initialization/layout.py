@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zeromesh.batches import loss_of
-from zeromesh.comm.agreement import agree_run, catch
+from zeromesh.comm.agreement import agree_run, catch, require_agreement
 from zeromesh.comm.environment import Environment, device_of_group, init_distributed
 from zeromesh.comm.formats import FORMATS
 from zeromesh.comm.mesh import Links, Mesh
@@ -118,7 +118,10 @@ def plan_stages(
 
     examined = agree_run(world, "cut the model into stages", lambda: examine(model, chosen.blocks, sample))
     blocks = agreed(world, examined)
-    made = Pipelined(model, mesh, chosen, settings.gradient_accumulation_steps, blocks)
+    accumulation = settings.gradient_accumulation_steps
+    made = agree_run(world, "plan the pipeline", lambda: Pipelined(model, mesh, chosen, accumulation, blocks))
+    if made.schedules.from_file:
+        require_agreement(world, "the schedule of the pipeline", str(made.schedules.of(accumulation)))
     if mesh.rank == 0:
         lines = "".join(f"\n  {line}" for line in describe_stages(model, blocks, made.cut))
         chosen_cut = f"{keys.PARTITION} = {json.dumps(chosen.partition)}"

@@ -222,6 +222,8 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
     length = "none" if plan.loader is None else plan.loader.sampler.length
     require_agreement(world, "training_data", f"samples: {length}")
     groups, split, built, scheduler = prepared.groups, plan.split, prepared.optimizer, prepared.scheduler
+    # Found in the whole model: a stage may have the head without the embedding over whose entries it is.
+    heads = heads_over_vocabulary(model) if settings.chunked_loss and split is None else []
     # A user's optimizer holds the parameters of all stages; those of other stages have to leave its groups.
     sharded, everywhere = None, [] if built is None else list(model.parameters())
     try:
@@ -245,8 +247,8 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
             apply(model, split[0], mesh.group("tensor"), mesh.device, split[1], using)
             # Dropout between split layers has to draw the same numbers on all ranks of the tensor axis.
             share_random_state(mesh.group("tensor"))
-        elif settings.chunked_loss:
-            chunk_losses(model, heads_over_vocabulary(model), using)
+        else:
+            chunk_losses(model, heads, using)
         # Only now: a rank that could not read its weights went on with zeros, so that no other one waited for it.
         agree_success(world, "read its part of the weights", values.failure)
         place.place_quantized(model, mesh)

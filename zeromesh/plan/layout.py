@@ -7,6 +7,7 @@ from math import prod
 
 from zeromesh.comm import mesh
 from zeromesh.model.placement import ROWS, Placement, PlacementRow, Tier
+from zeromesh.pipeline.schedule.simulate import Costs
 from zeromesh.plan.cost import Recompute
 
 # No layout has expert ranks yet.
@@ -48,6 +49,7 @@ class ParallelLayout:
     accumulation: int = 1  # micro-batches of an update
     schedule: str = "1f1b"
     chunks: int = 1  # stages of a pipeline rank
+    costs: Costs | None = None  # measured times by which the schedule orders its actions; None: all equal
     recompute: Recompute = Recompute.NONE
     activations_on_host: bool = False  # what blocks keep for their recomputation
     sequence: bool = False  # sequence parallelism among the tensor ranks

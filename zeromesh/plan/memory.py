@@ -82,7 +82,7 @@ def memory_of(
     stages = [_runs(profiles, place) for place in places]
     messages = any(node.device.processor for node, _ in machine.nodes) if machine else False
     fixed = max((node.device.reserved for node, _ in machine.nodes), default=0.0) if machine else 0.0
-    snapshots = snapshots_of(layout.schedule, layout.pipeline, layout.accumulation, layout.chunks)
+    snapshots = snapshots_of(layout.schedule, layout.pipeline, layout.accumulation, layout.chunks, layout.costs)
     states: dict[tuple[UnitElements, ...], RankStates] = {}  # most ranks of a pipeline have the same
     found = []
     for rank, (own, shots) in enumerate(snapshots):

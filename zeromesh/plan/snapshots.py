@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from zeromesh.pipeline.schedule.actions import LAST, Kind
 from zeromesh.pipeline.schedule.generators import ROWS, Shape, generate
+from zeromesh.pipeline.schedule.simulate import Costs
 
 
 class Snapshot(NamedTuple):
@@ -27,7 +28,7 @@ _TURNS = 3  # micro-batches for each rank, after which a steady state repeats
 
 @lru_cache(maxsize=4096)
 def snapshots_of(
-    schedule: str, ranks: int, microbatches: int, chunks: int
+    schedule: str, ranks: int, microbatches: int, chunks: int, costs: Costs | None = None
 ) -> tuple[tuple[tuple[int, ...], tuple[Snapshot, ...]], ...]:
     """Return each rank's stages, and the actions at which its memory can be at its most."""
     if ranks == 1 or (schedule in _SIMPLE and chunks == 1):
@@ -38,7 +39,7 @@ def snapshots_of(
     if schedule in _STEADY and microbatches > _TURNS * ranks:
         # What a rank holds repeats from turn to turn, so a long step holds no more than a short one.
         microbatches = _TURNS * ranks + microbatches % ranks
-    made = generate(schedule, ranks, microbatches, chunks)
+    made = generate(schedule, ranks, microbatches, chunks, costs=costs)
     found = []
     for rank, actions in enumerate(made.ranks):
         own = tuple(stage for stage, here in enumerate(made.placement) if here == rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from zeromesh.pipeline.schedule.actions import COMPUTE, Action, Kind
 from zeromesh.pipeline.schedule.execution import dependencies, execute
 from zeromesh.pipeline.schedule.generators import generate, shape_of
 from zeromesh.pipeline.schedule.partition import partition, uniform
+from zeromesh.pipeline.schedule.simulate import Costs
 from zeromesh.plan.cost import UnitCost
 
 GROUPS = 32  # micro-batches that are simulated, about, on few ranks; three groups on many
@@ -77,10 +78,25 @@ class Run(NamedTuple):
         return max(self.ends)
 
 
+def placement_of(
+    name: str, ranks: int, microbatches: int, chunks: int, keep: bool = False, costs: Costs | None = None
+) -> tuple[int, ...]:
+    """Return the rank of each stage, as ``pipelined`` simulates them. Raise ValueError as it does."""
+    return _program(name, ranks, _simulated(ranks, microbatches, keep), chunks, costs)[1]
+
+
+def _simulated(ranks: int, microbatches: int, keep: bool) -> int:
+    """Return how many micro-batches are simulated: all, or the longer one of two steps in a steady state."""
+    # Uneven stages take some groups to settle: their slowest one then sets the pace of all.
+    few = microbatches % ranks + max(3, GROUPS // ranks) * ranks
+    return microbatches if keep or microbatches <= few + ranks else few
+
+
 def pipelined(
-    name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[StageCost], keep: bool = False
-) -> Run:
-    """Simulate a schedule.
+    name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[StageCost], keep: bool = False,
+    costs: Costs | None = None,
+) -> Run:  # fmt: skip
+    """Simulate a schedule, whose actions are in the order that is good for ``costs``; None: for equal ones.
 
     In a steady state each group of as many micro-batches as ranks takes the same time, so that of many micro-batches
     only some are simulated; with ``keep`` all of them are, and the actions are returned.
@@ -89,12 +105,12 @@ def pipelined(
         ValueError: the schedule is not for that number of ranks, micro-batches or chunks.
     """
     shape_of(name, ranks, microbatches, chunks)
-    # Uneven stages take some groups to settle: their slowest one then sets the pace of all.
-    few = microbatches % ranks + max(3, GROUPS // ranks) * ranks
-    if keep or microbatches <= few + ranks:
-        return _simulate(name, ranks, microbatches, chunks, stages, keep)
+    few = _simulated(ranks, microbatches, keep)
+    run = partial(_simulate, name, ranks, chunks=chunks, stages=stages, costs=costs)
+    if few == microbatches:
+        return run(microbatches, keep=keep)
     # Two lengths of the steady state, of which the longer one has one group more.
-    short, long = (_simulate(name, ranks, count, chunks, stages, False) for count in (few - ranks, few))
+    short, long = (run(count, keep=False) for count in (few - ranks, few))
     groups = (microbatches - few) // ranks
     ends = tuple(b + groups * (b - a) for a, b in zip(short.ends, long.ends, strict=True))
     busy = tuple(b + groups * (b - a) for a, b in zip(short.busy, long.busy, strict=True))
@@ -109,9 +125,11 @@ class _Step(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _program(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[_Step, ...], tuple[int, ...]]:
+def _program(
+    name: str, ranks: int, microbatches: int, chunks: int, costs: Costs | None
+) -> tuple[tuple[_Step, ...], tuple[int, ...]]:
     """Return the computations of all ranks in an order in which they can happen."""
-    schedule = generate(name, ranks, microbatches, chunks)
+    schedule = generate(name, ranks, microbatches, chunks, costs=costs)
     found: dict[Action, int] = {}
     steps: list[_Step] = []
     for rank, position in execute(schedule):
@@ -126,8 +144,11 @@ def _program(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tup
     return tuple(steps), schedule.placement
 
 
-def _simulate(name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[StageCost], keep: bool) -> Run:
-    program, placement = _program(name, ranks, microbatches, chunks)
+def _simulate(
+    name: str, ranks: int, microbatches: int, *, chunks: int, stages: Sequence[StageCost], costs: Costs | None,
+    keep: bool,
+) -> Run:  # fmt: skip
+    program, placement = _program(name, ranks, microbatches, chunks, costs)
     times = [(cost.forward, cost.input, cost.weight, cost.input + cost.weight) for cost in stages]
     release = [cost.release for cost in stages]
     # A message between two stages is the earlier one's output, or the gradient of it.

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zeromesh.pipeline.schedule.actions import loop
 from zeromesh.pipeline.schedule.generators import ROWS
 from zeromesh.plan import streams
 from zeromesh.plan.cost import CostSource, ModelCost
@@ -15,7 +14,7 @@ from zeromesh.plan.durations import Durations, UnitTime
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
 from zeromesh.plan.rates import Habits
-from zeromesh.plan.stages import Run, StageCost, pipelined, stage_units
+from zeromesh.plan.stages import Run, StageCost, pipelined, placement_of, stage_units
 
 PIPELINE = "pipeline"  # what a rank waits for others of its pipeline
 
@@ -119,7 +118,12 @@ def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, 
     chunks, row = layout.chunks, ROWS.get(layout.schedule)
     if row is not None:
         chunks = max(chunks, row.chunks[0])
-    placement = row.placement(layout.pipeline, chunks) if row is not None else loop(layout.pipeline, chunks)
+    # The search chooses where stages are, too.
+    placement = (
+        placement_of(layout.schedule, layout.pipeline, layout.accumulation, chunks, keep, layout.costs)
+        if row is None
+        else row.placement(layout.pipeline, chunks)
+    )
     units = _contended(units, durations)
     places = stage_units(cost.units, len(placement), habits.even_stages)
     updates = [_Update() for _ in range(layout.pipeline)]
@@ -138,7 +142,7 @@ def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, 
             else max(one for one, other in zip(early, placement, strict=True) if other == rank)
         )
         stages.append(_stage([units[place] for place in own], durations, count, release, messages[stage]))
-    run = pipelined(layout.schedule, layout.pipeline, layout.accumulation, chunks, stages, keep)
+    run = pipelined(layout.schedule, layout.pipeline, layout.accumulation, chunks, stages, keep, layout.costs)
     # Each rank ends when its last gradients are reduced; a framework may begin to when all of them are there.
     last = [0.0] * layout.pipeline
     if not habits.reduces_early:

@@ -290,9 +290,11 @@ def _by_vocabulary(module: Any, x: Tensor, vocabulary: Vocabulary, tag: int, usi
 
 
 def chunk_losses(model: nn.Module, heads: Iterable[str], using: Using) -> None:
-    """Compute losses of these heads' logits a chunk of tokens at a time; each rank has the whole heads."""
+    """Compute losses of these heads' logits a chunk of tokens at a time; a rank has whole heads, or none of one."""
     for name in heads:
         module: Any = model.get_submodule(name)
+        if "weight" not in module._parameters:  # another pipeline stage has it
+            continue
         size = int(module.weight.shape[1 if is_transposed(module) else 0])
         forward = _eager(_by_vocabulary, module, vocabulary=Vocabulary(0, size), tag=0, using=using)
         module.forward = forward

@@ -18,7 +18,7 @@ Layer = Callable[[Tensor], Tensor]
 
 def _layer(columns: Columns, passage: _Passage) -> Layer:
     ticket, (weight, bias, transposed) = Ticket(), (columns.weight, columns.bias, columns.transposed)
-    token = WeightGradient.apply(weight, bias, ticket, transposed, passage.advance)  # type: ignore[no-untyped-call]
+    token = WeightGradient.apply(weight, bias, ticket, passage.advance)  # type: ignore[no-untyped-call]
     return lambda x: Product.apply(x, token, weight, bias, ticket, transposed)  # type: ignore[no-untyped-call]
 
 

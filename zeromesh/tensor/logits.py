@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from zeromesh.model.in_place import version, writes
+from zeromesh.model.linear import Columns, keeping, multiply
 from zeromesh.tensor.loss import REDUCTIONS, Vocabulary, linear_cross_entropy
 from zeromesh.tensor.operators import move
 
@@ -88,7 +89,7 @@ class _Head:
     def values(self) -> Computed:
         """Compute the logits of the whole vocabulary, on every rank."""
         with self.opened() as (weight, bias):
-            values = F.linear(self.hidden, weight, bias)
+            values = multiply(self.hidden, Columns(weight, bias))
         if self.vocabulary.group is not None:
             values = move(values, "join", self.vocabulary.group, self.tag + 1, -1)
         return values[..., : self.vocabulary.size].contiguous(), (self.hidden, self.weight, self.bias)
@@ -247,7 +248,8 @@ class _Lazy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[2:]
-        with torch.enable_grad():
+        # This very backward asks for the weight's gradient, so none is left for later.
+        with torch.enable_grad(), keeping(None):
             values, operands = ctx.compute()
         wanted = [operand for operand, need in zip(operands, needs, strict=True) if need]
         found = iter(torch.autograd.grad(values, wanted, gradient, create_graph=torch.is_grad_enabled()))

@@ -6,14 +6,16 @@ al., "Liger Kernel", 2024; that of a split vocabulary of Shoeybi et al., "Megatr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeromesh.comm.collectives import Group
+from zeromesh.model.linear import Gradients, Ticket, postponed
 
 CHUNK_BYTES = 1 << 26  # of a chunk's logits, from which follows how many tokens it has
 REDUCTIONS = ("mean", "sum", "none")
@@ -40,6 +42,7 @@ class _Terms:
     softcap: float | None
     chunk: int
     graded: bool
+    ticket: Ticket | None  # where the backward leaves the weight's gradient; None: it computes it
 
 
 def linear_cross_entropy(
@@ -51,6 +54,9 @@ def linear_cross_entropy(
 
     Logits are scaled, capped and summed in fp32, or in fp64 where the operands are. Gradients of ``hidden`` are, with a
     split vocabulary, those of this rank's entries: whoever feeds it to all ranks sums them.
+
+    Where a pipeline computes weight gradients later (``zeromesh.model.linear.keeping``), gradients of logits wait for
+    it in the dtype of ``hidden``, as many chunks as ``CHUNK_BYTES`` hold; those of other chunks are used at once.
 
     Args:
         hidden: shape ``(..., width)``, any floating dtype; the same on all ranks.
@@ -72,7 +78,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes that do not fit, or an unknown reduction.
         IndexError: a label that is not in the vocabulary.
-        RuntimeError: in backward, if create_graph is true.
+        RuntimeError: in backward, if create_graph is true, or for a second one where weight gradients come later.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}, but must be one of {', '.join(REDUCTIONS)}")
@@ -83,6 +89,9 @@ def linear_cross_entropy(
         )
     vocabulary = vocabulary or Vocabulary(0, weight.shape[0])
     device = hidden.device.type
+    ticket = postponed(weight, bias) if hidden.requires_grad else None
+    if ticket is not None:  # the loss itself gives them no gradient
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
     # Once, as autocast would cast the weight anew for each chunk; inside it is off.
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -94,7 +103,8 @@ def linear_cross_entropy(
     require_known(flat, wrong, vocabulary.size, "label", ", and labels that shall not count are ignore_index")
     wide = torch.promote_types(hidden.dtype, torch.float32)
     size = chunk or max(1, CHUNK_BYTES // (wide.itemsize * max(1, weight.shape[0])))
-    terms = _Terms(vocabulary, ignore_index, label_smoothing, z_loss, scale, softcap, size, torch.is_grad_enabled())
+    graded = torch.is_grad_enabled()
+    terms = _Terms(vocabulary, ignore_index, label_smoothing, z_loss, scale, softcap, size, graded, ticket)
     with torch.autocast(device, enabled=False):
         if reduction == "none":
             losses: Tensor = _PerToken.apply(rows, weight, bias, flat, terms)  # type: ignore[no-untyped-call]
@@ -210,21 +220,35 @@ def _over_ranks(numbers: list[Tensor], group: Group | None) -> tuple[Tensor, Ten
 
 
 class _Sums:
-    """Gradients of the operands that need them, summed chunk by chunk."""
+    """Gradients of the operands that need them, summed chunk by chunk; with ``later``, some wait for ``weights``."""
 
-    def __init__(self, needs: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(
+        self, needs: Sequence[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None, later: bool = False
+    ) -> None:
         wide = torch.promote_types(weight.dtype, torch.float32)
-        self._hidden, self._weight, self._needs = hidden, weight, needs
+        self._hidden, self._weight = hidden, weight
+        self._needs_weight, needs_bias = needs[1] or later, bias is not None and (needs[2] or later)
         self.hidden = torch.empty_like(hidden) if needs[0] else None
         self.weight: Tensor | None = None
-        self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs_bias else None
+        self._room = CHUNK_BYTES if later else 0  # for gradients of logits that wait
+        self._waiting: list[tuple[slice, Tensor]] = []
 
     def add(self, at: slice, gradient: Tensor) -> None:
         if self.hidden is not None:
             torch.mm(gradient, self._weight, out=self.hidden[at])
+        # Computing logits anew for the weight's gradient would cost another product; keeping all would take the memory
+        # that chunks save.
+        if gradient.nbytes <= self._room:
+            self._room -= gradient.nbytes
+            self._waiting.append((at, gradient))
+        else:
+            self._add_weights(at, gradient)
+
+    def _add_weights(self, at: slice, gradient: Tensor) -> None:
         if self.bias is not None:
             self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
-        if not self._needs[1]:
+        if not self._needs_weight:
             return
         left, right = gradient.t(), self._hidden[at]
         # A single chunk's product needs no sum and stays in its own dtype; sums are in fp32 or wider.
@@ -237,12 +261,28 @@ class _Sums:
         else:
             self.weight.add_(left @ right)
 
-    def found(self, factor: Tensor | None = None) -> list[Tensor | None]:
-        """Return the gradients in the operands' dtypes, times a scalar."""
-        if self._needs[1] and self.weight is None:  # there are no tokens
+    def hiddens(self, factor: Tensor | None = None) -> Tensor | None:
+        """Return the gradient of the input in its dtype, times a scalar."""
+        return _scaled(self.hidden, factor, self._hidden)
+
+    def weights(self, factor: Tensor | None = None, needs: Sequence[bool] = ()) -> Gradients:
+        """Return those of weight and bias, with what has waited, in the weight's dtype, times a scalar."""
+        while self._waiting:
+            self._add_weights(*self._waiting.pop(0))
+        if self._needs_weight and self.weight is None:  # there are no tokens
             self.weight = torch.zeros_like(self._weight)
-        sums = ((self.hidden, self._hidden), (self.weight, self._weight), (self.bias, self._weight))
-        return [None if value is None else _times(value, factor).to(operand.dtype) for value, operand in sums]
+        return _scaled(self.weight, factor, self._weight), _scaled(self.bias, factor, self._weight)
+
+    def found(self, ticket: Ticket | None, factor: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of all operands; those of weight and bias are left on the ticket, if there is one."""
+        if ticket is None:
+            return self.hiddens(factor), *self.weights(factor)
+        ticket.put(partial(self.weights, factor))
+        return self.hiddens(factor), None, None
+
+
+def _scaled(value: Tensor | None, factor: Tensor | None, operand: Tensor) -> Tensor | None:
+    return None if value is None else _times(value, factor).to(operand.dtype)
 
 
 def _times(value: Tensor, factor: Tensor | None) -> Tensor:
@@ -265,7 +305,7 @@ def _sums_of(
     upstream: Tensor,
 ) -> _Sums:  # fmt: skip
     """Return the gradients, of logits that are computed again."""
-    sums = _Sums(needs, hidden, weight, bias)
+    sums = _Sums(needs, hidden, weight, bias, terms.ticket is not None)
     for at, chunk in _chunks(hidden, weight, bias, labels, terms):
         sums.add(at, chunk.gradient_of_logits(upstream[at] if upstream.ndim else upstream))
     return sums
@@ -291,7 +331,7 @@ class _Total(torch.autograd.Function):
     ) -> Tensor:
         # What ctx says of the operands does not depend on torch.no_grad, and here, inside, gradients are always off.
         needs = tuple(terms.graded and need for need in ctx.needs_input_grad[:3])
-        sums = _Sums(needs, hidden, weight, bias)
+        sums = _Sums(needs, hidden, weight, bias, terms.ticket is not None)
         total = torch.zeros_like(share)
         for at, chunk in _chunks(hidden, weight, bias, labels, terms):
             total += chunk.losses.sum()
@@ -304,11 +344,13 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         _require_first()
-        sums, ctx.sums = ctx.sums, None
+        sums, ctx.sums, ticket = ctx.sums, None, ctx.terms.ticket
+        if sums is None and ticket is not None:
+            ticket.refuse_second()
         if sums is None:  # a second time, with retain_graph: the memory of the first is the gradients'
             hidden, weight, bias, labels, share = ctx.saved_tensors
             sums = _sums_of(ctx.needs_input_grad[:3], hidden, weight, bias, labels, ctx.terms, share)
-        return (*sums.found(upstream), None, None, None)
+        return (*sums.found(ticket, upstream), None, None, None)
 
 
 class _PerToken(torch.autograd.Function):
@@ -325,6 +367,9 @@ class _PerToken(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         _require_first()
+        ticket = ctx.terms.ticket
+        if ticket is not None and ticket.due is not None:
+            ticket.refuse_second()
         hidden, weight, bias, labels = ctx.saved_tensors
         sums = _sums_of(ctx.needs_input_grad[:3], hidden, weight, bias, labels, ctx.terms, upstream)
-        return (*sums.found(), None, None)
+        return (*sums.found(ticket), None, None)

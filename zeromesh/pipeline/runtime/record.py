@@ -19,6 +19,7 @@ from zeromesh.observe.spans import clock_of
 from zeromesh.observe.trace import free_path
 from zeromesh.pipeline.schedule.actions import BACKWARDS, COMPUTE, MESSAGES, Kind, Schedule
 from zeromesh.pipeline.schedule.execution import most_held_by_rank, received_by
+from zeromesh.pipeline.schedule.files import with_costs
 from zeromesh.pipeline.schedule.picture import Panel, svg, trace
 from zeromesh.pipeline.schedule.simulate import Costs, TimedAction, Timeline, simulate
 
@@ -117,7 +118,7 @@ class Recorded:
         ]
 
     def write(self, folder: Path, name: str) -> list[Path]:
-        """Write a picture, and a trace for Perfetto; older files stay. Return the files."""
+        """Write a picture, and a trace for Perfetto with the costs in it; older files stay. Return the files."""
         folder.mkdir(parents=True, exist_ok=True)
         picture, spans = (free_path(folder / f"{name}{ending}") for ending in (".svg", ".json"))
         title = name.replace("_", " ")
@@ -125,7 +126,7 @@ class Recorded:
         timelines = {"predicted": self.predicted, "measured": self.measured}
         processes = {name: [step for row in each.ranks for step in row] for name, each in timelines.items()}
         waits = {"measured": [step for row in self.waits for step in row]}
-        spans.write_text(json.dumps(trace(processes, waits)), encoding="utf-8")
+        spans.write_text(json.dumps(with_costs(trace(processes, waits), self.costs)), encoding="utf-8")
         return [picture, spans]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,8 @@ from zeromesh.model.linear import Kept
 from zeromesh.model.randomness import drawing_from, random_state
 from zeromesh.pipeline.runtime.record import Recorder
 from zeromesh.pipeline.runtime.stage import Handed, Header, Stages, TensorForm
-from zeromesh.pipeline.schedule.actions import BACKWARDS, LAST, Action, Kind, Schedule
+from zeromesh.pipeline.schedule.actions import BACKWARDS, LAST, Action, Kind, Schedule, ScheduleError
+from zeromesh.pipeline.schedule.validate import validate
 
 # Tags on the pipeline axis; messages of one tag between two ranks arrive in the order of sending.
 HEADER_TAG, ACTIVATION_TAG, GRADIENT_TAG = 8, 9, 10
@@ -96,6 +98,44 @@ class Messages:
             _wait(self._sending.popleft())
 
 
+@dataclass(frozen=True)
+class _Program:
+    """One rank's part of a schedule, with what a run asks of it more than once."""
+
+    schedule: Schedule
+    actions: tuple[tuple[Action, bool], ...]  # with True for the last backward of a stage
+    trains: bool
+    split: frozenset[Place]  # whose backward is in two parts
+    again: frozenset[Place]  # whose activations are recomputed
+
+    @classmethod
+    def of(cls, schedule: Schedule, rank: int) -> _Program:
+        """Return the program of a rank; raise ScheduleError if it cannot be carried out."""
+        require_carried_out(schedule)
+        actions = schedule.ranks[rank]
+        last = {action.stage: action for action in actions if action.kind in LAST}
+        split, again = (
+            frozenset((stage, number) for kind, stage, number in actions if kind is wanted)
+            for wanted in (Kind.INPUT, Kind.RECOMPUTE)
+        )
+        trains = any(kind in BACKWARDS for kind, _, _ in schedule.present)
+        return cls(schedule, tuple((one, one == last.get(one.stage)) for one in actions), trains, split, again)
+
+
+def require_carried_out(schedule: Schedule) -> None:
+    """Raise ScheduleError, with the action and its place, for a schedule of which a run would leave something out.
+
+    That is a kind that is not in ``METHODS``, an action that has no use, or one whose result or message is missing.
+    """
+    for rank, actions in enumerate(schedule.ranks):
+        for position, action in enumerate(actions):
+            if action.kind not in METHODS:
+                rule = f"the interpreter carries out {', '.join(METHODS)}; leave it out"
+                raise ScheduleError("not carried out", rule, schedule, rank, position)
+    training = any(kind in BACKWARDS or kind in LAST for kind, _, _ in schedule.present)
+    validate(schedule, training=training, messages=True)
+
+
 class Interpreter:
     """Interpreter of schedules."""
 
@@ -103,6 +143,9 @@ class Interpreter:
         self._stages, self._messages, self._work = stages, messages, work
         # The outputs of a stage by its number and the signature of the inputs; shapes follow from these.
         self._headers: dict[tuple[int, Any], Header] = {}
+        self._announced: set[tuple[int, Any]] = set()  # those that the next stage's rank has
+        # By ``id``, as hashing a schedule takes as long as reading it; each program keeps its schedule alive.
+        self._programs: dict[tuple[int, int], _Program] = {}
 
     def run(
         self, schedule: Schedule, rank: int, batches: Sequence[Any], signatures: Sequence[Any],
@@ -117,16 +160,26 @@ class Interpreter:
             signatures: one per micro-batch; equal ones mean the same shapes everywhere in the model.
             recorder: notes the times of the actions; None: they are not noted.
             sends_all: see ``Stages.run``.
+
+        Raises:
+            ScheduleError: before the first action, if one of them is not carried out.
         """
-        run = _Running(self, schedule, batches, signatures, recorder, sends_all)
+        key = id(schedule), rank
+        if key not in self._programs:
+            self._programs[key] = _Program.of(schedule, rank)
+        program = self._programs[key]
+        run = _Running(self, program, batches, signatures, recorder, sends_all)
         noted: AbstractContextManager[None] = nullcontext()
-        actions = schedule.ranks[rank]
-        last = {action.stage: action for action in actions if action.kind in LAST}
-        for action in actions:
+        for action, last in program.actions:
             if recorder is not None:
                 noted = recorder.doing()
-            with _naming(action), noted:
-                run.do(action, action == last.get(action.stage))
+            try:
+                with noted:
+                    run.do(action, last)
+            except Exception as error:
+                kind = action.kind.name.lower()
+                error.add_note(f"this was in {kind} of stage {action.stage}, micro-batch {action.microbatch}")
+                raise
             if recorder is not None:
                 recorder.holds(run.held)
         self._messages.finish()
@@ -137,17 +190,16 @@ class _Running:
     """One run of a schedule. What it keeps of a micro-batch in a stage has its place, ``(stage, micro-batch)``."""
 
     def __init__(
-        self, interpreter: Interpreter, schedule: Schedule, batches: Sequence[Any], signatures: Sequence[Any],
+        self, interpreter: Interpreter, program: _Program, batches: Sequence[Any], signatures: Sequence[Any],
         recorder: Recorder | None, sends_all: bool,
     ) -> None:  # fmt: skip
         self.losses: dict[int, Tensor] = {}
         self._stages, self._messages, self._work = interpreter._stages, interpreter._messages, interpreter._work
-        self._headers = interpreter._headers
+        self._headers, self._announced = interpreter._headers, interpreter._announced
         self._batches, self._signatures, self._recorder, self._sends_all = batches, signatures, recorder, sends_all
-        self._last = schedule.stages - 1
-        self._splits = schedule.splits
-        self._trains = any(kind in BACKWARDS for kind, _, _ in schedule.present)
-        self._again = {(stage, number) for kind, stage, number in schedule.present if kind is Kind.RECOMPUTE}
+        self._program, self._trains = program, program.trains
+        self._last = program.schedule.stages - 1
+        self._ends_stage = False  # the action under way is its stage's last backward
         self._arriving: dict[tuple[Kind, int, int], tuple[list[Tensor], list[Pending]]] = {}
         # From the forward to the backward, and to the send of the gradient.
         self._inputs: dict[Place, tuple[Tensor, ...]] = {}
@@ -158,14 +210,6 @@ class _Running:
         # Operands of weight gradients: those of the forward become due with the backward of the input.
         self._operands: dict[Place, Kept | None] = {}
         self._due: dict[Place, Kept] = {}
-        self._do: dict[Kind, Callable[[int, int], None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.RECOMPUTE: self._recompute,
-            Kind.SEND_ACTIVATION: self._send_activation,
-            Kind.RECEIVE_ACTIVATION: self._receive_activation,
-            Kind.SEND_GRADIENT: self._send_gradient,
-            Kind.RECEIVE_GRADIENT: self._receive_gradient,
-        }
 
     @property
     def held(self) -> int:
@@ -175,12 +219,8 @@ class _Running:
 
     def do(self, action: Action, last: bool) -> None:
         """Do one action; ``last`` if it is its stage's last backward."""
-        if action.kind in BACKWARDS:
-            self._backward(action.stage, action.microbatch, last)
-        elif action.kind is Kind.WEIGHT:
-            self._work.stage_weights(action.stage, self._due.pop((action.stage, action.microbatch)), last)
-        else:
-            self._do[action.kind](action.stage, action.microbatch)
+        self._ends_stage = last
+        METHODS[action.kind](self, action.stage, action.microbatch)
 
     def _key(self, boundary: int, microbatch: int) -> tuple[int, Any]:
         return boundary, self._signatures[microbatch]
@@ -192,7 +232,7 @@ class _Running:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         place = stage, microbatch
-        again = place in self._again
+        again = place in self._program.again
         if again:
             self._random[place] = random_state(self._messages.device)
             self._buffers[place] = self._stages.buffers()
@@ -215,7 +255,8 @@ class _Running:
     def _compute(self, stage: int, microbatch: int, trains: bool, again: BufferMemory | None = None) -> Any:
         """Return the outputs of a stage for the received inputs; the last one gives the loss."""
         place = stage, microbatch
-        kept: Kept | None = [] if self._splits else None
+        # A whole backward has no second part to which anything could be left, also beside others that have one.
+        kept: Kept | None = [] if place in self._program.split else None
         self._operands[place] = kept
         known = self._headers.get(self._key(stage + 1, microbatch))
         result = self._stages.run(
@@ -250,8 +291,6 @@ class _Running:
         known = self._headers.get(key)
         if known is None:
             self._headers[key] = handed.header
-            if not is_here:
-                self._messages.send_header(handed.header, stage + 1)
         elif not known.fits(handed.header, torch.is_grad_enabled()):
             raise RuntimeError(
                 f"stage {stage} handed over {known.forms} for inputs of these shapes before, and {handed.header.forms} "
@@ -262,7 +301,11 @@ class _Running:
             self._inputs[stage + 1, microbatch] = tuple(tensor.detach() for tensor in handed.tensors)
 
     def _send_activation(self, stage: int, microbatch: int) -> None:
-        place = stage, microbatch
+        place, key = (stage, microbatch), self._key(stage + 1, microbatch)
+        # Right before the first tensors that it describes: receives follow in the order of sends, not of forwards.
+        if key not in self._announced:
+            self._announced.add(key)
+            self._messages.send_header(self._headers[key], stage + 1)
         self._sent[place] = self._messages.send(self._outputs[place], stage + 1, ACTIVATION_TAG, "activations")
         if not self._trains:
             self._end(stage, microbatch)
@@ -287,7 +330,7 @@ class _Running:
             forms, stage + 1, GRADIENT_TAG, "gradients of activations"
         )
 
-    def _backward(self, stage: int, microbatch: int, last: bool) -> None:
+    def _backward(self, stage: int, microbatch: int) -> None:
         place = stage, microbatch
         roots = [tensor for tensor in self._outputs[place] if tensor.requires_grad or stage == self._last]
         gradients: Sequence[Tensor] | None = None
@@ -299,13 +342,16 @@ class _Running:
             # It takes no time: the rank that sends these gradients has received the activations.
             _wait(self._sent[place])
         kept = self._operands[place]
-        self._work.stage_backward(stage, roots, gradients, last, kept)
+        self._work.stage_backward(stage, roots, gradients, self._ends_stage, kept)
         # The send of the gradient ends the inputs' use, the weight gradient the operands'; either may come first.
         if kept is not None:
             self._due[place] = kept
         self._operands[place], self._outputs[place] = None, ()
         if stage == 0:
             self._end(stage, microbatch)
+
+    def _weight(self, stage: int, microbatch: int) -> None:
+        self._work.stage_weights(stage, self._due.pop((stage, microbatch)), self._ends_stage)
 
     def _arrived(self, kind: Kind, stage: int, microbatch: int) -> tuple[Tensor, ...]:
         tensors, pending = self._arriving.pop((kind, stage, microbatch))
@@ -325,11 +371,15 @@ def _wait(pending: Sequence[Pending]) -> None:
         one.wait()
 
 
-@contextmanager
-def _naming(action: Action) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        kind = action.kind.name.lower()
-        error.add_note(f"this was in {kind} of stage {action.stage}, micro-batch {action.microbatch}")
-        raise
+METHODS: Mapping[Kind, Callable[[_Running, int, int], None]] = {
+    Kind.FORWARD: _Running._forward,
+    Kind.INPUT: _Running._backward,
+    Kind.WEIGHT: _Running._weight,
+    Kind.BACKWARD: _Running._backward,
+    Kind.SEND_ACTIVATION: _Running._send_activation,
+    Kind.RECEIVE_ACTIVATION: _Running._receive_activation,
+    Kind.SEND_GRADIENT: _Running._send_gradient,
+    Kind.RECEIVE_GRADIENT: _Running._receive_gradient,
+    Kind.RECOMPUTE: _Running._recompute,
+}
+"""Kind of an action -> what carries it out. A schedule with any other is refused."""

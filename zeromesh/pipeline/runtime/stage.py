@@ -83,6 +83,7 @@ class Stages:
         self._model, self._blocks = model, tuple(blocks)
         self._bounds = (*starts, len(blocks))
         self._first, self._watched = first, {first}  # the first stage of this rank
+        self._places = [(around, child) for around, _, child in (name.rpartition(".") for name in blocks)]
         inside = {id(module) for name in blocks for module in model.get_submodule(name).modules()}
         self._outside = [module for module in model.modules() if id(module) not in inside]
 
@@ -125,18 +126,20 @@ class Stages:
 
     @contextmanager
     def _gates(self, run: _Run) -> Iterator[None]:
+        # The modules around blocks are looked up once a run: mostly it is one list, which has all blocks.
+        parents = {around: self._model.get_submodule(around) for around in {around for around, _ in self._places}}
         replaced = []
-        for index, name in enumerate(self._blocks):
-            around, _, child = name.rpartition(".")
-            parent = self._model.get_submodule(around)
-            block = getattr(parent, child)
-            replaced.append((parent, child, block))
-            parent._modules[child] = _Gate(block, index, run)
+        for index, (around, child) in enumerate(self._places):
+            inside = parents[around]._modules
+            block = inside[child]
+            assert block is not None
+            replaced.append((inside, child, block))
+            inside[child] = _Gate(block, index, run)
         try:
             yield
         finally:
-            for parent, child, block in replaced:
-                parent._modules[child] = block
+            for inside, child, block in replaced:
+                inside[child] = block
 
     @contextmanager
     def _without_graph(self, run: _Run) -> Iterator[None]:
@@ -205,10 +208,9 @@ class _Gate(nn.Module):
 
     def __init__(self, block: nn.Module, index: int, run: _Run) -> None:
         super().__init__()
-        self.__dict__["_gated"] = block, index, run  # past nn.Module, which would make the block a child
-        self.training = block.training
-        for name in ("_modules", "_parameters", "_buffers"):  # a forward may look for what is inside of its model
-            self.__dict__[name] = getattr(block, name)
+        # A forward may look for what is inside of its model. Past nn.Module, which would make the block a child.
+        inside = {name: getattr(block, name) for name in ("training", "_modules", "_parameters", "_buffers")}
+        self.__dict__.update(inside, _gated=(block, index, run))
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:

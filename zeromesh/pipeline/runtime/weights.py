@@ -29,4 +29,4 @@ def _forward(module: Any, transposed: bool, plain: Callable[[Tensor], Tensor], x
 
 def roots_of(kept: Kept) -> list[Tensor]:
     """Return the roots from which autograd computes the weight gradients that are due."""
-    return [token for token, ticket in kept if ticket.operands is not None]
+    return [token for token, ticket in kept if ticket.due is not None]

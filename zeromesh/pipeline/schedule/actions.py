@@ -128,40 +128,43 @@ def parse(text: str) -> Schedule:
     head: dict[str, list[int]] = {}
     ranks: list[tuple[Action, ...]] = []
     for number, line in enumerate(text.splitlines(), 1):
-        content = line.split("#")[0].strip()
+        content, place = line.split("#")[0].strip(), f"line {number}"
         if not content:
             continue
         match = _LINE.fullmatch(content)
         if not match:
-            raise _unread(number, content.split()[0], "a line begins with 'microbatches:', 'placement:' or 'rank N:'")
+            raise unreadable(place, content.split()[0], "a line begins with 'microbatches:', 'placement:' or 'rank N:'")
         name, rank, words = match[1], match[2], match[3].split()
         if rank is not None:
             # A rank's number is checked, although the order gives it, because a line that was lost would shift all
             # ranks below.
             if int(rank) != len(ranks):
-                raise _unread(number, name, f"ranks are written in order, so this is the line of rank {len(ranks)}")
-            ranks.append(tuple(_action(word, number) for word in words))
+                raise unreadable(place, name, f"ranks are written in order, so this is the line of rank {len(ranks)}")
+            ranks.append(tuple(read_action(word, place) for word in words))
             continue
         if name in head:
-            raise _unread(number, name, "there is such a line already; leave one of them out")
+            raise unreadable(place, name, "there is such a line already; leave one of them out")
         if wrong := [word for word in words if not word.isdecimal()]:
-            raise _unread(number, wrong[0], "it must be a whole number")
+            raise unreadable(place, wrong[0], "it must be a whole number")
         head[name] = [int(word) for word in words]
     for name, count, rule in (("microbatches", 1, "one number"), ("placement", None, "a rank per stage")):
         if not head.get(name) or count not in (None, len(head[name])):
-            raise _unread(1, name, f"there must be a line '{name}:' with {rule}")
+            raise unreadable("line 1", name, f"there must be a line '{name}:' with {rule}")
     return Schedule(head["microbatches"][0], tuple(head["placement"]), tuple(ranks))
 
 
-def _action(word: str, line: int) -> Action:
+def read_action(word: str, place: str) -> Action:
+    """Return the action that a word such as ``F0.1`` means. Raise ScheduleError, naming the place of the word."""
     match = _ACTION.fullmatch(word)
     if not match or match[1] not in _KINDS:
-        raise _unread(line, word, f"an action is one of {', '.join(Kind)} with a stage and a micro-batch, as in F0.1")
+        rule = f"an action is one of {', '.join(Kind)} with a stage and a micro-batch, as in F0.1"
+        raise unreadable(place, word, rule)
     return Action(_KINDS[match[1]], int(match[2]), int(match[3]))
 
 
-def _unread(line: int, word: str, rule: str) -> ScheduleError:
-    return ScheduleError("unreadable text", f"line {line}, {word!r}: {rule}")
+def unreadable(place: str, word: str, rule: str) -> ScheduleError:
+    """Return the error for a word that cannot be read."""
+    return ScheduleError("unreadable text", f"{place}, {word!r}: {rule}")
 
 
 SHOWN = 6  # actions before and after a fault that an error shows; whole schedules have hundreds

@@ -192,6 +192,10 @@ def generate(
         ValueError: the row is not for that; with what it is for.
     """
     shape, costs = shape_of(name, ranks, microbatches, chunks, group), costs or Costs()
+    if costs.stages not in (None, shape.ranks * shape.chunks):
+        count = shape.ranks * shape.chunks
+        rule = "measure as many stages, or give one number for all"
+        raise ValueError(f"the costs are those of {costs.stages} stages, and {name} has {count}; {rule}")
     if name == SEARCH:
         return search(shape, costs, memory)
     row = ROWS[name]

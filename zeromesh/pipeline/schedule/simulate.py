@@ -34,6 +34,12 @@ class Costs:
         time = of_stage(self.input, stage) if needs_input else 0.0
         return time + of_stage(self.weight, stage) if needs_weight else time
 
+    @property
+    def stages(self) -> int | None:
+        """Number of stages that have times of their own; None: all have the same."""
+        lists = [len(value) for value in (self.forward, self.input, self.weight) if isinstance(value, Sequence)]
+        return lists[0] if lists else None
+
     def activations(self, stages: int) -> list[float]:
         """Return the memory of one micro-batch's activations, by stage."""
         return [of_stage(self.activation, stage) for stage in range(stages)]

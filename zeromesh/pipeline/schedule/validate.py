@@ -11,7 +11,7 @@ from zeromesh.pipeline.schedule.simulate import Costs
 
 def validate(
     schedule: Schedule, memory: float | None = None, costs: Costs | None = None, rendezvous: bool = False,
-    training: bool = True,
+    training: bool = True, messages: bool = False,
 ) -> None:  # fmt: skip
     """Check that a schedule is complete, that its messages match, and that its ranks get to its end.
 
@@ -21,6 +21,7 @@ def validate(
         costs: for the memory of activations.
         rendezvous: also check that ranks get to the end where a send waits for its receive.
         training: require backwards; else there must be none.
+        messages: require those between the ranks, as for a run.
 
     Raises:
         ScheduleError: the first fault, with its kind, its place and what would be right.
@@ -28,6 +29,8 @@ def validate(
     # The order matters: each check relies on those before, as execute() does on actions that exist once.
     _check_places(schedule)
     _check_complete(schedule, training)
+    if messages and not schedule.has_messages:
+        _require_messages(schedule)
     if schedule.has_messages:
         _check_messages(schedule)
     execute(schedule)
@@ -76,12 +79,25 @@ def _check_complete(schedule: Schedule, training: bool) -> None:
             if not training and (inputs or weight or backward):
                 reason = f"only forwards are wanted; {name} has a backward"
                 raise ScheduleError("needless action", reason, schedule, rank)
+            if not training and (again := Action(Kind.RECOMPUTE, stage, microbatch)) in present:
+                reason = "activations are recomputed for a backward, and there is none; leave it out"
+                raise ScheduleError("needless action", reason, schedule, rank, schedule.ranks[rank].index(again))
             if backward and (inputs or weight):
                 reason = f"B{name} does what {'I' if inputs else 'W'}{name} does; take one of them"
                 raise ScheduleError("done twice", reason, schedule, rank)
             if training and not backward and not (inputs and weight):
                 wanted = f"W{name}" if inputs else f"I{name}" if weight else f"B{name}, or I{name} and W{name}"
                 raise ScheduleError("missing action", f"there is no {wanted}", schedule, rank)
+
+
+def _require_messages(schedule: Schedule) -> None:
+    """Check that no stage waits for one of another rank, in a schedule without messages."""
+    for rank, actions in enumerate(schedule.ranks):
+        for position, (kind, stage, microbatch) in enumerate(actions):
+            if kind is Kind.FORWARD and stage > 0 and schedule.placement[stage - 1] != rank:
+                receive = Action(Kind.RECEIVE_ACTIVATION, stage, microbatch)
+                reason = f"it needs {receive}, and there are no messages; add them with lowering.add_messages"
+                raise ScheduleError("missing action", reason, schedule, rank, position)
 
 
 def _check_messages(schedule: Schedule) -> None:

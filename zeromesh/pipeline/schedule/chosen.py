@@ -1,0 +1,106 @@
+"""The schedule that a configuration chooses: a named one, or one from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zeromesh.config.keys import ACCUMULATION, CHUNKS, COSTS, PIPELINE_RANKS, SCHEDULE, STAGE_RECOMPUTE
+from zeromesh.config.parts import Pipeline
+from zeromesh.pipeline.schedule.actions import Kind, Schedule
+from zeromesh.pipeline.schedule.files import read_costs, read_schedule
+from zeromesh.pipeline.schedule.generators import generate
+from zeromesh.pipeline.schedule.lowering import add_messages, add_recompute
+from zeromesh.pipeline.schedule.validate import validate
+
+
+class ChosenSchedule:
+    """The schedule of a configuration, with its messages, for any number of micro-batches.
+
+    Attributes:
+        name: of the schedule, or the path of its file.
+        from_file: its actions, or the costs that they are placed by, are in a file, which ranks read for themselves.
+        placement: rank of each stage, for which the model is cut.
+
+    Raises:
+        ValueError: there is no such schedule, or it does not fit the ranks and the micro-batches.
+    """
+
+    def __init__(self, chosen: Pipeline, ranks: int, microbatches: int) -> None:
+        self._chosen, self._ranks = chosen, ranks
+        self._read: Schedule | None = None
+        if isinstance(chosen.schedule, str):
+            self.name = chosen.schedule
+        else:
+            self.name = chosen.schedule.file
+            self._read = self._from_file(Path(self.name))
+        if self._read is not None and chosen.costs is not None:
+            raise ValueError(
+                f"{SCHEDULE} is the file {self.name}, which has the order of all actions, and {COSTS} = {chosen.costs} "
+                "would choose one; leave one of them out"
+            )
+        self._costs = None if chosen.costs is None else read_costs(Path(chosen.costs))
+        self.from_file = self._read is not None or self._costs is not None
+        self._known = {microbatches: self._make(microbatches)}
+        self.placement = self._known[microbatches].placement
+
+    def of(self, microbatches: int) -> Schedule:
+        """Return the schedule of a step. Raise ValueError if there is none, or it would move stages to other ranks."""
+        if microbatches not in self._known:
+            schedule = self._make(microbatches)
+            # The search may choose another placement for another number; parameters stay where they are.
+            if schedule.placement != self.placement:
+                raise ValueError(
+                    f"{SCHEDULE} = {self.name} has other stages on the ranks for {microbatches} "
+                    f"micro-batches, {schedule.placement}, than those that the model was cut for, {self.placement}; "
+                    "keep the number of micro-batches, or name a schedule whose stages stay"
+                )
+            self._known[microbatches] = schedule
+        return self._known[microbatches]
+
+    def _make(self, microbatches: int) -> Schedule:
+        if self._read is None:
+            computed = self._named(microbatches)
+        elif self._read.microbatches == microbatches:
+            computed = self._read
+        else:
+            raise ValueError(
+                f"{SCHEDULE}: {self.name} is for {self._read.microbatches} micro-batches, and a step has "
+                f"{microbatches}; set {ACCUMULATION} to {self._read.microbatches}, or write a schedule for "
+                f"{microbatches}"
+            )
+        if self._chosen.recompute:
+            # Of the last stage the backward follows at once: there is nothing to be saved.
+            computed = add_recompute(computed, range(computed.stages - 1))
+        return computed if computed.has_messages else add_messages(computed, self._costs)
+
+    def _named(self, microbatches: int) -> Schedule:
+        try:
+            return generate(self.name, self._ranks, microbatches, self._chosen.chunks, costs=self._costs)
+        except ValueError as error:
+            if self._costs is None:
+                raise
+            raise ValueError(f"{SCHEDULE} = {self.name}, {COSTS} = {self._chosen.costs}: {error}") from None
+
+    def _from_file(self, path: Path) -> Schedule:
+        """Return the schedule of a file. Raise ValueError, with the path, for one that these ranks cannot run."""
+        try:
+            schedule = read_schedule(path)
+            ranks, chunks = len(schedule.ranks), self._chosen.chunks
+            if ranks != self._ranks:
+                raise ValueError(
+                    f"it has the orders of {ranks} ranks, and {PIPELINE_RANKS} is {self._ranks}; set that to {ranks}, "
+                    f"or write a schedule for {self._ranks}"
+                )
+            # With messages of its own, it must get to its end also where a backend lets sends wait for receives.
+            validate(schedule, rendezvous=True)
+            if idle := [rank for rank in range(ranks) if not schedule.of_rank(rank)]:
+                raise ValueError(f"rank {idle[0]} has no stage; give it one, or take fewer ranks")
+            if chunks is not None and chunks * ranks != schedule.stages:
+                raise ValueError(
+                    f"it has {schedule.stages} stages on {ranks} ranks, and {CHUNKS} is {chunks}; leave {CHUNKS} out"
+                )
+            if self._chosen.recompute and any(kind is Kind.RECOMPUTE for kind, _, _ in schedule.present):
+                raise ValueError(f"it has RECOMPUTE actions of its own; set {STAGE_RECOMPUTE} to false")
+        except ValueError as error:
+            raise ValueError(f"{SCHEDULE}, {path}: {error}") from error
+        return schedule
