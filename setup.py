@@ -17,7 +17,7 @@ PLAIN = ["-fno-tree-vectorize", "-fno-tree-slp-vectorize"]
 stable = not sysconfig.get_config_var("Py_GIL_DISABLED")
 native = Extension(
     "zeromesh.kernels._native",
-    ["zeromesh/kernels/native.c", "zeromesh/kernels/link.c"],
+    ["zeromesh/kernels/native.c", "zeromesh/kernels/messages.c"],
     depends=["zeromesh/kernels/native.h", "zeromesh/kernels/lanes.h"],
     # Products and sums are joined where the source says so only: each instruction set gives the same bits.
     extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", *PLAIN, "-pthread"],

@@ -1,7 +1,7 @@
 """Messages between ranks of one machine, copied from memory to memory instead of through sockets.
 
 gloo writes a message into a socket, and reads it from there, some kilobytes at a time. Here the receiver copies it once
-(``kernels/link.c``), at about the speed of memory, and no thread needs Python's lock.
+(``kernels/messages.c``), at about the speed of memory, and no thread needs Python's lock.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@
 #define WAKE 1     // FUTEX_WAKE
 
 enum slot_state { EMPTY, SENT, COPIED, REFUSED };  // the sender writes the first two, the receiver the others, and EMPTY
-enum op_state { POSTED, COPYING, DONE };
+enum op_state { POSTED, DONE };
 
 struct slot {
     _Atomic uint32_t state;
@@ -186,18 +186,24 @@ static int reap(struct link *link, struct peer *peer) {
     return count;
 }
 
-static struct slot *match(struct peer *peer, uint64_t key) {
+// Take the first message with this key out of those that have arrived, or return null. Where `brief`, a long message stays
+// for another thread, and *left says so.
+static struct slot *match(struct peer *peer, uint64_t key, int brief, int *left) {
     for (uint32_t i = 0; i < peer->waiting; i++) {
         struct slot *slot = &peer->in[peer->arrived[i] % SLOTS];
         if (slot->key != key) continue;
+        if (brief && slot->bytes > SHORT) {
+            *left = 1;
+            return NULL;
+        }
         memmove(&peer->arrived[i], &peer->arrived[i + 1], (--peer->waiting - i) * sizeof(uint32_t));
         return slot;
     }
     return NULL;
 }
 
-// Receive what has arrived from a peer; return how many messages. The lock is held, but not during copies. Where `brief`,
-// long messages are left for another thread, and *left says so.
+// Receive what has arrived from a peer; return how many messages. The lock is held, but not during copies. `brief` and `left`
+// are those of `match`.
 static int receive(struct link *link, struct peer *peer, int brief, int *left) {
     int count = 0;
     struct slot *slot;
@@ -206,22 +212,12 @@ again:
            slot->number == peer->seen)
         peer->arrived[peer->waiting++] = peer->seen++;
     for (struct op **place = &peer->posted.first; *place && peer->waiting; place = &(*place)->next) {
-        if (brief) {
-            int found = 0;
-            for (uint32_t i = 0; i < peer->waiting && !found; i++) {
-                struct slot *one = &peer->in[peer->arrived[i] % SLOTS];
-                if (one->key == (*place)->key) found = one->bytes > SHORT ? 2 : 1;
-            }
-            *left |= found == 2;
-            if (found != 1) continue;
-        }
-        if (!(slot = match(peer, (*place)->key))) continue;
+        if (!(slot = match(peer, (*place)->key, brief, left))) continue;
         struct op *op = take_out(&peer->posted, place);
         int is_short = slot->bytes <= SHORT, error = slot->bytes == op->bytes ? 0 : EMSGSIZE;
         if (!error && is_short) memcpy(op->memory, slot->content, op->bytes);
         if (!error && !is_short) {
             uint64_t from = slot->address;
-            atomic_store(&op->state, COPYING);
             pthread_mutex_unlock(&link->lock);
             error = copy_from(peer->pid, op->memory, from, op->bytes);
             if (!error && atomic_load(&peer->page->closed)) error = ESRCH;  // its memory may have been another's by then
@@ -357,11 +353,16 @@ int32_t zeromesh_link_post(struct link *link, int32_t sends, int32_t rank, uint6
     struct peer *peer = &link->peers[rank];
     int left = 0;
     if (getpid() != link->owner) return EPERM;
-    if (link->closing) return ESHUTDOWN;
-    struct op *op = *handle = calloc(1, sizeof *op);
+    struct op *op = calloc(1, sizeof *op);
     if (!op) return ENOMEM;
     op->sends = sends, op->key = key, op->memory = memory, op->bytes = bytes;
     pthread_mutex_lock(&link->lock);
+    if (link->closing) {
+        pthread_mutex_unlock(&link->lock);
+        free(op);
+        return ESHUTDOWN;
+    }
+    *handle = op;
     put(sends ? &peer->unsent : &peer->posted, op);
     if (sends) send_waiting(link, peer); else receive(link, peer, 1, &left);
     if (peer->gone || atomic_load(&peer->page->closed)) give_up(link, peer);
