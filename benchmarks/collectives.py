@@ -1,4 +1,4 @@
-"""Collectives of gloo and mpi beside each other, on the ranks of one machine:
+"""Collectives of gloo, mpi and memory beside each other, on the ranks of one machine:
 
     python benchmarks/collectives.py --ranks 2 --rounds 30
 
@@ -28,12 +28,14 @@ import torch.distributed as dist
 from bench import ROOT, commit, machine, positive
 from page import link
 from ranks import mpiexec, variables
+from zeromesh.comm import local
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mpi import backend as mpi
 from zeromesh.comm.traffic import Traffic
 
 CPU = torch.device("cpu")
 OWN, OURS = "torch's call", "ZeroMesh's `Group`"
+GLOO, MPI, MEMORY = "gloo", "mpi", "memory"
 Table = dict[tuple[str, str, str], Callable[[], Any]]
 """By collective, backend and who makes the call."""
 
@@ -44,17 +46,22 @@ def table(groups: dict[str, Any], size: int) -> Table:
     full, other = torch.ones(size // 4), torch.ones(size // 4)
     part, total = torch.ones(size // 4 // ranks), torch.ones(size // 4 // ranks)
     found: Table = {}
-    for backend, group in groups.items():
-        point = Group("world", group, CPU, Traffic())
+    ours = {backend: Group("world", group, CPU, Traffic()) for backend, group in groups.items()}
+    reached = local.LocalGroup.of(local.transport(required=True), groups[GLOO])
+    ours[MEMORY] = Group("world", groups[GLOO], CPU, Traffic(), local=reached)
+    for backend, point in ours.items():
         received = torch.ones(point.receive_elements(part.numel()))
         found |= {
-            ("all-gather", backend, OWN): lambda g=group: dist.all_gather_into_tensor(full, part, group=g),
             ("all-gather", backend, OURS): lambda p=point: p.all_gather(full, part, 3).wait(),
-            ("all-to-all", backend, OWN): lambda g=group: dist.all_to_all_single(full, other, group=g),
-            ("reduce-scatter", backend, OWN): lambda g=group: dist.reduce_scatter_tensor(total, other, group=g),
             ("reduce-scatter", backend, OURS): lambda p=point, r=received: p.reduce_scatter(
                 other, r, total, False, 5
             ).wait(),
+        }
+    for backend, group in groups.items():
+        found |= {
+            ("all-gather", backend, OWN): lambda g=group: dist.all_gather_into_tensor(full, part, group=g),
+            ("reduce-scatter", backend, OWN): lambda g=group: dist.reduce_scatter_tensor(total, other, group=g),
+            ("all-to-all", backend, OWN): lambda g=group: dist.all_to_all_single(full, other, group=g),
             ("all-reduce", backend, OWN): lambda g=group: dist.all_reduce(full.fill_(1), group=g),
         }
     return found
@@ -65,7 +72,7 @@ def measure(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
     mpi.install()
     dist.init_process_group("mpi")
     mpi.store()  # with which gloo finds its peers
-    groups = {"gloo": dist.new_group(backend="gloo"), "mpi": dist.group.WORLD}
+    groups = {GLOO: dist.new_group(backend="gloo"), MPI: dist.group.WORLD}
     rows = []
     for size in sizes:
         calls = table(groups, size)
@@ -91,21 +98,21 @@ def measure(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
 def page(result: dict[str, Any]) -> str:
     """The page of a result."""
     lines = [
-        f"# Collectives of gloo and mpi, {result['date']}",
+        f"# Collectives of gloo, mpi and memory, {result['date']}",
         "",
         f"{result['ranks']} ranks on {result['machine']}; torch {result['torch']}, {result['mpi']}; commit "
         f"{result['commit']}. The tables have milliseconds of the slowest rank: least, median and most of "
         f"{result['rounds']} rounds, in which all collectives take turns. The size is that of the full fp32 buffer. "
-        "`Group` is the class that the engine uses.",
+        "`Group` is the class that the engine uses; over memory it copies messages out of the other rank's memory, as it "
+        "does by default between ranks of one machine.",
         "Made by `python benchmarks/collectives.py`.",
     ]  # fmt: skip
     for size in sorted({row["size"] for row in result["rows"]}, reverse=True):
         rows = {(r["collective"], r["backend"], r["caller"]): r["ms"] for r in result["rows"] if r["size"] == size}
-        lines += ["", f"## {_bytes(size)}", "", "| | gloo, ms | mpi, ms | mpi is times as fast |", "|---|---|---|---|"]
+        lines += ["", f"## {_bytes(size)}", "", "| | gloo, ms | mpi, ms | memory, ms |", "|---|---|---|---|"]
         for collective, caller in dict.fromkeys((name, caller) for name, _, caller in rows):
-            gloo, ours = (rows[collective, backend, caller] for backend in ("gloo", "mpi"))
-            ratio = median(gloo) / median(ours)
-            lines.append(f"| {collective}, {caller} | {_spread(gloo)} | {_spread(ours)} | {ratio:.1f} |")
+            cells = (_spread(rows.get((collective, backend, caller))) for backend in (GLOO, MPI, MEMORY))
+            lines.append(f"| {collective}, {caller} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -113,7 +120,9 @@ def _bytes(size: int) -> str:
     return f"{size >> 20} MB" if size >= 1 << 20 else f"{size} bytes"
 
 
-def _spread(times: list[float]) -> str:
+def _spread(times: list[float] | None) -> str:
+    if times is None:
+        return "-"
     return " / ".join(f"{value:.3g}" for value in (min(times), median(times), max(times)))
 
 
@@ -151,7 +160,7 @@ def main() -> None:
     path.write_text(json.dumps(result) + "\n")
     target = path.with_suffix(".md")
     target.write_text(page(result))
-    link(target, f"collectives of gloo and mpi; {machine()}.")
+    link(target, f"collectives of gloo, mpi and memory; {machine()}.")
     print(page(result))
 
 

@@ -394,9 +394,9 @@ def test_the_checkpoint_benchmark_measures_saving_and_loading(tmp_path: Path) ->
 
 
 @pytest.mark.full
-def test_collectives_of_gloo_and_mpi_are_measured_side_by_side(tmp_path: Path) -> None:
+def test_collectives_of_gloo_mpi_and_memory_are_measured_side_by_side(tmp_path: Path) -> None:
     found, printed = measure("collectives.py", tmp_path, "--ranks", "2", "--rounds", "2", "--sizes", "4096")
-    assert {(row["backend"], len(row["ms"])) for row in found["rows"]} == {("gloo", 20), ("mpi", 20)}
+    assert {(row["backend"], len(row["ms"])) for row in found["rows"]} == {("gloo", 20), ("mpi", 20), ("memory", 20)}
     assert all(min(row["ms"]) > 0 for row in found["rows"])
     for collective in ("all-gather", "all-to-all", "reduce-scatter", "all-reduce"):
         assert f"| {collective}, torch's call | " in printed

@@ -110,8 +110,8 @@ class Group:
         # Messages to each rank of exactly what it is owed are posted at once and progress on gloo's own thread, which
         # is what overlaps them with compute.
         self._point_to_point = self._hosted or bool(self.topology.across)
-        # Messages go out of host memory only: tensors of an accelerator pass through a host copy.
         self._local = local
+        # Messages go out of host memory only: tensors of an accelerator pass through a host copy.
         self._through_host = self._hosted and device.type != "cpu"
         self._second_steps = SecondSteps(torch.device("cpu") if self._hosted else device)
 
