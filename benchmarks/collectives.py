@@ -103,8 +103,8 @@ def page(result: dict[str, Any]) -> str:
         f"{result['ranks']} ranks on {result['machine']}; torch {result['torch']}, {result['mpi']}; commit "
         f"{result['commit']}. The tables have milliseconds of the slowest rank: least, median and most of "
         f"{result['rounds']} rounds, in which all collectives take turns. The size is that of the full fp32 buffer. "
-        "`Group` is the class that the engine uses; over memory it copies messages out of the other rank's memory, as it "
-        "does by default between ranks of one machine.",
+        "`Group` is the class that the engine uses; over memory it copies messages out of the other rank's memory, as "
+        "it does by default between ranks of one machine.",
         "Made by `python benchmarks/collectives.py`.",
     ]  # fmt: skip
     for size in sorted({row["size"] for row in result["rows"]}, reverse=True):
