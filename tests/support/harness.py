@@ -203,7 +203,15 @@ class Worker:
             text = self.stacks.read_text(errors="replace")
             if text.endswith("in <module>\n"):  # the main thread's outermost frame is written last
                 break
-        return text or "no stack: the process does not answer signals"
+        return text or f"no stack: the process does not answer signals; its threads:\n{self.threads()}"
+
+    def threads(self) -> str:
+        """Return name, state and system call of each thread, as the kernel sees them; nothing where it does not say."""
+        lines = []
+        for task in Path(f"/proc/{self.process.pid}/task").glob("*"):
+            with contextlib.suppress(OSError):
+                lines.append(" ".join((task / name).read_text().strip() for name in ("stat", "wchan", "syscall")))
+        return "\n".join(lines)
 
     def kill(self) -> None:
         """End the process with all that it started."""
