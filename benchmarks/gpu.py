@@ -73,16 +73,16 @@ class Step:
     key: str = ""  # of the configuration, without which the step is left out
     small: Mapping[str, Any] = field(default_factory=dict)  # further options of the rehearsal
 
-    def job(self, rehearse: bool) -> dict[str, Any]:
-        """Return what the process of the step is told."""
+    def job(self, rehearse: bool, host_gib: float | None = None) -> Row:
+        """Return what the process of the step is told, as it is read back from JSON."""
         options = {**self.options, **(SMALL[self.work] | self.small if rehearse else {})}
         if rehearse:
             tiny = {"model": TINY, "accumulation": 2, "ratios": RATIOS[::7]}
             options |= {key: value for key, value in tiny.items() if key in options}
-        return {
-            "work": self.work, "options": options, "ranks": self.ranks, "key": self.key,
-            "backend": "gloo" if rehearse else self.backend, "gpus": 0 if rehearse else self.gpus,
-        }  # fmt: skip
+        backend, gpus = ("gloo", 0) if rehearse else (self.backend, self.gpus)
+        job = {"work": self.work, "options": options, "ranks": self.ranks, "key": self.key, "host_gib": host_gib}
+        found: Row = json.loads(json.dumps({**job, "backend": backend, "gpus": gpus}))
+        return found
 
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "numerics": {"steps": 2, "shape": TINIEST},
     "copies": {"updates": 2, "shape": TINIEST, "places": ["stage 2, optimizer", "stage 3, all"]},
     "trace": {"layers": 2, "sequence": 32, "batch": 2},
-    "train": {"sequence": 32, "batch": 2, "warmup": 1, "steps": 1, "room": {"device": 2e6, "host": 2e6, "nvme": 2e6}},
+    "train": {"sequence": 32, "batch": 2, "warmup": 1, "steps": 1, "room": {"device": 3e6, "host": 3e6, "nvme": 3e6}},
 }
 """Options of the rehearsal, by function; its room, in bytes, is for a few blocks."""
 
@@ -100,30 +100,33 @@ def host(ratio: float = 1.0, **more: Any) -> dict[str, Any]:
     return {"stage": 2, "offload_optimizer": {**CPU, "ratio": ratio, **more}}
 
 
-def speed(name: str, minutes: float, zero: Mapping[str, Any], **options: Any) -> Step:
-    """Return a step that trains the shape of Llama 3 8B with samples of 8,192 tokens."""
-    fixed = {"model": LLAMA_8B, "layers": 32, "sequence": 8192, "zero": zero, "spans": True}
-    small = {"layers": 2, "room": {}, "batch": 1}
-    return Step(name, "train", minutes, {**fixed, **options}, group="8B", small=small)
+# Options of training steps by group, and those of their rehearsal: Llama 3 8B with samples of 8,192 tokens; the largest
+# model of a tier, whose number of blocks the planner chooses; and 8 blocks of Llama 3 8B with all states on the device.
+GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "8B": (
+        {"model": LLAMA_8B, "layers": 32, "sequence": 8192, "spans": True},
+        {"layers": 2, "room": {}, "batch": 1},
+    ),
+    "largest": ({"model": WIDE, "sequence": 4096}, {}),
+    "faster": (
+        {"model": LLAMA_8B, "layers": 8, "sequence": 8192, "batch": 2, "steps": 5, "recompute": "none"},
+        {"layers": 2, "room": {}, "backend": "aot_eager"},
+    ),
+}
 
 
-def largest(name: str, minutes: float, zero: Mapping[str, Any], **options: Any) -> Step:
-    """Return a step that trains the largest model of a tier; several ratios are tried on paper."""
-    return Step(name, "train", minutes, {"model": WIDE, "sequence": 4096, "zero": zero, **options}, group="largest")
-
-
-def faster(name: str, minutes: float, key: str = "", **options: Any) -> Step:
-    """Return a step that trains 8 blocks of Llama 3 8B with all states on the device."""
-    fixed = {"model": LLAMA_8B, "layers": 8, "sequence": 8192, "batch": 2, "zero": {"stage": 3}, "steps": 5,
-             "recompute": "none"}  # fmt: skip
-    small = {"layers": 2, "room": {}, "backend": "aot_eager"}
-    return Step(name, "train", minutes, {**fixed, **options}, group="faster", key=key, small=small)
+def train(group: str, name: str, minutes: float, zero: Mapping[str, Any], key: str = "", **options: Any) -> Step:
+    """Return a step of a group that trains."""
+    fixed, small = GROUPS[group]
+    return Step(name, "train", minutes, {**fixed, "zero": zero, **options}, group, key=key, small=small)
 
 
 RATIOS = [round(0.05 * number, 2) for number in range(1, 21)]
-SPLIT = {"stage": 3, "offload_param": CPU, "offload_optimizer": {**CPU, "split_master": True}}
-TIERS = {"optimizer": {"stage": 3, "offload_optimizer": CPU}, "all": {**host(), "stage": 3, "offload_param": CPU}}
-LION = {"type": "Lion", "params": {"lr": 1e-5}}
+LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-5}}, "state_bytes": 4, "ratios": RATIOS}
+WHOLE, BOTH = {"stage": 3}, {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
+SPLIT = {"stage": 3, "offload_optimizer": {**CPU, "split_master": True}, "offload_param": CPU}
+FLOAT8 = {"float8": {"enabled": True}}
+FILES = {"stage": 3, "offload_optimizer": NVME, "offload_param": CPU}
 
 STEPS = (
     Step("machine", "machine", 1.0, {"width": 8192, "megabytes": 2048}),
@@ -133,38 +136,36 @@ STEPS = (
     Step("late copies, one rank, nccl", "copies", 1.5, {"updates": 5}, "copies"),
     Step("late copies, two ranks on one GPU, gloo", "copies", 1.5, {"updates": 5}, "copies", 2, "gloo"),
     Step("trace", "trace", 1.5, {"model": LLAMA_8B, "layers": 6, "sequence": 8192, "batch": 2, "zeros": {
-        "all on the device": {"stage": 3}, "optimizer on the host": TIERS["optimizer"], "all on the host": TIERS["all"],
+        "all on the device": WHOLE, "optimizer on the host": {**host(), "stage": 3}, "all on the host": BOTH,
     }}, "trace"),
-    faster("eager", 1.0),
-    faster("compiled blocks", 2.0, compile=True),
-    faster("compiled blocks, float8", 2.0, key="float8", compile=True, config={"float8": {"enabled": True}}),
+    train("faster", "eager", 1.0, WHOLE),
+    train("faster", "compiled blocks", 2.0, WHOLE, compile=True),
+    train("faster", "compiled blocks, float8", 2.0, WHOLE, "float8", compile=True, config=FLOAT8),
     # By the planner's estimate of an H200: the first is bound by the update, the others hide it behind micro-batches.
-    speed("8 K, 4 samples, all states on the host", 3.0, host(), batch=4, steps=3, norm=True),
-    speed("8 K, 16 micro-batches, 60 % on the host", 3.5, host(0.6, update_during_backward=0.0), batch=1,
+    train("8B", "8 K, 4 samples, all states on the host", 3.0, host(), batch=4, steps=3, norm=True),
+    train("8B", "8 K, 16 micro-batches, 60 % on the host", 3.5, host(0.6, update_during_backward=0.0), batch=1,
           accumulation=16, recompute="none", steps=2, warmup=1),
-    speed("8 K, 8 micro-batches, 45 % on the host, updated early", 3.5, host(0.45, update_during_backward=1.0), batch=1,
-          accumulation=8, recompute="selective", warmup=1),
-    largest("all on the device", 1.5, {"stage": 2}, batch=4),
-    largest("optimizer on the host", 2.5, host(), batch=4),
-    largest("parameters and optimizer on the host", 2.5, TIERS["all"], batch=4),
-    largest("device and host, AdamW, split masters", 3.0, SPLIT, batch=4, accumulation=4, ratios=RATIOS, steps=2),
-    largest("device and host, Lion, split masters", 4.0, SPLIT, batch=4, accumulation=8, ratios=RATIOS, steps=2,
-            warmup=1, optimizer=LION, state_bytes=4),
-    largest("device and host, Lion, split masters, small batch", 2.5, SPLIT, batch=2, ratios=RATIOS, steps=2,
-            optimizer=LION, state_bytes=4),
-    largest("optimizer in files", 2.0, {"stage": 3, "offload_optimizer": NVME, "offload_param": CPU}, batch=4, steps=2),
+    train("8B", "8 K, 8 micro-batches, 45 % on the host, updated early", 3.5, host(0.45, update_during_backward=1.0),
+          batch=1, accumulation=8, recompute="selective", warmup=1),
+    train("largest", "all on the device", 1.5, {"stage": 2}, batch=4),
+    train("largest", "optimizer on the host", 2.5, host(), batch=4),
+    train("largest", "parameters and optimizer on the host", 2.5, BOTH, batch=4),
+    train("largest", "device and host, AdamW", 3.0, SPLIT, batch=4, accumulation=4, steps=2, ratios=RATIOS),
+    train("largest", "device and host, Lion", 4.0, SPLIT, batch=4, accumulation=8, steps=2, warmup=1, **LION),
+    train("largest", "device and host, Lion, small batch", 2.5, SPLIT, batch=2, steps=2, **LION),
+    train("largest", "optimizer in files", 2.0, FILES, batch=4, steps=2),
 )  # fmt: skip
 
 
 class Results:
     """The lines of a file, by step.
 
-    A line with ``started`` says that a step began; one with ``status`` is its result. Lines of steps whose options have
-    changed since do not count, so that a changed row of the table is measured again.
+    A line with ``started`` says that a step began; one with ``status`` is its result. A step whose options have changed
+    since has none, so that it is measured again; nor, with ``again``, has one that failed.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, again: bool = False) -> None:
+        self.path, self._again = path, again
         self.rows: dict[str, dict[str, Any]] = {}
         self._starts: dict[str, int] = {}
         for line in path.read_text().splitlines() if path.is_file() else ():
@@ -187,13 +188,14 @@ class Results:
             os.fsync(file.fileno())
         self._take(row)
 
-    def has(self, step: Step, job: Mapping[str, Any]) -> bool:
+    def has(self, step: Step, job: Row) -> bool:
         """Return whether the step has a result with these options."""
-        return self.rows.get(step.name, {}).get("job") == json.loads(json.dumps(job))
+        row = self.rows.get(step.name, {})
+        return row.get("job") == job and (not self._again or row["status"] in (DONE, LEFT_OUT))
 
-    def starts(self, step: Step, job: Mapping[str, Any]) -> int:
+    def starts(self, step: Step, job: Row) -> int:
         """Return how often the step was started with these options."""
-        return self._starts.get(json.dumps([step.name, json.loads(json.dumps(job))]), 0)
+        return 0 if self._again else self._starts.get(json.dumps([step.name, job]), 0)
 
 
 def in_process(
@@ -264,11 +266,11 @@ class Run:
         """Run what has no result yet and fits into the time; return the steps that are left for another call."""
         left = []
         for step in self._steps:
-            job = {**step.job(self._rehearse), "host_gib": self._host_gib}
+            job = step.job(self._rehearse, self._host_gib)
             if self._results.has(step, job):
                 continue
             if self._results.starts(step, job) >= MOST_STARTS:
-                ended = f"the whole call ended {MOST_STARTS} times while it ran"
+                ended = f"the whole call ended {MOST_STARTS} times while it ran; --again tries it once more"
                 self._results.add({"step": step.name, "job": job, "status": FAILED, "message": ended})
             elif self._began + self._seconds - time.monotonic() < 60 * step.minutes:
                 left.append(step)
@@ -340,15 +342,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder of results and page")
     parser.add_argument("--date", default=time.strftime("%Y-%m-%d"), help="of the results to go on with")
     parser.add_argument("--only", default="", help="run the steps whose names have this text")
+    parser.add_argument("--again", action="store_true", help="run steps once more that failed")
     parser.add_argument("--host-gib", type=float, help="host memory of a machine that shows it only as it is used")
     parser.add_argument("--wheels", type=Path, help="folder of wheels, for packages that are not installed")
     parser.add_argument("--rehearse", action="store_true", help="a small form of all steps, on the CPU")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the step is ended, too
     given.out.mkdir(parents=True, exist_ok=True)
-    results = Results(given.out / f"{given.date}-gpu{'-rehearsal' if given.rehearse else ''}.jsonl")
+    results = Results(given.out / f"{given.date}-gpu{'-rehearsal' if given.rehearse else ''}.jsonl", given.again)
     slower = BUSY if given.rehearse else 1.0
     chosen = [replace(step, minutes=slower * step.minutes) for step in STEPS if given.only in step.name]
+    if not chosen:
+        parser.error(f"no step has {given.only!r} in its name; there are: {', '.join(step.name for step in STEPS)}")
     least = max(step.minutes for step in chosen) + PAGE_SECONDS / 60
     if given.minutes < least:
         parser.error(f"--minutes is {given.minutes:g}; the longest step and the page need {least:g}")

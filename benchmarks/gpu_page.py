@@ -229,6 +229,7 @@ def draw(page: Page, folder: Path, name: str) -> list[str]:
             axes.text(row["flops"] / TERA, place, f" {row['flops'] / TERA:.3g}", va="center", fontsize=8)
         axes.set_yticks(range(len(bars)), [row["step"] for row, _ in bars], fontsize=8)
         axes.invert_yaxis()
+        axes.margins(x=0.12)
         axes.set_xlabel("TFLOP/s, model FLOPs")
         figure.savefig(folder / f"{name}{BARS}", dpi=110)
         drawn.append(BARS)
@@ -240,7 +241,7 @@ def draw(page: Page, folder: Path, name: str) -> list[str]:
             for number, shares in enumerate(one["lanes"].values()):
                 times = [1e3 * one["seconds"] * place / len(shares) for place in range(len(shares))]
                 tops = [number + 0.9 * share for share in shares]
-                axes.fill_between(times, number, tops, step="post", color=COLOURS[number])
+                axes.fill_between(times, number, tops, step="post", color=COLOURS[number], linewidth=0)
             axes.set_yticks([number + 0.45 for number in range(len(one["lanes"]))], list(one["lanes"]), fontsize=8)
             axes.set_title(f"{place}: idle {one['idle']:.1%}", fontsize=9)
         axes.set_xlabel("milliseconds of an update")

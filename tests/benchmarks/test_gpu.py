@@ -54,9 +54,9 @@ def steps(tmp_path: Path) -> list[Step]:
     return [Step(name, "train", minutes, {"do": name, "log": str(tmp_path / "log")}) for name, minutes in names.items()]
 
 
-def call(steps: list[Step], results: Path, minutes: float = 60.0) -> list[str]:
+def call(steps: list[Step], results: Path, minutes: float = 60.0, again: bool = False) -> list[str]:
     """Run the steps as one call of the command does, and return the names of those that are left."""
-    run = Run(steps, Results(results), False, minutes, None, {})
+    run = Run(steps, Results(results, again), False, minutes, None, {})
     run.program = [sys.executable, "-c", PROGRAM]
     return [step.name for step in run.all()]
 
@@ -95,15 +95,22 @@ def test_each_step_ends_by_itself_and_a_repeated_call_goes_on(steps: list[Step],
 
 def test_a_step_that_ends_the_whole_call_is_not_tried_for_ever(steps: list[Step], tmp_path: Path) -> None:
     path, step = tmp_path / "gpu.jsonl", steps[-1]
-    results, job = Results(path), {**step.job(False), "host_gib": None}
+    results, job = Results(path), step.job(False)
     results.add({"step": step.name, "job": job, "started": 1.0})
     assert path.read_text().count("\n") == 1
     path.write_text(path.read_text() + '{"step": "plain", "st')  # a call that was killed as it wrote
     Results(path).add({"step": step.name, "job": job, "started": 2.0})
     assert call([step], path) == []
     row = Results(path).rows["plain"]
-    assert (row["status"], row["message"]) == (FAILED, "the whole call ended 2 times while it ran")
+    assert (row["status"], row["message"]) == (
+        FAILED,
+        "the whole call ended 2 times while it ran; --again tries it once more",
+    )
     assert not (tmp_path / "log").exists()
+    assert call([step], path, again=True) == []
+    assert Results(path).rows["plain"]["status"] == DONE
+    assert call([step], path, again=True) == []
+    assert began(tmp_path) == ["plain 1.0"]
 
 
 def test_the_steps_of_one_gpu_take_at_most_40_minutes_in_calls_of_9() -> None:
