@@ -279,13 +279,23 @@ def test_the_rehearsal_runs_every_step_on_the_cpu(tmp_path: Path) -> None:
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".jsonl", ".md", ".png", ".png"]
 
 
-def test_numbers_that_differ_are_a_wrong_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_writes_its_status_beside_the_figures_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (step,) = [step for step in STEPS if step.name == "numerics, one rank, nccl"]
-    job = {**step.job(True), "ranks": 1, "out": str(tmp_path / "out.json"), "folder": str(tmp_path)}
-    found = {"wrong": ["stage 3 in bf16"]}
-    monkeypatch.setattr(gpu_steps, "launch", lambda *_: [found])
+    job = {**step.job(True), "out": str(tmp_path / "out.json")}
     monkeypatch.setattr(sys, "argv", ["gpu_steps.py", json.dumps(job)])
     monkeypatch.setattr(os, "_exit", lambda status: None)
-    gpu_steps.main()
-    told = json.loads((tmp_path / "out.json").read_text())
-    assert (told["status"], told["message"]) == (WRONG, "checks fail: stage 3 in bf16")
+
+    def told(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        monkeypatch.setattr(gpu_steps, "launch", lambda *_: [work()])
+        gpu_steps.main()
+        found: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
+        return found
+
+    def ends_early() -> dict[str, Any]:
+        gpu_train.tell(job, {"build": 1.5})
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried\nand more")
+
+    wrong = told(lambda: {"rows": [1], "wrong": ["stage 3 in bf16"]})
+    assert (wrong["status"], wrong["message"], wrong["rows"]) == (WRONG, "checks fail: stage 3 in bf16", [1])
+    assert told(lambda: {"wrong": []})["status"] == DONE
+    assert told(ends_early) == {"build": 1.5, "status": NO_ROOM, "message": "CUDA out of memory. Tried"}
