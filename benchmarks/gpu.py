@@ -327,11 +327,15 @@ def environment(folder: Path, wheels: Path | None) -> dict[str, str]:
         # Segments that grow: a model that fills the device would not fit into what others of fixed size leave.
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
-    command = [sys.executable, "-c", "import zeromesh"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **variables})
+    command = [sys.executable, "-c", "import gpu_steps"]  # which imports all that a step needs
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, env={**os.environ, **variables}
+    )
     if done.returncode:
         error = done.stderr.strip().splitlines()[-1]
-        sys.exit(f"zeromesh cannot be imported: {error}; get wheels elsewhere with pip download, and name --wheels")
+        sys.exit(
+            f"{error}: the steps need it; get its wheels elsewhere with `pip download`, and name them with --wheels"
+        )
     return variables
 
 
@@ -354,7 +358,7 @@ def main() -> None:
     named = [step for step in STEPS if given.only in f"{step.group}: {step.name}"]
     chosen = [replace(step, minutes=slower * step.minutes) for step in named]
     if not chosen:
-        parser.error(f"no step has {given.only!r} in its name; there are: {', '.join(step.name for step in STEPS)}")
+        parser.error(f"no step has {given.only!r} in its name; there are: {'; '.join(step.name for step in STEPS)}")
     least = max(step.minutes for step in chosen) + PAGE_SECONDS / 60
     if given.minutes < least:
         parser.error(f"--minutes is {given.minutes:g}; the longest step and the page need {least:g}")
@@ -365,7 +369,7 @@ def main() -> None:
         left = Run(chosen, results, given.rehearse, given.minutes, given.host_gib, variables).all()
     print(f"{results.path.with_suffix('.md')} has {len(results.rows)} of {len(STEPS)} steps")
     if left:
-        names = ", ".join(step.name for step in left)
+        names = "; ".join(step.name for step in left)
         print(f"{len(left)} more need up to {sum(step.minutes for step in left):g} minutes; call it again: {names}")
     rows = [results.rows[step.name] for step in chosen if step.name in results.rows]
     bad = [f"{row['step']}: {row['message']}" for row in rows if row["status"] not in (DONE, LEFT_OUT)]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -299,3 +300,12 @@ def test_a_step_writes_its_status_beside_the_figures_so_far(tmp_path: Path, monk
     assert (wrong["status"], wrong["message"], wrong["rows"]) == (WRONG, "checks fail: stage 3 in bf16", [1])
     assert told(lambda: {"wrong": []})["status"] == DONE
     assert told(ends_early) == {"build": 1.5, "status": NO_ROOM, "message": "CUDA out of memory. Tried"}
+
+
+def test_a_missing_package_is_told_before_any_step_and_wheels_are_unpacked(tmp_path: Path) -> None:
+    with ZipFile(tmp_path / "torch-1-py3-none-any.whl", "w") as archive:
+        archive.writestr("torch/__init__.py", "raise ImportError('this torch is from a wheel')")
+    out = tmp_path / "out"
+    done = run_command([sys.executable, gpu.__file__, "--rehearse", "--out", out, "--wheels", tmp_path])
+    assert (done.returncode, "ImportError: this torch is from a wheel: the steps need it" in done.stdout) == (1, True)
+    assert not list(out.iterdir())
