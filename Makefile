@@ -6,7 +6,7 @@ RUN := .venv/bin/python -m
 # Where it is set, each of thousands of processes in the tests would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme bench-plan bench-tables validate-plan check docs docs-serve wheels pythons clean bench-examples
+.PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme bench-plan bench-tables gpu validate-plan check docs docs-serve wheels pythons clean bench-examples
 
 train: .venv/.plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
@@ -80,6 +80,13 @@ bench-plan: .venv/.plots.done
 validate-plan: .venv/.test.done
 	.venv/bin/python benchmarks/validate_plan.py $(or $(ROWS),benchmarks/published-rows.json) \
 		--markdown $(or $(OUT),docs/plan-report-card.md)
+
+# One large GPU: all checks and measurements in at most 40 minutes, without installation or network. `make gpu MINUTES=9` ends
+# before; the same command goes on. `make gpu REHEARSE=1 OUT=runs/gpu` runs all steps in a small form on the CPU.
+gpu:
+	$(or $(wildcard .venv/bin/python),$(PYTHON)) benchmarks/gpu.py $(if $(MINUTES),--minutes $(MINUTES)) \
+		$(if $(OUT),--out $(OUT)) $(if $(DATE),--date $(DATE)) $(if $(ONLY),--only "$(ONLY)") \
+		$(if $(HOST_GIB),--host-gib $(HOST_GIB)) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(REHEARSE),--rehearse)
 
 # Each example beside plain torch and DDP: `make bench-examples EXAMPLES="vision bert" SEEDS="0 1"`.
 bench-examples: .venv/.test.done

@@ -1,10 +1,8 @@
 """The benchmarks run, their variants learn the same, and what fails is said."""
 
 import json
-import math
 import os
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import gpu_check
-import gpu_offload
 from cases import CASES, batch_of, make_model
 from harness import on_ranks, run_command, run_ranks
 from page import case_table, differing, offload_table, ratios, spans_table, write
 from ranks import RunFailed, run
 from variants import VARIANTS
-from zeromesh.config.errors import ConfigError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 OURS = [
@@ -271,110 +266,6 @@ def test_the_cost_of_the_host_is_compared_round_by_round() -> None:
     assert offload_table({"rows": {"DDP": rows["DDP"]}}) == ""
 
 
-@pytest.mark.full
-def test_models_on_a_tier_are_measured_and_what_is_not_there_is_a_line(tmp_path: Path) -> None:
-    command = [sys.executable, BENCHMARKS / "gpu_offload.py", "--tiny", "--out", tmp_path]
-    done = run_command([*command, "--tiers", "ZeroMesh, all on host"], timeout=120)
-    assert done.returncode == 0, done.stdout
-    found = result(tmp_path)
-    (row,) = found["rows"]
-    assert row["status"] == "fits", row
-    assert row["share"] == pytest.approx(row["flops"] / found["peak"]["flops"])
-    assert row["tokens"] * row["seconds"] == pytest.approx(row["batch"] * row["sequence"])
-    assert row["losses"][-1] < row["losses"][0]
-    on_host = [row["states"][state]["host"] for state in ("parameter", "gradient", "optimizer")]
-    expected = gpu_offload.TIERS[row["tier"]].host * row["parameters"]
-    assert sum(on_host) == pytest.approx(expected, rel=0.05), "what decides whether a case is started"
-    assert (tmp_path / "gpu-offload.md").read_text() == gpu_offload.page(found)
-
-    told = gpu_offload.train("ZeroMesh, nvme", gpu_offload.Size(64, 2, 256, 32, 2), str(tmp_path))
-    assert told["losses"][-1] < told["losses"][0]
-    assert told["states"]["parameter"]["nvme"] > 0
-    refused = ConfigError(["something is not in this version yet"])
-    found["rows"].append({**row, "tier": "ZeroMesh, nvme", **gpu_offload.outcome(refused)})
-    assert "| ZeroMesh, nvme | 0.119 M (2 x 64) | not available: the configuration" in gpu_offload.page(found)
-
-
-@pytest.mark.parametrize(
-    ("room", "refine", "tried", "largest"),
-    [
-        (8, 9, [2, 4, 6, 8, 12, 10, 9], 8),  # of blocks of one width; the first four are the ladder's
-        (11, 9, [2, 4, 6, 8, 12, 10, 11], 11),
-        (11, 1, [2, 4, 6, 8, 12, 10], 10),
-        (1, 9, [2, 1], 1),
-        (12, 9, [2, 4, 6, 8, 12], 12),
-    ],
-)
-def test_the_largest_model_is_found_by_halving(room: int, refine: int, tried: list[int], largest: int) -> None:
-    class Fake(gpu_offload.Run):
-        def __init__(self) -> None:
-            self._given, self.tried = Namespace(refine=refine), []
-
-        def case(self, name: str, size: gpu_offload.Size) -> str:
-            self.tried.append(size.layers)
-            return gpu_offload.FITS if size.layers <= room else gpu_offload.NO_ROOM
-
-    run = Fake()
-    run.tier("ZeroMesh, device", [gpu_offload.Size(64, layers, 256, 32, 2) for layers in (2, 4, 6, 8, 12)])
-    assert run.tried == tried
-    assert max(layers for layers in run.tried if layers <= room) == largest
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory"),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory"),
-        (RuntimeError("8 bytes of host memory could not be page-locked (CUDA error 2); set"), "out of memory"),
-        (OSError(12, "Cannot allocate memory"), "out of memory"),
-        (ValueError("heads do not fit"), "failed"),
-    ],
-)
-def test_a_case_without_room_is_told_from_one_that_failed(error: Exception, expected: str) -> None:
-    assert gpu_offload.outcome(error)["status"] == expected
-
-
-@pytest.mark.parametrize("losses", [[math.nan, math.nan], [5.0, math.inf], [5.0, 5.0], [5.0, 4.0, 5.1]])
-def test_the_times_of_what_does_not_learn_are_no_result(losses: list[float]) -> None:
-    gpu_offload.check([5.0, 4.9])
-    with pytest.raises(ValueError, match="so its times say nothing"):
-        gpu_offload.check(losses)
-
-
-def test_losses_are_compared_within_a_family_and_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run = gpu_offload.Run(Namespace(tiny=True, minutes=1, limit=1, refine=0, out=tmp_path))
-    run.result["peak"] = {"flops": 1e12, "width": 512, "device": "cpu"}
-    size, other = (gpu_offload.Size(64, layers, 256, 32, 2) for layers in (2, 3))
-    losses = [5.0, 4.0]
-    figures = {"status": "fits", "times": [1.0] * 6, "build": 1.0, "device_peak": None, "host_peak": 1, "spans": None}
-    monkeypatch.setattr(gpu_offload, "in_process", lambda *_: {**figures, "losses": losses})
-    assert run.case("ZeroMesh, device", size) == "fits"
-    losses = [5.0, 4.2]
-    assert run.case("ZeroMesh, all on host", size) == "failed"
-    assert "| failed: its losses differ by 5.0e-02 " in (tmp_path / "gpu-offload.md").read_text()
-    assert run.case("ZeroMesh, all on host", other) == "fits"
-    losses = [5.0, 4.01]
-    assert run.case("ZeroMesh, optimizer on host", size) == "fits"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("code", "limit", "expected"),
-    [
-        ("import time; time.sleep(60)", 0.5, {"status": "too late", "message": "not done after 0 s"}),
-        ("import os; os.kill(os.getpid(), 9)", 60.0, {"status": "out of memory"}),
-        (
-            "print('a crash'); raise SystemExit(3)",
-            60.0,
-            {"status": "failed", "message": "ended with status 3\na crash"},
-        ),
-    ],
-)
-def test_a_case_that_ends_itself_does_not_end_the_run(code: str, limit: float, expected: dict[str, str]) -> None:
-    found = gpu_offload.in_process([sys.executable, "-c", code], {}, limit)
-    assert expected.items() <= found.items()
-
-
 def measure(script: str, folder: Path, *options: str, status: int | None = 0) -> tuple[dict[str, Any], str]:
     """Run a benchmark; its figures, and its page, which must be linked."""
     (folder / "README.md").write_text("# Pages\n\n<!-- the newest page comes first -->\n")
@@ -447,27 +338,3 @@ def test_ways_to_a_disk_are_measured_and_have_a_page(tmp_path: Path) -> None:
         assert all(row[mode][0]["rate"] > 0 for mode in ("read", "write", "both")), row["name"]
     assert [(row["block"], row["depth"]) for row in found["sweep"]] == [(1 << 19, 1), (1 << 19, 2)]
     assert not list(tmp_path.glob("*.swap"))
-
-
-def test_a_profile_tells_what_blocks_a_backward_and_what_runs_beside_it() -> None:
-    def event(name: str, cat: str, begin: float, length: float) -> dict[str, Any]:
-        return {"ph": "X", "name": name, "cat": cat, "ts": begin, "dur": length}
-
-    events = [
-        {"ph": "M", "name": "process_name"},
-        event("the backward", "user_annotation", 100, 50),
-        event("the backward", "gpu_user_annotation", 90, 5),
-        event("cudaStreamSynchronize", "cuda_runtime", 90, 5),
-        event("cudaMemcpyAsync", "cuda_runtime", 110, 1),
-        event("cudaEventSynchronize", "cuda_runtime", 120, 1),
-        event("cudaDeviceSynchronize", "cuda_runtime", 150, 90),
-        event("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy", 120, 40),
-        event("Memcpy DtoD (Device -> Device)", "gpu_memcpy", 120, 40),
-        event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 200, 40),
-        event("one", "kernel", 110, 20),
-        event("inside of it", "kernel", 112, 3),
-        event("overlapping", "kernel", 125, 10),
-        event("another", "kernel", 190, 15),
-    ]
-    found = gpu_check.look(events, "the backward")
-    assert found == {"blocking": ["cudaEventSynchronize"], "copied": 80e-6, "beside kernels": 20 / 80}

@@ -1,0 +1,276 @@
+"""The page of ``gpu.py``, and its pictures: ``python gpu_page.py DATE-gpu.jsonl`` makes them again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from page import lines_of, link, spans_lines, spans_lines_table
+
+Row = dict[str, Any]
+
+BILLION, TERA, GIB = 1e9, 1e12, 2**30
+BARS, LANES = "-speed.png", "-trace.png"
+COLOURS = ("#0072B2", "#E69F00", "#009E73")  # of Okabe and Ito, which tell apart whatever colours one sees
+
+
+def gib(size: float | None) -> str:
+    """Return bytes in GiB."""
+    return "-" if size is None else f"{size / GIB:.1f}"
+
+
+def short(row: Row) -> str:
+    """Return the status of a step and its message, in one line."""
+    return (
+        " ".join(f"{row['status']}: {row['message']}".replace("|", "/").split())
+        if row.get("message")
+        else row["status"]
+    )
+
+
+def trained(row: Row) -> bool:
+    """Return whether a training step has a time that counts."""
+    return row["status"] == "done" and "flops" in row
+
+
+class Page:
+    """Results of a run, by group."""
+
+    def __init__(self, rows: dict[str, Row], steps: Sequence[tuple[str, str]]) -> None:
+        self.rows, self.steps = rows, steps
+        self.machine = rows.get("machine", {})
+        self.rehearsal = any(row["job"]["gpus"] == 0 for row in rows.values())
+
+    def of(self, group: str) -> list[Row]:
+        """Return the results of a group, in the order of the table."""
+        return [self.rows[name] for name, own in self.steps if own == group and name in self.rows]
+
+    def _gain(self, name: str, base: str) -> float | None:
+        one, other = self.rows.get(name, {"status": ""}), self.rows.get(base, {"status": ""})
+        return one["flops"] / other["flops"] - 1 if trained(one) and trained(other) else None
+
+    def aims(self) -> str:
+        """Return a table of the aims, and whether they are met."""
+        speeds = [row["flops"] / TERA for row in self.of("8B") if trained(row)]
+        large = [row["flops"] / TERA for row in self.of("largest") if trained(row) and row["parameters"] >= 20e9]
+        most = [row["parameters"] / BILLION for row in self.of("largest") if trained(row)]
+        found: list[tuple[str, float | None, float, str]] = [
+            ("Llama 3 8B, states on the host, 8 K: TFLOP/s", max(speeds, default=None), 400, ".0f"),
+            ("largest model: billions of parameters", max(most, default=None), 20, ".1f"),
+            ("a model of 20 billion parameters or more: TFLOP/s", max(large, default=None), 450, ".0f"),
+            ("compiled blocks beside eager ones", self._gain("compiled blocks", "eager"), 0.15, ".1%"),
+            ("float8 beside 16 bits, compiled", self._gain("compiled blocks, float8", "compiled blocks"), 0.28, ".1%"),
+        ]
+        table = [["aim", "at least", "measured", "met"]]
+        for name, least, aim, form in ((name, value, aim, form) for name, value, aim, form in found):
+            got = "-" if least is None else format(least, form)
+            table.append([name, format(aim, form), got, "not measured" if least is None else yes(least >= aim)])
+        return lines_of(table)
+
+    def steps_table(self) -> str:
+        """Return a line for each step: its status and time."""
+        table = [["step", "result", "seconds"]]
+        for name, _ in self.steps:
+            row = self.rows.get(name)
+            seconds = f"{row['seconds']:.0f}" if row and "seconds" in row else "-"
+            table.append([name, short(row) if row else "not run yet", seconds])
+        return lines_of(table)
+
+    def numerics(self) -> str:
+        """Return the largest difference from plain torch by stage and dtype, a table for each step."""
+        parts = []
+        for row in self.of("numerics"):
+            if "rows" not in row:
+                continue
+            dtypes = {one["dtype"]: one["tolerance"] for one in row["rows"]}
+            table = [["stage", *(f"{name} (at most {most:g})" for name, most in dtypes.items())]]
+            for stage in sorted({one["stage"] for one in row["rows"]}):
+                cells = [one["difference"] for one in row["rows"] if one["stage"] == stage]
+                table.append([str(stage), *(f"{cell:.1e}" for cell in cells)])
+            parts.append(f"**{row['step']}**\n\n{lines_of(table)}")
+        return "\n\n".join(parts)
+
+    def copies(self) -> str:
+        """Return a line for each placement and dtype, and whether its bits are those of copies that are waited for."""
+        parts = []
+        for row in self.of("copies"):
+            if not row.get("rows"):
+                continue
+            modes = list(row["rows"][0]["same"])
+            table = [["states on the host", "dtype", *modes, "difference from the device (at most)"]]
+            for one in row["rows"]:
+                cells = [yes(one["same"][mode]) for mode in modes]
+                apart = f"{one['difference']:.1e} ({one['tolerance']:g})"
+                table.append([one["place"], one["dtype"], *cells, apart])
+            parts.append(f"**{row['step']}**\n\n{lines_of(table)}")
+        return "\n\n".join(parts)
+
+    def trained(self, group: str) -> str:
+        """Return a line for each training step of a group."""
+        peak = self.machine.get("products")
+        table = [["step", "parameters", "tokens per update", "s per update (foreseen)", "tokens/s", "TFLOP/s",
+                  "share of products", "GiB device (foreseen)", "GiB host (foreseen)", "last loss"]]  # fmt: skip
+        for row in self.of(group):
+            if "flops" not in row:
+                table.append([row["step"], short(row), *["-"] * 8])
+                continue
+            seconds, planned = row["seconds_per_update"], row["planned"]
+            ahead = f" ({planned['seconds']:.2f})" if "seconds" in planned else ""
+            ratio = f", {row['ratio']:.0%} off the device" if row.get("ratio") else ""
+            on_host = sum(tiers.get("host", 0) for tiers in row["states"].values())
+            table.append([
+                row["step"] + ("" if trained(row) else f" **({row['status']})**"),
+                f"{row['parameters'] / BILLION:.3g} G ({row['layers']} blocks{ratio})",
+                f"{row['tokens']:,}", f"{seconds:.3g}{ahead}", f"{row['tokens'] / seconds:.0f}",
+                f"{row['flops'] / TERA:.4g}", f"{row['flops'] / peak:.0%}" if peak else "-",
+                f"{gib(row['device_peak'])} ({gib(planned['device'])})", f"{gib(on_host)} ({gib(planned['host'])})",
+                f"{row['losses'][-1]:.4f}",
+            ])  # fmt: skip
+        norms = [
+            f"Clipping in *{row['step']}*: the engine's norm is {row['norm']['engine']:.7g}, that of all gradients in "
+            f"float64 {row['norm']['expected']:.7g}; the limit is {row['norm']['clip']:g}."
+            for row in self.of(group)
+            if "norm" in row
+        ]
+        return "\n\n".join([lines_of(table), *norms])
+
+    def spans(self) -> str:
+        """Return where the time goes, in one more update of each step that was watched."""
+        found = {row["step"]: spans_lines(row["spans"], None) for row in self.rows.values() if row.get("spans")}
+        return f"Where the time goes, in one more update:\n\n{spans_lines_table(found)}" if found else ""
+
+    def traces(self) -> str:
+        """Return a line for each profiled update, and the kernels that take most of it."""
+        rows = {place: one for row in self.of("trace") for place, one in row.get("rows", {}).items()}
+        table = [["states", "s", "idle share", "s of copies", "copies beside kernels", "blocking calls"]]
+        kernels = [["states", "kernel", "share of the update"]]
+        for place, one in rows.items():
+            blocking = ", ".join(sorted(set(one["blocking"]))) or "none"
+            table.append([place, f"{one['seconds']:.3g}", f"{one['idle']:.1%}", f"{one['copied']:.3g}",
+                          f"{one['beside kernels']:.0%}", blocking])  # fmt: skip
+            kernels += [[place, f"`{name[:90]}`", f"{t / one['seconds']:.1%}"] for name, t in one["kernels"].items()]
+        return f"{lines_of(table)}\n\n{lines_of(kernels)}" if rows else ""
+
+    def introduction(self, name: str) -> str:
+        """Return the machine, what ran, and how to read the figures."""
+        about, rows = self.machine, self.rows.values()
+        host, cores = about.get("memory", {}), about.get("processor", {}).get("cores")
+        whole, free = gib(host.get("total_bytes")), gib(host.get("available_bytes"))
+        commits = sorted({row["commit"] for row in rows if "commit" in row})
+        versions = [f"{what} {about[what]}" for what in ("python", "torch", "cuda", "nccl") if about.get(what)]
+        minutes, native = sum(row.get("seconds", 0.0) for row in rows) / 60, about.get("instructions")
+        kernels = f"the native kernels, {native}" if native else "**torch's kernels: native ones are missing**"
+        products, file = about.get("products", 0.0) / TERA, f"{name}.jsonl"
+        rates = ", ".join(f"{what} {rate / 1e9:.1f} GB/s" for what, rate in about.get("copies", {}).items())
+        lines = [
+            f"# One GPU, {name[:10]}",
+            f"""Commit {", ".join(commits)}; {about.get("device")}, {", ".join(versions)}; {cores} cores,
+{whole} GiB of host memory, {free} free. The host updates with
+{kernels}. Made by `make gpu`, in {minutes:.0f} minutes; the figures are in [{file}]({file}).""",
+            f"""- **TFLOP/s** are model FLOPs: 6 P + 6 L h s per token, with P parameters without the embedding,
+  L blocks of width h, and s tokens per sample. With causal attention a token sees half of the others. What is computed
+  again in the backward does not count.
+- **Share of products**: of {products:.4g} TFLOP/s, the best of ten products of random bf16 matrices.
+- **Copies**: {rates}.
+- **s per update** is the mean of several updates after a warm-up, with a synchronisation before the first and after the
+  last. All steps train in bf16 with fp32 masters, and clip to a norm of 1.
+- **Foreseen**: by ZeroMesh's planner, from the configuration alone. It also chooses the number of blocks that fit.""",
+        ]
+        if self.rehearsal:
+            lines.insert(1, "**A rehearsal on the CPU: its figures say nothing about GPUs.**")
+        return "\n\n".join(lines)
+
+    def text(self, name: str, pictures: Sequence[str], notes: str) -> str:
+        """Return the whole page."""
+
+        def picture(ending: str, what: str) -> str:
+            return f"![{what}]({name}{ending})" if ending in pictures else ""
+
+        sections: list[tuple[str, Callable[[], str]]] = [
+            ("Aims", self.aims), ("Steps", self.steps_table), ("Numerics beside plain torch", self.numerics),
+            ("Copies beside computation", self.copies), ("Llama 3 8B", lambda: self.trained("8B")),
+            ("The largest model by tier", lambda: self.trained("largest")),
+            ("Compiled blocks and float8", lambda: self.trained("faster")), ("Time by phase", self.spans),
+            ("Traces", self.traces),
+        ]  # fmt: skip
+        parts = [self.introduction(name), picture(BARS, "Bars of TFLOP/s by step"), notes]
+        for title, section in sections:
+            if text := section():
+                parts += [f"## {title}", text]
+        parts.append(picture(LANES, "Busy share of kernels and copies over one update"))
+        for row in self.rows.values():
+            if row["status"] in ("failed", "wrong", "too late") and row.get("log"):
+                log = row["log"].replace("```", "")
+                parts.append(f"The end of the log of *{row['step']}*:\n\n```text\n{log}\n```")
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def yes(value: bool) -> str:
+    """Return yes or no, the latter so that it is seen."""
+    return "yes" if value else "**no**"
+
+
+def draw(page: Page, folder: Path, name: str) -> list[str]:
+    """Draw what there are figures for; return the endings of the pictures, none without matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = []
+    groups = ("8B", "largest", "faster")
+    bars = [(row, COLOURS[groups.index(group)]) for group in groups for row in page.of(group) if trained(row)]
+    if bars:
+        figure = Figure(figsize=(9, 1 + 0.4 * len(bars)), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        for place, (row, colour) in enumerate(bars):
+            axes.barh(place, row["flops"] / TERA, color=colour)
+            axes.text(row["flops"] / TERA, place, f" {row['flops'] / TERA:.3g}", va="center", fontsize=8)
+        axes.set_yticks(range(len(bars)), [row["step"] for row, _ in bars], fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.set_xlabel("TFLOP/s, model FLOPs")
+        figure.savefig(folder / f"{name}{BARS}", dpi=110)
+        drawn.append(BARS)
+    rows = {place: one for row in page.of("trace") for place, one in row.get("rows", {}).items()}
+    if rows:
+        figure = Figure(figsize=(9, 1.7 * len(rows)), layout="constrained")
+        FigureCanvasAgg(figure)
+        for axes, (place, one) in zip(figure.subplots(len(rows), squeeze=False)[:, 0], rows.items(), strict=True):
+            for number, shares in enumerate(one["lanes"].values()):
+                times = [1e3 * one["seconds"] * place / len(shares) for place in range(len(shares))]
+                tops = [number + 0.9 * share for share in shares]
+                axes.fill_between(times, number, tops, step="post", color=COLOURS[number], linewidth=0)
+            axes.set_yticks([number + 0.45 for number in range(len(one["lanes"]))], list(one["lanes"]), fontsize=8)
+            axes.set_title(f"{place}: idle {one['idle']:.1%}", fontsize=9)
+        axes.set_xlabel("milliseconds of an update")
+        figure.savefig(folder / f"{name}{LANES}", dpi=110)
+        drawn.append(LANES)
+    return drawn
+
+
+def write(path: Path, rows: dict[str, Row], steps: Sequence[tuple[str, str]]) -> Path:
+    """Write the page and the pictures beside a file of results, and return the page's path.
+
+    Args:
+        path: of the results.
+        rows: the results, by step.
+        steps: names and groups, in order.
+    """
+    page, name, pictures, notes = Page(rows, steps), path.stem, [], ""
+    try:
+        pictures = draw(page, path.parent, name)
+    except ImportError:
+        notes = "There are no pictures: matplotlib is not installed."
+    target = path.with_suffix(".md")
+    target.write_text(page.text(name, pictures, notes))
+    if not page.rehearsal:
+        link(target, f"one GPU: numerics, offload, speed and the largest models; {page.machine.get('device')}.")
+    return target
+
+
+if __name__ == "__main__":
+    from gpu import STEPS, Results
+
+    print(write(Path(sys.argv[1]), Results(Path(sys.argv[1])).rows, [(step.name, step.group) for step in STEPS]))
