@@ -1,6 +1,7 @@
 """Asynchronous saves write what blocking saves of the same step write, whatever training does meanwhile."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -210,7 +211,7 @@ if len(sys.argv) > 2:
 def test_the_end_of_a_program_waits_for_its_save(more: tuple[str, ...], tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    result = run_command(["python", program, tmp_path / "saved", *more])
+    result = run_command([sys.executable, program, tmp_path / "saved", *more])
     assert result.returncode == len(more), result.stdout
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["global_step0", "latest"]
 

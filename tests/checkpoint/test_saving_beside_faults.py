@@ -238,7 +238,7 @@ def follow(folder: str) -> int:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(40))
 def test_a_kill_at_a_random_moment_leaves_a_checkpoint_to_go_on_from(seed: int, tmp_path: Path) -> None:
     outcomes = spawn_ranks(train_until_killed, 2, str(tmp_path), seed, timeout=45)
     assert "SIGKILL" in outcomes[seed % 2].text
