@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
 from typing import Any
 from unittest.mock import patch
 
@@ -151,16 +151,20 @@ def save_in_turn(folder: str) -> None:
     assert engine.wait_for_checkpoint() is None
     world = engine.mesh.group("world")
     for _ in range(4):
-        train(engine, 1)
-        engine.save_checkpoint(root)
+        with held_back() as gate:
+            train(engine, 1)
+            engine.save_checkpoint(root)
+            Timer(0.1, gate.set).start()
+            train(engine, 1)
+            engine.save_checkpoint(root)  # waits until the timer lets the one before be written
     again = start(2, config(3))
     expected = engine.gathered_state_dict()
     # It waits for the save that is under way.
-    assert engine.load_checkpoint(root)[0] == str(root / "global_step4")
+    assert engine.load_checkpoint(root)[0] == str(root / "global_step8")
     assert_same(engine.gathered_state_dict(), expected)
     world.exchange(torch.zeros(1))
-    assert sorted(path.name for path in root.iterdir()) == ["global_step3", "global_step4", "latest"]
-    assert again.load_checkpoint(root)[0] == str(root / "global_step4")
+    assert sorted(path.name for path in root.iterdir()) == ["global_step7", "global_step8", "latest"]
+    assert again.load_checkpoint(root)[0] == str(root / "global_step8")
     assert_same(again.gathered_state_dict(), expected)
     # The memory of the last copy serves the next one.
     memory = engine._saves._memory.data_ptr()
@@ -169,7 +173,7 @@ def save_in_turn(folder: str) -> None:
     assert engine._saves._memory.data_ptr() == memory
     engine.destroy()
     again.mesh.group("world").exchange(torch.zeros(1))
-    assert folders.latest(root) == "global_step5", "destroy() waits"
+    assert folders.latest(root) == "global_step9", "destroy() waits"
 
 
 def test_a_save_waits_for_the_one_before_and_so_does_loading(tmp_path: Path) -> None:
