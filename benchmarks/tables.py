@@ -205,9 +205,10 @@ def page(figures: list[dict[str, Any]], name: str, rounds: int) -> str:
     lines = [
         f"# Embedding tables, {name[:10]}",
         "",
-        f"Made by `make bench-tables`; torch {torch.__version__}, {RANKS} ranks (one thread each), gloo on loopback, "
-        f"{os.cpu_count()} cores. The model has one table with rows of {WIDTH} fp32 numbers. Each rank looks up "
-        f"{BATCH} bags of {HOT} uniformly random indices per step, and AdaGrad updates the rows. Variants take turns "
+        f"Made by `make bench-tables`; torch {torch.__version__}, {RANKS} ranks (one thread each) on {os.cpu_count()} "
+        "cores. ZeroMesh sends through memory, the others over gloo. "
+        f"The model has one table with rows of {WIDTH} fp32 numbers. Each rank looks up {BATCH} bags of {HOT} "
+        "uniformly random indices per step, and AdaGrad updates the rows. Variants take turns "
         f"for {rounds} rounds of {STEPS} steps. The table has the median of the rounds, and the least and the most. "
         "*MB per step* is what a rank sends; for DDP, the least that its collectives can send.",
         "",

@@ -5,6 +5,7 @@ Both run on any device. ``torch.nn.SyncBatchNorm`` has no kernel for CPU tensors
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -48,14 +49,31 @@ def gather_with_gradient(tensor: torch.Tensor, process_group: dist.ProcessGroup 
         (ranks x n, ...); without a process group that has been started, the tensor itself.
 
     Raises:
-        ValueError: the tensor has no dimension.
+        ValueError: the tensor has no dimension, or ranks have tensors of different shapes or dtypes; on every rank.
     """
     if tensor.dim() == 0:
         raise ValueError("a tensor without dimensions cannot be joined along its first one; pass tensor.view(1)")
     if not dist.is_initialized():
         return tensor
+    _refuse_different(tensor, process_group)
     result: torch.Tensor = _Gather.apply(tensor, process_group)  # type: ignore[no-untyped-call]
     return result
+
+
+def _refuse_different(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    # Backends take what has another size or dtype for what they expect, or end the process.
+    own = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    ranks = dist.get_world_size(group)
+    sums = torch.empty(ranks, dtype=torch.int64, device=tensor.device)
+    _all_gather(sums, torch.tensor([zlib.crc32(own.encode())], device=tensor.device), group=group)
+    if bool((sums == sums[0]).all()):
+        return
+    every: list[Any] = [None] * ranks
+    dist.all_gather_object(every, own, group=group)
+    raise ValueError(
+        f"ranks 0 to {ranks - 1} have tensors of different dtypes or shapes: {'; '.join(every)}; give all ranks "
+        "batches of the same size (drop_last=True) and the same dtype"
+    )
 
 
 def joint_moments(

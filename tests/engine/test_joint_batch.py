@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -90,6 +91,16 @@ def test_gathered_tensors_hand_gradients_back_to_their_ranks() -> None:
     torch.testing.assert_close(own.grad, joint.grad[2 * rank : 2 * rank + 2], **CLOSE)
     with pytest.raises(ValueError, match="without dimensions"):
         zeromesh.gather_with_gradient(torch.ones(()))
+
+
+@pytest.mark.parametrize("kind", ["shape", "dtype"])
+@on_ranks(2)
+def test_tensors_that_differ_between_ranks_are_refused_on_all(kind: str) -> None:
+    rank = dist.get_rank()
+    own = torch.ones(2 + rank, 3) if kind == "shape" else torch.ones(2, 3, dtype=(torch.float32, torch.float64)[rank])
+    other = "(3, 3)" if kind == "shape" else "float64 (2, 3)"
+    with pytest.raises(ValueError, match=re.escape("float32 (2, 3); ") + ".*" + re.escape(other) + ".*drop_last"):
+        zeromesh.gather_with_gradient(own)
 
 
 @on_ranks(2)

@@ -108,6 +108,18 @@ def transformers_trainer(folder: Path, config: Config, resume: Path | None = Non
     return outcome(trainer, folder)
 
 
+def transformers_epochs(folder: Path, config: Config) -> Result:
+    """Two epochs of five micro-batches; the last update of each has one instead of two."""
+    from transformers import Trainer, TrainingArguments
+
+    length = {"num_train_epochs": 2, "max_steps": -1, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    args = TrainingArguments(str(folder), **arguments(config, **length))
+    trainer = Trainer(model(), args, train_dataset=samples(5 * BATCH, ignored=5))
+    trainer.train()
+    assert trainer.state.global_step == 6
+    return outcome(trainer, folder)
+
+
 def accelerate_loop(folder: Path, config: Config, quantize: bool = False) -> Result:
     from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
     from torch.utils.data import DataLoader
@@ -364,6 +376,7 @@ def own_trainer(folder: Path, config: Config, batch: int = BATCH, own_loss: bool
 
 LIBRARIES: dict[str, Callable[..., Result]] = {
     "transformers": transformers_trainer,
+    "transformers-epochs": transformers_epochs,
     "accelerate": accelerate_loop,
     "peft": peft_adapters,
     "bitsandbytes": quantized_base,

@@ -55,7 +55,18 @@ def test_a_trainer_and_a_loop_equal_the_plain_ones(library: str, number: int, fo
 @pytest.mark.full
 @pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize(
-    "library", ["transformers", "accelerate", "peft", "trl-sft", "trl-dpo", "trl-grpo", "lightning", "lightning-sgd"]
+    "library",
+    [
+        "transformers",
+        "transformers-epochs",
+        "accelerate",
+        "peft",
+        "trl-sft",
+        "trl-dpo",
+        "trl-grpo",
+        "lightning",
+        "lightning-sgd",
+    ],
 )
 def test_every_library_trains_as_it_does_alone(library: str, number: int, folders: Path) -> None:
     if library in NEEDS:

@@ -116,5 +116,5 @@ class Notes(keras.callbacks.Callback):
 def assert_near(found: Any, wanted: Any, tolerance: float = 1e-10) -> None:
     """Sums in float64 have another order on several ranks than on one, and a few steps amplify that."""
     for one, other in zip(keras.tree.flatten(found), keras.tree.flatten(wanted), strict=True):
-        pair = (torch.as_tensor(value, dtype=torch.float64) for value in (one, other))
+        pair = (torch.from_numpy(np.asarray(keras.ops.convert_to_numpy(value), np.float64)) for value in (one, other))
         torch.testing.assert_close(*pair, rtol=tolerance, atol=tolerance)

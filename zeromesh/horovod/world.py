@@ -104,7 +104,13 @@ class World:
         self._broken = ""  # why nothing can be run any more
         # Each thread needs a connection of its own, which a wait for a message holds.
         roles = [self._execute, self._coordinate] if environment.rank == 0 else [self._execute]
-        self._threads = [threading.Thread(target=role, args=(self._store.clone(),), daemon=True) for role in roles]
+        stores = [self._store.clone() for _ in roles]
+        # All have connected before rank 0, which has the store, can leave.
+        dist.all_gather_object([None] * environment.world_size, None)
+        for store in [self._store, *stores]:
+            store.set_timeout(NEVER)
+        started = zip(roles, stores, strict=True)
+        self._threads = [threading.Thread(target=role, args=[store], daemon=True) for role, store in started]
         for thread in self._threads:
             thread.start()
 
@@ -319,9 +325,7 @@ def _store(environment: Environment) -> Any:
         own: Any = server or dist.TCPStore("127.0.0.1", port, None, False)  # type: ignore[attr-defined]
     else:
         own = found.clone()
-    store: Any = dist.PrefixStore(f"horovod/{token}", own)  # type: ignore[attr-defined]
-    store.set_timeout(NEVER)
-    return store
+    return dist.PrefixStore(f"horovod/{token}", own)  # type: ignore[attr-defined]
 
 
 def make_world() -> World:
