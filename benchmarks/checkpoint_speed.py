@@ -5,6 +5,11 @@
 A Llama-style decoder (hidden size 768, 12 layers, 32,000 entries: 134 M parameters, 1.6 GB with AdamW's states) is
 updated once, then saved and loaded in turn. Each round also has the ranks write as many zeros as the checkpoint has, to
 files of their own, and flush them: the floor. Loading checks all hashes; the files are in the page cache.
+
+    python benchmarks/checkpoint_speed.py --ranks 2 --row 3 --folder runs/speed --every 50
+
+measures what a save costs training instead: windows of 50 steps without a save, after a blocking save and after an
+asynchronous one, in turn.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import zeromesh
 from heap import Heap
+from zeromesh.checkpoint.save import save
 from zeromesh.comm.environment import init_distributed, shutdown
 from zeromesh.config.train import ModelShape
 from zeromesh.launcher.launch import launch
@@ -33,9 +39,11 @@ from zeromesh.train.architectures.decoder import Decoder
 
 SIZES = {
     "134M": {"hidden_size": 768, "layers": 12, "heads": 12, "vocab_size": 32000},
+    "20M": {"hidden_size": 384, "layers": 6, "heads": 6, "vocab_size": 12000},
     "tiny": {"hidden_size": 32, "layers": 2, "heads": 2, "vocab_size": 64},
 }
 LENGTH = 32
+MODES = ("none", "blocking", "asynchronous")
 
 
 def write_zeros(folder: Path, size: int) -> None:
@@ -62,18 +70,70 @@ def measured(work: Callable[[], object]) -> tuple[float, int]:
     return seconds, peak.bytes - before
 
 
-def run_rank(size: str, row: int, rounds: int, folder: Path) -> None:
+def make_engine(size: str, row: int, length: int) -> zeromesh.Engine:
     init_distributed()
     torch.manual_seed(0)
-    model = Decoder(ModelShape(architecture="llama", sequence_length=LENGTH, **SIZES[size]))
-    settings = {"zero_optimization": {"stage": row}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+    model = Decoder(ModelShape(architecture="llama", sequence_length=length, **SIZES[size]))
+    settings = {
+        "zero_optimization": {"stage": row},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "checkpoint": {"asynchronous": True},
+    }
     engine, *_ = zeromesh.initialize(model=model, config=settings)
-    engine.backward(engine(torch.randint(0, SIZES[size]["vocab_size"], (1, LENGTH))).square().mean())
+    return engine
+
+
+def step(engine: zeromesh.Engine, size: str, length: int) -> None:
+    """One update of random tokens."""
+    engine.backward(engine(torch.randint(0, SIZES[size]["vocab_size"], (1, length))).square().mean())
     engine.step()
+
+
+def run_stalls(size: str, row: int, rounds: int, folder: Path, every: int, length: int) -> None:
+    """Print the seconds of windows of ``every`` steps, and of the call that saves before them."""
+    engine = make_engine(size, row, length)
+    windows: dict[str, list[float]] = {mode: [] for mode in MODES}
+    calls: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for number in range(rounds + 1):
+        for mode in MODES:
+            dist.barrier()
+            began = time.perf_counter()
+            if mode == "blocking":
+                save(engine, folder, "saved", {})
+            elif mode == "asynchronous":
+                engine.save_checkpoint(folder, "saved")
+            called = time.perf_counter()
+            for _ in range(every):
+                step(engine, size, length)
+            dist.barrier()
+            ended = time.perf_counter()
+            engine.wait_for_checkpoint()
+            # The first round allocates memory, and has the first update make the optimizer's states.
+            if number > 0:
+                windows[mode].append(ended - began)
+                calls[mode].append(called - began)
+    if engine.mesh.rank == 0:
+        nbytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        print(f"{nbytes / 1e6:.0f} MB, row {row}, {engine.mesh.world_size} ranks, {rounds} rounds of {every} steps")
+        idle = statistics.median(windows["none"])
+        for mode, seconds in windows.items():
+            middle, call = statistics.median(seconds), statistics.median(calls[mode])
+            print(
+                f"{mode}: {middle:.2f} s ({min(seconds):.2f} to {max(seconds):.2f}), of which {call:.3f} s in the "
+                f"call; {100 * (middle / idle - 1):+.2f} %, the call alone {100 * call / idle:.2f} %"
+            )
+        shutil.rmtree(folder)
+    engine.destroy()
+    shutdown()
+
+
+def run_rank(size: str, row: int, rounds: int, folder: Path) -> None:
+    engine = make_engine(size, row, LENGTH)
+    step(engine, size, LENGTH)
     found: dict[str, list[tuple[float, int]]] = {"zeros": [], "save": [], "load": []}
     nbytes = 0
     for _ in range(rounds):
-        found["save"].append(measured(lambda: engine.save_checkpoint(folder)))
+        found["save"].append(measured(lambda: save(engine, folder, None, {})))
         nbytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         found["load"].append(measured(lambda: engine.load_checkpoint(folder)))
         if engine.mesh.rank == 0:
@@ -101,10 +161,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--size", choices=SIZES, default="134M")
     parser.add_argument("--folder", type=Path, required=True, help="on the disk to be measured; it is deleted")
+    parser.add_argument("--every", type=int, default=0, help="steps between saves; measures the stall of training")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a step on each rank, with --every")
     given = parser.parse_args()
     if given.folder.exists():
         parser.error(f"{given.folder} is there already; name a folder that may be deleted")
-    launch(run_rank, given.ranks, given.size, given.row, given.rounds, given.folder)
+    if given.every:
+        every, length = given.every, given.length
+        launch(run_stalls, given.ranks, given.size, given.row, given.rounds, given.folder, every, length)
+    else:
+        launch(run_rank, given.ranks, given.size, given.row, given.rounds, given.folder)
 
 
 if __name__ == "__main__":

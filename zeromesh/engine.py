@@ -128,6 +128,7 @@ class Engine(Batching, Answers, Saving):
         Raises:
             RuntimeError: no backward came before.
             FloatingPointError: a loss was not finite on some rank, or gradients were not for many updates in a row.
+            OSError: an asynchronous save has failed, and ``checkpoint.on_failure`` is "stop"; the update was made.
         """
         if not self._accumulation.syncs:
             raise RuntimeError("step() inside no_sync(): leave the context first, the update needs the gradients' sum")
@@ -170,6 +171,8 @@ class Engine(Batching, Answers, Saving):
         # After the phase, whose time it reports.
         self.observer.after_update(self.global_steps)
         record_step(self.global_steps + 1)
+        if self._update.save_failed:
+            self._saves.surface(raises=self.config.checkpoint.on_failure == "stop")
 
     def _agree_and_update(self, schedule: Callable[[], Any] | None) -> None:
         agreement = self._update.agree(self.global_steps + 1)
@@ -348,8 +351,13 @@ class Engine(Batching, Answers, Saving):
         self._aside.bring_back(non_blocking)
 
     def destroy(self) -> None:
-        """Wait for pending transfers and release the hooks."""
+        """Wait for pending transfers and this rank's asynchronous save, and release the hooks.
+
+        Raises:
+            OSError: the save has failed, and no step or wait has told so.
+        """
         self.observer.close()
         if self._unbind is not None:
             self._unbind()
         self.sharded.close()
+        self._saves.close()

@@ -26,7 +26,8 @@ class Saving(EngineState):
         """Write all that a resumed run needs to ``save_dir/tag``; each rank writes its shards. Collective.
 
         The checkpoint appears whole or not at all; an earlier one of this tag stays until then. Older ones go away
-        afterwards with ``checkpoint.keep_last``. See docs/checkpoints.md.
+        afterwards with ``checkpoint.keep_last``. With ``checkpoint.asynchronous`` it is written while training goes on,
+        after the earlier one is complete; see ``wait_for_checkpoint`` and docs/checkpoints.md.
 
         Args:
             save_dir: a folder of checkpoints that all ranks see.
@@ -40,7 +41,9 @@ class Saving(EngineState):
             Its folder.
 
         Raises:
-            OSError: it could not be written, or there is too little space.
+            OSError: it could not be written, or there is too little space, or too little memory for the copy of an
+                asynchronous save. If that fails afterwards, it is logged, and raised by ``wait_for_checkpoint``, by
+                ``destroy`` and, if ``checkpoint.on_failure`` is "stop", by the next step or save.
             TypeError: a value of the client state cannot be kept; the message says which.
             ValueError: there is no folder, the tag is one of the names that the folder itself needs, or an argument
                 cannot be honoured.
@@ -54,14 +57,29 @@ class Saving(EngineState):
                 "save_checkpoint() between a backward and its update: call it after the step that updates"
             )
         with self.observer.phase("checkpoint"):
+            self._saves.finish(raises=self.config.checkpoint.on_failure == "stop")
             # The user may have written to parameters since the last update; masters, which are
             # saved, take that up first.
             self.sharded.tables.lookups.finish()
             agree_run(self.mesh.group("world"), "save the checkpoint", self.sharded.take_changes)
             if self.config.replica_check.at_saves:
                 require_equal_replicas(self.sharded, f"after update {self.global_steps}")
-            options = {"save_latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
-            return save.save(self, Path(save_dir), tag, client_state or {}, **options)
+            background = self._saves if self.config.checkpoint.asynchronous else None
+            return save.save(
+                self, Path(save_dir), tag, client_state or {}, save_latest=save_latest,
+                exclude_frozen=exclude_frozen_parameters, background=background,
+            )  # fmt: skip
+
+    def wait_for_checkpoint(self) -> Path | None:
+        """Wait until the last asynchronous save is complete on the disk, and return its folder. Collective.
+
+        Returns:
+            None if there was no asynchronous save.
+
+        Raises:
+            OSError: it could not be written; RuntimeError on ranks that did write their part.
+        """
+        return self._saves.wait()
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, load_module_strict: bool = True,
@@ -90,6 +108,7 @@ class Saving(EngineState):
             FileNotFoundError: a file of it is missing.
             ValueError: it does not fit, or is not what was written. Nothing has been loaded then.
         """
+        self._saves.finish(raises=self.config.checkpoint.on_failure == "stop")
         # Changes are taken up and then overwritten; later they would overwrite what was loaded.
         self.sharded.tables.lookups.finish()
         self.sharded.take_changes()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from zeromesh.checkpoint.background import BackgroundSaves
 from zeromesh.computation import Computation
 from zeromesh.observe.observer import Observer
 from zeromesh.reports import Before
@@ -86,7 +87,8 @@ class EngineState:
         self.stage_work = None if parts.pipelined is None else parts.pipelined.work(parts.sharded, parts.computation)
         self._computation = parts.computation
         self._accumulation = parts.sharded.accumulation
-        self._update = Update(parts.sharded, parts.config, parts.optimizer)
+        self._saves = BackgroundSaves(self.mesh.group("world"))
+        self._update = Update(parts.sharded, parts.config, parts.optimizer, self._saves.failed)
         self.loss_scaler = self._update.scaler
         self._passes: Iterator[Any] | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -35,18 +36,23 @@ MOST_SKIPPED = 10
 class Update:
     """Updates of one model by one optimizer."""
 
-    def __init__(self, sharded: ShardedModel, config: Resolved, optimizer: Optimizer | None) -> None:
+    def __init__(
+        self, sharded: ShardedModel, config: Resolved, optimizer: Optimizer | None,
+        save_failed: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
         scaler = sharded.accumulation.scaler
         assert scaler is None or isinstance(scaler, LossScaler)
         self.scaler = scaler  # None where losses are not scaled
         self.norm: float | None = None  # of the last update's gradient before clipping
         self.mean_loss: float | None = None  # of the last update, over ranks; None where no rank knows one
         self.asked = 0  # largest number that any rank passed to ``ask`` before the last update
+        self.save_failed = False  # whether a rank's asynchronous save had failed before the last update
         self.skipped = 0  # updates so far that were skipped because a gradient was not finite
         self.runs = False  # whether the optimizer's own step runs as a part of an update
         self._sharded, self._config, self._optimizer = sharded, config, optimizer
         self._mesh, self._accumulation = sharded.mesh, sharded.accumulation
         self._asked, self._skipped_in_a_row = 0, 0
+        self._save_failed = save_failed
         self._stragglers = Stragglers(self._mesh)
         answer(optimizer, self.loss_scale, overflow=False)
         if optimizer is not None:  # by a weak reference: the hook lives as long as the model, the engine may not
@@ -78,6 +84,7 @@ class Update:
         self._accumulation.restart()
         self.asked = int(agreement.notes[:, 4].max())
         self._stragglers.compare(agreement.notes[:, 5].tolist())
+        self.save_failed = bool(agreement.notes[:, 6].any())
         self._require_same_losses(agreement)
         interval = self._config.replica_check.interval
         if interval is not None and number % interval == 0:
@@ -146,7 +153,10 @@ class Update:
                     )
 
     def _notes(self) -> list[float]:
-        """Return this rank's notes: bad loss, sum and number of losses, checksum of inputs, number asked, busy time."""
+        """Return this rank's notes, one number each.
+
+        They are: bad loss, sum and number of losses, checksum of inputs, number asked, busy time, failed save.
+        """
         noted = self._accumulation
         losses: list[float] = torch.stack(noted.losses).tolist() if noted.losses else []
         finite = [isfinite(loss) for loss in losses]
@@ -154,7 +164,8 @@ class Update:
         # 1 + the index of the first micro-batch whose loss is not finite, so that 0 is none.
         bad = 0.0 if all(finite) else 1.0 + finite.index(False)
         asked, self._asked = self._asked, 0  # at once: a signal that comes while ranks agree is for the next update
-        return [bad, sum(losses), float(len(losses)), inputs, float(asked), self._stragglers.busy()]
+        busy, failed = self._stragglers.busy(), float(self._save_failed())
+        return [bad, sum(losses), float(len(losses)), inputs, float(asked), busy, failed]
 
     def _require_same_losses(self, agreement: Agreement) -> None:
         """Compare losses and inputs of ranks that split one model or one sequence, and so share a batch."""

@@ -282,6 +282,9 @@ def test_the_checkpoint_benchmark_measures_saving_and_loading(tmp_path: Path) ->
     printed = run_command([sys.executable, BENCHMARKS / "checkpoint_speed.py", *options], timeout=240).stdout
     assert {"zeros:", "save:", "load:"} <= {line.split()[0] for line in printed.splitlines() if line}
     assert not (tmp_path / "speed").exists()
+    printed = run_command([sys.executable, BENCHMARKS / "checkpoint_speed.py", *options, "--every", "3"]).stdout
+    assert {"none:", "blocking:", "asynchronous:"} <= {line.split()[0] for line in printed.splitlines() if line}
+    assert not (tmp_path / "speed").exists()
 
 
 @pytest.mark.full

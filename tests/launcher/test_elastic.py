@@ -74,12 +74,13 @@ main()
 
 
 @pytest.mark.full
-def test_zeromesh_train_resumes_by_itself(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_zeromesh_train_resumes_by_itself(asynchronous: bool, corpus: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(FAULTY_TRAIN)
     (tmp_path / "no-fault").touch()
     for name, mark in (("whole", "no-fault"), ("killed", "mark")):
-        path = config(corpus, tmp_path / name)
+        path = config(corpus, tmp_path / name, checkpoint={"asynchronous": asynchronous})
         command = [*LAUNCH, "--nproc", "2", "--max-restarts", "1", script, tmp_path / mark, "train", path]
         finished = run_command(command, timeout=200)
         assert finished.returncode == 0, finished.stdout

@@ -15,6 +15,7 @@ from torch import nn
 
 import zeromesh
 from test_train_cli import call, config
+from zeromesh.checkpoint import save
 from zeromesh.comm.environment import shutdown
 from zeromesh.engine import Engine
 from zeromesh.train.folder import RunFolder
@@ -35,11 +36,18 @@ def wait_for_steps(run: RunFolder, process: subprocess.Popen[str], count: int) -
 
 
 @pytest.mark.parametrize(
-    "prefix",
-    [["train"], pytest.param(["launch", "--nproc", "2", "-m", "zeromesh.cli.main", "train"], marks=pytest.mark.full)],
+    ("prefix", "asynchronous"),
+    [
+        (["train"], False),
+        pytest.param(["launch", "--nproc", "2", "-m", "zeromesh.cli.main", "train"], False, marks=pytest.mark.full),
+        pytest.param(["train"], True, marks=pytest.mark.full),
+    ],
 )
-def test_sigusr1_saves_and_sigterm_saves_and_ends(prefix: list[str], corpus: Path, tmp_path: Path) -> None:
-    path = config(corpus, tmp_path, run={"steps": 100_000, "save_every": 0, "evaluate_every": 0, "ranks": 2})
+def test_sigusr1_saves_and_sigterm_saves_and_ends(
+    prefix: list[str], asynchronous: bool, corpus: Path, tmp_path: Path
+) -> None:
+    run = {"steps": 100_000, "save_every": 0, "evaluate_every": 0, "ranks": 2}
+    path = config(corpus, tmp_path, run=run, checkpoint={"asynchronous": asynchronous})
     run = RunFolder(tmp_path / "run")
     process = subprocess.Popen(
         [*TRAIN, *prefix, str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -109,6 +117,33 @@ def test_a_save_that_fails_is_tried_again_at_the_next(policy, corpus, tmp_path, 
         assert calls == [2, 4, 6]
         assert "training goes on, and the next save is another try; there is none yet" in caplog.text + result.output
         assert RunFolder(tmp_path / "run").last_checkpoint == "global_step6"
+
+
+@pytest.mark.parametrize(
+    ("policy", "full_at", "ends"),
+    [
+        ("continue", 2, False),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("continue", 6, True), ("stop", 2, True))),
+    ],
+)
+def test_an_asynchronous_save_that_fails_is_tried_again_at_the_next(policy, full_at, ends, corpus, tmp_path) -> None:
+    settings = {"asynchronous": True, "on_failure": policy}
+    path = config(corpus, tmp_path, checkpoint=settings, run={"save_every": 2, "ranks": 1})
+    commit, calls = save.commit, []
+
+    def full_once(draft: Path, final: Path) -> None:
+        calls.append(final.name)
+        if final.name == f"global_step{full_at}":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        commit(draft, final)
+
+    with patch.object(save, "commit", full_once):
+        result = call("train", path)
+    assert (result.exit_code != 0) == ends, result.output
+    saved = {f"global_step{step}" for step in (2, 4, 6) if step != full_at and (policy == "continue" or step < full_at)}
+    folder = tmp_path / "run" / "checkpoints"
+    assert {one.name for one in folder.iterdir() if one.is_dir()} == saved
+    assert calls == [f"global_step{step}" for step in ((2, 4, 6) if policy == "continue" else (2,))]
 
 
 def test_a_folder_of_checkpoints_that_cannot_be_written_to_is_refused_at_the_start(corpus, tmp_path) -> None:

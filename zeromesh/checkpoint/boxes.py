@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -40,6 +41,7 @@ class Box:
     data: torch.Tensor  # shape (stop - start,)
     offsets: tuple[int, ...] | None = None  # where the box begins in the tensor, by dimension; None: it is the tensor
     sizes: tuple[int, ...] | None = None
+    from_disk: bool = False  # its data are in host memory only until the next box's are read
 
     @property
     def key(self) -> str:
@@ -48,54 +50,82 @@ class Box:
         return f"{self.name}{within}[{self.start}:{self.stop}]"
 
 
+class ShardWriter:
+    """Writer of one rank's boxes to its file, in any order; each has its place from the start. Close it when done.
+
+    Raises:
+        TypeError: a box is of a dtype that the format does not know.
+        OSError: the file cannot be written.
+    """
+
+    # Safetensors' own functions need all data on the host at once, in memory that no two tensors share.
+
+    def __init__(self, folder: Path, rank: int, boxes: Sequence[Box]) -> None:
+        ordered = sorted(boxes, key=lambda box: -box.data.itemsize)  # each lies at a multiple of its item's size then
+        ends = list(itertools.accumulate((box.data.nbytes for box in ordered), initial=0))
+        entries: dict[str, Any] = {}
+        for box, begin, end in zip(ordered, ends, ends[1:], strict=False):
+            if box.data.dtype not in CODES:
+                raise TypeError(f"{box.name} is of {box.data.dtype}, which a checkpoint cannot hold; convert it")
+            assert box.key not in entries, f"{box.key} is written twice"
+            offsets = [begin, end]
+            entries[box.key] = {"dtype": CODES[box.data.dtype], "shape": [box.data.numel()], "data_offsets": offsets}
+        # The format: the length of the JSON in 8 bytes, then the JSON, padded to a multiple of 8 bytes, then the data.
+        text = json.dumps(entries).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        self._places = {key: [len(header) + offset for offset in one["data_offsets"]] for key, one in entries.items()}
+        self._header = hashlib.sha256(header).hexdigest()
+        self._listed: list[dict[str, Any]] = []
+        self.path = folder / f"rank_{rank:05d}.safetensors"
+        self._file = self.path.open("wb")
+        self._file.write(header)
+
+    def write(self, box: Box) -> None:
+        """Write a box at its place; its data are not needed afterwards."""
+        begin, end = self._places.pop(box.key)
+        entry: dict[str, Any] = {
+            "key": box.key,
+            "name": box.name,
+            "shape": list(box.shape),
+            "dtype": dtype_name(box.data.dtype),
+        }
+        if box.offsets is not None and box.sizes is not None:
+            entry |= {"offsets": list(box.offsets), "sizes": list(box.sizes)}
+        self._file.seek(begin)
+        digest = hashlib.sha256()
+        # In parts, which bounds what of a tensor on a GPU is on the host.
+        for part in box.data.detach().contiguous().view(torch.uint8).split(PART) if box.data.numel() else ():
+            data = part.cpu().numpy()
+            self._file.write(data)
+            digest.update(data)
+        entry |= {"start": box.start, "stop": box.stop, "bytes": [begin, end], "sha256": digest.hexdigest()}
+        self._listed.append(entry)
+
+    def finish(self) -> dict[str, Any]:
+        """Flush the file to the disk, close it, and return its entry for the manifest; all boxes have been written."""
+        assert not self._places, f"{next(iter(self._places))} was not given again"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.close()
+        boxes = sorted(self._listed, key=lambda entry: entry["bytes"])  # as they are read and hashed
+        return {"file": self.path.name, "header": self._header, "boxes": boxes}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
 def write_shard(folder: Path, rank: int, boxes: Sequence[Box], filled: Iterable[Box] | None = None) -> dict[str, Any]:
     """Write this rank's boxes and flush them to the disk; return its entry for the manifest.
 
     Where not all data fit in memory at once, ``filled`` yields the same boxes with their data, each valid until the
     next; the data of ``boxes`` are not read then.
     """
-    ordered = sorted(boxes, key=lambda box: -box.data.itemsize)  # so that each lies at a multiple of its item's size
-    ends = list(itertools.accumulate((box.data.nbytes for box in ordered), initial=0))
-    # Safetensors' own functions need all data on the host at once, in memory that no two tensors share.
-    entries: dict[str, Any] = {}
-    for box, begin, end in zip(ordered, ends, ends[1:], strict=False):
-        if box.data.dtype not in CODES:
-            raise TypeError(f"{box.name} is of {box.data.dtype}, which a checkpoint cannot hold; convert it")
-        assert box.key not in entries, f"{box.key} is written twice"
-        entries[box.key] = {"dtype": CODES[box.data.dtype], "shape": [box.data.numel()], "data_offsets": [begin, end]}
-    # The format: the length of the JSON in 8 bytes, then the JSON, padded to a multiple of 8 bytes, then the data.
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    places = {key: [len(header) + offset for offset in entry["data_offsets"]] for key, entry in entries.items()}
-    path = folder / f"rank_{rank:05d}.safetensors"
-    listed = []
-    with path.open("wb") as file:
-        file.write(header)
+    with closing(ShardWriter(folder, rank, boxes)) as writer:
         for box in boxes if filled is None else filled:
-            begin, end = places.pop(box.key)
-            entry: dict[str, Any] = {
-                "key": box.key,
-                "name": box.name,
-                "shape": list(box.shape),
-                "dtype": dtype_name(box.data.dtype),
-            }
-            if box.offsets is not None and box.sizes is not None:
-                entry |= {"offsets": list(box.offsets), "sizes": list(box.sizes)}
-            file.seek(begin)
-            digest = hashlib.sha256()
-            # In parts, which bounds what of a tensor on a GPU is on the host.
-            for part in box.data.detach().contiguous().view(torch.uint8).split(PART) if box.data.numel() else ():
-                data = part.cpu().numpy()
-                file.write(data)
-                digest.update(data)
-            entry |= {"start": box.start, "stop": box.stop, "bytes": [begin, end], "sha256": digest.hexdigest()}
-            listed.append(entry)
-        assert not places, f"{next(iter(places))} was not given again"
-        file.flush()
-        os.fsync(file.fileno())
-    listed.sort(key=lambda entry: entry["bytes"])  # as they lie in the file, which is how they are read and hashed
-    return {"file": path.name, "header": hashlib.sha256(header).hexdigest(), "boxes": listed}
+            writer.write(box)
+        return writer.finish()
 
 
 class _Stored(NamedTuple):

@@ -7,6 +7,7 @@ buffers, ``optimizer/KEY/NAME`` one state of one parameter, ``random/RANK`` the 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from zeromesh.checkpoint.manifest import dtype_name
 from zeromesh.checkpoint.random_state import random_state
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.piece import Piece
+from zeromesh.model.placement import Tier
 from zeromesh.model.quantized import fingerprint, layers, states
 from zeromesh.model.split import Held
 from zeromesh.optim.schedules import RateSchedule
@@ -69,21 +71,27 @@ def boxes(engine: RunState, read: bool = True, exclude_frozen: bool = False) -> 
             if exclude_frozen and not flat.layout.trainable:
                 continue
             flat.load_states(read=read)
-            # The rank's shard, also where it holds more, as of parameters that are not sharded.
-            values, offset = held(sharded, flat)
-            for index, start, stop in flat.layout.owned(flat.shard_range.start, flat.shard_range.stop):
-                segment = flat.layout.segments[index]
-                data, first = values[start - offset : stop - offset], segment.start
-                yield from _boxes(f"parameter/{segment.name}", segment.held, start - first, stop - first, data)
-            if engine.optimizer is not None:
-                for index, _, piece in flat.pieces:
-                    yield from _optimizer_boxes(engine.optimizer, flat, index, piece)
+            on_disk = flat.optimizer_tier is Tier.NVME
+            for box in _flat_boxes(sharded, flat, engine.optimizer):
+                yield replace(box, from_disk=True) if on_disk else box
     if sharded.mesh.group("stage").rank == 0:
         for name, buffer in own_buffers(sharded):
             if buffer.numel():
                 yield Box(f"buffer/{name}", tuple(buffer.shape), 0, buffer.numel(), buffer.flatten())
     state = random_state(sharded.model)
     yield Box(f"random/{sharded.mesh.rank}", tuple(state.shape), 0, state.numel(), state)
+
+
+def _flat_boxes(sharded: ShardedModel, flat: Flat, optimizer: Optimizer | None) -> Iterator[Box]:
+    # The rank's shard, also where it holds more, as of parameters that are not sharded.
+    values, offset = held(sharded, flat)
+    for index, start, stop in flat.layout.owned(flat.shard_range.start, flat.shard_range.stop):
+        segment = flat.layout.segments[index]
+        data, first = values[start - offset : stop - offset], segment.start
+        yield from _boxes(f"parameter/{segment.name}", segment.held, start - first, stop - first, data)
+    if optimizer is not None:
+        for index, _, piece in flat.pieces:
+            yield from _optimizer_boxes(optimizer, flat, index, piece)
 
 
 def held(sharded: ShardedModel, flat: Flat) -> tuple[torch.Tensor, int]:

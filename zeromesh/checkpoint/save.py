@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -12,7 +15,8 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.boxes import Box, write_shard
+from zeromesh.checkpoint.background import WHAT, BackgroundSaves, explained, leave_failure, wait_for_ranks
+from zeromesh.checkpoint.boxes import Box, ShardWriter
 from zeromesh.checkpoint.contents import (
     FROZEN_LEFT_OUT,
     RunState,
@@ -37,7 +41,7 @@ from zeromesh.checkpoint.folder import (
 )
 from zeromesh.checkpoint.optimizer import members, options, scalars
 from zeromesh.checkpoint.packing import pack
-from zeromesh.comm.agreement import agree_run, require_agreement
+from zeromesh.comm.agreement import agree_run, catch, require_agreement
 from zeromesh.tiers.lock import FolderInUse, locked
 
 MANIFEST_BYTES = 400  # estimated bytes of the manifest for each box
@@ -47,9 +51,12 @@ ONE_FOLDER = "save to a folder that all ranks see"
 
 def save(
     engine: RunState, folder: Path, tag: str | None, client_state: dict[str, Any], *, save_latest: bool = True,
-    exclude_frozen: bool = False,
+    exclude_frozen: bool = False, background: BackgroundSaves | None = None,
 ) -> Path:  # fmt: skip
-    """Write a checkpoint; ``folder/latest`` names it afterwards. Collective; see ``Engine.save_checkpoint``."""
+    """Write a checkpoint; ``folder/latest`` names it afterwards. Collective; see ``Engine.save_checkpoint``.
+
+    With ``background`` the state is only copied when this returns, and a thread writes it.
+    """
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     draft, final = folder / f"{tag}{DRAFT}", folder / tag
     rank, world = engine.mesh.rank, engine.mesh.group("world")
@@ -71,43 +78,114 @@ def save(
             of_client.extend(Box(name, tuple(one.shape), 0, one.numel(), one.flatten()) for name, one in filled)
         # Sizes and names only; data of states on NVMe are read when they are written.
         mine.extend((*boxes(engine, False, exclude_frozen), *of_client))
+        if background is not None:
+            background.reserve(mine, engine.mesh.device)
 
-    def write() -> None:
+    def read() -> _Part:
+        """Write this rank's boxes, or copy them to memory; all that training changes is read here."""
         if not draft.is_dir():
             raise OSError(f"rank {rank} does not see {draft}, which the first rank made; {ONE_FOLDER}")
-        entry = write_shard(draft, rank, mine, chain(boxes(engine, True, exclude_frozen), of_client))
-        numbers = {"shard": entry, "scalars": scalars(engine), "members": members(engine)}
+        writer = ShardWriter(draft, rank, mine)
+        held.callback(writer.close)
+        copies = []
+        try:
+            for box in chain(boxes(engine, True, exclude_frozen), of_client):
+                if background is None or box.from_disk:
+                    writer.write(box)
+                else:
+                    copies.append(background.copy(box))
+        except BaseException:
+            writer.close()  # before the draft is removed
+            raise
+        if background is not None:
+            background.synchronize(engine.mesh.device)
+        numbers: dict[str, Any] = {"scalars": scalars(engine), "members": members(engine)}
         if engine.mesh.group("stage").rank == 0:
             numbers |= {"parameters": parameters(engine.sharded), "tied": tied(engine.sharded)}
-        write_json(draft / f"rank_{rank:05d}.json", numbers)
+        state = _state(engine, kept) | {FROZEN_LEFT_OUT: exclude_frozen} if rank == 0 else {}
+        return _Part(draft, rank, world.size, writer, copies, numbers, state)
 
-    def finish() -> None:
-        if rank == 0:
-            write_manifest(
-                draft, _state(engine, kept) | {FROZEN_LEFT_OUT: exclude_frozen} | _merged_entries(draft, world.size)
-            )
-            commit(draft, final)
-            if save_latest:
-                write_latest(folder, tag)
+    count = engine.config.checkpoint.keep_last if save_latest else None
 
-    agree_run(world, "save the checkpoint", collect)
+    def finish(part: _Part) -> None:
+        write_manifest(draft, part.state | _merged_entries(draft, world.size))
+        commit(draft, final)
+        if save_latest:
+            write_latest(folder, tag)
+
+    def write_beside(part: _Part) -> None:
+        part.write_beside(final, finish)
+        if rank == 0 and count is not None:
+            keep_last(folder, tag, count)
+
+    agree_run(world, WHAT, collect)
     # Ranks share the disk, so that the sum of what they write has to fit.
     sizes = world.exchange(torch.tensor([sum(box.data.nbytes + MANIFEST_BYTES for box in mine)]))
     # The first rank alone holds the lock: it makes, renames and deletes folders for all.
     with ExitStack() as held:
-        agree_run(world, "save the checkpoint", lambda: _lock(held, folder) if rank == 0 else None)
+        agree_run(world, WHAT, lambda: _lock(held, folder) if rank == 0 else None)
         try:
-            agree_run(world, "save the checkpoint", lambda: begin(draft, int(sizes.sum())) if rank == 0 else None)
-            agree_run(world, "save the checkpoint", write)
-            agree_run(world, "save the checkpoint", finish)
+            agree_run(world, WHAT, lambda: begin(draft, int(sizes.sum())) if rank == 0 else None)
+            if background is not None:
+                part = agree_run(world, WHAT, read)
+                background.start(final, partial(write_beside, part), held.pop_all())
+                return final
+            part = agree_run(world, WHAT, lambda: read().written())
+            agree_run(world, WHAT, lambda: finish(part) if rank == 0 else None)
         except Exception:
             if rank == 0:
                 remove(draft)
             raise
         # After the new one has its name, so that at no time there are fewer.
-        if rank == 0 and save_latest and (count := engine.config.checkpoint.keep_last) is not None:
+        if rank == 0 and count is not None:
             keep_last(folder, tag, count)
     return final
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A rank's part of a checkpoint: what is to be written yet, and nothing that training changes."""
+
+    draft: Path
+    rank: int
+    ranks: int
+    writer: ShardWriter
+    copies: list[Box]
+    numbers: dict[str, Any]
+    state: dict[str, Any]  # of the run; on the first rank
+
+    def written(self) -> _Part:
+        """Write what is left, and this rank's description."""
+        try:
+            for box in self.copies:
+                self.writer.write(box)
+            entry = self.writer.finish()
+        finally:
+            self.writer.close()
+        write_json(self.draft / f"rank_{self.rank:05d}.json", {"shard": entry} | self.numbers)
+        return self
+
+    def write_beside(self, final: Path, finish: Callable[[_Part], None]) -> None:
+        """Write it without collectives; the first rank waits for the others and finishes.
+
+        Raises:
+            SaveFailed: the files could not be written, here or, on the first rank, on any rank.
+        """
+        _, failure = catch(self.written)
+        if failure is not None:
+            failure = explained(final, failure)
+            leave_failure(self.draft, self.rank, failure)
+        if self.rank == 0:
+            # Also after a failure: the draft is removed when nobody writes to it any more.
+            _, problem = catch(partial(wait_for_ranks, self.draft, self.ranks))
+            if problem is None:
+                _, problem = catch(partial(finish, self))
+            if problem is not None:
+                failure = failure or explained(final, problem)
+                with suppress(OSError):  # what cannot be removed goes with the next save
+                    remove(self.draft)
+        if failure is not None:
+            raise failure
 
 
 def _lock(held: ExitStack, folder: Path) -> None:

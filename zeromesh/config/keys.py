@@ -36,6 +36,7 @@ PIN_MEMORY = "pin_memory"
 HOST_MEMORY_LIMIT = "host_memory_limit"
 
 KEEP_LAST = "checkpoint.keep_last"
+ASYNCHRONOUS = "checkpoint.asynchronous"
 RECOMPUTED = "activation_checkpointing.targets"
 PROFILE = '"profile": {"enabled": true}'
 PARTITION_ACTIVATIONS = "activation_checkpointing.partition_activations"

@@ -236,8 +236,13 @@ class Pipeline(Section):
 
 
 class Checkpoint(Section):
-    """Checkpoints: how many are kept, and what happens if one cannot be written."""
+    """Checkpoints: when they are written, how many are kept, and what happens if one cannot be written."""
 
+    asynchronous: bool = key(
+        False,
+        "Write checkpoints while training goes on: save_checkpoint copies the state to host memory and returns. States "
+        "on NVMe are written before it returns.",
+    )
     keep_last: PositiveInt | None = key(
         None,
         "Number of checkpoints of a series (such as global_step1, global_step2) to keep in a folder. A complete new "
@@ -245,8 +250,8 @@ class Checkpoint(Section):
     )
     on_failure: Literal["continue", "stop"] = key(
         "continue",
-        "Reaction of zeromesh train if a checkpoint cannot be written, such as on a full disk: continue until the next "
-        "save, or stop.",
+        "Reaction of zeromesh train, and of the step after an asynchronous save, if a checkpoint cannot be written, "
+        "such as on a full disk: continue until the next save, or stop with the error.",
     )
 
 

@@ -37,6 +37,7 @@ OURS: tuple[str, ...] = (
     "profile",
     "replica_check",
     "debug",
+    "checkpoint.asynchronous",
     "checkpoint.keep_last",
     "checkpoint.on_failure",
     "model",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -64,6 +65,7 @@ class Loop:
             if self.engine.asked and not saved:
                 saved = self._save(progress)
             if self.engine.asked == Request.SAVE_AND_END:
+                saved = saved and self._complete_save(progress)
                 self.display.line(f"step {progress.step}/{self.job.run.steps}  ended by a signal")
                 if saved:
                     mark_saved()
@@ -152,11 +154,20 @@ class Loop:
         return self.share.global_batch * self.job.language.sequence_length
 
     def _save(self, progress: Progress, last: bool = False) -> bool:
-        """Write a checkpoint, and return whether this succeeded."""
+        """Write a checkpoint, or begin to (``checkpoint.asynchronous``), and return whether this succeeded."""
         state = {"samples": progress.samples, "seconds": progress.seconds, "origins": self.job.origins}
+        save = partial(self.engine.save_checkpoint, self.job.folder.checkpoints, client_state=state)
+        return self._succeeds(save, progress, last) and (not last or self._complete_save(progress, last))
+
+    def _complete_save(self, progress: Progress, last: bool = False) -> bool:
+        """Wait for an asynchronous save, and return whether it succeeded."""
+        return self._succeeds(self.engine.wait_for_checkpoint, progress, last)
+
+    def _succeeds(self, action: Callable[[], object], progress: Progress, last: bool) -> bool:
+        """Call what may fail to write a checkpoint; return whether it succeeded, or raise where the run must end."""
         failure: OSError | RuntimeError | None = None
         try:
-            self.engine.save_checkpoint(self.job.folder.checkpoints, client_state=state)
+            action()
         except (OSError, RuntimeError) as error:  # raised on all ranks; one of them has the reason
             failure = error
         failed = self.engine.mesh.group("world").exchange(torch.tensor([float(failure is not None)]))

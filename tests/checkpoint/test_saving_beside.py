@@ -1,0 +1,270 @@
+"""Asynchronous saves write what blocking saves of the same step write, whatever training does meanwhile."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Timer
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import zeromesh
+from harness import run_command, run_ranks
+from numerics import OFFLOADED
+from runs import assert_same, config, seed_everything, start, train
+from test_pipeline_saving import BUILD, WORDS
+from test_saving_kills import Killed, Killer
+from zeromesh.checkpoint import background, save
+from zeromesh.checkpoint import folder as folders
+
+BESIDE: dict[str, Any] = {"checkpoint": {"asynchronous": True}}
+
+
+@contextmanager
+def held_back() -> Iterator[Event]:
+    """Let threads that write checkpoints wait for an event, which is set in the end."""
+    gate, run = Event(), background._SaveThread.run
+
+    def run_later(thread: background._SaveThread) -> None:
+        gate.wait()
+        run(thread)
+
+    with patch.object(background._SaveThread, "run", run_later):
+        try:
+            yield gate
+        finally:
+            gate.set()
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """The manifest without the time, and without the hash of it all."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    return {key: value for key, value in manifest.items() if key not in ("written", "sha256")}
+
+
+def save_both(engine: zeromesh.Engine, root: Path, go_on: Callable[[], object]) -> None:
+    best = torch.arange(4.0)
+    save.save(engine, root / "blocking", None, {"best": best})
+    with held_back() as gate:
+        folder = engine.save_checkpoint(root / "beside", client_state={"best": best})
+        assert folders.latest(root / "beside") is None
+        best.add_(1)
+        go_on()
+        assert not folder.exists()
+        gate.set()
+        assert engine.wait_for_checkpoint() == folder
+    save.save(engine, root / "after", None, {"best": best})
+    assert folders.latest(root / "beside") == folder.name
+    blocking, after = root / "blocking" / folder.name, root / "after" / f"global_step{engine.global_steps}"
+    names = sorted(path.name for path in blocking.iterdir())
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert described(folder) == described(blocking)
+    for name in names:
+        if name != "manifest.json":
+            assert (folder / name).read_bytes() == (blocking / name).read_bytes(), name
+            assert (folder / name).read_bytes() != (after / name).read_bytes(), "training went on"
+
+
+def off_the_device(policy: str) -> dict[str, Any]:
+    return {**config(3, "bf16"), "zero_optimization": {"stage": 3, **OFFLOADED[policy]}}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "stage 0": config(0, "bf16"),
+    "stage 2": config(2, "bf16"),
+    "all on host": off_the_device("row 3, all on host, split"),
+    "all in files": off_the_device("row 3, all in files"),
+}
+MORE_CASES: dict[str, dict[str, Any]] = {
+    "stage 1": config(1, "bf16"),
+    "stage 3": config(3, "bf16"),
+    "stage 3, fp64": config(3),
+    "host": off_the_device("row 3, all on host"),
+    "files and host": off_the_device("row 3, nvme and host"),
+    "files, split": off_the_device("row 3, all in files, split"),
+}
+
+
+def save_all_cases(folder: str, names: list[str]) -> int:
+    for name in names:
+        engine = start(1, {**(CASES | MORE_CASES)[name], **BESIDE})
+        seed_everything(engine.mesh.rank)
+        train(engine, 2)
+        save_both(engine, Path(folder) / name, lambda engine=engine: train(engine, 1))
+        engine.destroy()
+    return len(names)
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.full)], ids=["some", "more"])
+def test_files_are_those_of_a_blocking_save_while_training_goes_on(
+    cases: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    assert run_ranks(save_all_cases, 2, str(tmp_path), list(cases)) == [len(cases)] * 2
+
+
+def save_split(folder: str, kind: str, mesh: dict[str, int]) -> bool:
+    settings = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 1},
+        "mesh": mesh,
+        **BESIDE,
+    }
+    engine = zeromesh.initialize(model=BUILD[kind](), config=settings)[0]
+
+    def go_on() -> None:
+        ids = torch.randint(0, WORDS, (2, 6), generator=torch.Generator().manual_seed(engine.global_steps))
+        name = "ids" if kind == "decoder" else "input_ids"
+        engine.train_batch(iter([{name: ids, "labels": ids}] * 4))
+
+    go_on()
+    save_both(engine, Path(folder), go_on)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        ("decoder", {"pipeline": 2}),
+        pytest.param("llama", {"tensor": 2}, marks=pytest.mark.full),
+        pytest.param("llama", {"pipeline": 2, "tensor": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_files_of_stages_and_of_split_layers_are_those_of_a_blocking_save(
+    kind: str, mesh: dict[str, int], tmp_path: Path
+) -> None:
+    ranks = mesh.get("pipeline", 1) * mesh.get("tensor", 1)
+    assert all(run_ranks(save_split, ranks, str(tmp_path), kind, mesh))
+
+
+# One save after the other.
+
+
+def save_in_turn(folder: str) -> None:
+    root = Path(folder)
+    engine = start(1, {**config(3), "checkpoint": {"asynchronous": True, "keep_last": 2}})
+    assert engine.wait_for_checkpoint() is None
+    world = engine.mesh.group("world")
+    for _ in range(4):
+        with held_back() as gate:
+            train(engine, 1)
+            engine.save_checkpoint(root)
+            Timer(0.1, gate.set).start()
+            train(engine, 1)
+            engine.save_checkpoint(root)  # waits until the timer lets the one before be written
+    again = start(2, config(3))
+    expected = engine.gathered_state_dict()
+    # It waits for the save that is under way.
+    assert engine.load_checkpoint(root)[0] == str(root / "global_step8")
+    assert_same(engine.gathered_state_dict(), expected)
+    world.exchange(torch.zeros(1))
+    assert sorted(path.name for path in root.iterdir()) == ["global_step7", "global_step8", "latest"]
+    assert again.load_checkpoint(root)[0] == str(root / "global_step8")
+    assert_same(again.gathered_state_dict(), expected)
+    # The memory of the last copy serves the next one.
+    memory = engine._saves._memory.data_ptr()
+    train(engine, 1, late=False)
+    engine.save_checkpoint(root)
+    assert engine._saves._memory.data_ptr() == memory
+    engine.destroy()
+    again.mesh.group("world").exchange(torch.zeros(1))
+    assert folders.latest(root) == "global_step9", "destroy() waits"
+
+
+def test_a_save_waits_for_the_one_before_and_so_does_loading(tmp_path: Path) -> None:
+    run_ranks(save_in_turn, 2, str(tmp_path))
+
+
+def save_to_one_folder(folder: str) -> str:
+    first, second = start(1, {**config(0, mesh="1"), **BESIDE}), start(2, {**config(0, mesh="1"), **BESIDE})
+    with held_back():
+        first.save_checkpoint(folder, tag="first")
+        with pytest.raises(OSError, match="let each run save to a folder of its own") as caught:
+            second.save_checkpoint(folder, tag="second")
+    assert first.wait_for_checkpoint() == Path(folder) / "first"
+    second.save_checkpoint(folder, tag="second")
+    assert second.wait_for_checkpoint() == Path(folder) / "second"
+    return str(caught.value)
+
+
+def test_the_folder_is_locked_until_the_save_is_complete(tmp_path: Path) -> None:
+    assert "writes to" in run_ranks(save_to_one_folder, 1, str(tmp_path))[0]
+
+
+PROGRAM = """
+import sys, time, torch, zeromesh
+from zeromesh.checkpoint import background
+run = background._SaveThread.run
+background._SaveThread.run = lambda thread: (time.sleep(0.5), run(thread))
+engine, *_ = zeromesh.initialize(
+    model=torch.nn.Linear(2, 2), config={"optimizer": {"type": "AdamW"}, "checkpoint": {"asynchronous": True}}
+)
+engine.save_checkpoint(sys.argv[1])
+if len(sys.argv) > 2:
+    raise SystemExit("an error after the save")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("more", [(), ("fail",)])
+def test_the_end_of_a_program_waits_for_its_save(more: tuple[str, ...], tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    result = run_command([sys.executable, program, tmp_path / "saved", *more])
+    assert result.returncode == len(more), result.stdout
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["global_step0", "latest"]
+
+
+# Kills.
+
+
+def killed_at_every_operation(folder: str) -> int:
+    killer, at = Killer(), 0
+    engine = start(1, {**config(0, mesh="1"), "checkpoint": {"asynchronous": True, "keep_last": 1}})
+    again = start(2, config(0, mesh="1"))
+    seed_everything(0)
+    train(engine, 1)
+    killed = True
+    while killed:
+        at += 1
+        root = Path(folder) / str(at)
+        engine.save_checkpoint(root, tag="step1")
+        engine.wait_for_checkpoint()
+        before = engine.gathered_state_dict()
+        train(engine, 1)
+        after = engine.gathered_state_dict()
+        killed = killer.kills(root, at, SimplySaved(engine), "step2")
+        assert again.load_checkpoint(root)[0] is not None, at
+        found = again.gathered_state_dict()
+        assert_same(found, before if torch.equal(found["scale"], before["scale"]) else after)
+        engine.save_checkpoint(root, tag="step2")
+        engine.wait_for_checkpoint()
+        assert sorted(one.name for one in root.iterdir()) == ["latest", "step2"], at
+        again.load_checkpoint(root)
+        assert_same(again.gathered_state_dict(), after)
+    return at
+
+
+class SimplySaved:
+    """An engine whose asynchronous save is over when the call returns, killed or not."""
+
+    def __init__(self, engine: zeromesh.Engine) -> None:
+        self.engine = engine
+
+    def save_checkpoint(self, root: Path, tag: str) -> None:
+        self.engine.save_checkpoint(root, tag=tag)
+        try:
+            self.engine.wait_for_checkpoint()
+        except RuntimeError as error:
+            if "Killed" not in str(error):
+                raise
+            raise Killed from error
+
+
+def test_every_kill_leaves_a_checkpoint_and_a_folder_that_saves_on(tmp_path: Path) -> None:
+    assert run_ranks(killed_at_every_operation, 1, str(tmp_path))[0] > 15

@@ -1,0 +1,227 @@
+"""Asynchronous saves: a copy of the state in host memory, which a thread writes while training goes on.
+
+The thread calls no collectives: the ranks find each other's results as files in the draft's folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from zeromesh.checkpoint.boxes import Box
+from zeromesh.checkpoint.folder import DRAFT, write_json
+from zeromesh.comm.agreement import agree_success
+from zeromesh.comm.collectives import Group
+from zeromesh.config.keys import ASYNCHRONOUS, KEEP_LAST
+from zeromesh.model.placement import Tier
+from zeromesh.observe.machine import memory
+from zeromesh.tiers.memory import empty_on
+
+_log = logging.getLogger("zeromesh")
+
+# Seconds in which another rank's files do not grow, after which it counts as gone. Flushing a file to a slow disk
+# takes a part of it.
+QUIET = 300.0
+
+ALIGNMENT = 64  # bytes; every dtype may begin at a multiple of it
+
+WHAT = "save the checkpoint"
+
+# Remedies by the number of the error; the last is that of all others.
+_REMEDIES = {
+    errno.ENOSPC: f"make room, set {KEEP_LAST}, or save to another folder",
+    errno.EDQUOT: f"raise the quota, set {KEEP_LAST}, or save to another folder",
+    errno.EFBIG: "raise the limit (`ulimit -f`), or save from more ranks",
+    errno.ENOENT: "let nothing delete the folder while a checkpoint is written",
+}
+_REMEDY = "save to a folder that can be written to"
+
+
+class BackgroundSaves:
+    """Saves of one engine beside its training, one at a time.
+
+    The memory of the copy is kept for the next save.
+    """
+
+    def __init__(self, world: Group) -> None:
+        self._world = world
+        self._thread: _SaveThread | None = None
+        self._known = False  # whether the failure of the last save was raised or accepted on all ranks
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def reserve(self, boxes: list[Box], device: torch.device) -> None:
+        """Make room for a copy of the boxes that rest in memory, page-locked if they come from a GPU.
+
+        Raises:
+            OSError: the host has less memory than that.
+        """
+        self._used = 0
+        needed = sum(_padded(box.data.nbytes) for box in boxes if not box.from_disk)
+        if needed <= self._memory.numel():
+            return
+        self._memory = torch.empty(0, dtype=torch.uint8)  # before the larger one is made
+        available = memory()["available_bytes"]
+        if available is not None and available < needed:
+            raise OSError(
+                errno.ENOMEM,
+                f"an asynchronous checkpoint copies {needed:,} bytes to host memory, of which {available:,} are "
+                f"available; set {ASYNCHRONOUS} to false, or use more ranks",
+            )
+        try:
+            self._memory = empty_on(Tier.HOST, needed, torch.uint8, device)
+        except RuntimeError:  # so much cannot be page-locked; copies to other memory take longer
+            self._memory = empty_on(Tier.HOST, needed, torch.uint8, device, pin=False)
+
+    def copy(self, box: Box) -> Box:
+        """Return the box with a copy of its data in the reserved memory; ``synchronize`` waits for copies."""
+        data = box.data.detach()
+        here = self._memory[self._used :][: data.nbytes].view(data.dtype)
+        here.copy_(data, non_blocking=True)
+        self._used += _padded(data.nbytes)
+        return replace(box, data=here)
+
+    @staticmethod
+    def synchronize(device: torch.device) -> None:
+        """Wait for the copies from a GPU."""
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def start(self, folder: Path, work: Callable[[], None], held: ExitStack) -> None:
+        """Run ``work``, which writes the checkpoint ``folder``, in a thread; it closes ``held`` in the end."""
+        self._known = False
+        self._thread = _SaveThread(folder, work, held)
+        self._thread.start()
+
+    def failed(self) -> bool:
+        """Return True if the last save has failed here, and the ranks have not agreed on it yet."""
+        return not self._known and self._thread is not None and self._thread.failure is not None
+
+    def surface(self, raises: bool) -> None:
+        """Raise the failure of a save on all ranks, or only note it: the thread has logged it. Collective."""
+        assert self._thread is not None
+        self._known = True
+        if raises:
+            agree_success(self._world, WHAT, self._thread.failure)
+
+    def finish(self, raises: bool) -> None:
+        """Wait until no save is under way on any rank; raise a failure that is not known yet. Collective."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        raises, self._known = raises and not self._known, True
+        try:
+            agree_success(self._world, WHAT, self._thread.failure)
+        except Exception:
+            if raises:
+                raise
+
+    def wait(self) -> Path | None:
+        """Wait for the last save and return its folder, None if there was none; raise its failure. Collective."""
+        if self._thread is None:
+            return None
+        self._known = False
+        self.finish(raises=True)
+        return self._thread.folder
+
+    def close(self) -> None:
+        """Wait for the save of this rank, and give up the memory; raise a failure that is not known yet."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        self._memory, self._used = torch.empty(0, dtype=torch.uint8), 0
+        if thread is not None and thread.failure is not None and not self._known:
+            raise thread.failure
+
+
+class _SaveThread(threading.Thread):
+    """Thread that writes one checkpoint. It is no daemon: the end of the program waits for it."""
+
+    # It holds Python's lock only between system calls and hashes of megabytes each; see ADR 26.
+
+    def __init__(self, folder: Path, work: Callable[[], None], held: ExitStack) -> None:
+        super().__init__(name=f"zeromesh save {folder.name}", daemon=False)
+        self.folder = folder
+        self.failure: Exception | None = None
+        self._work, self._held = work, held
+
+    def run(self) -> None:
+        """Write the checkpoint, and keep and log a failure."""
+        try:
+            with self._held:
+                self._work()
+        except BaseException as error:  # whatever it was, the program must hear of it
+            self.failure = error if isinstance(error, Exception) else RuntimeError(f"the save ended with {error!r}")
+            _log.warning("%s", self.failure)
+        finally:
+            del self._work  # which holds what it wrote
+
+
+class SaveFailed(OSError):
+    """An asynchronous save failed; the message names the folder, the reason and the remedy."""
+
+
+def explained(folder: Path, error: Exception) -> Exception:
+    """Return the error of a write with the file, the rule and the remedy."""
+    if isinstance(error, SaveFailed) or not isinstance(error, OSError):
+        return error
+    reason = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    return SaveFailed(
+        error.errno or errno.EIO,
+        f"the checkpoint {folder} was not written ({reason}); earlier ones are as they were, and the next "
+        f"save_checkpoint is another try: {_REMEDIES.get(error.errno or 0, _REMEDY)}",
+    )
+
+
+def leave_failure(draft: Path, rank: int, error: Exception) -> None:
+    """Tell the first rank, by the file that it waits for, that this rank could not write its part."""
+    with suppress(OSError):  # where nothing can be written at all, it notices that nothing grows
+        (draft / f"rank_{rank:05d}.safetensors").unlink(missing_ok=True)  # a full disk has room for the file then
+        write_json(_description(draft, rank), {"failure": str(error) or type(error).__name__})
+
+
+def wait_for_ranks(draft: Path, ranks: int) -> None:
+    """Wait until all ranks have described their parts.
+
+    Raises:
+        FileNotFoundError: the folder is gone.
+        SaveFailed: a rank could not write its part, or none of the missing ones has written for ``QUIET`` seconds.
+    """
+    missing = list(range(ranks))
+    size, since, pause = -1, time.monotonic(), 0.01
+    while missing := [rank for rank in missing if not _description(draft, rank).is_file()]:
+        if not draft.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(draft))
+        grown = sum(path.stat().st_size for path in draft.glob("rank_*.safetensors"))
+        if grown != size:
+            size, since = grown, time.monotonic()
+        elif time.monotonic() - since > QUIET:
+            raise SaveFailed(
+                errno.ETIMEDOUT,
+                f"the checkpoint {str(draft).removesuffix(DRAFT)} was not written: rank {missing[0]} has written "
+                f"nothing to it for {QUIET:.0f} s; see whether the rank is alive, and its disk",
+            )
+        time.sleep(pause)
+        pause = min(1.0, 1.5 * pause)  # for large runs, whose file server should not be asked all the time
+    for rank in range(ranks):
+        text = json.loads(_description(draft, rank).read_text(encoding="utf-8")).get("failure")
+        if text is not None:
+            raise SaveFailed(errno.EIO, f"rank {rank} could not {WHAT}: {text}")
+
+
+def _description(draft: Path, rank: int) -> Path:
+    return draft / f"rank_{rank:05d}.json"
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
