@@ -53,7 +53,8 @@ def run_example(name: str, options: list[str]) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     try:
         module = runpy.run_path(str(EXAMPLES / name / "train.py"))
-        with patch.dict(module["train"].__globals__, make_model=partial(narrow, module.get("make_model"))):
+        changed = {"make_model": partial(narrow, module["make_model"])} if name == "vision" else {}
+        with patch.dict(module["train"].__globals__, changed):
             result: dict[str, Any] = module["train"](module["parse"](options))
     finally:
         torch.set_default_dtype(torch.float32)
