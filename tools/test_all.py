@@ -86,14 +86,14 @@ def main() -> None:
     if "changes" in tested:
         record.unlink(missing_ok=True)  # outcomes of other changes
     pytest = [sys.executable, "-m", "pytest"]
-    every = ["-m", "full or not full", "--record", str(record), "--numprocesses", "2", "--dist", "worksteal"]
+    every = ["-m", "full or not full", f"--record={record}", "--numprocesses", "2", "--dist", "worksteal"]
     status = subprocess.run([*pytest, *every, *sys.argv[1:]], cwd=ROOT).returncode
     failed = [row["test"] for row in read(record) if row["outcome"] == "failed"]
     if failed:
         again = record.with_suffix(".again.jsonl")
         again.unlink(missing_ok=True)
         status = subprocess.run(
-            [*pytest, "-m", "full or not full", "--record", str(again), *failed], cwd=ROOT
+            [*pytest, "-m", "full or not full", f"--record={again}", *failed], cwd=ROOT
         ).returncode
         with record.open("a") as file:
             file.write(again.read_text())
