@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -366,3 +367,26 @@ def test_the_timeline_has_the_operations_between_start_and_stop(tmp_path: Path) 
         events = json.loads((tmp_path / file).read_text())
         assert [event["name"] for event in events] == ["NEGOTIATE_ALLREDUCE", "allreduce.seen"]
         assert all(event["dur"] >= 0 and event["ph"] == "X" for event in events)
+
+
+@on_ranks(2)
+def init_after_a_late_rank(connected: Path) -> None:
+    store = torch.distributed.PrefixStore
+    clone, is_late = store.clone, int(os.environ["RANK"]) == 1
+
+    def connect(self: torch.distributed.PrefixStore) -> torch.distributed.Store:
+        time.sleep(is_late)
+        found = clone(self)
+        if is_late:
+            connected.touch()
+        return found
+
+    with patch.object(store, "clone", connect):
+        hvd.init()
+    assert connected.exists()
+    hvd.shutdown()
+
+
+def test_init_returns_only_once_every_rank_has_connected(tmp_path: Path) -> None:
+    # Rank 0 keeps the store: if it left before, the others would wait for a connection that never comes.
+    init_after_a_late_rank(connected=tmp_path / "connected")
