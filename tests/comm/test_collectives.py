@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from harness import on_ranks, run_ranks
-from zeromesh.comm.mesh import AXES, Mesh
+from zeromesh.comm.mesh import AXES, Links, Mesh
 
 CPU = torch.device("cpu")
 LENGTH = 5
@@ -326,6 +326,8 @@ def test_a_device_that_the_process_group_does_not_serve_is_refused() -> None:
 
 
 @on_ranks(3)
-def test_a_rank_receives_the_shards_of_the_others_and_nothing_along_an_axis_of_its_own() -> None:
-    mesh = line(3)
-    assert (mesh.shard.receive_elements(LENGTH), mesh.replicate.receive_elements(LENGTH)) == (2 * LENGTH, 0)
+def test_sums_need_memory_for_the_shards_of_others_unless_these_are_read_where_they_are() -> None:
+    for local, expected in ((False, 2 * LENGTH), (True, 0)):
+        mesh = Mesh({"data": 3}, CPU, Links(local=local))
+        assert mesh.shard.receive_elements(LENGTH) == expected
+        assert mesh.replicate.receive_elements(LENGTH) == 0

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from harness import RankFailure, on_ranks, run_ranks
 from zeromesh.comm import local
 from zeromesh.comm.local import LocalGroup, Transport, transport
 from zeromesh.comm.mesh import Links, Mesh
+from zeromesh.comm.sums import accumulate
 from zeromesh.kernels.native import library
 
 CPU = torch.device("cpu")
@@ -105,6 +107,81 @@ def test_a_message_of_another_size_is_an_error_on_both_sides() -> None:
         if rank or count > 3:  # a short message is away before the other side asks for it
             with pytest.raises(RuntimeError, match="Message too long"):
                 work[0].wait()
+
+
+LENGTHS = (1, 7, 8, 40, 4096, 3 * 65536 + 5)  # below and beyond the vectors of each processor, and several chunks
+SUMS = ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16))
+
+
+@on_ranks(3)
+def test_sums_are_those_of_the_parts_in_the_order_of_ranks() -> None:
+    rank, world = dist.get_rank(), group()
+    others = [peer for peer in range(3) if peer != rank]
+    for number, (length, (dtype, sums), add) in enumerate(product(LENGTHS, SUMS, (False, True))):
+        parts = [torch.randn(length, generator=torch.Generator().manual_seed(peer)).to(dtype) for peer in range(3)]
+        expected = torch.full((length + 2,), 0.3).to(sums)
+        out = expected.clone()  # what lies beside the sum stays as it is
+        accumulate(parts, expected[1:-1], add)
+        message = world.add_up(parts[rank].clone(), out[1:-1], add, number)
+        assert message is not None
+        for work in [*world.post([], [(peer, parts[rank]) for peer in others], number), message]:
+            work.wait()
+        assert torch.equal(out, expected), (length, dtype, sums, add)
+
+
+@on_ranks(2)
+def test_numbers_that_have_no_sums_there_are_left_to_the_caller() -> None:
+    mesh, rank = Mesh({"data": 2}, CPU), dist.get_rank()
+    assert group().add_up(torch.ones(3, dtype=torch.int64), torch.ones(3), False, 1) is None
+    out = torch.zeros(2, dtype=torch.int64)
+    full = torch.arange(4) + rank
+    mesh.shard.reduce_scatter(full, full.new_empty(0), out, False, 16).wait()
+    assert out.tolist() == [4 * rank + 1, 4 * rank + 3]
+
+
+@on_ranks(3)
+def test_a_part_of_another_size_is_an_error_for_the_sum_and_for_all_who_sent_to_it() -> None:
+    rank, world = dist.get_rank(), group()
+    tensor = torch.ones(5001 if rank == 1 else 5000)
+    works = [world.add_up(tensor, torch.empty(5000), False, 9)] if rank == 0 else world.post([], [(0, tensor)], 9)
+    for work in works:
+        with pytest.raises(RuntimeError, match="Message too long"):
+            work.wait()  # type: ignore[union-attr]
+    dist.barrier()
+
+
+@on_ranks(3)
+def test_a_rank_that_closes_is_an_error_for_sums_that_miss_its_part() -> None:
+    rank, made = dist.get_rank(), Transport()
+    if rank == 0:
+        summing = made.add_up([1, 2], 0, 5, torch.ones(9000), torch.empty(9000), False)
+        dist.barrier()
+        with pytest.raises(RuntimeError, match="the sum of messages from ranks 1, 2: No such process"):
+            summing.wait()
+    elif rank == 1:
+        sending = made.post(True, 0, 5, torch.ones(9000))
+        dist.barrier()
+        with pytest.raises(RuntimeError, match="No such process"):
+            sending.wait()
+    else:
+        dist.barrier()
+        with patch.object(local, "LEAVING", 10):
+            made.close()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_the_memory_of_a_sum_that_nobody_waits_for_stays() -> None:
+    rank, world = dist.get_rank(), group()
+    out = torch.zeros(50000)
+    world.add_up(torch.full((50000,), 2.0), out, False, 2)
+    gc.collect()
+    torch.full((50000,), -1.0)  # takes memory that is free
+    dist.barrier()
+    world.post([], [(1 - rank, torch.full((50000,), 3.0))], 2)[0].wait()
+    while world._transport._dropped:
+        world._transport._forget_dropped()
+    assert (out == 5).all()
 
 
 def wait_for_a_rank_that_is_killed() -> Any:

@@ -1,5 +1,6 @@
 """States that the planner foresees are those that the engine reports, byte by byte."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks
+from planning import machine
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
 from zeromesh.plan.cost import Divided, ModelCost, UnitCost
 from zeromesh.plan.layout import ParallelLayout
+from zeromesh.plan.machine import Machine
 from zeromesh.plan.memory import memory_of
 
 WIDTH, WORDS, DEPTH = 64, 128, 5
@@ -125,12 +128,18 @@ def reported(zero: dict[str, Any], steps: int, folder: Path, ranks: int) -> dict
     return {key: size for key, size in sizes.items() if size}
 
 
+def processors(ranks: int) -> Machine:
+    """Return a machine whose ranks share its processor and memory."""
+    (node, _), *_ = machine(devices=ranks).nodes
+    return replace(machine(), nodes=((replace(node, device=replace(node.device, processor=True)), 1),))
+
+
 def check(folder: Path, ranks: int, names: list[str], accumulations: tuple[int, ...] = (1, 3)) -> None:
     for name in names:
         zero, row = CASES[name]
         for steps in accumulations:
             layout = ParallelLayout(data=ranks, row=row, accumulation=steps)
-            (rank,) = memory_of(Cost(), 8, layout)
+            (rank,) = memory_of(Cost(), 8, layout, processors(ranks))
             foreseen = {key: size for key, size in rank.states.items() if size}
             assert reported(zero, steps, folder, ranks) == foreseen, (name, steps)
 

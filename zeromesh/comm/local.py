@@ -1,7 +1,8 @@
 """Messages between ranks of one machine, copied from memory to memory instead of through sockets.
 
 gloo writes a message into a socket, and reads it from there, some kilobytes at a time. Here the receiver copies it once
-(``kernels/messages.c``), at about the speed of memory, and no thread needs Python's lock.
+(``kernels/messages.c``), at about the speed of memory, and no thread needs Python's lock. Messages that are summed are
+not even copied: the receiver adds them up as it reads them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from zeromesh.comm.watchdog import PLACE
 from zeromesh.config.keys import LOCAL_MEMORY
-from zeromesh.kernels.native import library
+from zeromesh.kernels.native import SUMMED, library
 
 LEAVING = 1000  # milliseconds that an ending process gives others to copy what was sent to them
 _PAUSE = 1000  # milliseconds after which a wait lets Python handle signals
@@ -37,10 +38,10 @@ _ending = threading.Event()
 class Message:
     """A message under way, with torch's ``wait``."""
 
-    def __init__(self, transport: Transport, tensor: torch.Tensor, what: str) -> None:
+    def __init__(self, transport: Transport, tensors: Sequence[torch.Tensor], what: str) -> None:
         self.handle = ctypes.c_void_p()  # null before it is posted, and again when it is through
+        self.tensors = tensors  # their memory is read or written until then
         self._transport = transport
-        self._tensor = tensor  # its memory is read or written until then
         self._what = what
 
     def wait(self) -> None:
@@ -67,7 +68,8 @@ class Transport:
         found = library()
         native: Any = found.handle if found is not None and found.has_links else None
         self._native = native
-        self._dropped: deque[tuple[ctypes.c_void_p, torch.Tensor]] = deque()
+        self._instructions = 0 if found is None else found.choose(None)
+        self._dropped: deque[tuple[ctypes.c_void_p, Sequence[torch.Tensor]]] = deque()
         self._link, mine = 0, None
         if native is not None:
             file, address = ctypes.c_int32(), ctypes.c_uint64()
@@ -90,13 +92,42 @@ class Transport:
 
     def post(self, sends: bool, rank: int, key: int, tensor: torch.Tensor) -> Message:
         """Start to send a contiguous tensor to a rank of all ranks, or to receive one; both sides give the same key."""
-        assert tensor.is_contiguous(), f"strides {tensor.stride()} of shape {tuple(tensor.shape)}"
-        assert tensor.device.type == "cpu", tensor.device
-        self._forget_dropped()
-        message = Message(self, tensor, f"the message {'to' if sends else 'from'} rank {rank}")
+        message = self._message([tensor], f"the message {'to' if sends else 'from'} rank {rank}")
         error = self._native.zeromesh_link_post(
             self._link, sends, rank, key, tensor.data_ptr(), tensor.nbytes, ctypes.byref(message.handle)
         )
+        return self._posted(message, error)
+
+    def add_up(
+        self, ranks: Sequence[int], place: int, key: int, own: torch.Tensor, out: torch.Tensor, add: bool
+    ) -> Message:
+        """Start to receive a message from each of ``ranks``, and to put their sum with ``own`` into ``out``.
+
+        Args:
+            ranks: of all ranks, in the order in which they are added.
+            place: number of them that ``own`` comes behind.
+            key: as for ``post``.
+            own: this rank's part, contiguous, of a dtype in ``SUMMED``, as the messages are.
+            out: contiguous, of as many elements, also of such a dtype; may be ``own``. Each addition is rounded to it.
+            add: add the sum, when it is whole, to what ``out`` holds.
+        """
+        message = self._message([own, out], f"the sum of messages from ranks {', '.join(map(str, ranks))}")
+        error = self._native.zeromesh_link_sum(
+            self._link, self._instructions, (ctypes.c_int32 * len(ranks))(*ranks), len(ranks), place, key,
+            own.data_ptr(), out.data_ptr(), own.numel(), SUMMED[own.dtype], SUMMED[out.dtype], add,
+            ctypes.byref(message.handle),
+        )  # fmt: skip
+        return self._posted(message, error)
+
+    def _message(self, tensors: Sequence[torch.Tensor], what: str) -> Message:
+        for tensor in tensors:
+            assert tensor.is_contiguous(), f"strides {tensor.stride()} of shape {tuple(tensor.shape)}"
+            assert tensor.device.type == "cpu", tensor.device
+        self._forget_dropped()
+        return Message(self, tensors, what)
+
+    @staticmethod
+    def _posted(message: Message, error: int) -> Message:
         if error == errno.EPERM:
             raise RuntimeError(
                 "a forked process cannot send messages; communicate in the process that called zeromesh.initialize"
@@ -114,16 +145,16 @@ class Transport:
 
     def keep(self, message: Message) -> None:
         """Keep the memory of a message that nobody waits for until it is through."""
-        self._dropped.append((message.handle, message._tensor))
+        self._dropped.append((message.handle, message.tensors))
 
     def _forget_dropped(self) -> None:
         for _ in range(len(self._dropped)):
             try:  # the garbage collector may add to it at any time, and other threads take from it
-                handle, tensor = self._dropped.popleft()
+                handle, tensors = self._dropped.popleft()
             except IndexError:
                 return
             if not self.wait(handle, -1):
-                self._dropped.append((handle, tensor))
+                self._dropped.append((handle, tensors))
 
     def __del__(self) -> None:
         # At the end of the process the memory stays, as messages may be waited for even later.
@@ -166,6 +197,22 @@ class LocalGroup:
             *(self._post(False, peer, tensor, tag) for peer, tensor in receives),
             *(self._post(True, peer, tensor, tag) for peer, tensor in sends),
         ]
+
+    @property
+    def complete(self) -> bool:
+        """True if all ranks of the group are reached through memory."""
+        return self._transport.ranks.issuperset(set(self._ranks) - {dist.get_rank()})
+
+    def add_up(self, own: torch.Tensor, out: torch.Tensor, add: bool, tag: int) -> Message | None:
+        """Start to put the sum of ``own`` and a message from each other rank into ``out``, in the order of ranks.
+
+        Of a group that is ``complete``. Return None if sums of such dtypes are not computed here.
+        """
+        if own.dtype not in SUMMED or out.dtype not in SUMMED:
+            return None
+        place = self._ranks.index(dist.get_rank())
+        others = [*self._ranks[:place], *self._ranks[place + 1 :]]
+        return self._transport.add_up(others, place, self._space | tag, own, out, add)
 
     def _post(self, sends: bool, peer: int, tensor: torch.Tensor, tag: int) -> Any:
         rank = self._ranks[peer]

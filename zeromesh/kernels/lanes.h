@@ -182,6 +182,47 @@ TARGET static void NAME(update)(const struct row *row, const struct piece *q, in
     if (stream) FENCE();
 }
 
+// Elements from i on, with zeros behind the last of `rest`.
+INLINE FLOATS NAME(some)(const void *from, int64_t i, int64_t rest, int type) {
+    char few[4 * WIDTH] = {0};
+    if (rest >= WIDTH) return NAME(widen)(from, i, type);
+    memcpy(few, (const char *)from + i * bytes_of(type), rest * bytes_of(type));
+    return NAME(widen)(few, 0, type);
+}
+
+INLINE FLOATS NAME(rounded)(FLOATS x, int type) {
+    char narrow[4 * WIDTH];
+    if (type == FLOAT32) return x;
+    NAME(narrow)(narrow, 0, type, x);
+    return NAME(widen)(narrow, 0, type);
+}
+
+INLINE void NAME(add)(const struct sum *sum, int64_t elements, int type, int out_type) {
+    for (int64_t i = 0; i < elements; i += WIDTH) {
+        int64_t rest = elements - i;
+        FLOATS total = NAME(rounded)(NAME(some)(sum->parts[0], i, rest, type), out_type);
+        for (int k = 1; k < sum->count; k++)
+            total = NAME(rounded)(total + NAME(some)(sum->parts[k], i, rest, type), out_type);
+        if (sum->add) total = NAME(some)(sum->out, i, rest, out_type) + total;
+        if (rest >= WIDTH) {
+            NAME(narrow)(sum->out, i, out_type, total);
+        } else {
+            char few[4 * WIDTH];
+            NAME(narrow)(few, 0, out_type, total);
+            memcpy((char *)sum->out + i * bytes_of(out_type), few, rest * bytes_of(out_type));
+        }
+    }
+}
+
+TARGET static void NAME(sum)(const struct sum *sum, int64_t elements) {
+    // One loop for each pair of types that is usual, as a loop that looks at the types is slower.
+    if (sum->type == FLOAT32 && sum->out_type == FLOAT32) NAME(add)(sum, elements, FLOAT32, FLOAT32);
+    else if (sum->type == BFLOAT16 && sum->out_type == FLOAT32) NAME(add)(sum, elements, BFLOAT16, FLOAT32);
+    else if (sum->type == FLOAT16 && sum->out_type == FLOAT32) NAME(add)(sum, elements, FLOAT16, FLOAT32);
+    else if (sum->type == BFLOAT16 && sum->out_type == BFLOAT16) NAME(add)(sum, elements, BFLOAT16, BFLOAT16);
+    else NAME(add)(sum, elements, sum->type, sum->out_type);
+}
+
 #undef INLINE
 #undef FLOATS
 #undef INTEGERS

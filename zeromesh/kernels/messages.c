@@ -3,9 +3,11 @@
 //
 // Each process shows the others a page of memory: a bell, which they ring when there is something to do for it, and for
 // each of them a ring of slots with the messages it has for them. Short messages lie in the slot itself.
+//
+// Messages whose sum alone is wanted are read in chunks that fit into the processor's cache, and added from there.
 
 #define _GNU_SOURCE
-#include <stdint.h>
+#include "native.h"
 
 #if defined(__linux__)
 #include <errno.h>
@@ -26,6 +28,7 @@
 
 #define SLOTS 4096        // messages to one receiver at a time; more wait at the sender
 #define SHORT 216         // bytes of a message that lies in its slot
+#define CHUNK (1 << 17)   // bytes of each message that are added at a time
 #define LOOK 200          // milliseconds between two looks if the others still run
 #define MAGIC 0x7a650001  // to be counted up when the layout of a page changes
 
@@ -65,6 +68,7 @@ struct op {
     uint64_t key, bytes;
     char *memory;
     struct slot *slot;
+    struct total *total;  // that it is a part of, or null
 };
 
 struct queue {
@@ -79,6 +83,19 @@ struct peer {
     uint32_t seen, sent;               // messages
     uint32_t arrived[SLOTS], waiting;  // numbers of messages that nobody has received yet, in order
     struct queue unsent, flying, posted;
+};
+
+// Messages from several peers that are added up once all are there. Whoever waits for `op` frees it.
+struct total {
+    struct op op;
+    struct sum sum;
+    const char *own;  // this process's part
+    int64_t elements;
+    int32_t set, count, place, missing;  // place of its own among all parts; `count` is of the others
+    struct part {
+        struct op op;
+        struct peer *peer;
+    } parts[];
 };
 
 struct link {
@@ -145,6 +162,57 @@ static int copy_from(pid_t pid, char *to, uint64_t from, uint64_t bytes) {
         to += copied, from += copied, bytes -= copied;
     }
     return 0;
+}
+
+// Add up the parts of a total, all of which are there.
+static int add_up(struct total *total) {
+    int64_t wide = bytes_of(total->sum.type), step = CHUNK / wide;
+    const void *parts[total->count + 1];
+    char *chunks = malloc((size_t)total->count * CHUNK);
+    int error = chunks ? 0 : ENOMEM;
+    struct sum sum = total->sum;
+    sum.parts = parts;
+    for (int64_t i = 0; i < total->elements && !error; i += step) {
+        int64_t count = total->elements - i < step ? total->elements - i : step;
+        for (int k = 0; k < total->count && !error; k++) {
+            struct slot *slot = total->parts[k].op.slot;
+            char *chunk = chunks + (size_t)k * CHUNK;
+            if (slot->bytes <= SHORT) chunk = slot->content;
+            else error = copy_from(total->parts[k].peer->pid, chunk, slot->address + i * wide, count * wide);
+            parts[k + (k >= total->place)] = chunk;
+        }
+        parts[total->place] = total->own + i * wide;
+        if (!error) zeromesh_sum(total->set, &sum, count);
+        sum.out = (char *)sum.out + count * bytes_of(sum.out_type);
+    }
+    free(chunks);
+    for (int k = 0; k < total->count && !error; k++)
+        if (atomic_load(&total->parts[k].peer->page->closed)) error = ESRCH;  // as where one message is copied
+    return error;
+}
+
+// Tell the sender of a message that it has been read, or why it was not.
+static void release(struct peer *peer, struct slot *slot, int error) {
+    int is_short = slot->bytes <= SHORT;
+    slot->error = error;
+    atomic_store(&slot->state, is_short ? EMPTY : error ? REFUSED : COPIED);
+    if (!is_short || atomic_exchange(&peer->page->blocked, 0)) ring(peer->page);
+}
+
+static void end_total(struct link *link, struct total *total, int error) {
+    for (int k = 0; k < total->count; k++)
+        if (total->parts[k].op.slot) release(total->parts[k].peer, total->parts[k].op.slot, error);
+    finish(link, &total->op, error);
+}
+
+// End a total of which not all parts will come.
+static void abandon(struct link *link, struct total *total, int error) {
+    for (int k = 0; k < total->count; k++) {
+        struct queue *posted = &total->parts[k].peer->posted;
+        for (struct op **place = &posted->first; *place;)
+            if ((*place)->total == total) take_out(posted, place); else place = &(*place)->next;
+    }
+    end_total(link, total, error);
 }
 
 static void send_waiting(struct link *link, struct peer *peer) {
@@ -214,7 +282,21 @@ again:
     for (struct op **place = &peer->posted.first; *place && peer->waiting; place = &(*place)->next) {
         if (!(slot = match(peer, (*place)->key, brief, left))) continue;
         struct op *op = take_out(&peer->posted, place);
+        struct total *total = op->total;
         int is_short = slot->bytes <= SHORT, error = slot->bytes == op->bytes ? 0 : EMSGSIZE;
+        count++;
+        if (total) {
+            op->slot = slot;
+            if (error) total->op.error = error;  // told once all are there, to all of them
+            if (!--total->missing) {
+                error = total->op.error;
+                pthread_mutex_unlock(&link->lock);
+                if (!error) error = add_up(total);
+                pthread_mutex_lock(&link->lock);
+                end_total(link, total, error);
+            }
+            goto again;
+        }
         if (!error && is_short) memcpy(op->memory, slot->content, op->bytes);
         if (!error && !is_short) {
             uint64_t from = slot->address;
@@ -223,11 +305,8 @@ again:
             if (!error && atomic_load(&peer->page->closed)) error = ESRCH;  // its memory may have been another's by then
             pthread_mutex_lock(&link->lock);
         }
-        slot->error = error;
-        atomic_store(&slot->state, is_short ? EMPTY : error ? REFUSED : COPIED);
-        if (!is_short || atomic_exchange(&peer->page->blocked, 0)) ring(peer->page);
+        release(peer, slot, error);
         finish(link, op, error);
-        count++;
         goto again;  // the queue may have changed meanwhile
     }
     return count;
@@ -237,7 +316,10 @@ static void give_up(struct link *link, struct peer *peer) {
     struct queue *queues[] = {&peer->unsent, &peer->flying, &peer->posted};
     peer->gone = 1;
     for (int i = 0; i < 3; i++)
-        while (queues[i]->first) finish(link, take_out(queues[i], &queues[i]->first), ESRCH);
+        while (queues[i]->first) {
+            struct op *op = take_out(queues[i], &queues[i]->first);
+            if (op->total) abandon(link, op->total, ESRCH); else finish(link, op, ESRCH);
+        }
 }
 
 static int progress(struct link *link, int brief, int *left) {
@@ -371,6 +453,37 @@ int32_t zeromesh_link_post(struct link *link, int32_t sends, int32_t rank, uint6
     return 0;
 }
 
+// Begin to receive a message of so many elements from each of `count` ranks, in their order, and to put the sum into `out`;
+// `own` is this process's part, at `place` among them. Otherwise as above.
+int32_t zeromesh_link_sum(struct link *link, int32_t set, const int32_t *ranks, int32_t count, int32_t place, uint64_t key,
+                          const void *own, void *out, int64_t elements, int32_t type, int32_t out_type, int32_t add,
+                          struct op **handle) {
+    int left = 0;
+    if (getpid() != link->owner) return EPERM;
+    struct total *total = calloc(1, sizeof *total + sizeof *total->parts * (size_t)count);
+    if (!total) return ENOMEM;
+    total->sum = (struct sum){.out = out, .count = count + 1, .type = type, .out_type = out_type, .add = add};
+    total->own = own, total->elements = elements;
+    total->set = set, total->count = total->missing = count, total->place = place;
+    pthread_mutex_lock(&link->lock);
+    if (link->closing) {
+        pthread_mutex_unlock(&link->lock);
+        free(total);
+        return ESHUTDOWN;
+    }
+    *handle = &total->op;
+    for (int k = 0; k < count; k++) {
+        struct part *part = &total->parts[k];
+        part->peer = &link->peers[ranks[k]];
+        part->op.key = key, part->op.bytes = elements * bytes_of(type), part->op.total = total;
+        put(&part->peer->posted, &part->op);
+    }
+    progress(link, 1, &left);
+    pthread_mutex_unlock(&link->lock);
+    if (left) ring(link->page);
+    return 0;
+}
+
 // 1 when the message is through, 0 if it is not after so many milliseconds, or when a signal came, and below 0 a negative
 // errno. After all but 0 the message is gone, and *handle null. Below 0 milliseconds, nothing is done but to look.
 int32_t zeromesh_link_wait(struct link *link, struct op **handle, int64_t milliseconds) {
@@ -434,7 +547,11 @@ void zeromesh_link_free(struct link *link) {
         struct queue *queues[] = {&peer->unsent, &peer->flying, &peer->posted};
         if (!peer->page) continue;
         for (int k = 0; k < 3; k++)
-            while (queues[k]->first) free(take_out(queues[k], &queues[k]->first));
+            while (queues[k]->first) {
+                struct op *op = take_out(queues[k], &queues[k]->first);
+                if (!op->total) free(op);
+                else if (!--op->total->missing) free(op->total);
+            }
         munmap(peer->page, link->bytes);
         if (peer->pidfd >= 0) close(peer->pidfd);
     }

@@ -13,6 +13,7 @@
 #define ASK(from, offset, wide) __builtin_prefetch((const void *)((uintptr_t)(from) + (offset) + 256 * (wide)))
 
 typedef void update_function(const struct row *, const struct piece *, int64_t, int64_t, int);
+typedef void sum_function(const struct sum *, int64_t);
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -77,14 +78,15 @@ static const struct {
     const char *name;
     int (*present)(void);
     update_function *update;
+    sum_function *sum;
 } sets[] = {
 #if defined(__x86_64__)
-    {"avx512", has_avx512, update_avx512},
-    {"avx2", has_avx2, update_avx2},
+    {"avx512", has_avx512, update_avx512, sum_avx512},
+    {"avx2", has_avx2, update_avx2, sum_avx2},
 #elif defined(__aarch64__) && defined(__AARCH64EL__)
-    {"neon", always, update_neon},
+    {"neon", always, update_neon, sum_neon},
 #endif
-    {NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL},
 };
 
 // The numbers that must be the same in Python: of the interface, of a row's bytes and of a piece's.
@@ -182,4 +184,56 @@ void zeromesh_checksum(const void *from, int64_t size, uint64_t *sums, int32_t t
     struct work work = {.block = checksum_block, .from = from, .size = size, .results = sums,
                         .blocks = blocks_of(size, BYTES)};
     run(&work, threads);
+}
+
+static void convert(int32_t set, const void *from, int32_t type, void *to, int32_t to_type, int64_t elements) {
+    sets[set].sum(&(struct sum){.parts = &from, .out = to, .count = 1, .type = type, .out_type = to_type}, elements);
+}
+
+#define FEW 256
+
+// Elements from i on, at most FEW, as doubles, by way of floats where they are of 16 bits.
+static void read_doubles(int32_t set, const void *from, int64_t i, int32_t type, double *to, int64_t elements) {
+    const char *first = (const char *)from + i * bytes_of(type);
+    float floats[FEW];
+    if (type == FLOAT64) {
+        memcpy(to, first, elements * sizeof(double));
+        return;
+    }
+    convert(set, first, type, floats, FLOAT32, elements);
+    for (int64_t k = 0; k < elements; k++) to[k] = floats[k];
+}
+
+static void write_doubles(int32_t set, const double *from, void *to, int64_t i, int32_t type, int64_t elements) {
+    char *first = (char *)to + i * bytes_of(type);
+    float floats[FEW];
+    if (type == FLOAT64) {
+        memcpy(first, from, elements * sizeof(double));
+        return;
+    }
+    for (int64_t k = 0; k < elements; k++) floats[k] = (float)from[k];
+    convert(set, floats, FLOAT32, first, type, elements);
+}
+
+static void sum_doubles(int32_t set, const struct sum *sum, int64_t elements) {
+    double total[FEW], next[FEW];
+    for (int64_t i = 0; i < elements; i += FEW) {
+        int64_t rest = elements - i < FEW ? elements - i : FEW;
+        for (int k = 0; k < sum->count; k++) {
+            read_doubles(set, sum->parts[k], i, sum->type, next, rest);
+            for (int64_t j = 0; j < rest; j++) total[j] = k ? total[j] + next[j] : next[j];
+            write_doubles(set, total, next, 0, sum->out_type, rest);  // rounded as `out` would be
+            read_doubles(set, next, 0, sum->out_type, total, rest);
+        }
+        if (sum->add) {
+            read_doubles(set, sum->out, i, sum->out_type, next, rest);
+            for (int64_t j = 0; j < rest; j++) total[j] += next[j];
+        }
+        write_doubles(set, total, sum->out, i, sum->out_type, rest);
+    }
+}
+
+void zeromesh_sum(int32_t set, const struct sum *sum, int64_t elements) {
+    if (sum->type == FLOAT64 || sum->out_type == FLOAT64) sum_doubles(set, sum, elements);
+    else sets[set].sum(sum, elements);
 }

@@ -2,9 +2,9 @@
 
 #include <stdint.h>
 
-#define INTERFACE 5
+#define INTERFACE 6
 
-enum number { NOTHING, FLOAT32, BFLOAT16, FLOAT16 };
+enum number { NOTHING, FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
 enum rule { ADAM, SGD, LION, ADAGRAD };
 
 // A rule with the hyperparameters of a group at a step. Those that a rule does not have are not read.
@@ -37,3 +37,15 @@ struct piece {
     int32_t row;
     int32_t unused;
 };
+
+// Buffers of one type that are added in their order. Each sum is rounded to the type of `out`, which may be one of them.
+struct sum {
+    const void *const *parts;
+    void *out;
+    int32_t count, type, out_type;
+    int32_t add;  // the whole sum is added to what `out` holds
+};
+
+static inline int64_t bytes_of(int32_t type) { return type == FLOAT64 ? 8 : type == FLOAT32 ? 4 : 2; }
+
+void zeromesh_sum(int32_t set, const struct sum *sum, int64_t elements);

@@ -15,8 +15,9 @@ import torch
 _log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-_INTERFACE = 5  # `INTERFACE` in native.h, to be counted up in both when one would misread the other
+_INTERFACE = 6  # `INTERFACE` in native.h, to be counted up in both when one would misread the other
 TYPES: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # codes; 0 is no tensor
+SUMMED: dict[torch.dtype, int] = TYPES | {torch.float64: 4}  # of what messages add up to
 
 
 class RuleRow(ctypes.Structure):
@@ -114,6 +115,23 @@ def _declare(handle: ctypes.CDLL) -> None:
             ("link_join", number, [pointer, number, number, number, ctypes.c_uint64]),
             ("link_start", number, [pointer]),
             ("link_post", number, [pointer, number, number, ctypes.c_uint64, pointer, ctypes.c_uint64, pointer]),
+            (
+                "link_sum",
+                number,
+                [
+                    pointer,
+                    number,
+                    pointer,
+                    number,
+                    number,
+                    ctypes.c_uint64,
+                    pointer,
+                    pointer,
+                    size,
+                    *[number] * 3,
+                    pointer,
+                ],
+            ),
             ("link_wait", number, [pointer, pointer, size]),
             ("link_sent", ctypes.c_uint64, [pointer]),
             ("link_close", None, [pointer, number]),

@@ -16,7 +16,7 @@ from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
 from zeromesh.plan.snapshots import Snapshot, snapshots_of
 from zeromesh.plan.stages import stage_units
-from zeromesh.plan.states import GradientBuffers, RankStates, UnitElements, is_padded, states_of
+from zeromesh.plan.states import GradientBuffers, RankStates, Sums, UnitElements, is_padded, states_of
 from zeromesh.plan.tables import gradient_bytes, table_states
 from zeromesh.tensor.loss import CHUNK_BYTES
 
@@ -80,18 +80,21 @@ def memory_of(
     profiles = _profiles(units, layout, conventions)
     places = stage_units(units, layout.pipeline * layout.chunks, even=not conventions.engine)
     stages = [_runs(profiles, place) for place in places]
-    messages = any(node.device.processor for node, _ in machine.nodes) if machine else False
+    processor = any(node.device.processor for node, _ in machine.nodes) if machine else False
+    # Ranks of one node read each other's memory, as long as ``communication.local_memory`` lets them.
+    own = Sums.MEMORY if machine and sum(count for _, count in machine.nodes) == 1 else Sums.MESSAGES
+    sums = own if processor else Sums.COLLECTIVE
     fixed = max((node.device.reserved for node, _ in machine.nodes), default=0.0) if machine else 0.0
     snapshots = snapshots_of(layout.schedule, layout.pipeline, layout.accumulation, layout.chunks, layout.costs)
     states: dict[tuple[UnitElements, ...], RankStates] = {}  # most ranks of a pipeline have the same
     found = []
-    for rank, (own, shots) in enumerate(snapshots):
-        chunks = [stages[stage] for stage in own]
+    for rank, (held, shots) in enumerate(snapshots):
+        chunks = [stages[stage] for stage in held]
         elements = _elements(chunks)
         if elements not in states:
-            states[elements] = states_of(elements, layout, conventions, messages)
+            states[elements] = states_of(elements, layout, conventions, sums)
         tables = [table for runs in chunks for unit, count in runs for table in unit.tables * count]
-        resting = table_states(tables, layout, messages)
+        resting = table_states(tables, layout, processor)
         for key, size in states[elements].resting.items():
             resting[key] = resting.get(key, 0.0) + size
         own_states = replace(states[elements], resting=resting)

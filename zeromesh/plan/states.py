@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from math import ceil
 from typing import NamedTuple
 
@@ -61,8 +62,22 @@ def shards_of(layout: ParallelLayout, convention: Convention) -> int:
     return layout.data * (layout.context if convention.context_shards else 1)
 
 
+class Sums(Enum):
+    """Where the parts of a gradient that come from other ranks are summed, as in ``zeromesh.comm.collectives``."""
+
+    COLLECTIVE = "collective"  # by nccl, which delivers the sum
+    MESSAGES = "messages"  # here, from a buffer with the part of each other rank
+    MEMORY = "memory"  # here, as they are read out of the other ranks' memory
+
+    def buffers(self, ranks: int) -> int:
+        """Return the number of shards in the buffer of a sum over so many ranks."""
+        if ranks == 1:
+            return 0
+        return {Sums.COLLECTIVE: 1, Sums.MESSAGES: ranks - 1, Sums.MEMORY: 0}[self]
+
+
 def states_of(
-    units: Sequence[UnitElements], layout: ParallelLayout, convention: Convention, messages: bool = False
+    units: Sequence[UnitElements], layout: ParallelLayout, convention: Convention, sums: Sums = Sums.COLLECTIVE
 ) -> RankStates:  # fmt: skip
     """Return a rank's states.
 
@@ -70,10 +85,10 @@ def states_of(
         units: elements; what stays gathered is the first one.
         layout: placement and widths.
         convention: what is kept.
-        messages: gradients are summed from messages of all other ranks, as without nccl.
+        sums: where gradients are summed.
     """
     if convention.engine:
-        return _engine_states(units, layout, messages)
+        return _engine_states(units, layout, sums)
     row, widths, ranks = layout.row, convention.widths, shards_of(layout, convention)
     resting: Resting = {}
     total = sum(unit.size * unit.number for unit in units)
@@ -123,7 +138,7 @@ def _pad(elements: float, width: int, ranks: int) -> float:
     return ceil(elements / multiple) * multiple
 
 
-def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, messages: bool) -> RankStates:
+def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, sums: Sums) -> RankStates:
     """Return the states as the engine keeps them; the same arithmetic as in ``zeromesh.shard``."""
     row, widths, ranks = layout.row, layout.widths, layout.data * layout.context
     resting: Resting = {}
@@ -156,7 +171,7 @@ def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, messag
         outside, blocks = full[0][0], full[1:]
         gathered = bytes_of(largest(blocks, layout.parameter_slots)) + outside
         spare = gathered - bytes_of(largest(blocks, 1)) - outside
-    working, lent = _place_gradients(resting, sizes, layout, ranks, messages)
+    working, lent = _place_gradients(resting, sizes, layout, ranks, sums)
     return RankStates(resting, gathered, spare, working, lent)
 
 
@@ -217,7 +232,7 @@ def _place_gradients(
     units: Sequence[tuple[UnitElements, PlacementRow]],
     layout: ParallelLayout,
     ranks: int,
-    messages: bool,
+    sums: Sums,
 ) -> tuple[float, GradientBuffers]:
     """Count gradients that rest; return the bytes for whole ones, their sums and what is sent, and what they are."""
     row, widths, accumulates = layout.row, layout.widths, layout.accumulation > 1
@@ -232,13 +247,12 @@ def _place_gradients(
         kept = width if tier is not Tier.DEVICE and alone and width <= widths.gradient else widths.gradient
         _add(found, "gradient", tier, 0.0 if in_full else own * kept * count)
     adopts = width == widths.parameter
-    received = (ranks - 1 if messages else 1) if ranks > 1 else 0
     gradients = [
         FullGradient(
             full=unit.size * width,
             adopted=adopts and unit.single,
             wire=unit.size * widths.wire if ranks > 1 and width != widths.wire else 0.0,
-            receive=unit.size / ranks * received * widths.wire,
+            receive=unit.size / ranks * sums.buffers(ranks) * widths.wire,
             landing=unit.size / ranks * widths.gradient if ranks > 1 and one.gradient_tier is not Tier.DEVICE else 0.0,
             number=unit.number,
         )
@@ -246,10 +260,10 @@ def _place_gradients(
     ]
     pools = gradient_pools(gradients, rules)
     full = bytes_of(pools.slots) + bytes_of(pools.adopted)
-    sums = bytes_of(pools.wires) + bytes_of(pools.receives) + bytes_of(pools.landings)
+    summing = bytes_of(pools.wires) + bytes_of(pools.receives) + bytes_of(pools.landings)
     if not sharded:
         _add(found, "gradient", Tier.DEVICE, full)
     lent = tuple(size for size, number in pools.slots for _ in range(number)) if sharded else ()
     # Where parameters are sharded, gradients give their memory back after each update.
     returned = row.parameter is Placement.SHARDED
-    return (full if sharded else 0.0) + sums, GradientBuffers(adopts, lent, sums, sharded, returned)
+    return (full if sharded else 0.0) + summing, GradientBuffers(adopts, lent, summing, sharded, returned)
