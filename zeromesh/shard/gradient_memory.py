@@ -123,9 +123,12 @@ class GradientMemory:
         """Return memory for the full gradient in the dtype that is sent."""
         return self._lend(self.wires, gradient.layout.size, self._policy.wire_dtype(gradient.layout))
 
-    def receive(self, gradient: Gradient, dtype: torch.dtype) -> tuple[torch.Tensor, Slot]:
-        """Return memory for the other ranks' parts."""
-        return self._lend(self.receives, self._group.receive_elements(gradient.layout.shard_size), dtype)
+    def receive(self, gradient: Gradient, dtype: torch.dtype) -> tuple[torch.Tensor, Slot | None]:
+        """Return memory for the other ranks' parts; without a slot where none is needed."""
+        elements = self._group.receive_elements(gradient.layout.shard_size)
+        if not elements:  # nor does this sum have to wait for others to end
+            return torch.empty(0, dtype=dtype, device=self._mesh.device), None
+        return self._lend(self.receives, elements, dtype)
 
     def landing(self, gradient: Gradient) -> tuple[torch.Tensor, Slot]:
         """Return memory on the device for a sum that goes on to the host."""
@@ -168,7 +171,7 @@ class GradientMemory:
 
     @staticmethod
     def give(pool: Pool, slot: Slot | None) -> None:
-        """Return a slot; None where autograd left the gradient, or nothing was converted."""
+        """Return a slot; None where autograd left the gradient, or nothing was converted or received."""
         if slot is not None:
             pool.give(slot)
 

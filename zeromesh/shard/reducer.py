@@ -36,7 +36,7 @@ class _Reduction:
     wire: torch.Tensor  # what is sent: `full` itself, or a copy in another dtype
     wire_slot: Slot | None
     pending: Pending
-    receive_slot: Slot  # for the other ranks' parts
+    receive_slot: Slot | None  # for the other ranks' parts
     out: torch.Tensor  # that the sum is put into, or added to
     landing: Slot | None  # of `out`, where it goes on to the host
     last: bool  # no more is added before the update
