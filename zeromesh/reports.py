@@ -238,7 +238,7 @@ def prediction(
         nodes = len({*mesh.node_of})
         machine = machine_here(mesh.world_size // nodes, nodes)
         source, sequence = cost_here(*example, settings)
-        rank = memory_of(source, sequence, layout, machine)[mesh.group("pipeline").rank]
+        rank = memory_of(source, sequence, layout, machine, sums=mesh.shard.sums)[mesh.group("pipeline").rank]
         found.update(machine=machine.name, layout=layout_text(layout))
         cost = source.at(layout.micro_batch, sequence, layout.context)
         notes.extend([] if cost.exact else [f"the model could not be traced, so that this is rough: {cost.note}"])
@@ -330,8 +330,7 @@ def planned_states(sharded: ShardedModel, layout: ParallelLayout) -> dict[tuple[
             own = [flat.layout for flat in unit.flats if flat.layout.trainable in trained]
             single = len(own) == 1 and own[0].whole
             units.append(UnitElements(sum(part.elements for part in own), 1, single))
-        messages = sharded.mesh.device.type == "cpu"
-        return states_of(units, replace(layout, widths=widths), ZEROMESH, messages)
+        return states_of(units, replace(layout, widths=widths), ZEROMESH, sharded.mesh.shard.sums)
 
     trained = states_with({True}, layout.widths)
     frozen = states_with({False}, Widths(layout.widths.parameter, 0, 0, 0, 0))

@@ -16,9 +16,11 @@ import torch.distributed as dist
 
 from harness import RankFailure, on_ranks, run_ranks
 from zeromesh.comm import local
+from zeromesh.comm.collectives import Group, PeerLost
 from zeromesh.comm.local import LocalGroup, Transport, transport
 from zeromesh.comm.mesh import Links, Mesh
 from zeromesh.comm.sums import accumulate
+from zeromesh.comm.traffic import Traffic
 from zeromesh.kernels.native import library
 
 CPU = torch.device("cpu")
@@ -109,8 +111,11 @@ def test_a_message_of_another_size_is_an_error_on_both_sides() -> None:
                 work[0].wait()
 
 
-LENGTHS = (1, 7, 8, 40, 4096, 3 * 65536 + 5)  # below and beyond the vectors of each processor, and several chunks
-SUMS = ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16))
+LENGTHS = (0, 1, 7, 8, 40, 4096, 3 * 65536 + 5)  # below and beyond the vectors of each processor, and several chunks
+SUMS = (
+    *((dtype, dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)),
+    *((torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16), (torch.float16, torch.float64)),
+)
 
 
 @on_ranks(3)
@@ -122,11 +127,15 @@ def test_sums_are_those_of_the_parts_in_the_order_of_ranks() -> None:
         expected = torch.full((length + 2,), 0.3).to(sums)
         out = expected.clone()  # what lies beside the sum stays as it is
         accumulate(parts, expected[1:-1], add)
-        message = world.add_up(parts[rank].clone(), out[1:-1], add, number)
-        assert message is not None
-        for work in [*world.post([], [(peer, parts[rank]) for peer in others], number), message]:
-            work.wait()
+        works = [world.add_up(parts[rank].clone(), out[1:-1], add, number)]
+        works += world.post([], [(peer, parts[rank]) for peer in others], number)
+        if dtype == sums and not add:  # in place, too
+            own = parts[rank].clone()
+            works += [world.add_up(own, own, add, number), *world.post([], [(p, parts[rank]) for p in others], number)]
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
         assert torch.equal(out, expected), (length, dtype, sums, add)
+        assert add or dtype != sums or torch.equal(own, expected[1:-1]), (length, dtype)
 
 
 @on_ranks(2)
@@ -168,6 +177,22 @@ def test_a_rank_that_closes_is_an_error_for_sums_that_miss_its_part() -> None:
         with patch.object(local, "LEAVING", 10):
             made.close()
     dist.barrier()
+
+
+@on_ranks(3, timeout=60)
+def test_a_rank_whose_peer_has_given_up_a_sum_does_not_wait_for_it() -> None:
+    rank, made = dist.get_rank(), Transport()
+    world = Group("world", dist.group.WORLD, CPU, Traffic(), local=LocalGroup(made, dist.group.WORLD))
+    if rank == 0:
+        with patch.object(local, "LEAVING", 10):
+            made.close()
+    dist.barrier()
+    for turn in (1, 2):  # rank 2 begins when rank 1 reads no more, and is still there
+        if turn == rank:
+            pending = world.reduce_scatter(torch.ones(3 * 9000), torch.empty(0), torch.empty(9000), False, 16)
+            with pytest.raises(PeerLost, match="the sum of messages from ranks 0, .*No such process"):
+                pending.wait()
+        dist.barrier()
 
 
 @on_ranks(2)

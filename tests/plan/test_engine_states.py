@@ -11,6 +11,7 @@ from torch import nn
 import zeromesh
 from harness import on_ranks
 from planning import machine
+from zeromesh.comm.sums import SumPlace
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
 from zeromesh.plan.cost import Divided, ModelCost, UnitCost
 from zeromesh.plan.layout import ParallelLayout
@@ -97,7 +98,8 @@ CASES: dict[str, tuple[dict[str, Any], PlacementRow]] = {
 }
 
 
-def reported(zero: dict[str, Any], steps: int, folder: Path, ranks: int) -> dict[tuple[str, str], int]:
+def reported(zero: dict[str, Any], steps: int, folder: Path) -> tuple[dict[tuple[str, str], int], SumPlace]:
+    """Return the bytes of states by state and tier, and where gradients are summed."""
     for key in ("offload_param", "offload_optimizer"):
         if zero.get(key, {}).get("device") == "nvme":
             zero = zero | {key: {**zero[key], "nvme_path": str(folder)}}
@@ -125,13 +127,26 @@ def reported(zero: dict[str, Any], steps: int, folder: Path, ranks: int) -> dict
             if numbers:
                 sizes["optimizer", tier] -= numbers
     engine.destroy()
-    return {key: size for key, size in sizes.items() if size}
+    return {key: size for key, size in sizes.items() if size}, engine.mesh.shard.sums
 
 
-def processors(ranks: int) -> Machine:
-    """Return a machine whose ranks share its processor and memory."""
-    (node, _), *_ = machine(devices=ranks).nodes
-    return replace(machine(), nodes=((replace(node, device=replace(node.device, processor=True)), 1),))
+def processors(nodes: int) -> Machine:
+    """Return a machine whose ranks compute on the processors of its nodes."""
+    (node, _), *_ = machine(devices=4 // nodes).nodes
+    return replace(machine(), nodes=((replace(node, device=replace(node.device, processor=True)), nodes),))
+
+
+def test_processors_of_one_node_need_no_memory_for_the_parts_that_they_sum() -> None:
+    layout = ParallelLayout(data=4, row=ROWS[2])
+
+    def states(machine: Machine | None, sums: SumPlace | None = None) -> dict[tuple[str, str], float]:
+        return memory_of(Cost(), 8, layout, machine, sums=sums)[0].states
+
+    assert states(processors(1)) == states(None, SumPlace.MEMORY)
+    assert states(processors(2)) == states(None, SumPlace.MESSAGES)
+    assert states(machine(devices=4)) == states(None, SumPlace.COLLECTIVE)
+    slots = [states(None, sums)["slot", "device"] for sums in (SumPlace.MEMORY, SumPlace.COLLECTIVE, SumPlace.MESSAGES)]
+    assert slots[1] - slots[0] == (slots[2] - slots[0]) / 3 > 0
 
 
 def check(folder: Path, ranks: int, names: list[str], accumulations: tuple[int, ...] = (1, 3)) -> None:
@@ -139,9 +154,9 @@ def check(folder: Path, ranks: int, names: list[str], accumulations: tuple[int, 
         zero, row = CASES[name]
         for steps in accumulations:
             layout = ParallelLayout(data=ranks, row=row, accumulation=steps)
-            (rank,) = memory_of(Cost(), 8, layout, processors(ranks))
-            foreseen = {key: size for key, size in rank.states.items() if size}
-            assert reported(zero, steps, folder, ranks) == foreseen, (name, steps)
+            found, sums = reported(zero, steps, folder)
+            (rank,) = memory_of(Cost(), 8, layout, sums=sums)
+            assert found == {key: size for key, size in rank.states.items() if size}, (name, steps)
 
 
 @pytest.mark.full

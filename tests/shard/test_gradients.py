@@ -200,3 +200,20 @@ def test_the_matrix_has_a_unit_whose_gradient_is_not_copied() -> None:
             assert Layout.build(named, dtype, True, mesh).whole
     units = make_units(numerics.Net(), [])
     assert "wide" in [unit.name for unit in units]
+
+
+@on_ranks(2)
+def test_a_sum_does_not_wait_for_the_one_before_it() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    config = {"train_batch_size": 2, "units": ["Linear"], "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = zeromesh.initialize(model=model, config=config | {"zero_optimization": {"stage": 1}})[0]
+    under_way, reducer = [], engine.sharded.reducer
+    begin = reducer._reduce
+
+    def note(*args: Any) -> None:
+        begin(*args)
+        under_way.append(len(reducer._in_flight))
+
+    with patch.object(reducer, "_reduce", note):
+        engine.backward(engine(torch.ones(1, 64)).sum())
+    assert max(under_way) == reducer.memory.limit > 1

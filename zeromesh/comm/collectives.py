@@ -18,7 +18,7 @@ from zeromesh.comm.environment import backends
 from zeromesh.comm.formats import Format
 from zeromesh.comm.local import LocalGroup
 from zeromesh.comm.second_step import SecondSteps
-from zeromesh.comm.sums import accumulate, copy
+from zeromesh.comm.sums import SumPlace, accumulate, copy
 from zeromesh.comm.topology import Topology
 from zeromesh.comm.traffic import Traffic
 from zeromesh.comm.watchdog import Watchdog
@@ -113,8 +113,10 @@ class Group:
         self._local = local
         # Messages go out of host memory only: tensors of an accelerator pass through a host copy.
         self._through_host = self._hosted and device.type != "cpu"
+        # Adds up messages without a buffer for them.
         whole = local is not None and local.complete and not (self.topology.across or self._through_host)
-        self._sums = local if whole else None  # adds up messages without a buffer for them
+        self._adder = local if whole else None
+        self.sums = SumPlace.MEMORY if whole else SumPlace.MESSAGES if self._point_to_point else SumPlace.COLLECTIVE
         self._second_steps = SecondSteps(torch.device("cpu") if self._hosted else device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
@@ -128,10 +130,7 @@ class Group:
 
     def receive_elements(self, shard_elements: int) -> int:
         """Return the number of elements of ``reduce_scatter``'s receive buffer for shards of ``shard_elements``."""
-        if self.size == 1 or self._sums is not None:
-            return 0
-        # Messages leave each rank's part to be summed here; nccl's own collective delivers the sum.
-        return shard_elements * (self.size - 1 if self._point_to_point else 1)
+        return shard_elements * self.sums.buffers(self.size)
 
     def all_gather(self, full: torch.Tensor, own: torch.Tensor, tag: int, form: Format | None = None) -> Pending:
         """Fill ``full`` from the shards of all ranks.
@@ -212,7 +211,8 @@ class Group:
             full: shape ``(size * n,)``. Must not be written before the result has been waited for; what is in the other
                 segments is then undefined.
             received: buffer of ``receive_elements(n)`` elements, in ``full``'s dtype; it may hold the parts of others.
-            out: shape ``(n,)``, any dtype; may be this rank's segment of ``full`` if the dtypes are equal.
+            out: shape ``(n,)``, any dtype; may be this rank's segment of ``full`` if the dtypes are equal. It may be
+                read and written until the result has been waited for.
             add: add the sum, when it is whole, to what ``out`` holds instead of replacing it.
             tag: as in ``all_gather``.
             form: compression of sums between nodes.
@@ -226,11 +226,12 @@ class Group:
             work = _reduce_scatter(received, full, group=self.process_group, async_op=True)
             add_up = partial(accumulate, [received], out, add)
             return self._pending("reduce_scatter", tag, [work], full.nbytes, add_up)
-        if self._sums is not None and (summing := self._sums.add_up(mine, out, add, tag)) is not None:
+        if self._adder is not None and (summing := self._adder.add_up(mine, out, add, tag)) is not None:
             self._count("reduce_scatter", dict.fromkeys(self._others(), mine.nbytes))
             sends = self._post([], [(peer, full.chunk(self.size)[peer]) for peer in self._others()], tag)
-            return self._pending("reduce_scatter", tag, [*sends, summing], full.nbytes)
-        if self._sums is not None:  # of a dtype that has no sums there
+            # The sum first: where a rank has ended, others read no more of what is sent to them for their sums.
+            return self._pending("reduce_scatter", tag, [summing, *sends], full.nbytes)
+        if self._adder is not None:  # of a dtype that has no sums there
             received = full.new_empty(mine.numel() * (self.size - 1))
         landing = torch.empty_like(received, device="cpu") if self._through_host else received
         shards = list((full.cpu() if self._through_host else full).chunk(self.size))

@@ -111,6 +111,7 @@ class Transport:
             out: contiguous, of as many elements, also of such a dtype; may be ``own``. Each addition is rounded to it.
             add: add the sum, when it is whole, to what ``out`` holds.
         """
+        assert own.shape == out.shape, (own.shape, out.shape)
         message = self._message([own, out], f"the sum of messages from ranks {', '.join(map(str, ranks))}")
         error = self._native.zeromesh_link_sum(
             self._link, self._instructions, (ctypes.c_int32 * len(ranks))(*ranks), len(ranks), place, key,

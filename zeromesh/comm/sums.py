@@ -1,8 +1,9 @@
-"""Sums of tensors in a fixed order."""
+"""SumPlace of tensors in a fixed order, and where a reduce-scatter computes them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
 import torch
 
@@ -10,6 +11,20 @@ import torch
 # 16-bit numbers to fp32 ones four times slower on a CPU than it converts them, while what was converted is still in the
 # processor's cache.
 CHUNK = 1 << 17
+
+
+class SumPlace(Enum):
+    """Place in which a reduce-scatter adds up the parts of other ranks."""
+
+    COLLECTIVE = "collective"  # in nccl, which delivers the sum
+    MESSAGES = "messages"  # here, from a buffer with the part of each other rank
+    MEMORY = "memory"  # here, as they are read out of the other ranks' memory
+
+    def buffers(self, ranks: int) -> int:
+        """Return the number of shards in the buffer of a sum over so many ranks."""
+        if ranks == 1:
+            return 0
+        return {SumPlace.COLLECTIVE: 1, SumPlace.MESSAGES: ranks - 1, SumPlace.MEMORY: 0}[self]
 
 
 def accumulate(parts: Sequence[torch.Tensor], out: torch.Tensor, add: bool) -> None:

@@ -167,8 +167,9 @@ static int copy_from(pid_t pid, char *to, uint64_t from, uint64_t bytes) {
 // Add up the parts of a total, all of which are there.
 static int add_up(struct total *total) {
     int64_t wide = bytes_of(total->sum.type), step = CHUNK / wide;
+    if (step > total->elements) step = total->elements;
     const void *parts[total->count + 1];
-    char *chunks = malloc((size_t)total->count * CHUNK);
+    char *chunks = malloc((size_t)(total->count * step * wide) + 1);  // + 1: 0 bytes may be null
     int error = chunks ? 0 : ENOMEM;
     struct sum sum = total->sum;
     sum.parts = parts;
@@ -176,7 +177,7 @@ static int add_up(struct total *total) {
         int64_t count = total->elements - i < step ? total->elements - i : step;
         for (int k = 0; k < total->count && !error; k++) {
             struct slot *slot = total->parts[k].op.slot;
-            char *chunk = chunks + (size_t)k * CHUNK;
+            char *chunk = chunks + k * step * wide;
             if (slot->bytes <= SHORT) chunk = slot->content;
             else error = copy_from(total->parts[k].peer->pid, chunk, slot->address + i * wide, count * wide);
             parts[k + (k >= total->place)] = chunk;
@@ -293,6 +294,8 @@ again:
                 pthread_mutex_unlock(&link->lock);
                 if (!error) error = add_up(total);
                 pthread_mutex_lock(&link->lock);
+                for (int k = 0; k < total->count && !error; k++)
+                    if (total->parts[k].peer->gone && op->bytes > SHORT) error = ESRCH;
                 end_total(link, total, error);
             }
             goto again;

@@ -55,7 +55,7 @@ class Device:
     attention_bandwidth: float = 0.0  # bytes per second of that traffic in the forward; 0: it takes no time of its own
     attention_bandwidth_back: float = 0.0
     loss_bandwidth: float = 0.0  # bytes per second of the kernels of a cross entropy; 0: the memory's
-    processor: bool = False  # it is the host's: its memory is the host's, and gradients are summed from messages
+    processor: bool = False  # it is the host's: its memory is the host's, and ranks add up gradients themselves
 
     @property
     def half(self) -> str:

@@ -8,6 +8,7 @@ from itertools import groupby
 from math import ceil
 from typing import NamedTuple
 
+from zeromesh.comm.sums import SumPlace
 from zeromesh.model.placement import Placement
 from zeromesh.pipeline.schedule.actions import Kind
 from zeromesh.plan.conventions import ZEROMESH, Convention
@@ -16,7 +17,7 @@ from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
 from zeromesh.plan.snapshots import Snapshot, snapshots_of
 from zeromesh.plan.stages import stage_units
-from zeromesh.plan.states import GradientBuffers, RankStates, Sums, UnitElements, is_padded, states_of
+from zeromesh.plan.states import GradientBuffers, RankStates, UnitElements, is_padded, states_of
 from zeromesh.plan.tables import gradient_bytes, table_states
 from zeromesh.tensor.loss import CHUNK_BYTES
 
@@ -62,7 +63,7 @@ class RankMemory:
 
 def memory_of(
     source: CostSource, sequence: int, layout: ParallelLayout, machine: Machine | None = None,
-    conventions: Convention = ZEROMESH,
+    conventions: Convention = ZEROMESH, sums: SumPlace | None = None,
 ) -> list[RankMemory]:  # fmt: skip
     """Return the memory of every pipeline rank.
 
@@ -72,6 +73,7 @@ def memory_of(
         layout: sizes of axes and choices.
         machine: devices, whose context is counted; None: it is left out.
         conventions: what is kept of each state; by default as the engine does.
+        sums: where gradients are summed; None: where such a machine does.
 
     Raises:
         ValueError: the pipeline has more stages than the model has blocks, or the schedule does not fit the layout.
@@ -81,9 +83,9 @@ def memory_of(
     places = stage_units(units, layout.pipeline * layout.chunks, even=not conventions.engine)
     stages = [_runs(profiles, place) for place in places]
     processor = any(node.device.processor for node, _ in machine.nodes) if machine else False
-    # Ranks of one node read each other's memory, as long as ``communication.local_memory`` lets them.
-    own = Sums.MEMORY if machine and sum(count for _, count in machine.nodes) == 1 else Sums.MESSAGES
-    sums = own if processor else Sums.COLLECTIVE
+    if sums is None and processor and machine:
+        # Ranks of one node read each other's memory, as long as ``communication.local_memory`` lets them.
+        sums = SumPlace.MEMORY if sum(count for _, count in machine.nodes) == 1 else SumPlace.MESSAGES
     fixed = max((node.device.reserved for node, _ in machine.nodes), default=0.0) if machine else 0.0
     snapshots = snapshots_of(layout.schedule, layout.pipeline, layout.accumulation, layout.chunks, layout.costs)
     states: dict[tuple[UnitElements, ...], RankStates] = {}  # most ranks of a pipeline have the same
@@ -92,7 +94,7 @@ def memory_of(
         chunks = [stages[stage] for stage in held]
         elements = _elements(chunks)
         if elements not in states:
-            states[elements] = states_of(elements, layout, conventions, sums)
+            states[elements] = states_of(elements, layout, conventions, sums or SumPlace.COLLECTIVE)
         tables = [table for runs in chunks for unit, count in runs for table in unit.tables * count]
         resting = table_states(tables, layout, processor)
         for key, size in states[elements].resting.items():
@@ -282,7 +284,7 @@ class _Rank:
         elif not buffers.returned:
             found["slot"] += sum(buffers.slots) + buffers.sums
         elif not summed:
-            # Sums of gradients come into being unit by unit, in the first backward.
+            # SumPlace of gradients come into being unit by unit, in the first backward.
             found["gradient"] = found.get("gradient", 0.0) * done / max(1.0, sum(self.parameters))
         if self.left:
             found["gradient"] -= self.left * self.layout.widths.parameter

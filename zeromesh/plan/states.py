@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from math import ceil
 from typing import NamedTuple
 
+from zeromesh.comm.sums import SumPlace
 from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.plan.conventions import Convention
 from zeromesh.plan.layout import ParallelLayout, Widths
@@ -62,22 +62,8 @@ def shards_of(layout: ParallelLayout, convention: Convention) -> int:
     return layout.data * (layout.context if convention.context_shards else 1)
 
 
-class Sums(Enum):
-    """Where the parts of a gradient that come from other ranks are summed, as in ``zeromesh.comm.collectives``."""
-
-    COLLECTIVE = "collective"  # by nccl, which delivers the sum
-    MESSAGES = "messages"  # here, from a buffer with the part of each other rank
-    MEMORY = "memory"  # here, as they are read out of the other ranks' memory
-
-    def buffers(self, ranks: int) -> int:
-        """Return the number of shards in the buffer of a sum over so many ranks."""
-        if ranks == 1:
-            return 0
-        return {Sums.COLLECTIVE: 1, Sums.MESSAGES: ranks - 1, Sums.MEMORY: 0}[self]
-
-
 def states_of(
-    units: Sequence[UnitElements], layout: ParallelLayout, convention: Convention, sums: Sums = Sums.COLLECTIVE
+    units: Sequence[UnitElements], layout: ParallelLayout, convention: Convention, sums: SumPlace = SumPlace.COLLECTIVE
 ) -> RankStates:  # fmt: skip
     """Return a rank's states.
 
@@ -138,7 +124,7 @@ def _pad(elements: float, width: int, ranks: int) -> float:
     return ceil(elements / multiple) * multiple
 
 
-def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, sums: Sums) -> RankStates:
+def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, sums: SumPlace) -> RankStates:
     """Return the states as the engine keeps them; the same arithmetic as in ``zeromesh.shard``."""
     row, widths, ranks = layout.row, layout.widths, layout.data * layout.context
     resting: Resting = {}
@@ -232,7 +218,7 @@ def _place_gradients(
     units: Sequence[tuple[UnitElements, PlacementRow]],
     layout: ParallelLayout,
     ranks: int,
-    sums: Sums,
+    sums: SumPlace,
 ) -> tuple[float, GradientBuffers]:
     """Count gradients that rest; return the bytes for whole ones, their sums and what is sent, and what they are."""
     row, widths, accumulates = layout.row, layout.widths, layout.accumulation > 1
