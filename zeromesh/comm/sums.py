@@ -1,4 +1,4 @@
-"""SumPlace of tensors in a fixed order, and where a reduce-scatter computes them."""
+"""Sums of tensors in a fixed order, and where a reduce-scatter computes them."""
 
 from __future__ import annotations
 

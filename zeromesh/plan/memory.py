@@ -284,7 +284,7 @@ class _Rank:
         elif not buffers.returned:
             found["slot"] += sum(buffers.slots) + buffers.sums
         elif not summed:
-            # SumPlace of gradients come into being unit by unit, in the first backward.
+            # Sums of gradients come into being unit by unit, in the first backward.
             found["gradient"] = found.get("gradient", 0.0) * done / max(1.0, sum(self.parameters))
         if self.left:
             found["gradient"] -= self.left * self.layout.widths.parameter
