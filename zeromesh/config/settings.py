@@ -107,6 +107,7 @@ class Settings(Section):
     torch_autocast: parts.TorchAutocast = key(
         parts.TorchAutocast(), "Run the forward under torch.autocast. Parameters keep their dtype."
     )
+    float8: parts.Float8 = parts.Float8()
     zero_optimization: ZeroOptimization = key(
         ZeroOptimization(),
         "States that are sharded, and the memory that holds them. true means stage 1, false stage 0.",
@@ -311,6 +312,9 @@ class Settings(Section):
     def _parts_agree(self) -> Self:
         switches = {name: getattr(self, name).enabled for name in ("fp16", "bf16", "torch_autocast")}
         found = problems(self.zero_optimization, self.communication, self.across_nodes, switches)
+        fp16 = switches["fp16"] or (switches["torch_autocast"] and self.torch_autocast.dtype == "fp16")
+        if self.float8.enabled and fp16:
+            found.append("float8.enabled is true, and products in float8 give bf16 or fp32, not fp16; set bf16.enabled")
         if self.model is not None and self.huggingface is not None:
             found.append("model and huggingface both describe the model to train; keep one of them")
         if self.embedding_tables.device == "nvme" and self.embedding_tables.nvme_path is None:

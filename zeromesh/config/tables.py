@@ -25,6 +25,7 @@ OURS: tuple[str, ...] = (
     "activation_checkpointing.targets",
     "activation_checkpointing.granularity",
     "bf16.auto_cast",
+    "float8",
     "context_parallel",
     "pipeline.schedule",
     "pipeline.costs",

@@ -49,6 +49,7 @@ from zeromesh.shard.materialise import materialiser
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.tensor.apply import apply, chunk_losses
 from zeromesh.tensor.derive import heads_over_vocabulary
+from zeromesh.tensor.float8 import use_float8
 from zeromesh.tensor.plan import describe_plan
 
 if TYPE_CHECKING:
@@ -249,6 +250,9 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
             share_random_state(mesh.group("tensor"))
         else:
             chunk_losses(model, heads, using)
+        if settings.float8.enabled:
+            rowwise, resolved = settings.float8.recipe == "rowwise", None if split is None else split[0]
+            use_float8(model, rowwise, settings.float8.skip, mesh, resolved, heads)
         # Only now: a rank that could not read its weights went on with zeros, so that no other one waited for it.
         agree_success(world, "read its part of the weights", values.failure)
         place.place_quantized(model, mesh)
