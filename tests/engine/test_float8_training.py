@@ -1,0 +1,278 @@
+"""Training with float8 products on ranks, against one plain process with the same layers."""
+
+import copy
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zeromesh
+from harness import on_ranks
+from zeromesh.config.errors import ConfigError
+from zeromesh.model.float8 import Float8Products
+from zeromesh.model.linear import Columns, multiply
+
+STEPS = 3
+MICRO = 2  # samples
+LR = 0.05
+KEPT = ("lm_head", "odd", "back")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up_proj, self.gate_proj = nn.Linear(32, 64), nn.Linear(32, 64, bias=False)
+        self.down_proj = nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+class Net(nn.Module):
+    def __init__(self, tied: bool = False, reads: bool = True) -> None:
+        super().__init__()
+        self.reads = reads
+        torch.manual_seed(11)
+        self.embedding = nn.Embedding(48, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.odd = nn.Linear(32, 24)  # 24 does not divide by 16
+        self.back = nn.Linear(24, 32)
+        self.lm_head = nn.Linear(32, 48, bias=False)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        x = x + self.back(torch.tanh(self.odd(x)))
+        # A weight that is read without a call of its layer is not rounded.
+        if self.reads:
+            x = x + 0.1 * F.linear(x, self.blocks[0].up_proj.weight)[..., :32]
+        return F.cross_entropy(self.lm_head(x).flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+def batch(step: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + number)
+    return torch.randint(0, 48, (MICRO, 6), generator=generator)
+
+
+def by_hand(model: nn.Module, rowwise: bool, kept: tuple[str, ...] = KEPT) -> nn.Module:
+    """Replace forwards without the functions that choose and change the layers of an engine."""
+
+    def forward(layer: nn.Linear, x: Tensor) -> Tensor:
+        return multiply(x, Columns(layer.weight, layer.bias, False, Float8Products(rowwise, False)))
+
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and name not in kept:
+            module.forward = partial(forward, module)
+    return model
+
+
+def plain(
+    build: Callable[[], nn.Module], rowwise: bool, micro_batches: int, kept: tuple[str, ...] = KEPT
+) -> tuple[list[float], dict[str, Tensor]]:
+    model = by_hand(build().double(), rowwise, kept)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        found = [model(batch(step, number)) for number in range(micro_batches)]
+        (sum(found) / micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(float(loss.detach()) for loss in found) / micro_batches)
+    return losses, {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def on_engine(
+    build: Callable[[], nn.Module], settings: dict[str, Any], accumulation: int = 1
+) -> tuple[list[float], dict[str, Tensor]]:
+    optimizer = {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}}
+    batches = {"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": accumulation}
+    config = {"optimizer": optimizer, **batches, **settings}
+    engine = zeromesh.initialize(model=build().double(), config=config)[0]
+    ranks, rank = engine.mesh.data_size, engine.mesh.data_rank
+    losses = []
+    for step in range(STEPS):
+        found = []
+        for number in range(accumulation):
+            loss = engine(batch(step, number * ranks + rank))
+            engine.backward(loss)
+            engine.step()
+            found.append(float(loss.detach()))
+        mine = torch.tensor([sum(found) / accumulation], dtype=torch.float64)
+        losses.append(float(engine.mesh.group("world").exchange(mine).mean()))
+    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
+        state = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+    engine.destroy()
+    return losses, state
+
+
+def require_same(found: Any, want: Any, tolerance: float = 1e-9) -> None:
+    assert found[0] == pytest.approx(want[0], rel=tolerance)
+    for name, value in want[1].items():
+        assert torch.allclose(found[1][name], value, rtol=tolerance, atol=tolerance), name
+
+
+def section(recipe: str = "tensorwise", **more: Any) -> dict[str, Any]:
+    return {"float8": {"enabled": True, "recipe": recipe, **more}}
+
+
+HOST = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+RECOMPUTED = {"units": ["Block"], "activation_checkpointing": {"enabled": True}}
+CASES: list[dict[str, Any]] = [
+    {},
+    {"zero_optimization": {"stage": 1}},
+    {"zero_optimization": {"stage": 2}},
+    {"zero_optimization": {"stage": 3}},
+    {"zero_optimization": {"stage": 3}, **RECOMPUTED},
+    {"zero_optimization": HOST},
+]
+
+
+@pytest.mark.some(3)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_one_rank_trains_as_one_plain_process(recipe: str, accumulation: int) -> None:
+    want = plain(Net, recipe == "rowwise", accumulation)
+    for settings in CASES[2:]:
+        require_same(on_engine(Net, {**settings, **section(recipe)}, accumulation), want)
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("accumulation", [2, 1])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@on_ranks(2)
+def test_two_ranks_train_as_one_plain_process(accumulation: int, recipe: str) -> None:
+    want = plain(Net, recipe == "rowwise", 2 * accumulation)
+    for settings in CASES:
+        require_same(on_engine(Net, {**settings, **section(recipe)}, accumulation), want)
+
+
+@on_ranks(2)
+def test_tensor_parallel_ranks_share_the_scales_of_what_they_split() -> None:
+    for recipe in ("tensorwise", "rowwise"):
+        want = plain(partial(Net, reads=False), recipe == "rowwise", 1)
+        for settings in (CASES[1], {**CASES[3], "tensor_parallel": {"sequence": True}}, {**CASES[2], **RECOMPUTED}):
+            settings = {**settings, "mesh": {"tensor": 2}, **section(recipe)}
+            require_same(on_engine(partial(Net, reads=False), settings), want)
+
+
+@on_ranks(2)
+def test_pipeline_stages_train_as_one_plain_process() -> None:
+    build = partial(Net, reads=False)
+    want = plain(build, False, 2)
+    for schedule in ("1f1b", "zb-h1"):
+        optimizer = {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}}
+        settings = {"mesh": {"pipeline": 2}, "pipeline": {"schedule": schedule}}
+        settings |= {"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 2}
+        engine = zeromesh.initialize(model=build().double(), config={"optimizer": optimizer, **settings, **section()})[
+            0
+        ]
+        losses = [float(engine.train_batch(iter([batch(step, n) for n in range(2)]))) for step in range(STEPS)]
+        assert losses == pytest.approx(want[0], rel=1e-9), schedule
+        engine.destroy()
+
+
+def test_tied_and_frozen_weights() -> None:
+    def frozen() -> Net:  # as the base of adapters
+        model = Net()
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    for build, more in ((frozen, {}), (partial(Net, tied=True), {"skip": []})):
+        kept = ("odd", "back") if more else ("lm_head", "odd", "back")
+        want = plain(build, False, 1, kept=kept)
+        require_same(on_engine(build, {"zero_optimization": {"stage": 3}, **section(**more)}), want)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.full)])
+def test_compiled_blocks_compute_the_same(backend: str) -> None:
+    def losses(compiled: bool) -> list[float]:
+        settings = {"zero_optimization": {"stage": 3}, "units": ["Block"], **section()}
+        optimizer = {"type": "SGD", "params": {"lr": LR}}
+        engine = zeromesh.initialize(model=Net(), config={"optimizer": optimizer, **settings})[0]
+        if compiled:
+            engine.compile(backend=backend, fullgraph=True)
+        found = []
+        for step in range(2):
+            loss = engine(batch(step, 0))
+            engine.backward(loss)
+            engine.step()
+            found.append(float(loss.detach()))
+        return found
+
+    assert losses(True) == pytest.approx(losses(False), rel=1e-6)
+
+
+def test_a_small_decoder_learns_nearly_as_in_bf16() -> None:
+    from zeromesh.config.train import ModelShape
+    from zeromesh.train.architectures.decoder import Decoder
+
+    shape = {"vocab_size": 64, "hidden_size": 64, "layers": 2, "heads": 4, "sequence_length": 16}
+
+    def losses(more: dict[str, Any]) -> list[float]:
+        torch.manual_seed(0)
+        optimizer = {"type": "AdamW", "params": {"lr": 3e-3}}
+        config = {"bf16": {"enabled": True}, "optimizer": optimizer, **more}
+        engine = zeromesh.initialize(model=Decoder(ModelShape(architecture="llama", **shape)), config=config)[0]
+        ids = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(1))
+        found = []
+        for _ in range(20):
+            loss = engine(ids[:, :-1], ids[:, 1:])
+            engine.backward(loss)
+            engine.step()
+            found.append(float(loss.detach()))
+        return found
+
+    want = losses({})
+    assert want[-1] < 0.6 * want[0]
+    for recipe in ("tensorwise", "rowwise"):
+        found = losses(section(recipe))
+        assert found != want
+        assert found[-1] == pytest.approx(want[-1], rel=0.1)
+        assert max(abs(a - b) for a, b in zip(found, want, strict=True)) < 0.05 * want[0]
+
+
+def test_a_loss_of_numbers_that_are_not_finite_is_not_finite() -> None:
+    model = Net()
+    with torch.no_grad():
+        model.blocks[0].up_proj.weight[3, 4] = torch.inf
+    engine = zeromesh.initialize(model=by_engine(model), config={"optimizer": {"type": "SGD"}, **section()})[0]
+    assert not engine(batch(0, 0)).isfinite()
+
+
+def by_engine(model: Net) -> Net:
+    model.reads = False  # which would show it by itself
+    return model
+
+
+def test_layers_that_stay_as_they_are_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "zeromesh"):
+        engine = zeromesh.initialize(
+            model=Net(), config={"optimizer": {"type": "SGD"}, **section(skip=["*lm_head", "blocks.1.*"])}
+        )[0]
+    text = caplog.text
+    assert text.count("odd stays as it is: 24 x 32 does not divide by 16") == 1
+    assert text.count("blocks.1.up_proj stays as it is: float8.skip has 'blocks.1.*'") == 1
+    assert "float8: layers that compute in it: 3\n" in text
+    assert text.count("are emulated by products in fp32") == 1
+    copied = copy.deepcopy(engine.module)
+    assert torch.equal(copied(batch(0, 0)), engine(batch(0, 0)))  # a copy computes as its original
+
+
+def test_what_cannot_be_is_refused() -> None:
+    sgd = {"optimizer": {"type": "SGD"}}
+    with pytest.raises(ConfigError, match="float8.enabled is true, and products in float8 give bf16 or fp32, not fp16"):
+        zeromesh.initialize(model=Net(), config={**sgd, **section(), "fp16": {"enabled": True}})
+    with pytest.raises(ValueError, match="float8.skip has 'block.*', which matches no linear layer; there are blocks"):
+        zeromesh.initialize(model=Net(), config={**sgd, **section(skip=["block.*"])})
+    with pytest.raises(ValueError, match="no layer of the model can compute in it .*0: 3 x 3 does not divide by 16"):
+        zeromesh.initialize(model=nn.Sequential(nn.Linear(3, 3)), config={**sgd, **section()})
