@@ -181,6 +181,48 @@ def test_pipeline_stages_train_as_one_plain_process() -> None:
         engine.destroy()
 
 
+def gathering(gather: bool, bf16: bool) -> tuple[list[float], dict[str, Tensor], set[int]]:
+    """Return losses, masters, and bytes of the gathers of a forward; weights change between steps, also by the user."""
+    settings = {"zero_optimization": {"stage": 3}, "units": ["Block"], "bf16": {"enabled": bf16}}
+    optimizer = {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}}
+    config = {"optimizer": optimizer, **settings, **section(gather=gather)}
+    engine = zeromesh.initialize(model=Net(reads=False), config=config)[0]
+    weight = engine.module.blocks[1].down_proj.weight
+    sent: list[int] = []
+    engine.mesh.traffic.listen(lambda collective, axis, count: collective == "all_gather" and sent.append(count))
+    losses = []
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            with zeromesh.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+                weight.mul_(3000.0)  # beyond what its last scale could hold
+        if step == STEPS + 1:
+            with torch.no_grad(), zeromesh.zero.GatheredParameters([weight], modifier_rank=0):
+                weight.div_(3000.0)
+        sent.clear()
+        loss = engine(batch(step, engine.mesh.data_rank))
+        sizes = set(sent)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
+        state = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+    engine.destroy()
+    return losses, state, sizes
+
+
+@on_ranks(2)
+def test_gathers_in_float8_send_half_and_change_no_bit() -> None:
+    for bf16 in (True, False):
+        want, found = gathering(False, bf16), gathering(True, bf16)
+        assert found[0] == want[0]
+        for name, value in want[1].items():
+            assert torch.equal(found[1][name], value), name
+        weights = 3 * 32 * 64  # of a block; its norm and biases travel apart
+        assert weights // 2 in found[2]
+        assert weights // 2 not in want[2]
+        assert sum(found[2]) < sum(want[2])
+
+
 def test_tied_and_frozen_weights() -> None:
     def frozen() -> Net:  # as the base of adapters
         model = Net()
@@ -272,6 +314,13 @@ def test_what_cannot_be_is_refused() -> None:
     sgd = {"optimizer": {"type": "SGD"}}
     with pytest.raises(ConfigError, match="float8.enabled is true, and products in float8 give bf16 or fp32, not fp16"):
         zeromesh.initialize(model=Net(), config={**sgd, **section(), "fp16": {"enabled": True}})
+    apart = {"recipe": "rowwise", "gather": True}
+    with pytest.raises(ConfigError) as told:
+        zeromesh.initialize(model=Net(), config={**sgd, **section(**apart), "mesh": {"tensor": 2}})
+    for part in ("at stage 0 no weights", "set float8.recipe to tensorwise", "set mesh.tensor to 1"):
+        assert part in str(told.value)
+    with pytest.raises(ConfigError, match="weights that rest off the device are not sent in float8"):
+        zeromesh.initialize(model=Net(), config={**sgd, **section(gather=True), "zero_optimization": HOST})
     with pytest.raises(ValueError, match="float8.skip has 'block.*', which matches no linear layer; there are blocks"):
         zeromesh.initialize(model=Net(), config={**sgd, **section(skip=["block.*"])})
     with pytest.raises(ValueError, match="no layer of the model can compute in it .*0: 3 x 3 does not divide by 16"):

@@ -71,6 +71,11 @@ class Float8(Section):
         HEADS,
         "Name patterns of linear layers that keep their products. Layers whose sizes do not divide by 16 always do.",
     )
+    gather: bool = key(
+        False,
+        "Send the weights of these layers in float8, half of the bytes of bf16; the layers compute the same. Needs "
+        "stage 3 without offload, recipe tensorwise and mesh.tensor = 1.",
+    )
 
 
 class DataTypes(Section):

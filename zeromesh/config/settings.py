@@ -19,7 +19,7 @@ from zeromesh.config.curriculum import Curriculum
 from zeromesh.config.document import read_document
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.printing import jsonable
-from zeromesh.config.rules import problems
+from zeromesh.config.rules import gather_problems, problems
 from zeromesh.config.section import (
     BatchInt,
     CountFloat,
@@ -315,6 +315,9 @@ class Settings(Section):
         fp16 = switches["fp16"] or (switches["torch_autocast"] and self.torch_autocast.dtype == "fp16")
         if self.float8.enabled and fp16:
             found.append("float8.enabled is true, and products in float8 give bf16 or fp32, not fp16; set bf16.enabled")
+        if self.float8.gather:
+            tensor = self.model_sizes["tensor"]
+            found += gather_problems(self.zero_optimization, self.float8, self.across_nodes[0], tensor)
         if self.model is not None and self.huggingface is not None:
             found.append("model and huggingface both describe the model to train; keep one of them")
         if self.embedding_tables.device == "nvme" and self.embedding_tables.nvme_path is None:

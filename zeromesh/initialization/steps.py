@@ -49,7 +49,7 @@ from zeromesh.shard.materialise import materialiser
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.tensor.apply import apply, chunk_losses
 from zeromesh.tensor.derive import heads_over_vocabulary
-from zeromesh.tensor.float8 import use_float8
+from zeromesh.tensor.float8 import gathered_weights, use_float8
 from zeromesh.tensor.plan import describe_plan
 
 if TYPE_CHECKING:
@@ -242,7 +242,8 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         held = None if split is None else split[0].held
         files = preparation(model, prepared.offload, mesh)
         here = tables.table_settings(tables.tables_here(plan.tables), settings)
-        sharded = place.shard(model, mesh, settings, values, held, plan.stages, files, here)
+        narrow = gathered_weights(model, settings.float8.skip, heads) if settings.float8.gather else ()
+        sharded = place.shard(model, mesh, settings, values, held, plan.stages, files, here, narrow)
         using = place.while_alive(sharded.events.using)
         if split is not None:
             apply(model, split[0], mesh.group("tensor"), mesh.device, split[1], using)

@@ -71,6 +71,18 @@ def use_float8(
     return chosen
 
 
+def gathered_weights(model: nn.Module, skip: Sequence[str], heads: Collection[str] = ()) -> set[str]:
+    """Return the names of weights that only layers that will compute in float8 read; see ``use_float8``."""
+    unread = set(heads) | _unread(model, None)
+    readers: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for own in module._parameters.values():
+            readers.setdefault(id(own), []).append(name)
+    layers = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    chosen = {name: module for name, module in layers.items() if not _reason(name, module, skip, unread)}
+    return {f"{name}.weight" for name, module in chosen.items() if readers[id(module.weight)] == [name]}
+
+
 def _require_matches(skip: Sequence[str], layers: Collection[str]) -> None:
     for pattern in skip:
         if pattern not in HEADS and not any(fnmatchcase(name, pattern) for name in layers):
