@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,13 +58,13 @@ def use_float8(
     # Ranks may have parts of different sizes, and all of a group compute in the same arithmetic.
     kept = torch.tensor([float(bool(reason)) for reason in reasons.values()])
     agreed = group.exchange(kept).amax(0) if len(kept) else kept
-    chosen = []
+    chosen, arithmetics = [], _arithmetics(rowwise, native, group)
     for (name, module), keeps in zip(layers.items(), agreed, strict=True):
         if keeps:
             reasons[name] = reasons[name] or "another tensor-parallel rank cannot"
             continue
         chosen.append(name)
-        _change(module, rowwise, native, group, cuts.get(id(module)))
+        _change(module, arithmetics.get(cuts.get(id(module)), arithmetics[None]))
     if not chosen and mesh.sizes["pipeline"] == 1:
         told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "it has no linear layers"
         raise ValueError(f"{FLOAT8} is enabled, but no layer of the model can compute in it ({told}); leave it out")
@@ -114,13 +115,22 @@ def _reason(name: str, module: Any, skip: Sequence[str], unread: Collection[str]
     return "its weight is read without a call" if name in unread else reason_to_skip(module.weight)
 
 
-def _change(module: nn.Module, rowwise: bool, native: bool, group: Group, cut: str | None) -> None:
+def _arithmetics(rowwise: bool, native: bool, group: Group) -> dict[str | None, Float8Products]:
+    """Return the arithmetic of layers by the dim that ranks share."""
     over: Largest | None = partial(largest_over, group) if group.size > 1 else None
-    outputs, inputs = (over if cut == name else None for name in ("outputs", "inputs"))
-    change(module, **{ARITHMETIC: Float8Products(rowwise, native, outputs, inputs)})
-    # Split layers have a forward that reads the attribute. Its arguments are copied with a copy of the model.
+    return {
+        None: Float8Products(rowwise, native),
+        "outputs": Float8Products(rowwise, native, over_outputs=over),
+        "inputs": Float8Products(rowwise, native, over_inputs=over),
+    }
+
+
+def _change(module: nn.Module, arithmetic: Float8Products) -> None:
+    # One arithmetic and one function for all layers: torch's compiler would compile each block anew, and give up
+    # after eight, if each had its own. Split layers have a forward that reads the attribute.
+    change(module, **{ARITHMETIC: arithmetic})
     if "forward" not in vars(module):
-        change(module, forward=partial(_forward, module))
+        change(module, forward=MethodType(_forward, module))
 
 
 def _forward(module: nn.Module, x: Tensor) -> Tensor:
