@@ -235,7 +235,8 @@ def test_tied_and_frozen_weights() -> None:
         require_same(on_engine(build, {"zero_optimization": {"stage": 3}, **section(**more)}), want)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_blocks_compute_the_same(backend: str) -> None:
     def losses(compiled: bool) -> list[float]:
         settings = {"zero_optimization": {"stage": 3}, "units": ["Block"], **section()}

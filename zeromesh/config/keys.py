@@ -13,6 +13,8 @@ MIN_LOSS_SCALE = "fp16.min_loss_scale"
 SCALE_POWER = "fp16.initial_scale_power"
 SCALE_WINDOW = "fp16.loss_scale_window"
 
+COMPILE_BACKEND = "compile.backend"
+UNITS = "units"
 FLOAT8 = "float8"
 FLOAT8_SKIP = "float8.skip"
 

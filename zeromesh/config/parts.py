@@ -78,6 +78,16 @@ class Float8(Section):
     )
 
 
+class Compile(Section):
+    """Compile the forward of each unit (a block of the model) with ``torch.compile``."""
+
+    enabled: bool = key(False, "Compile the units, when the first step calls them.")
+    backend: str = key("inductor", "Backend of torch.compile, such as inductor, aot_eager or eager.", min_length=1)
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = key(
+        None, "Mode of the backend inductor. Null: torch's default."
+    )
+
+
 class DataTypes(Section):
     """Dtypes of gradients and buffers."""
 

@@ -108,6 +108,7 @@ class Settings(Section):
         parts.TorchAutocast(), "Run the forward under torch.autocast. Parameters keep their dtype."
     )
     float8: parts.Float8 = parts.Float8()
+    compile: parts.Compile = parts.Compile()
     zero_optimization: ZeroOptimization = key(
         ZeroOptimization(),
         "States that are sharded, and the memory that holds them. true means stage 1, false stage 0.",
@@ -315,6 +316,11 @@ class Settings(Section):
         fp16 = switches["fp16"] or (switches["torch_autocast"] and self.torch_autocast.dtype == "fp16")
         if self.float8.enabled and fp16:
             found.append("float8.enabled is true, and products in float8 give bf16 or fp32, not fp16; set bf16.enabled")
+        if self.compile.mode is not None and self.compile.backend != "inductor":
+            found.append(
+                f"compile.mode is {self.compile.mode!r}, which only inductor has, but compile.backend is "
+                f"{self.compile.backend!r}; leave one of them out"
+            )
         if self.float8.gather:
             tensor = self.model_sizes["tensor"]
             found += gather_problems(self.zero_optimization, self.float8, self.across_nodes[0], tensor)

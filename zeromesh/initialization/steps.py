@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh import reports, zero
+from zeromesh.activation.compiled import require_backend
 from zeromesh.batches import MicroBatchSizes
 from zeromesh.checkpoint.random_state import share_random_state
 from zeromesh.comm.agreement import agree_run, agree_success, catch, describe, require_agreement, world_group
@@ -24,7 +25,7 @@ from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
 from zeromesh.config.errors import counted
-from zeromesh.config.keys import OPTIMIZER_PARAMS
+from zeromesh.config.keys import OPTIMIZER_PARAMS, UNITS
 from zeromesh.config.printing import jsonable, lines_of, refuse_unfilled, tell_unset
 from zeromesh.config.written import row_name
 from zeromesh.curriculum import LengthCurriculum
@@ -110,7 +111,11 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
     check_parameters(model)
     require_dtype(model, settings.precision.compute)
     require_policy(model, settings.precision.compute)
-    find_units(model, settings.units)
+    units = find_units(model, settings.units)
+    if settings.compile.enabled:
+        require_backend(settings.compile.backend)
+        if not units:
+            raise ValueError(f"compile is enabled, but the model has no blocks to compile; name some with {UNITS}")
     if settings.activation_checkpointing.enabled:
         find_units(model, settings.activation_checkpointing.targets)
     if settings.row.parameter is Placement.SHARDED:
@@ -315,6 +320,9 @@ def make_engine(
             before=plan.before,
         )
     )
+    if settings.compile.enabled:
+        mode = {} if settings.compile.mode is None else {"mode": settings.compile.mode}
+        engine.compile(settings.compile.backend, **mode)
     zero.register(engine)
     if first:
         size, units = counted(mesh.world_size, "rank"), counted(len(sharded.units), "unit")
