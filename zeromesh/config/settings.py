@@ -324,6 +324,11 @@ class Settings(Section):
         if self.float8.gather:
             tensor = self.model_sizes["tensor"]
             found += gather_problems(self.zero_optimization, self.float8, self.across_nodes[0], tensor)
+            if switches["torch_autocast"]:
+                found.append(
+                    "float8.gather is true, but under autocast weights are rounded to another dtype first; leave it "
+                    "out, or set bf16.enabled in the place of torch_autocast"
+                )
         if self.model is not None and self.huggingface is not None:
             found.append("model and huggingface both describe the model to train; keep one of them")
         if self.embedding_tables.device == "nvme" and self.embedding_tables.nvme_path is None:
