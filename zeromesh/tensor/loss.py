@@ -118,7 +118,8 @@ def linear_cross_entropy(
     wrong = counted & ((flat < 0) | (flat >= vocabulary.size))
     require_known(flat, wrong, vocabulary.size, "label", ", and labels that shall not count are ignore_index")
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    size = chunk or max(1, chunk_bytes(*weight.shape, wide.itemsize) // (wide.itemsize * max(1, weight.shape[0])))
+    entries, width = weight.shape
+    size = chunk or max(1, chunk_bytes(entries, width, wide.itemsize) // (wide.itemsize * max(1, entries)))
     graded = torch.is_grad_enabled()
     terms = _Terms(vocabulary, ignore_index, label_smoothing, z_loss, scale, softcap, size, graded, ticket)
     with torch.autocast(device, enabled=False):
