@@ -92,7 +92,9 @@ def main() -> None:
     if failed:
         again = record.with_suffix(".again.jsonl")
         again.unlink(missing_ok=True)
-        status = subprocess.run([*pytest, "-m", "full or not full", f"--record={again}", *failed], cwd=ROOT).returncode
+        status = subprocess.run(
+            [*pytest, "-m", "full or not full", f"--record={again}", *failed], cwd=ROOT
+        ).returncode
         with record.open("a") as file:
             file.write(again.read_text())
     PAGE.write_text(page(read(record), tested))

@@ -197,6 +197,8 @@ def test_layers_that_stay_as_they_are_are_named_once(caplog: pytest.LogCaptureFi
     assert text.count("blocks.1.up_proj stays as it is: float8.skip has 'blocks.1.*'") == 1
     assert "float8: layers that compute in it: 3\n" in text
     assert text.count("are emulated by products in fp32") == 1
+    layer, x = engine.module.blocks[0].up_proj, torch.randn(3, 32)
+    assert torch.equal(layer(input=x), layer(x))
     copied = copy.deepcopy(engine.module)
     assert torch.equal(copied(batch(0, 0)), engine(batch(0, 0)))  # a copy computes as its original
 

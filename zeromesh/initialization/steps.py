@@ -321,8 +321,8 @@ def make_engine(
         )
     )
     if settings.compile.enabled:
-        mode = {} if settings.compile.mode is None else {"mode": settings.compile.mode}
-        engine.compile(settings.compile.backend, **mode)
+        mode = settings.compile.mode
+        engine.compile(settings.compile.backend, {} if mode is None else {"mode": mode})
     zero.register(engine)
     if first:
         size, units = counted(mesh.world_size, "rank"), counted(len(sharded.units), "unit")

@@ -78,7 +78,7 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype, native: bool) -> Ten
     if 0 in (rows, sums):
         return torch.zeros(rows, columns, dtype=dtype, device=a.values.device)
     missing = -sums % MULTIPLE  # tokens, in the product of a weight's gradient
-    left, right = (torch.nn.functional.pad(v, (0, missing)) if missing else v for v in (a.values, b.values.t()))
+    left, right = (_padded(values, missing) for values in (a.values, b.values.t()))
     # The kernels read both along the dim that is summed.
     left, right = left.contiguous(), right.contiguous().t()
     # A transposed scale has other strides than they expect.
@@ -86,6 +86,14 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype, native: bool) -> Ten
     of_columns = b.scale.reshape(-1)[None] if b.scale.ndim else b.scale
     found: Tensor = torch._scaled_mm(left, right, of_rows, of_columns, out_dtype=dtype, use_fast_accum=False)
     return found
+
+
+def _padded(values: Tensor, missing: int) -> Tensor:
+    """Return a matrix with so many columns of zeros more."""
+    if not missing:
+        return values
+    # As bytes: a zero is one of zeros, and not every device pads float8.
+    return torch.nn.functional.pad(values.view(torch.uint8), (0, missing)).view(values.dtype)
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,8 @@ def _change(module: nn.Module, arithmetic: Float8Products) -> None:
         change(module, forward=MethodType(_forward, module))
 
 
-def _forward(module: nn.Module, x: Tensor) -> Tensor:
+def _forward(module: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    (x,) = (*args, *kwargs.values())  # layers of torch and of transformers give it different names
     return multiply(x, columns_of(module))
 
 
