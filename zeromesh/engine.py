@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zeromesh import batches
-from zeromesh.activation.checkpoint import compile_forward
+from zeromesh.activation.compiled import compile_blocks
 from zeromesh.comm.rank import record_step
 from zeromesh.config import keys
 from zeromesh.engine_answers import Answers, Batching
@@ -321,8 +321,7 @@ class Engine(Batching, Answers, Saving):
         """
         options = {"backend": backend, **(compile_kwargs or {}), **options}
         # The first unit is the model itself, whose forward calls those of the others.
-        for unit in self.sharded.units[1:]:
-            compile_forward(unit.module, **options)
+        compile_blocks([unit.module for unit in self.sharded.units[1:]], options, self.mesh.rank == 0)
 
     def offload_states(
         self, include: Collection[str] = aside.KINDS, *, pin_memory: bool = True, non_blocking: bool = False

@@ -80,7 +80,7 @@ READ: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         ["only after convert_to_random_ltd, which is refused"],
     ),
     ({"expert_parallel": {"enabled": True, "load_balance_coeff": None}}, {}, ["it changes where experts are"]),
-    ({"compile": {"any": 1}, "offload": "auto"}, {"compile": {"any": 1}, "offload": "auto"}, []),
+    ({"comms_logger": {"any": 1}, "offload": "auto"}, {"comms_logger": {"any": 1}, "offload": "auto"}, []),
 ]  # fmt: skip
 
 

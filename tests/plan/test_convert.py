@@ -86,3 +86,11 @@ def test_rows_have_names() -> None:
     assert row_name(replace(ROWS[3], parameter_tier=Tier.HOST, optimizer_tier=Tier.NVME)) == (
         "ZeRO-3, optimizer on NVMe, parameters on host"
     )
+
+
+def test_float8_is_in_the_layout_of_a_configuration() -> None:
+    chosen = {"bf16": {"enabled": True}, "float8": {"enabled": True, "gather": True}, "zero_optimization": {"stage": 3}}
+    layout, precision = layout_from(Settings.load({**chosen, "train_batch_size": 8}), 8)
+    assert (layout.products, layout.widths.gathered, precision) == ("fp8", 1, "bf16")
+    plain, _ = layout_from(Settings.load({"bf16": {"enabled": True}, "train_batch_size": 8}), 8)
+    assert (plain.products, plain.widths) == ("", PRECISIONS["bf16"])

@@ -106,13 +106,13 @@ def test_the_input_gradient_is_summed_once_and_travels_while_weight_gradients_ar
     mlp, heard = Split(False, None), []
     y = mlp(inputs())
     mlp.mesh.traffic.listen(lambda collective, axis, sent: heard.append(f"{collective} {sent}"))
-    computed = linear._gradients
+    computed = linear.Plain.of_weight
 
     def gradients(*arguments: Any) -> Any:
         heard.append("gradient of a weight")
         return computed(*arguments)
 
-    with patch.object(linear, "_gradients", gradients):
+    with patch.object(linear.Plain, "of_weight", gradients):
         y.sum().backward()
     half = 2 * SEQUENCE * WIDTH * 8 // 2
     expected = ["gradient of a weight", f"all_gather {half}", "gradient of a weight"]

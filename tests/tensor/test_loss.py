@@ -12,7 +12,8 @@ from harness import run_ranks
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.linear import Kept, keeping
 from zeromesh.pipeline.runtime.weights import roots_of
-from zeromesh.tensor.loss import Vocabulary, linear_cross_entropy
+from zeromesh.tensor import loss as loss_module
+from zeromesh.tensor.loss import CHUNK_BYTES, Vocabulary, chunk_bytes, linear_cross_entropy
 
 TOKENS, WIDTH, ENTRIES = (2, 7), 5, 11
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -311,3 +312,25 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     labels[0, 0] = ENTRIES
     with pytest.raises(IndexError, match="the label 11 is not in the vocabulary of 11 entries: ids are 0 to 10"):
         linear_cross_entropy(hidden, weight, labels)
+
+
+def test_a_chunk_has_enough_tokens_for_a_wide_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chunk_bytes(50257, 768) == CHUNK_BYTES  # 333 tokens
+    assert chunk_bytes(128256, 4096) // (4 * 128256) == 1024
+    assert chunk_bytes(128256 // 8, 8192) // (4 * 128256 // 8) == 2048  # of eight tensor-parallel ranks
+    monkeypatch.setattr("zeromesh.tensor.loss.CHUNK_BYTES", 1)
+    sizes: list[int] = []
+    own = loss_module._Chunk.__init__
+
+    def begin(self: Any, hidden: torch.Tensor, *arguments: Any) -> None:
+        sizes.append(len(hidden))
+        own(self, hidden, *arguments)
+
+    monkeypatch.setattr(loss_module._Chunk, "__init__", begin)
+    hidden, weight = torch.randn(10, 12, requires_grad=True), torch.randn(40, 12, requires_grad=True)
+    labels = torch.randint(0, 40, (10,))
+    found = linear_cross_entropy(hidden, weight, labels)
+    assert sizes == [3, 3, 3, 1]
+    want = F.cross_entropy(F.linear(hidden, weight), labels)
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(gradients(found, hidden, weight), gradients(want, hidden, weight))

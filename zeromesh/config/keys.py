@@ -13,6 +13,11 @@ MIN_LOSS_SCALE = "fp16.min_loss_scale"
 SCALE_POWER = "fp16.initial_scale_power"
 SCALE_WINDOW = "fp16.loss_scale_window"
 
+COMPILE_BACKEND = "compile.backend"
+UNITS = "units"
+FLOAT8 = "float8"
+FLOAT8_SKIP = "float8.skip"
+
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 

@@ -54,6 +54,40 @@ class TorchAutocast(Section):
     dtype: Dtype = key("bf16", "Dtype of autocast. With fp16 the loss is scaled according to the section fp16.")
 
 
+HEADS = ("*lm_head", "head", "*.head")
+"""Patterns of the usual names of heads, whose rounding would go straight into the loss."""
+
+
+class Float8(Section):
+    """Products of linear layers in float8 (e4m3 and e5m2), with scales from the numbers themselves."""
+
+    enabled: bool = key(False, "Compute the products of linear layers in float8.")
+    recipe: Literal["tensorwise", "rowwise"] = key(
+        "tensorwise",
+        "tensorwise: one scale per tensor, fastest. rowwise: one scale per row or column, so that an outlier costs the "
+        "precision of its row only.",
+    )
+    skip: Names = key(
+        HEADS,
+        "Name patterns of linear layers that keep their products. Layers whose sizes do not divide by 16 always do.",
+    )
+    gather: bool = key(
+        False,
+        "Send the weights of these layers in float8, half of the bytes of bf16; the layers compute the same. Needs "
+        "stage 3 without offload, recipe tensorwise and mesh.tensor = 1.",
+    )
+
+
+class Compile(Section):
+    """Compile the forward of each unit (a block of the model) with ``torch.compile``."""
+
+    enabled: bool = key(False, "Compile the units, when the first step calls them.")
+    backend: str = key("inductor", "Backend of torch.compile, such as inductor, aot_eager or eager.", min_length=1)
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = key(
+        None, "Mode of the backend inductor. Null: torch's default."
+    )
+
+
 class DataTypes(Section):
     """Dtypes of gradients and buffers."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from zeromesh.config.parts import Communication
+from zeromesh.config.parts import Communication, Float8
 from zeromesh.config.zero import ZeroOptimization
 
 
@@ -20,6 +20,23 @@ def problems(
         *_split_master(zero, switches["bf16"]),
         *_links(zero, links, formats, kept),
     ]
+
+
+def gather_problems(zero: ZeroOptimization, chosen: Float8, across: str | None, tensor: int) -> Iterator[str]:
+    """Yield a sentence for each rule that ``float8.gather`` breaks; ``across``: format of parameters between nodes."""
+    on = "float8.gather is true"
+    if not chosen.enabled:
+        yield f"{on}, but float8.enabled is not; set both, or none"
+    if zero.stage < 3:
+        yield f"{on}, but at stage {zero.stage} no weights are gathered for a forward; set zero_optimization.stage to 3"
+    if chosen.recipe != "tensorwise":
+        yield f"{on}, and a weight travels with one scale; set float8.recipe to tensorwise"
+    if (zero.parameter_device, zero.optimizer_device) != ("none", "none"):
+        yield f"{on}, but weights that rest off the device are not sent in float8; leave it out, or do not offload"
+    if across:
+        yield f"{on}, and between nodes parameters are to be sent in {across}; keep one of them"
+    if tensor > 1:
+        yield f"{on}, but tensor-parallel ranks share the scale of a weight; leave it out, or set mesh.tensor to 1"
 
 
 def _precision(switches: Mapping[str, bool]) -> Iterator[str]:

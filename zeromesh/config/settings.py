@@ -19,7 +19,7 @@ from zeromesh.config.curriculum import Curriculum
 from zeromesh.config.document import read_document
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.printing import jsonable
-from zeromesh.config.rules import problems
+from zeromesh.config.rules import gather_problems, problems
 from zeromesh.config.section import (
     BatchInt,
     CountFloat,
@@ -107,6 +107,8 @@ class Settings(Section):
     torch_autocast: parts.TorchAutocast = key(
         parts.TorchAutocast(), "Run the forward under torch.autocast. Parameters keep their dtype."
     )
+    float8: parts.Float8 = parts.Float8()
+    compile: parts.Compile = parts.Compile()
     zero_optimization: ZeroOptimization = key(
         ZeroOptimization(),
         "States that are sharded, and the memory that holds them. true means stage 1, false stage 0.",
@@ -311,6 +313,22 @@ class Settings(Section):
     def _parts_agree(self) -> Self:
         switches = {name: getattr(self, name).enabled for name in ("fp16", "bf16", "torch_autocast")}
         found = problems(self.zero_optimization, self.communication, self.across_nodes, switches)
+        fp16 = switches["fp16"] or (switches["torch_autocast"] and self.torch_autocast.dtype == "fp16")
+        if self.float8.enabled and fp16:
+            found.append("float8.enabled is true, and products in float8 give bf16 or fp32, not fp16; set bf16.enabled")
+        if self.compile.mode is not None and self.compile.backend != "inductor":
+            found.append(
+                f"compile.mode is {self.compile.mode!r}, which only inductor has, but compile.backend is "
+                f"{self.compile.backend!r}; leave one of them out"
+            )
+        if self.float8.gather:
+            tensor = self.model_sizes["tensor"]
+            found += gather_problems(self.zero_optimization, self.float8, self.across_nodes[0], tensor)
+            if switches["torch_autocast"]:
+                found.append(
+                    "float8.gather is true, but under autocast weights are rounded to another dtype first; leave it "
+                    "out, or set bf16.enabled in the place of torch_autocast"
+                )
         if self.model is not None and self.huggingface is not None:
             found.append("model and huggingface both describe the model to train; keep one of them")
         if self.embedding_tables.device == "nvme" and self.embedding_tables.nvme_path is None:

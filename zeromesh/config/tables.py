@@ -25,6 +25,10 @@ OURS: tuple[str, ...] = (
     "activation_checkpointing.targets",
     "activation_checkpointing.granularity",
     "bf16.auto_cast",
+    "float8",
+    "compile.enabled",
+    "compile.backend",
+    "compile.mode",
     "context_parallel",
     "pipeline.schedule",
     "pipeline.costs",
@@ -100,7 +104,27 @@ WITHOUT_EFFECT: dict[str, str] = {
     # Whole sections, in which anything may stand, and keys of sections that are read.
     "autotuning": "there is no search for settings; zeromesh plan chooses a layout",
     "hybrid_engine": "there is no separate engine for generation",
-    "compile": "DeepSpeed's compiler passes do not exist; compile the model's blocks with torch.compile",
+    **{
+        f"compile.{name}": "DeepSpeed's compiler passes do not exist; compile.enabled compiles the model's blocks"
+        for name in (
+            "free_activation",
+            "free_activation_threshold",
+            "offload_activation",
+            "offload_opt_states",
+            "offload_parameters",
+            "double_buffer",
+            "symmetric_memory",
+            "debug_log",
+            "dump_graphs",
+            "passes",
+            "sync_before_reduce",
+            "sync_after_reduce",
+            "sync_before_allgather",
+            "sync_after_allgather",
+            "keep_int_input_tensors",
+            "keep_all_input_tensors",
+        )
+    },
     "data_efficiency": "samples come in the order of the loader; only a curriculum over their length is supported",
     "expert_parallel": "expert parallelism does not exist yet",
     "tensor_parallel.dtype": "the model keeps its dtype",
@@ -212,7 +236,7 @@ _MASTER = "master weights and states are kept in fp32: exact, with 4 to 8 bytes 
 
 EXACT: dict[str, str] = {
     "autotuning.enabled": "the values in the file are used; zeromesh plan chooses a layout",
-    "compile.deepcompile": "it only affects speed; compile the model's blocks with torch.compile",
+    "compile.deepcompile": "it only affects speed; compile.enabled compiles the model's blocks",
     "hybrid_engine.enabled": "the model generates between training steps without a separate engine",
     "aio.use_gds": "files are copied to a GPU through host memory",
     "zero_optimization.zenflow": "every update is exact; update_during_backward overlaps it with the backward",
@@ -233,7 +257,7 @@ GONE: dict[str, str] = {
     "eigenvalue": "remove it: it is only used by quantize_training",
     "sparse_attention": "use a model that has sparse attention itself",
     "elasticity": "set the batch sizes directly",
-    "graph_harvesting": "compile the model's blocks with torch.compile",
+    "graph_harvesting": "compile the model's blocks with compile.enabled",
     "progressive_layer_drop": "drop layers in the model",
     "zero_optimization.zeropp_loco_param": "use communication_data_type to send fewer bits",
     "zero_optimization.offload_optimizer.inexact_delay_after": "use update_during_backward",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,6 +70,7 @@ class Reading:
 def shard(
     model: nn.Module, mesh: Mesh, settings: Resolved, materialise: Any = None, split: Mapping[str, Held] | None = None,
     cut: Pipelined | None = None, prepare: Prepare | None = None, tables: TableSettings | None = None,
+    narrow: Collection[str] = (),
 ) -> ShardedModel:  # fmt: skip
     """Place the model's states over the mesh as the configuration says; see ``ShardedModel`` for the arguments."""
     scaler = LossScaler(settings.precision.loss_scale) if settings.precision.loss_scale else None
@@ -77,7 +78,7 @@ def shard(
     summed = settings.gradient_allreduce_op == "sum"
     sharding = Sharding(
         settings.row, settings.precision, slots, settings.units, settings.gradient_predivide, summed,
-        tables or TableSettings(),
+        tables or TableSettings(), narrow,
     )  # fmt: skip
     part = ModelPart(split or {}) if cut is None else ModelPart(split or {}, cut.tied, cut.idle)
     accumulation = Accumulation(settings.gradient_accumulation_steps, scaler)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh import reports, zero
+from zeromesh.activation.compiled import require_backend
 from zeromesh.batches import MicroBatchSizes
 from zeromesh.checkpoint.random_state import share_random_state
 from zeromesh.comm.agreement import agree_run, agree_success, catch, describe, require_agreement, world_group
@@ -24,7 +25,7 @@ from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
 from zeromesh.config.errors import counted
-from zeromesh.config.keys import OPTIMIZER_PARAMS
+from zeromesh.config.keys import OPTIMIZER_PARAMS, UNITS
 from zeromesh.config.printing import jsonable, lines_of, refuse_unfilled, tell_unset
 from zeromesh.config.written import row_name
 from zeromesh.curriculum import LengthCurriculum
@@ -49,6 +50,7 @@ from zeromesh.shard.materialise import materialiser
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.tensor.apply import apply, chunk_losses
 from zeromesh.tensor.derive import heads_over_vocabulary
+from zeromesh.tensor.float8 import gathered_weights, use_float8
 from zeromesh.tensor.plan import describe_plan
 
 if TYPE_CHECKING:
@@ -109,7 +111,11 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
     check_parameters(model)
     require_dtype(model, settings.precision.compute)
     require_policy(model, settings.precision.compute)
-    find_units(model, settings.units)
+    units = find_units(model, settings.units)
+    if settings.compile.enabled:
+        require_backend(settings.compile.backend)
+        if not units:
+            raise ValueError(f"compile is enabled, but the model has no blocks to compile; name some with {UNITS}")
     if settings.activation_checkpointing.enabled:
         find_units(model, settings.activation_checkpointing.targets)
     if settings.row.parameter is Placement.SHARDED:
@@ -241,7 +247,8 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         held = None if split is None else split[0].held
         files = preparation(model, prepared.offload, mesh)
         here = tables.table_settings(tables.tables_here(plan.tables), settings)
-        sharded = place.shard(model, mesh, settings, values, held, plan.stages, files, here)
+        narrow = gathered_weights(model, settings.float8.skip, heads) if settings.float8.gather else ()
+        sharded = place.shard(model, mesh, settings, values, held, plan.stages, files, here, narrow)
         using = place.while_alive(sharded.events.using)
         if split is not None:
             apply(model, split[0], mesh.group("tensor"), mesh.device, split[1], using)
@@ -249,6 +256,9 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
             share_random_state(mesh.group("tensor"))
         else:
             chunk_losses(model, heads, using)
+        if settings.float8.enabled:
+            rowwise, resolved = settings.float8.recipe == "rowwise", None if split is None else split[0]
+            use_float8(model, rowwise, settings.float8.skip, mesh, resolved, heads)
         # Only now: a rank that could not read its weights went on with zeros, so that no other one waited for it.
         agree_success(world, "read its part of the weights", values.failure)
         place.place_quantized(model, mesh)
@@ -310,6 +320,9 @@ def make_engine(
             before=plan.before,
         )
     )
+    if settings.compile.enabled:
+        mode = settings.compile.mode
+        engine.compile(settings.compile.backend, {} if mode is None else {"mode": mode})
     zero.register(engine)
     if first:
         size, units = counted(mesh.world_size, "rank"), counted(len(sharded.units), "unit")

@@ -1,15 +1,56 @@
-"""Linear layers whose weight gradients are computed at another time than their input gradients."""
+"""Linear layers: the arithmetic of their three products, and weight gradients that are computed at another time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+ARITHMETIC = "_zeromesh_arithmetic"  # attribute of a linear layer whose products are not torch's own
+
+
+class Arithmetic(Protocol):
+    """The three products of a linear layer. A weight has shape ``(outputs, inputs)``."""
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the output of ``x``, shape ``(..., inputs)``, and tensors that are kept for the backward."""
+
+    def receive(self, gradient: Tensor) -> Any:
+        """Return the output's gradient as both products of the backward read it."""
+
+    def of_input(self, received: Any, weight: Tensor, kept: Sequence[Tensor]) -> Tensor:
+        """Return the gradient of the input."""
+
+    def of_weight(self, received: Any, x: Tensor, kept: Sequence[Tensor], transposed: bool) -> Tensor:
+        """Return the gradient of the weight, in the layer's own order of dims if ``transposed``."""
+
+
+class Plain:
+    """Products of torch in the dtype of the operands."""
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See ``Arithmetic``."""
+        return torch.nn.functional.linear(x, weight, bias), ()
+
+    def receive(self, gradient: Tensor) -> Tensor:
+        """See ``Arithmetic``."""
+        return gradient
+
+    def of_input(self, received: Tensor, weight: Tensor, kept: Sequence[Tensor]) -> Tensor:
+        """See ``Arithmetic``."""
+        return received @ weight
+
+    def of_weight(self, received: Tensor, x: Tensor, kept: Sequence[Tensor], transposed: bool) -> Tensor:
+        """See ``Arithmetic``."""
+        inputs, outputs = x.flatten(0, -2), received.flatten(0, -2)
+        return inputs.t() @ outputs if transposed else outputs.t() @ inputs
+
+
+PLAIN = Plain()
 
 
 @dataclass(frozen=True)
@@ -19,6 +60,17 @@ class Columns:
     weight: Tensor  # shape (part of the outputs, inputs); the other way round if transposed
     bias: Tensor | None  # shape (part of the outputs,)
     transposed: bool = False  # as in GPT-2's Conv1D
+    arithmetic: Arithmetic = PLAIN
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether it is a linear layer whose weight has shape (inputs, outputs), as GPT-2's Conv1D."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def columns_of(module: Any) -> Columns:
+    """Return what this rank has of a linear layer now."""
+    return Columns(module.weight, module.bias, is_transposed(module), vars(module).get(ARITHMETIC, PLAIN))
 
 
 Gradients = tuple[Tensor | None, Tensor | None]
@@ -93,14 +145,15 @@ def postponed(weight: Tensor, bias: Tensor | None) -> Ticket | None:
 
 
 def multiply(x: Tensor, columns: Columns) -> Tensor:
-    """Return a layer's output, as plain torch computes it; ``keeping`` says when its weight gradient is computed."""
+    """Return a layer's output in its arithmetic; ``keeping`` says when its weight gradient is computed."""
     weight, bias = columns.weight, columns.bias
     ticket = postponed(weight, bias) if x.requires_grad and x.ndim > 1 else None
-    if ticket is None:
+    if ticket is None and columns.arithmetic is PLAIN:
         return torch.nn.functional.linear(x, weight.t() if columns.transposed else weight, bias)
-    # Detached: the product itself gives them no gradient.
-    fixed = _cast(weight.detach()), None if bias is None else _cast(bias.detach())
-    y: Tensor = Product.apply(_cast(x), None, *fixed, ticket, columns.transposed)  # type: ignore[no-untyped-call]
+    if ticket is not None:  # the product itself gives them no gradient
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
+    operands = _cast(x), None, _cast(weight), None if bias is None else _cast(bias)
+    y: Tensor = Product.apply(*operands, ticket, columns.transposed, columns.arithmetic)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -137,37 +190,37 @@ class WeightGradient(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-    """Linear layer whose backward leaves the weight gradient to the node of ``WeightGradient``."""
+    """Linear layer whose backward leaves the weight gradient to the node of ``WeightGradient``, if it has a ticket."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, token: Tensor | None, weight: Tensor, bias: Tensor | None, ticket: Ticket, transposed: bool
-    ) -> Tensor:
-        """Return the layer's output; without a ``token`` somebody must run the ticket's node."""
-        ctx.save_for_backward(x, weight)
-        ctx.settings = ticket, transposed
-        return multiply(x, Columns(weight, bias, transposed))
+        ctx: Any, x: Tensor, token: Tensor | None, weight: Tensor, bias: Tensor | None, ticket: Ticket | None,
+        transposed: bool, arithmetic: Arithmetic,
+    ) -> Tensor:  # fmt: skip
+        """Return the layer's output; with a ticket and no ``token`` somebody must run the ticket's node."""
+        y, kept = arithmetic.output(x, weight.t() if transposed else weight, bias)
+        ctx.save_for_backward(x, weight, *kept)
+        ctx.settings = ticket, transposed, arithmetic
+        return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of ``x``, and of weight and bias where they cannot be postponed."""
-        (x, weight), (ticket, transposed) = ctx.saved_tensors, ctx.settings
-        of_x = gradient @ (weight.t() if transposed else weight) if ctx.needs_input_grad[0] else None
+        """Return the gradient of ``x``, and of weight and bias where they are not postponed."""
+        (x, weight, *kept), (ticket, transposed, arithmetic) = ctx.saved_tensors, ctx.settings
+        received = arithmetic.receive(gradient)
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = arithmetic.of_input(received, weight.t() if transposed else weight, kept)
         token = gradient.new_empty(0) if ctx.needs_input_grad[1] else None
+
+        def gradients(needs: Sequence[bool]) -> Gradients:
+            of_weight = arithmetic.of_weight(received, x, kept, transposed) if needs[0] else None
+            return of_weight, gradient.reshape(-1, gradient.shape[-1]).sum(0) if needs[1] else None
+
         # With create_graph, or called several times, the operands of one call would not be all.
-        if torch.is_grad_enabled() or ticket.due is not None:
-            ticket.refuse_second()
-            of_weight, of_bias = _gradients(x, gradient, transposed, ctx.needs_input_grad[2:4])
-            return of_x, token, of_weight, of_bias, None, None
-        ticket.put(partial(_gradients, x, gradient, transposed))
-        return of_x, token, None, None, None, None
-
-
-def _gradients(x: Tensor, gradient: Tensor, transposed: bool, needs: Sequence[bool]) -> Gradients:
-    inputs, outputs = x.flatten(0, -2), gradient.flatten(0, -2)
-    weight = bias = None
-    if needs[0]:
-        weight = inputs.t() @ outputs if transposed else outputs.t() @ inputs
-    if needs[1]:
-        bias = outputs.sum(0)
-    return weight, bias
+        if ticket is None or torch.is_grad_enabled() or ticket.due is not None:
+            if ticket is not None:
+                ticket.refuse_second()
+            return of_x, token, *gradients(ctx.needs_input_grad[2:4]), None, None, None
+        ticket.put(gradients)
+        return of_x, token, None, None, None, None, None

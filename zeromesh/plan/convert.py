@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,9 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
     sizes = settings.resolve_mesh(world_size)
     resolved = settings.resolve(sizes["data"] * sizes["replicate"], sizes)
     precision = "bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32"
-    recomputed = settings.activation_checkpointing
+    # Norms and biases, which are few, still travel in 16 bits, and the head mostly computes in them.
+    recomputed, float8 = settings.activation_checkpointing, settings.float8
+    widths = replace(PRECISIONS[precision], gathered=1 if float8.gather else 0)
     chosen = settings.pipeline.schedule if sizes["pipeline"] > 1 else "1f1b"
     # A file is no name that the planner can time; it says so where it is asked to.
     name = chosen if isinstance(chosen, str) else chosen.file
@@ -71,7 +74,7 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
         activations_on_host=recomputed.enabled and recomputed.cpu_checkpointing,
         sequence=settings.tensor_parallel.sequence, parameter_slots=settings.slots.parameter or 2,
         gradient_slots=settings.slots.gradient or 2, early=settings.zero_optimization.early_share or 0.0,
-        widths=PRECISIONS[precision], tables=tables_from(settings),
+        widths=widths, tables=tables_from(settings), products="fp8" if float8.enabled else "",
     )  # fmt: skip
     return layout, precision
 

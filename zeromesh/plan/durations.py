@@ -175,7 +175,7 @@ class Durations:
         ranks = self.shard.size if self.split else 1
         own, frozen = elements / ranks, unit.frozen.sharded.on(layout.tensor)
         found: dict[str, float] = {}
-        gathered = elements * widths.parameter + (frozen if self.sharded else 0.0)
+        gathered = elements * (widths.gathered or widths.parameter) + (frozen if self.sharded else 0.0)
         found["gather"] = self.shard.all_gather(gathered) if self.split else 0.0
         wires = elements * widths.wire
         found["reduce"] = self.shard.reduce_scatter(wires) if self.split else self.shard.all_reduce(wires)

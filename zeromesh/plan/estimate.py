@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeromesh.model.linear import is_transposed
 from zeromesh.plan.cost import (
     ALL_TRAINED,
     NONE,
@@ -27,7 +28,7 @@ from zeromesh.plan.packed import frozen_of, packed_weights
 from zeromesh.plan.passes import TraceOptions, is_block
 from zeromesh.shard.find import assign, find_units
 from zeromesh.shard.table.find import find_tables
-from zeromesh.tensor.plan import is_transposed, kind_of
+from zeromesh.tensor.plan import kind_of
 
 LOSS_BYTES = 4  # of an element of the logits in the loss, which is computed in fp32
 

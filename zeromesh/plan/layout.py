@@ -23,6 +23,7 @@ class Widths:
     wire: int = 2  # of gradients that are sent
     master: int = 4  # 0 where the parameter is its own master
     states: int = 8  # of Adam: two of 4 bytes
+    gathered: int = 0  # of sharded parameters that are sent; 0: as wide as they are computed with
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class ParallelLayout:
     early: float = 0.0  # share of states off the device whose update begins in the backward, into second copies
     widths: Widths = Widths()
     tables: TableLayout = TableLayout()
+    products: str = ""  # dtype of linear layers' products; "": that of the parameters
 
     @property
     def ranks(self) -> int:

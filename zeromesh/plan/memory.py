@@ -19,7 +19,7 @@ from zeromesh.plan.snapshots import Snapshot, snapshots_of
 from zeromesh.plan.stages import stage_units
 from zeromesh.plan.states import GradientBuffers, RankStates, UnitElements, is_padded, states_of
 from zeromesh.plan.tables import gradient_bytes, table_states
-from zeromesh.tensor.loss import CHUNK_BYTES
+from zeromesh.tensor.loss import chunk_bytes
 
 SEGMENT = 2.0**21  # bytes of which the caching allocator of CUDA makes large segments a multiple
 
@@ -180,7 +180,7 @@ def _in_chunks(unit: UnitCost, profile: _Profile, layout: ParallelLayout) -> _Pr
         return profile
     tokens, vocabulary, width = max((work.shape for work in heads if work.shape), key=lambda shape: shape[1])
     own, widths = vocabulary / layout.tensor, layout.widths
-    chunk = min(CHUNK_BYTES, 4 * tokens * own)
+    chunk = min(chunk_bytes(own, width), 4 * tokens * own)
     narrow = chunk * widths.parameter / 4  # the chunk's gradient as it is multiplied with
     # Gradients of the head and its input are made in the forward.
     head = own * width * widths.parameter

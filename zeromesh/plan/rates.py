@@ -64,8 +64,9 @@ class KernelSpeed:
 
     @property
     def dtype(self) -> str:
-        """Dtype of products; that of the parameters unless the habits say another."""
-        return dtype_on(self.device, self.habits.dtype or ("fp32" if self.layout.widths.parameter >= 4 else ""))
+        """Dtype of products; that of the parameters unless the habits or the layout say another."""
+        wide = "fp32" if self.layout.widths.parameter >= 4 else ""
+        return dtype_on(self.device, self.habits.dtype or self.layout.products or wide)
 
     def total(self, works: Iterable[KernelWork], back: bool = False) -> float:
         """Return the seconds of kernels one after the other; ``back`` for those of input gradients."""

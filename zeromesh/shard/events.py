@@ -185,7 +185,8 @@ class Events:
         self._residency.plan([])
         for unit in units:
             self._residency.enter(unit)
-            if self._mesh.links.gather is not None:  # they are rounded on their way
+            narrow = any(flat.narrow is not None for flat in unit.flats)
+            if narrow or self._mesh.links.gather is not None:  # they are rounded on their way
                 unit.make_exact(self._mesh)
         try:
             yield

@@ -16,6 +16,7 @@ from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.shard.deferred import Source
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout, Segment
+from zeromesh.shard.narrow import NarrowGather
 from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import zeros_on
 
@@ -74,6 +75,7 @@ class Flat:
         self.keeps_states = False  # the master and the optimizer states are in memory only while they are loaded
         self.splits = False  # one half of the master is the parameter
         self.gradient: Gradient | None = None
+        self.narrow: NarrowGather | None = None  # of weights that are gathered in float8
         # All parameters as computed with: a view of the unit's own storage, to which `parameter.data` is bound.
         # Fetching puts memory into that storage and evicting takes it out, so that the unit's views see it again when
         # it is back.
@@ -159,6 +161,8 @@ class Flat:
         """Start to gather the parameters; from the host this rank's part is copied first, beside what is computed."""
         form = mesh.links.gather if self.rounds else None
         self.load_shard()
+        if self.narrow is not None:
+            return [self.narrow.gather(self.full, self.shard, mesh.shard, self.tag)]
         if self.parameter_tier is Tier.DEVICE:
             # The collective's stream waits for the current one, and so for the last kernels of the unit that had the
             # slot.
@@ -275,6 +279,8 @@ class Flat:
     def put(self, segment: Segment, value: torch.Tensor, first: int = 0) -> None:
         """Take a parameter's value, 1-D from element ``first`` on, into master and shard, or ``full`` if that is it."""
         start = segment.start + first
+        if self.narrow is not None:
+            self.narrow.forget()
         if not self.splits:
             sharded = not _shares(self.shard, self.full)
             self.load_shard(write=True)

@@ -17,6 +17,7 @@ from zeromesh.shard.find import assign, unit_modules
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout
+from zeromesh.shard.narrow import NarrowGather
 from zeromesh.shard.table.tables import TableSettings
 from zeromesh.shard.unit import Unit
 
@@ -24,7 +25,7 @@ from zeromesh.shard.unit import Unit
 PURPOSES = ("parameters", "gradients", "summed gradients", "a whole tensor")
 
 Named = Sequence[tuple[str, nn.Parameter]]
-Kind = tuple[torch.dtype, bool, tuple[int, ...]]
+Kind = tuple[torch.dtype, bool, tuple[int, ...], bool]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Sharding:
     predivide: float | None = None  # see `GradientPolicy`
     summed: bool = False  # see `GradientPolicy`
     tables: TableSettings = field(default_factory=TableSettings)
+    narrow: Collection[str] = ()  # names of weights that are gathered in float8
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,15 @@ def lay_out(
     number = 0
     for unit, row in zip(units, rows, strict=True):
         flats = []
-        kinds = _kinds(unit.module, owned[unit.name], sharding.precision, part.tied)
-        for (dtype, trainable, tied_stages), members in kinds.items():
+        kinds = _kinds(unit.module, owned[unit.name], sharding, part.tied)
+        for (dtype, trainable, tied_stages, narrow), members in kinds.items():
             shapes = [(name, parameter.shape) for name, parameter in members]
             whole = {name: Held(tuple(shape), rank=tensor.rank, ranks=tensor.size) for name, shape in shapes}
             held = {name: part.split.get(name) or whole[name] for name in whole}
             layout = Layout.build(shapes, dtype, trainable, mesh.shard.size, held)
             flat = Flat(layout, [parameter for _, parameter in members], number, row, mesh, tied_stages)
+            if narrow:
+                flat.narrow = NarrowGather(layout, flat.shard_range)
             if trainable:
                 place = unit.name or "(root)"
                 flat.gradient = Gradient(
@@ -109,9 +113,9 @@ def _rows(sizes: Sequence[int], row: PlacementRow) -> list[PlacementRow]:
 
 
 def _kinds(
-    module: nn.Module, named: Named, precision: Precision, tied: Mapping[str, Sequence[int]]
+    module: nn.Module, named: Named, sharding: Sharding, tied: Mapping[str, Sequence[int]]
 ) -> dict[Kind, list[tuple[str, nn.Parameter]]]:
-    """The parameters by (dtype to compute in, trainable, places along the pipeline that have it, if several do)."""
+    """The parameters by (dtype to compute in, trainable, pipeline stages that have it if several do, narrow)."""
     # Of normalisations with running statistics: torch's kernels take 16-bit inputs with these in fp32.
     norms = [one for one in module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
     keeps = {id(parameter) for one in norms for parameter in one.parameters(recurse=False)}
@@ -119,9 +123,12 @@ def _kinds(
     keeps |= {id(part) for one in module.parameters() if is_wrapper(one) for _, part in parts(one)}
     kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
-        dtype = parameter.dtype
+        dtype, precision = parameter.dtype, sharding.precision
         # Of one kind are parameters that can travel in one message, and be updated or left alone together.
         if precision.compute is not None and dtype.is_floating_point and id(parameter) not in keeps:
             dtype = precision.compute
-        kinds.setdefault((dtype, parameter.requires_grad, tuple(tied.get(name, ()))), []).append((name, parameter))
+        # What is frozen rests rounded nowhere, and is written back from where it was gathered.
+        narrow = parameter.requires_grad and name in sharding.narrow
+        kind = dtype, parameter.requires_grad, tuple(tied.get(name, ())), narrow
+        kinds.setdefault(kind, []).append((name, parameter))
     return kinds

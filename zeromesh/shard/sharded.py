@@ -29,6 +29,7 @@ from zeromesh.shard.grads import Grads
 from zeromesh.shard.guard import Guard, Presence, gathered_class, unloaded_class
 from zeromesh.shard.host_update import HostUpdates, pieces_on_host
 from zeromesh.shard.layout import Layout
+from zeromesh.shard.narrow import share_scales
 from zeromesh.shard.order import Order
 from zeromesh.shard.place import ModelPart, Sharding, lay_out, make_units
 from zeromesh.shard.reducer import Reducer
@@ -297,6 +298,8 @@ class ShardedModel:
                     self._switch(unit, False)
                     unit.begin_fetch(self.mesh, None)
             next(present, None)
+        # One message now, so that no fetch of the next forward has to wait for one.
+        share_scales([(flat.narrow, flat.shard) for flat in self.flats if flat.narrow is not None], self.mesh.shard)
         if self.stored is not None:
             self.stored.read_ahead(units)  # the next forward begins with these
         self._settle()  # the next forward waits for the last copies, the host does not

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zeromesh.comm.collectives import Group
 from zeromesh.config.keys import TENSOR_PLAN, WHOLE_SEQUENCE
 from zeromesh.model.in_place import version
-from zeromesh.model.linear import Columns, multiply
+from zeromesh.model.linear import Columns, columns_of, is_transposed, multiply
 from zeromesh.model.split import Held
 from zeromesh.tensor.attention import SplitAttention
 from zeromesh.tensor.guard import Apart, SplitGuard, summed
@@ -26,7 +26,7 @@ from zeromesh.tensor.linear import Layer, enter, leave
 from zeromesh.tensor.logits import Logits, Using
 from zeromesh.tensor.loss import Vocabulary, require_known
 from zeromesh.tensor.operators import move
-from zeromesh.tensor.plan import Member, SplitPlan, is_transposed
+from zeromesh.tensor.plan import Member, SplitPlan
 from zeromesh.tensor.sequence import Stack
 from zeromesh.tensor.spread import activation, replaced, sequence_dim, spread
 from zeromesh.tensor.streams import RandomStreams, drops
@@ -201,10 +201,6 @@ def _eager(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[
     return partial(torch.compiler.disable(function), *args, **kwargs)
 
 
-def _columns(module: Any) -> Columns:
-    return Columns(module.weight, module.bias, is_transposed(module))
-
-
 def _linear(
     member: Member, resolved: SplitPlan, modules: dict[str, nn.Module], entrances: dict[str, Entrance],
     place: SplitPlace, tag: int,
@@ -223,7 +219,7 @@ def _linear(
             around.register_forward_hook(_eager(_left, place, entrances[key]), always_call=True)
         entrance = entrances[key]
         index = len(entrance.layers)
-        entrance.layers.append(partial(_columns, module))
+        entrance.layers.append(partial(columns_of, module))
         split = resolved.held_of(module, "weight").split
         size = None if style.after is None or split is None else split.size
         forward: Any = _eager(
@@ -281,7 +277,7 @@ def _by_columns(
 ) -> Tensor:
     _require_width(name, module, x, place.group.size if entrance.spread else 1)
     x, layer = entrance.admit(x, index, module.training)
-    y = multiply(x, _columns(module)) if layer is None else layer(x)
+    y = multiply(x, columns_of(module)) if layer is None else layer(x)
     return y if size is None else move(y, "join", place.group, tag, -1)[..., :size]
 
 
@@ -316,7 +312,7 @@ def _by_rows(
         x = torch.nn.functional.pad(x, (0, missing)) if missing else x
         x = move(x, "split", place.group, tag + 1, -1)
     _require_width(name, module, x)
-    y = multiply(x, Columns(module.weight, None, is_transposed(module)))
+    y = multiply(x, replace(columns_of(module), bias=None))
     if not spread:
         place.streams.join()
     return leave(y, module.bias, place.group, tag, sequence_dim(y) if spread else None)

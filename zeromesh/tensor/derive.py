@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 from torch.nn.functional import gelu, relu
 
+from zeromesh.model.linear import is_transposed
 from zeromesh.tensor.heads import Heads, heads_of
-from zeromesh.tensor.plan import OF_KEYS, Plan, PlanRule, is_transposed, kind_of, parse, pattern_of
+from zeromesh.tensor.plan import OF_KEYS, Plan, PlanRule, kind_of, parse, pattern_of
 
 # Attention and MLPs are found by what their layers are called and by shapes that fit: layers that are split by columns,
 # and one split by rows that reads what was made of them. Where something stands in between that looks at all of the

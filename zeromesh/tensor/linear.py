@@ -17,9 +17,10 @@ Layer = Callable[[Tensor], Tensor]
 
 
 def _layer(columns: Columns, passage: _Passage) -> Layer:
-    ticket, (weight, bias, transposed) = Ticket(), (columns.weight, columns.bias, columns.transposed)
+    ticket, (weight, bias) = Ticket(), (columns.weight, columns.bias)
+    how = ticket, columns.transposed, columns.arithmetic
     token = WeightGradient.apply(weight, bias, ticket, passage.advance)  # type: ignore[no-untyped-call]
-    return lambda x: Product.apply(x, token, weight, bias, ticket, transposed)  # type: ignore[no-untyped-call]
+    return lambda x: Product.apply(x, token, weight, bias, *how)  # type: ignore[no-untyped-call]
 
 
 def enter(

@@ -17,8 +17,24 @@ from torch import Tensor
 from zeromesh.comm.collectives import Group
 from zeromesh.model.linear import Gradients, Ticket, postponed
 
-CHUNK_BYTES = 1 << 26  # of a chunk's logits, from which follows how many tokens it has
+CHUNK_BYTES = 1 << 26  # of a chunk's logits at least, from which follows how many tokens it has
+CHUNK_SHARE = 4  # of the sum of the weight's gradient in fp32, a chunk's logits may take this part
 REDUCTIONS = ("mean", "sum", "none")
+
+
+def chunk_bytes(rows: float, width: float, itemsize: int = 4) -> int:
+    """Return the bytes that a chunk's logits may take.
+
+    Args:
+        rows: of the head on this rank.
+        width: of the head.
+        itemsize: bytes of one of the logits, as they are summed.
+    """
+    # A chunk of t tokens computes 6 t operations for each element of the head, and moves 16 bytes: it reads the head
+    # twice, writes a gradient, and adds it to the sum in fp32. A GPU computes some 300 operations in the time of a
+    # byte, so it waits for memory below 800 tokens. width / 4 tokens are enough for a wide model, and their logits
+    # take a quarter of the sum that chunks need anyway, whatever the vocabulary is.
+    return max(CHUNK_BYTES, int(itemsize * rows * width) // CHUNK_SHARE)
 
 
 @dataclass(frozen=True)
@@ -70,7 +86,7 @@ def linear_cross_entropy(
         scale: factor of the logits.
         softcap: c replaces logits l by ``c tanh(l / c)`` (Gemma Team, "Gemma 2", 2024).
         vocabulary: entries of ``weight``; None: all.
-        chunk: tokens at a time; None: as many as ``CHUNK_BYTES`` hold.
+        chunk: tokens at a time; None: as many as ``chunk_bytes`` hold.
 
     Returns:
         The loss in nats, a scalar, or of the shape of ``labels``; fp32, or fp64 where the operands are.
@@ -102,7 +118,8 @@ def linear_cross_entropy(
     wrong = counted & ((flat < 0) | (flat >= vocabulary.size))
     require_known(flat, wrong, vocabulary.size, "label", ", and labels that shall not count are ignore_index")
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    size = chunk or max(1, CHUNK_BYTES // (wide.itemsize * max(1, weight.shape[0])))
+    entries, width = weight.shape
+    size = chunk or max(1, chunk_bytes(entries, width, wide.itemsize) // (wide.itemsize * max(1, entries)))
     graded = torch.is_grad_enabled()
     terms = _Terms(vocabulary, ignore_index, label_smoothing, z_loss, scale, softcap, size, graded, ticket)
     with torch.autocast(device, enabled=False):

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from zeromesh.model.linear import is_transposed
 from zeromesh.model.split import Held, Split
 from zeromesh.tensor.heads import Heads, heads_of
 from zeromesh.tensor.styles import OTHER_NAMES, STYLES, Style
@@ -119,11 +120,6 @@ class SplitPlan:
 def describe_plan(resolved: SplitPlan) -> str:
     """Return a line for each member."""
     return "\n".join(f"{member.name}: {member.rule}" for member in resolved.members)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether it is a linear layer whose weight has shape (inputs, outputs), as GPT-2's Conv1D."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def kind_of(module: nn.Module) -> str:

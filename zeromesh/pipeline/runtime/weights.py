@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeromesh.model.linear import Columns, Kept, is_keeping, multiply
+from zeromesh.model.linear import Kept, columns_of, is_keeping, is_transposed, multiply
 
 
 def postpone(model: nn.Module) -> None:
@@ -16,15 +16,14 @@ def postpone(model: nn.Module) -> None:
     # The stage before waits for input gradients, and nothing waits for weight gradients, which can fill idle time.
     # Other layers than linear ones are a small part of the time, and compute all gradients at once.
     for module in model.modules():
-        transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
         # Layers with a forward of their own, as those that are split over tensor-parallel ranks, do so already.
-        if (type(module) is nn.Linear or transposed) and "forward" not in vars(module):
+        if (type(module) is nn.Linear or is_transposed(module)) and "forward" not in vars(module):
             # Its arguments are copied with a copy of the model.
-            module.forward = partial(_forward, module, transposed, module.forward)
+            module.forward = partial(_forward, module, module.forward)
 
 
-def _forward(module: Any, transposed: bool, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return multiply(x, Columns(module.weight, module.bias, transposed)) if is_keeping() else plain(x)
+def _forward(module: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return multiply(x, columns_of(module)) if is_keeping() else plain(x)
 
 
 def roots_of(kept: Kept) -> list[Tensor]:

@@ -1,0 +1,222 @@
+"""Training with float8 products on ranks, against one plain process with the same layers."""
+
+import copy
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeromesh
+from float8_training import LR, MICRO, STEPS, Net, batch, on_engine, plain, require_same, section
+from harness import on_ranks
+from zeromesh.config.errors import ConfigError
+
+HOST = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+RECOMPUTED = {"units": ["Block"], "activation_checkpointing": {"enabled": True}}
+SELECTIVE = {"units": ["Block"], "activation_checkpointing": {"enabled": True, "granularity": "selective"}}
+CASES: list[dict[str, Any]] = [
+    {},
+    {"zero_optimization": {"stage": 1}},
+    {"zero_optimization": {"stage": 2}},
+    {"zero_optimization": {"stage": 3}},
+    {"zero_optimization": {"stage": 3}, **RECOMPUTED},
+    {"zero_optimization": HOST, **SELECTIVE},
+]
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_one_rank_trains_as_one_plain_process(recipe: str, accumulation: int) -> None:
+    want = plain(Net, recipe == "rowwise", accumulation)
+    for settings in CASES[2:]:
+        require_same(on_engine(Net, {**settings, **section(recipe)}, accumulation), want)
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("accumulation", [2, 1])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@on_ranks(2)
+def test_two_ranks_train_as_one_plain_process(accumulation: int, recipe: str) -> None:
+    want = plain(Net, recipe == "rowwise", 2 * accumulation)
+    for settings in CASES:
+        require_same(on_engine(Net, {**settings, **section(recipe)}, accumulation), want)
+
+
+@on_ranks(2)
+def test_tensor_parallel_ranks_share_the_scales_of_what_they_split() -> None:
+    for recipe in ("tensorwise", "rowwise"):
+        want = plain(partial(Net, reads=False), recipe == "rowwise", 1)
+        for settings in (CASES[1], {**CASES[3], "tensor_parallel": {"sequence": True}}, {**CASES[2], **RECOMPUTED}):
+            settings = {**settings, "mesh": {"tensor": 2}, **section(recipe)}
+            require_same(on_engine(partial(Net, reads=False), settings), want)
+
+
+@on_ranks(2)
+def test_pipeline_stages_train_as_one_plain_process() -> None:
+    build = partial(Net, reads=False)
+    want = plain(build, False, 2)
+    for schedule in ("1f1b", "zb-h1"):
+        optimizer = {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}}
+        settings = {"mesh": {"pipeline": 2}, "pipeline": {"schedule": schedule}}
+        settings |= {"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 2}
+        engine = zeromesh.initialize(model=build().double(), config={"optimizer": optimizer, **settings, **section()})[
+            0
+        ]
+        losses = [float(engine.train_batch(iter([batch(step, n) for n in range(2)]))) for step in range(STEPS)]
+        assert losses == pytest.approx(want[0], rel=1e-9), schedule
+        engine.destroy()
+
+
+def gathering(gather: bool, bf16: bool) -> tuple[list[float], dict[str, Tensor], set[int]]:
+    """Return losses, masters, and bytes of the gathers of a forward; weights change between steps, also by the user."""
+    settings = {"zero_optimization": {"stage": 3}, "units": ["Block"], "bf16": {"enabled": bf16}}
+    optimizer = {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}}
+    config = {"optimizer": optimizer, **settings, **section(gather=gather)}
+    engine = zeromesh.initialize(model=Net(reads=False), config=config)[0]
+    weight = engine.module.blocks[1].down_proj.weight
+    sent: list[int] = []
+    engine.mesh.traffic.listen(lambda collective, axis, count: collective == "all_gather" and sent.append(count))
+    losses = []
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            with zeromesh.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+                weight.mul_(3000.0)  # beyond what its last scale could hold
+        if step == STEPS + 1:
+            with torch.no_grad(), zeromesh.zero.GatheredParameters([weight], modifier_rank=0):
+                weight.div_(3000.0)
+        sent.clear()
+        loss = engine(batch(step, engine.mesh.data_rank))
+        sizes = set(sent)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
+        state = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+    engine.destroy()
+    return losses, state, sizes
+
+
+@on_ranks(2)
+def test_gathers_in_float8_send_half_and_change_no_bit() -> None:
+    for bf16 in (True, False):
+        want, found = gathering(False, bf16), gathering(True, bf16)
+        assert found[0] == want[0]
+        for name, value in want[1].items():
+            assert torch.equal(found[1][name], value), name
+        weights = 3 * 32 * 64  # of a block; its norm and biases travel apart
+        assert weights // 2 in found[2]
+        assert weights // 2 not in want[2]
+        assert sum(found[2]) < sum(want[2])
+
+
+def test_tied_and_frozen_weights() -> None:
+    def frozen() -> Net:  # as the base of adapters
+        model = Net()
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    for build, more in ((frozen, {}), (partial(Net, tied=True), {"skip": []})):
+        kept = ("odd", "back") if more else ("lm_head", "odd", "back")
+        want = plain(build, False, 1, kept=kept)
+        require_same(on_engine(build, {"zero_optimization": {"stage": 3}, **section(**more)}), want)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_blocks_compute_the_same(backend: str) -> None:
+    def losses(compiled: bool) -> list[float]:
+        settings = {"zero_optimization": {"stage": 3}, "units": ["Block"], **section()}
+        optimizer = {"type": "SGD", "params": {"lr": LR}}
+        engine = zeromesh.initialize(model=Net(), config={"optimizer": optimizer, **settings})[0]
+        if compiled:
+            engine.compile(backend=backend, fullgraph=True)
+        found = []
+        for step in range(2):
+            loss = engine(batch(step, 0))
+            engine.backward(loss)
+            engine.step()
+            found.append(float(loss.detach()))
+        return found
+
+    assert losses(True) == pytest.approx(losses(False), rel=1e-6)
+
+
+def test_a_small_decoder_learns_nearly_as_in_bf16() -> None:
+    from zeromesh.config.train import ModelShape
+    from zeromesh.train.architectures.decoder import Decoder
+
+    shape = {"vocab_size": 64, "hidden_size": 64, "layers": 2, "heads": 4, "sequence_length": 16}
+
+    def losses(more: dict[str, Any]) -> list[float]:
+        torch.manual_seed(0)
+        optimizer = {"type": "AdamW", "params": {"lr": 3e-3}}
+        config = {"bf16": {"enabled": True}, "optimizer": optimizer, **more}
+        engine = zeromesh.initialize(model=Decoder(ModelShape(architecture="llama", **shape)), config=config)[0]
+        ids = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(1))
+        found = []
+        for _ in range(20):
+            loss = engine(ids[:, :-1], ids[:, 1:])
+            engine.backward(loss)
+            engine.step()
+            found.append(float(loss.detach()))
+        return found
+
+    want = losses({})
+    assert want[-1] < 0.6 * want[0]
+    for recipe in ("tensorwise", "rowwise"):
+        found = losses(section(recipe))
+        assert found != want
+        assert found[-1] == pytest.approx(want[-1], rel=0.1)
+        assert max(abs(a - b) for a, b in zip(found, want, strict=True)) < 0.05 * want[0]
+
+
+def test_a_loss_of_numbers_that_are_not_finite_is_not_finite() -> None:
+    model = Net()
+    with torch.no_grad():
+        model.blocks[0].up_proj.weight[3, 4] = torch.inf
+    engine = zeromesh.initialize(model=by_engine(model), config={"optimizer": {"type": "SGD"}, **section()})[0]
+    assert not engine(batch(0, 0)).isfinite()
+
+
+def by_engine(model: Net) -> Net:
+    model.reads = False  # which would show it by itself
+    return model
+
+
+def test_layers_that_stay_as_they_are_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "zeromesh"):
+        engine = zeromesh.initialize(
+            model=Net(), config={"optimizer": {"type": "SGD"}, **section(skip=["*lm_head", "blocks.1.*"])}
+        )[0]
+    text = caplog.text
+    assert text.count("odd stays as it is: 24 x 32 does not divide by 16") == 1
+    assert text.count("blocks.1.up_proj stays as it is: float8.skip has 'blocks.1.*'") == 1
+    assert "float8: layers that compute in it: 3\n" in text
+    assert text.count("are emulated by products in fp32") == 1
+    layer, x = engine.module.blocks[0].up_proj, torch.randn(3, 32)
+    assert torch.equal(layer(input=x), layer(x))
+    copied = copy.deepcopy(engine.module)
+    assert torch.equal(copied(batch(0, 0)), engine(batch(0, 0)))  # a copy computes as its original
+
+
+def test_what_cannot_be_is_refused() -> None:
+    sgd = {"optimizer": {"type": "SGD"}}
+    with pytest.raises(ConfigError, match="float8.enabled is true, and products in float8 give bf16 or fp32, not fp16"):
+        zeromesh.initialize(model=Net(), config={**sgd, **section(), "fp16": {"enabled": True}})
+    apart = {"recipe": "rowwise", "gather": True}
+    with pytest.raises(ConfigError) as told:
+        zeromesh.initialize(model=Net(), config={**sgd, **section(**apart), "mesh": {"tensor": 2}})
+    for part in ("at stage 0 no weights", "set float8.recipe to tensorwise", "set mesh.tensor to 1"):
+        assert part in str(told.value)
+    with pytest.raises(ConfigError, match="under autocast weights are rounded to another dtype first"):
+        zeromesh.initialize(model=Net(), config={**sgd, **section(gather=True), "torch_autocast": {"enabled": True}})
+    with pytest.raises(ConfigError, match="weights that rest off the device are not sent in float8"):
+        zeromesh.initialize(model=Net(), config={**sgd, **section(gather=True), "zero_optimization": HOST})
+    with pytest.raises(ValueError, match="float8.skip has 'block.*', which matches no linear layer; there are blocks"):
+        zeromesh.initialize(model=Net(), config={**sgd, **section(skip=["block.*"])})
+    with pytest.raises(ValueError, match="no layer of the model can compute in it .*0: 3 x 3 does not divide by 16"):
+        zeromesh.initialize(model=nn.Sequential(nn.Linear(3, 3)), config={**sgd, **section()})

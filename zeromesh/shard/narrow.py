@@ -1,0 +1,81 @@
+"""Gathers of weights in float8: half of the bytes of bf16, and no other result.
+
+A layer that computes in float8 rounds its weight to float8 before each product. Rounded by the shards' owners instead,
+with the same scale, the gathered weight is rounded to itself there. The idea is that of torchao's float8 all-gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zeromesh.comm.collectives import Group, Pending
+from zeromesh.model.float8 import E4M3, magnitude, quantize, scale_of
+from zeromesh.shard.layout import Layout
+
+SCALES_TAG = 14  # tag, on the axis of shards, of the largest magnitudes
+
+
+class NarrowGather:
+    """Scales of a flat buffer's parameters, one each, and its gather."""
+
+    def __init__(self, layout: Layout, own: slice) -> None:
+        self._layout = layout
+        owned = layout.owned(own.start, own.stop)
+        self._owned = [(index, slice(start - own.start, stop - own.start)) for index, start, stop in owned]
+        self._scales: Tensor | None = None  # shape (segments,), on the device; None: parameters have changed
+
+    def largest(self, shard: Tensor) -> Tensor:
+        """Return the largest magnitude of each parameter in this rank's shard, shape (segments,), in fp32."""
+        found = torch.zeros(len(self._layout.segments), dtype=torch.float32, device=shard.device)
+        for index, local in self._owned:
+            found[index] = magnitude(self._part(shard, local))[0]
+        return found
+
+    def _part(self, shard: Tensor, local: slice) -> Tensor:
+        # In the dtype that is computed with, which a layer would round: from fp32, some numbers would go another way.
+        return shard[local].to(self._layout.dtype)[None]
+
+    def know(self, largest: Tensor) -> None:
+        """Take the largest magnitudes over all shards."""
+        self._scales = scale_of(largest, E4M3)
+
+    def forget(self) -> None:
+        """Note that the parameters have changed: numbers may be larger than their scale allows."""
+        self._scales = None
+
+    def gather(self, full: Tensor, shard: Tensor, group: Group, tag: int) -> Pending:
+        """Start to fill ``full`` from the shards of all ranks; ``tag`` as in ``Group.all_gather``."""
+        if self._scales is None:
+            share_scales([(self, shard)], group)
+        scales = self._scales
+        assert scales is not None
+        message = torch.zeros(self._layout.shard_size, dtype=torch.uint8, device=full.device)
+        for index, local in self._owned:
+            message[local] = quantize(self._part(shard, local), E4M3, scales[index]).values.view(torch.uint8)[0]
+        # In the last bytes of the buffer itself: no memory beside it is needed.
+        landing = full.view(torch.uint8)[-self._layout.size :]
+        return Pending(works=[group.all_gather(landing, message, tag)], then=partial(self._fill, full, landing, scales))
+
+    def _fill(self, full: Tensor, landing: Tensor, scales: Tensor) -> None:
+        # Ascending: the numbers of a parameter end before the codes of those behind it begin, and its own codes are
+        # copied by the conversion.
+        for segment, scale in zip(self._layout.segments, scales, strict=True):
+            codes = landing[segment.start : segment.stop].view(E4M3)
+            full[segment.start : segment.stop] = codes.to(full.dtype) * scale.to(full.dtype)
+        for start, stop in self._layout.gaps:
+            full[start:stop] = 0
+
+
+def share_scales(gathers: Sequence[tuple[NarrowGather, Tensor]], group: Group) -> None:
+    """Settle the scales of some buffers, each with this rank's shard, in one message. Collective."""
+    if not gathers:
+        return
+    vectors = [gather.largest(shard) for gather, shard in gathers]
+    rows = torch.empty(group.size, sum(map(len, vectors)), dtype=torch.float32, device=vectors[0].device)
+    group.all_gather(rows.view(-1), torch.cat(vectors), SCALES_TAG).wait()
+    for (gather, _), largest in zip(gathers, rows.amax(0).split([*map(len, vectors)]), strict=True):
+        gather.know(largest)
