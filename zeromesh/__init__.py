@@ -24,27 +24,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-_HOMES = {
-    "initialize": "zeromesh.build",
-    "make_mesh": "zeromesh.build",
-    "shard": "zeromesh.build",
-    "Settings": "zeromesh.config.settings",
-    "Environment": "zeromesh.comm.environment",
-    "init_distributed": "zeromesh.comm.environment",
-    "launch": "zeromesh.launcher.launch",
-    "Mesh": "zeromesh.comm.mesh",
-    "Engine": "zeromesh.engine",
-    "from_pretrained": "zeromesh.pretrained",
-    "load_pretrained": "zeromesh.pretrained",
-    "no_decay_groups": "zeromesh.optim.groups",
-    "clip_grad_norm_": "zeromesh.zero",
-    "gather_with_gradient": "zeromesh.joint_batch",
-    "sync_batch_norm": "zeromesh.joint_batch",
-    "convert_checkpoint": "zeromesh.convert",
-    "zero": "",
-    "pipe": "",
-    "checkpointing": "",
-}
+_NAMES = {
+    "build": "initialize make_mesh shard", "comm.environment": "Environment init_distributed", "comm.mesh": "Mesh",
+    "config.settings": "Settings", "convert": "convert_checkpoint", "engine": "Engine",
+    "joint_batch": "gather_with_gradient sync_batch_norm", "launcher.launch": "launch",
+    "optim.groups": "no_decay_groups", "pretrained": "from_pretrained load_pretrained", "zero": "clip_grad_norm_",
+}  # fmt: skip
+_MODULES = ("checkpointing", "pipe", "zero")
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "Engine", "Environment", "Mesh", "Settings", "checkpointing", "clip_grad_norm_", "convert_checkpoint",
@@ -54,11 +41,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"zeromesh.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'zeromesh' has no attribute {name!r}")
-    home = _HOMES[name]
-    return getattr(import_module(home), name) if home else import_module(f"zeromesh.{name}")
+    return getattr(import_module(f"zeromesh.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *__all__})

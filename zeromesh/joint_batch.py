@@ -15,9 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-# The newer names of torch 2.13, which warns of the others.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from zeromesh.comm.collectives import all_gather, reduce_scatter
 
 
 class _Gather(torch.autograd.Function):
@@ -25,13 +23,13 @@ class _Gather(torch.autograd.Function):
     def forward(context: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
         context.group = group
         result = tensor.new_empty(dist.get_world_size(group) * len(tensor), *tensor.shape[1:])
-        _all_gather(result, tensor.contiguous(), group=group)
+        all_gather(result, tensor.contiguous(), group=group)
         return result
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         own = gradient.new_empty(len(gradient) // dist.get_world_size(context.group), *gradient.shape[1:])
-        _reduce_scatter(own, gradient.contiguous(), group=context.group)
+        reduce_scatter(own, gradient.contiguous(), group=context.group)
         return own, None
 
 
@@ -65,7 +63,7 @@ def _refuse_different(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> 
     own = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     ranks = dist.get_world_size(group)
     sums = torch.empty(ranks, dtype=torch.int64, device=tensor.device)
-    _all_gather(sums, torch.tensor([zlib.crc32(own.encode())], device=tensor.device), group=group)
+    all_gather(sums, torch.tensor([zlib.crc32(own.encode())], device=tensor.device), group=group)
     if bool((sums == sums[0]).all()):
         return
     every: list[Any] = [None] * ranks

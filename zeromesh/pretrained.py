@@ -20,7 +20,6 @@ from torch import nn
 
 from zeromesh.config.errors import nearest, some
 from zeromesh.model.hub import MAIN as MAIN
-from zeromesh.model.hub import commit_of as commit_of
 from zeromesh.model.hub import is_model_id as is_model_id
 from zeromesh.model.hub import model_folder as model_folder
 from zeromesh.model.hub import reason_of as reason_of

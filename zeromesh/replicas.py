@@ -10,7 +10,7 @@ import torch
 
 from zeromesh.comm.agreement import texts
 from zeromesh.comm.collectives import Group
-from zeromesh.comm.peers import ranges
+from zeromesh.comm.peers import named
 from zeromesh.kernels.sums import checksum
 from zeromesh.model.placement import Tier
 from zeromesh.shard.flat import Flat
@@ -79,13 +79,9 @@ def _differences(group: Group, tensors: Iterator[tuple[str, torch.Tensor]]) -> l
         # The majority is taken to be right; two ranks that differ have none.
         odd = [rank for rank, value in zip(members, column, strict=True) if value != usual]
         rest = [rank for rank in members if rank not in odd]
-        differ = f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from {_ranks(rest)}"
-        lines.append(f"{name}: {differ if count > 1 else f'{_ranks(sorted(members))} have different values'}")
+        differ = f"{named(odd)} differ{'s' if len(odd) == 1 else ''} from {named(rest)}"
+        lines.append(f"{name}: {differ if count > 1 else f'{named(sorted(members))} have different values'}")
     return lines
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
 
 
 def _whole(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -279,9 +279,7 @@ def explain(report: dict[str, Any], sharded: ShardedModel, optimizer: Optimizer 
 
     layout, _ = layout_from(settings, sharded.mesh.world_size)
     layout = replace(
-        layout,
-        accumulation=sharded.accumulation.steps,
-        widths=replace(layout.widths, states=_state_width(optimizer)),
+        layout, accumulation=sharded.accumulation.steps, widths=replace(layout.widths, states=_state_width(optimizer))
     )
     planned = planned_states(sharded, layout)
     keys_of_states = dict.fromkeys(

@@ -15,7 +15,7 @@ from zeromesh.cli import doctor as module
 from zeromesh.cli import machine_file
 from zeromesh.cli.doctor import doctor
 from zeromesh.cli.main import app
-from zeromesh.comm import links
+from zeromesh.comm import link_speeds
 from zeromesh.comm.environment import VARIABLES, Environment, device_of_group
 from zeromesh.observe import machine as observed
 from zeromesh.observe import speed
@@ -129,7 +129,7 @@ def measured(nodes: list[int], slow: int | None, seconds: float) -> dict[str, An
     local = nodes.count(nodes[rank])
     place = nodes[:rank].count(nodes[rank])
     environment = Environment(rank, place, nodes[rank], world, local, node_count=len(set(nodes)))
-    mesh = links.mesh_of_nodes(environment, device_of_group(environment))
+    mesh = link_speeds.mesh_of_nodes(environment, device_of_group(environment))
     original = dist.send
     if rank == slow:
 
@@ -139,7 +139,7 @@ def measured(nodes: list[int], slow: int | None, seconds: float) -> dict[str, An
 
         dist.send = late
     try:
-        return links.measure(mesh, nodes, seconds)
+        return link_speeds.measure(mesh, nodes, seconds)
     finally:
         dist.send = original
 
@@ -150,7 +150,7 @@ def test_links_are_measured_along_the_axes_and_between_pairs() -> None:
     assert all(result == results[0] for result in results)
     axes = {row["axis"]: (row["ranks"], row["where"]) for row in results[0]["axes"]}
     assert axes == {"data": (2, "within nodes"), "replicate": (2, "across nodes")}
-    assert all(row[links.SPEED] > 0 and row["latency_seconds"] > 0 for row in results[0]["axes"])
+    assert all(row[link_speeds.SPEED] > 0 and row["latency_seconds"] > 0 for row in results[0]["axes"])
     where = {tuple(row["ranks"]): row["where"] for row in results[0]["pairs"]}
     assert len(where) == 6
     assert {pair for pair, text in where.items() if text == "within nodes"} == {(0, 1), (2, 3)}
@@ -168,7 +168,7 @@ def test_the_slowest_pair_is_named_and_uneven_nodes_are_one_axis() -> None:
 
 
 def link(first: int, second: int, speed: float, where: str = "across nodes") -> dict[str, Any]:
-    return {"ranks": [first, second], links.SPEED: speed, "where": where}
+    return {"ranks": [first, second], link_speeds.SPEED: speed, "where": where}
 
 
 def test_a_link_much_slower_than_the_others_of_its_kind_is_a_problem() -> None:

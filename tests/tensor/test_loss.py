@@ -22,10 +22,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "none": {"reduction": "none"},
     "smoothed": {"label_smoothing": 0.1},
     "smoothed, none": {"label_smoothing": 0.3, "reduction": "none"},
-    "z": {"z_loss": 1e-2},
     "scaled": {"scale": 0.25},
     "capped": {"softcap": 1.5},
-    "all": {"label_smoothing": 0.2, "z_loss": 1e-2, "scale": 0.5, "softcap": 2.0, "ignore_index": 3},
+    "all": {"label_smoothing": 0.2, "scale": 0.5, "softcap": 2.0, "ignore_index": 3},
 }
 
 

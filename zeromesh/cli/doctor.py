@@ -33,7 +33,7 @@ from zeromesh.comm.environment import (
     shutdown,
 )
 from zeromesh.comm.launchers import MPI
-from zeromesh.comm.links import SPEED, measure, mesh_of_nodes
+from zeromesh.comm.link_speeds import SPEED, measure, mesh_of_nodes
 from zeromesh.config.errors import counted
 from zeromesh.launcher.launch import RankFailure, default_ranks, launch
 from zeromesh.observe.machine import inventory, problems
@@ -59,7 +59,11 @@ def doctor(folder: Path, ranks: int, as_json: bool, save: Path | None = None) ->
         check_target(save)
     report: dict[str, Any] = {"format": FORMAT, "environment": None, "backends": [], "nodes": [], "links": None}
     found: list[Problem] = []
-    environment = _environment(found)
+    environment: Environment | None = None
+    try:
+        environment = Environment.detect()
+    except ValueError as error:
+        found.append({"problem": str(error), "remedy": "set or unset the variables as said"})
     report["environment"] = environment and asdict(environment)
     with _progress(environment) as say:
         say("looking for backends")
@@ -97,14 +101,6 @@ def doctor(folder: Path, ranks: int, as_json: bool, save: Path | None = None) ->
     if save is not None:
         print(f"{save}: {'written' if speeds else 'not written, as the speeds are unknown'}", file=sys.stderr)
     return not found
-
-
-def _environment(found: list[Problem]) -> Environment | None:
-    try:
-        return Environment.detect()
-    except ValueError as error:
-        found.append({"problem": str(error), "remedy": "set or unset the variables as said"})
-        return None
 
 
 def _backends(environment: Environment | None) -> list[dict[str, Any]]:

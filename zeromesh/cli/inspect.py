@@ -43,16 +43,13 @@ def inspect(path: Path, as_json: bool, verify: bool) -> bool:
 def _checkpoints(path: Path) -> list[Path]:
     """Return the checkpoints of a path by time, with incomplete ones."""
     for folder in (path, path / CHECKPOINTS):
-        found = [folder] if _is_checkpoint(folder) else [*filter(_is_checkpoint, _folders_in(folder))]
+        inside = [one for one in folder.iterdir() if one.is_dir()] if folder.is_dir() else []
+        found = [folder] if _is_checkpoint(folder) else [*filter(_is_checkpoint, inside)]
         if found:
             return sorted(found, key=lambda one: one.stat().st_mtime_ns)  # tags may have any names
     raise ValueError(
         f"{str(path)!r} holds no checkpoint; name the folder of a run, a folder of checkpoints, or one checkpoint"
     )
-
-
-def _folders_in(path: Path) -> list[Path]:
-    return [one for one in path.iterdir() if one.is_dir()] if path.is_dir() else []
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -57,7 +57,9 @@ def _busy_latency(world: Group, meet: Callable[[float], float]) -> float:
     """Return the seconds by which a small message makes a processor's computation longer."""
     # Where all cores compute, what sends and receives waits for its turn: many times what a message takes on idle ones.
     own, full = torch.zeros(MESSAGE), torch.zeros(world.size * MESSAGE)
-    first, second = min((_factors(dtype) for dtype in (torch.bfloat16, torch.float32)), key=_seconds_of_product)
+    factors = (torch.randn(512, 384), torch.randn(384, 4096))
+    dtypes = (torch.bfloat16, torch.float32)
+    first, second = min(([one.to(dtype) for one in factors] for dtype in dtypes), key=_seconds_of_product)
 
     def seconds(sends: bool) -> float:
         meet(0.0)
@@ -74,11 +76,7 @@ def _busy_latency(world: Group, meet: Callable[[float], float]) -> float:
     return max(0.0, median(seconds(True) - seconds(False) for _ in range(MESSAGE_ROUNDS)))
 
 
-def _factors(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(512, 384).to(dtype), torch.randn(384, 4096).to(dtype)
-
-
-def _seconds_of_product(factors: tuple[torch.Tensor, torch.Tensor]) -> float:
+def _seconds_of_product(factors: Sequence[torch.Tensor]) -> float:
     # A processor without instructions for bf16 takes 50 times as long in bf16, and nobody trains in it there.
     torch.mm(*factors)
     start = time.perf_counter()

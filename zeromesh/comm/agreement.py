@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeromesh.comm.collectives import Group
-from zeromesh.comm.peers import ranges
+from zeromesh.comm.peers import named
 from zeromesh.comm.traffic import Traffic
 
 Result = TypeVar("Result")
@@ -87,17 +87,13 @@ def require_agreement(world: Group, what: str, text: str) -> None:
     for other in others[:SHOWN_VARIANTS]:
         diff = difflib.unified_diff(first.splitlines(), other.splitlines(), n=0, lineterm="")
         lines = [line for line in diff if not line.startswith(("---", "+++", "@@"))]
-        blocks.append("\n".join([f"{_named(ranks_with[other])} (+):", *lines[:20]]))
+        blocks.append("\n".join([f"{named(ranks_with[other])} (+):", *lines[:20]]))
     more = len(others) - SHOWN_VARIANTS
     raise ValueError(
-        f"{what} differs between {_named(ranks_with[first])} (-) and "
+        f"{what} differs between {named(ranks_with[first])} (-) and "
         + "\nand ".join(blocks).replace(" (+):", " (+); all ranks need the same:", 1)
         + (f"\nand {more} more kinds on other ranks" if more > 0 else "")
     )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ranges(ranks)
 
 
 def texts(world: Group, text: str) -> list[str]:

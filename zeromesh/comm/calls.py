@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.comm import watchdog
-from zeromesh.comm.peers import ranges
+from zeromesh.comm.peers import named
 from zeromesh.comm.watchdog import SLOWEST_LINK, Watchdog
 
 # Functions whose first tensor has one shape and dtype on all ranks; not every version of torch has all of them.
@@ -106,8 +106,7 @@ def _compare(
             if time.monotonic() > due and (missing := [rank for rank in ranks if rank not in found]):
                 due += patience
                 elsewhere = {rank: watchdog.wait_of(store, rank) for rank in missing}
-                who = f"rank{'s' * (len(missing) > 1)} {ranges(missing)}"
-                text = f"{who} did not join {_shown(call)} as collective {number} of {group.group_name}"
+                text = f"{named(missing)} did not join {_shown(call)} as collective {number} of {group.group_name}"
                 # A rank that waits for the same thing as at the last look will not come; another may just be slow.
                 if elsewhere == before and all(elsewhere.values()):
                     waits = [f"  rank {rank} waits for {w['what']}, at {w['where']}" for rank, w in elsewhere.items()]

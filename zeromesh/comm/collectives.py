@@ -24,8 +24,8 @@ from zeromesh.comm.traffic import Traffic
 from zeromesh.comm.watchdog import Watchdog
 
 # torch 2.13 gave these new names, and warns of the old ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 NARROW = (torch.float16, torch.bfloat16)  # dtypes that are summed in fp32 and rounded once
 
@@ -151,7 +151,7 @@ class Group:
             self._count("all_gather", dict.fromkeys(self._others(), mine.nbytes))
             # c10d's stream waits for the current stream here, on which every reader of ``full`` was launched, and
             # the current stream waits for c10d's in ``wait``: the buffer is not written before it is free.
-            work = _all_gather(full, mine, group=self.process_group, async_op=True)
+            work = all_gather(full, mine, group=self.process_group, async_op=True)
             return self._pending("all_gather", tag, [work], full.nbytes)
         if not self._through_host:
             return self._pending("all_gather", tag, self._gather(full.chunk(self.size), tag, form), full.nbytes)
@@ -223,7 +223,7 @@ class Group:
         if not self._point_to_point:
             self._count("reduce_scatter", dict.fromkeys(self._others(), mine.nbytes))
             # As in all_gather: c10d orders its stream after the current one here, and before it in ``wait``.
-            work = _reduce_scatter(received, full, group=self.process_group, async_op=True)
+            work = reduce_scatter(received, full, group=self.process_group, async_op=True)
             add_up = partial(accumulate, [received], out, add)
             return self._pending("reduce_scatter", tag, [work], full.nbytes, add_up)
         if self._adder is not None and (summing := self._adder.add_up(mine, out, add, tag)) is not None:
@@ -343,7 +343,7 @@ class Group:
             works = self._post([(peer, rows[peer]) for peer in reversed(others)], sends, tag)
             self._pending("exchange", tag, works, rows.nbytes).wait()
         else:
-            _all_gather(rows, rows[self.rank].clone(), group=self.process_group)
+            all_gather(rows, rows[self.rank].clone(), group=self.process_group)
         return rows.cpu()
 
     def send_and_receive(

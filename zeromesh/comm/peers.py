@@ -85,6 +85,11 @@ def ranges(ranks: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
+def named(ranks: Sequence[int]) -> str:
+    """Name ascending ranks: "rank 2", "ranks 0-3, 6"."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+
+
 def with_topology(environment: Environment, peers: Sequence[Peer]) -> Environment:
     """Return the environment with the node and the local rank that follow from the ranks' hosts."""
     hosts = [peer.host for peer in peers]

@@ -34,8 +34,28 @@ class Asked:
 Answer = tuple[str, Any] | Callable[[Asked], Any]
 
 _ZERO = "zero_optimization"
-_PROFILER = "flops_profiler"
-_TUNER = "autotuning"
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "flops_profiler": {
+        "enabled": False, "recompute_fwd_factor": 0.0, "profile_step": 1, "module_depth": -1, "top_modules": 1,
+        "detailed": True, "output_file": None,
+    },
+    "autotuning": {
+        "enabled": False, "start_profile_step": 3, "end_profile_step": 5, "metric": "throughput", "metric_path": None,
+        "model_info_path": None,
+    },
+    _ZERO: {
+        "sub_group_size": 10**9, "reduce_scatter": True, "reduce_bucket_size": 5 * 10**8,
+        "allgather_bucket_size": 5 * 10**8, "allgather_partitions": True, "allgather_sequential": False,
+        "round_robin_gradients": False, "contiguous_gradients": True, "load_from_fp32_weights": True,
+        "elastic_checkpoint": False, "ignore_unused_parameters": True, "legacy_stage1": False,
+        "log_trace_cache_warnings": False, "stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9,
+        "stage3_prefetch_bucket_size": 5 * 10**7, "stage3_module_granularity_threshold": 0,
+        "stage3_param_persistence_threshold": 10**5, "stage3_model_persistence_threshold": sys.maxsize,
+        "stage3_gather_16bit_weights_on_model_save": False,
+    },
+}  # fmt: skip
+"""DeepSpeed's defaults by section and key, of answers whose names are made of both."""
 
 
 def _compute(asked: Asked, name: str) -> bool:
@@ -66,6 +86,11 @@ def _scale_options(asked: Asked) -> dict[str, Any] | None:
 
 
 ANSWERS: dict[str, Answer] = {
+    **{
+        f"{section.removesuffix('_optimization')}_{key.removeprefix('stage3_')}": (f"{section}.{key}", default)
+        for section, defaults in _DEFAULTS.items()
+        for key, default in defaults.items()
+    },
     "fp16_enabled": lambda asked: _compute(asked, "fp16"),
     "bfloat16_enabled": lambda asked: _compute(asked, "bf16"),
     "torch_autocast_enabled": lambda asked: _compute(asked, "torch_autocast"),
@@ -108,20 +133,7 @@ ANSWERS: dict[str, Answer] = {
     "curriculum_learning_config": ("data_efficiency.data_sampling.curriculum_learning", {}),
     "random_ltd_enabled": ("data_efficiency.data_routing.random_ltd.enabled", False),
     "random_ltd_config": ("data_efficiency.data_routing.random_ltd", {}),
-    "flops_profiler_enabled": (f"{_PROFILER}.enabled", False),
-    "flops_profiler_recompute_fwd_factor": (f"{_PROFILER}.recompute_fwd_factor", 0.0),
-    "flops_profiler_profile_step": (f"{_PROFILER}.profile_step", 1),
-    "flops_profiler_module_depth": (f"{_PROFILER}.module_depth", -1),
-    "flops_profiler_top_modules": (f"{_PROFILER}.top_modules", 1),
-    "flops_profiler_detailed": (f"{_PROFILER}.detailed", True),
-    "flops_profiler_output_file": (f"{_PROFILER}.output_file", None),
-    "autotuning_enabled": (f"{_TUNER}.enabled", False),
-    "autotuning_start_profile_step": (f"{_TUNER}.start_profile_step", 3),
-    "autotuning_end_profile_step": (f"{_TUNER}.end_profile_step", 5),
-    "autotuning_metric": (f"{_TUNER}.metric", "throughput"),
-    "autotuning_metric_path": (f"{_TUNER}.metric_path", None),
-    "autotuning_model_info_path": (f"{_TUNER}.model_info_path", None),
-    "autotuning_profile_model_info": lambda asked: asked.value(f"{_TUNER}.model_info", {}).get("profile", False),
+    "autotuning_profile_model_info": lambda asked: asked.value("autotuning.model_info", {}).get("profile", False),
     "zero_optimization": lambda asked: asked.settings.zero_optimization.stage > 0,
     "zero_optimization_stage": lambda asked: asked.settings.zero_optimization.stage,
     "zero_optimization_partition_gradients": lambda asked: asked.settings.zero_optimization.stage >= 2,
@@ -135,33 +147,13 @@ ANSWERS: dict[str, Answer] = {
     "zero_nvme_offload_optimizer": lambda asked: asked.settings.zero_optimization.optimizer_device == "nvme",
     "zero_partial_offload": lambda asked: asked.settings.zero_optimization.offload_ratio,
     "super_offload": lambda asked: asked.settings.zero_optimization.row_options.super_offload,
-    "cpuadam_cores_perc": (f"{_ZERO}.offload_optimizer.cpuadam_cores_perc", 0.8),
-    "zero_sub_group_size": (f"{_ZERO}.sub_group_size", 10**9),
-    "zero_reduce_scatter": (f"{_ZERO}.reduce_scatter", True),
-    "zero_overlap_comm": lambda asked: asked.value(f"{_ZERO}.overlap_comm", asked.settings.zero_optimization.stage > 2),
-    "zero_reduce_bucket_size": (f"{_ZERO}.reduce_bucket_size", 5 * 10**8),
-    "zero_allgather_bucket_size": (f"{_ZERO}.allgather_bucket_size", 5 * 10**8),
-    "zero_allgather_partitions": (f"{_ZERO}.allgather_partitions", True),
-    "zero_allgather_sequential": (f"{_ZERO}.allgather_sequential", False),
     "zero_multi_rank_bucket_allreduce": (f"{_ZERO}.use_multi_rank_bucket_allreduce", True),
-    "zero_round_robin_gradients": (f"{_ZERO}.round_robin_gradients", False),
-    "zero_contiguous_gradients": (f"{_ZERO}.contiguous_gradients", True),
-    "zero_load_from_fp32_weights": (f"{_ZERO}.load_from_fp32_weights", True),
-    "zero_elastic_checkpoint": (f"{_ZERO}.elastic_checkpoint", False),
-    "zero_ignore_unused_parameters": (f"{_ZERO}.ignore_unused_parameters", True),
-    "zero_legacy_stage1": (f"{_ZERO}.legacy_stage1", False),
-    "zero_log_trace_cache_warnings": (f"{_ZERO}.log_trace_cache_warnings", False),
-    "zero_max_live_parameters": (f"{_ZERO}.stage3_max_live_parameters", 10**9),
-    "zero_max_reuse_distance": (f"{_ZERO}.stage3_max_reuse_distance", 10**9),
-    "zero_prefetch_bucket_size": (f"{_ZERO}.stage3_prefetch_bucket_size", 5 * 10**7),
-    "zero_module_granularity_threshold": (f"{_ZERO}.stage3_module_granularity_threshold", 0),
-    "zero_param_persistence_threshold": (f"{_ZERO}.stage3_param_persistence_threshold", 10**5),
-    "zero_model_persistence_threshold": (f"{_ZERO}.stage3_model_persistence_threshold", sys.maxsize),
-    "zero_gather_16bit_weights_on_model_save": (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save", False),
+    "zero_quantized_nontrainable_weights": (f"{_ZERO}.zero_quantized_nontrainable_weights", False),
+    "cpuadam_cores_perc": (f"{_ZERO}.offload_optimizer.cpuadam_cores_perc", 0.8),
+    "zero_overlap_comm": lambda asked: asked.value(f"{_ZERO}.overlap_comm", asked.settings.zero_optimization.stage > 2),
     "zero_hpz_partition_size": lambda asked: asked.settings.zero_optimization.zero_hpz_partition_size,
     "zero_quantized_weights": lambda asked: asked.settings.zero_optimization.zero_quantized_weights,
     "zero_quantized_gradients": lambda asked: asked.settings.zero_optimization.zero_quantized_gradients,
-    "zero_quantized_nontrainable_weights": (f"{_ZERO}.zero_quantized_nontrainable_weights", False),
     "aio_config": lambda asked: _section(asked.settings.aio),
     "tensor_parallel_config": lambda asked: _section(asked.settings.tensor_parallel),
     "autotp_size": lambda asked: (

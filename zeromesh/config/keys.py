@@ -55,7 +55,6 @@ ONE_CONTEXT_RANK = f"set {CONTEXT_RANKS} to 1"
 
 TABLE_MODULES = "embedding_tables.modules"
 TABLE_OPTIMIZER = "embedding_tables.optimizer"
-TABLE_DEVICE = "embedding_tables.device"
 
 PIPELINE_RANKS = "mesh.pipeline"
 ONE_STAGE = f"set {PIPELINE_RANKS} to 1"

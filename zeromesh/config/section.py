@@ -43,23 +43,12 @@ SHORT_DTYPES = {"fp32": "float32 float", "fp16": "float16 half", "bf16": "bfloat
 DTYPE_NAMES = {name: short for short, others in SHORT_DTYPES.items() for name in (short, *others.split())}
 
 
-def _short_dtype(value: Any) -> Any:
-    # So torch.bfloat16 itself and "BFloat16" are "bf16", too.
-    name = str(value).lower().removeprefix("torch.")
-    return DTYPE_NAMES.get(name, value)
-
-
 def as_dtype(name: str | None) -> torch.dtype | None:
     """Return torch's dtype for one of the short names."""
     # Imported late, because the command line reads settings before anything needs torch.
     import torch
 
     return {None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
-
-
-def _never(value: Any) -> Any:
-    # Some write an infinite number of steps for "never".
-    return None if isinstance(value, float) and math.isinf(value) else value
 
 
 Int = Annotated[int, BeforeValidator(_integral)]
@@ -76,7 +65,14 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
 Dtype = Annotated[
     Literal["fp32", "fp16", "bf16"],
-    BeforeValidator(_short_dtype, json_schema_input_type=Literal[tuple(DTYPE_NAMES)]),
+    BeforeValidator(
+        # So torch.bfloat16 itself and "BFloat16" are "bf16", too.
+        lambda value: DTYPE_NAMES.get(str(value).lower().removeprefix("torch."), value),
+        json_schema_input_type=Literal[tuple(DTYPE_NAMES)],
+    ),
 ]
-Interval = Annotated[CountInt | None, BeforeValidator(_never)]
+# Some write an infinite number of steps for "never".
+Interval = Annotated[
+    CountInt | None, BeforeValidator(lambda value: None if isinstance(value, float) and math.isinf(value) else value)
+]
 Table = dict[str, Any]

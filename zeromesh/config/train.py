@@ -248,8 +248,7 @@ class RunSettings(Section):
     evaluate_batches: PositiveInt = key(20, "Micro-batches per rank in a validation.")
     save_every: CountInt = key(0, "Steps between checkpoints. 0: only at the end.")
     resume: bool | Literal["auto"] = key(
-        False,
-        "Continue from the last checkpoint in output. auto: if there is one, for launchers that restart ranks.",
+        False, "Continue from the last checkpoint in output. auto: if there is one, for launchers that restart ranks."
     )
     ranks: PositiveInt = key(1, "Number of ranks to start. Ignored under a launcher.")
     threads: PositiveInt | None = key(None, "Threads per rank. Null: the cores divided by the ranks.")

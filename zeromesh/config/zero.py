@@ -46,8 +46,7 @@ class OffloadParam(Section):
         None, "Folder on the NVMe device. Each rank creates a file there. May be the folder of offload_optimizer."
     )
     buffer_count: CountInt = key(
-        5,
-        "Units of an NVMe offload in host memory at a time, read ahead or being written. 1: no reading ahead.",
+        5, "Units of an NVMe offload in host memory at a time, read ahead or being written. 1: no reading ahead."
     )
     pin_memory: bool = key(True, "Use page-locked host memory.")
 

@@ -73,13 +73,9 @@ def load_state_dict_from_zero_checkpoint(
     model = model.cpu()
     state, now = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), model.state_dict()
     # An equal value is not written: GatheredParameters without a modifier_rank refuses changes.
-    state = {name: value for name, value in state.items() if name in now and not _equals(now[name], value)}
-    model.load_state_dict(state, strict=False)
+    changed = {n: value for n, value in state.items() if n in now and not torch.equal(now[n], value.to(now[n].dtype))}
+    model.load_state_dict(changed, strict=False)
     return model
-
-
-def _equals(now: torch.Tensor, value: torch.Tensor) -> bool:
-    return torch.equal(now, value.to(now.dtype))
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

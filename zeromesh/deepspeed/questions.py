@@ -45,18 +45,8 @@ def _data_type(engine: Engine) -> torch.dtype:
     return engine.config.precision.compute or torch.float32
 
 
-def _data_types(engine: Engine) -> tuple[torch.dtype, torch.dtype]:
-    own = _data_type(engine)
-    return own, engine.config.precision.accumulate or own
-
-
 def _per_group(engine: Engine, name: str) -> list[Any]:
     return [group.get(name, 0.0) for group in engine.optimizer.param_groups] if engine.optimizer else []
-
-
-def _momenta(engine: Engine) -> list[Any]:
-    # Of an optimizer without betas, its momentum.
-    return _per_group(engine, "betas" if any(_per_group(engine, "betas")) else "momentum")
 
 
 def _times(engine: Engine) -> dict[str, float]:
@@ -71,10 +61,11 @@ QUESTIONS: dict[str, Callable[[Engine], Any]] = {
         engine.train_micro_batch_size_per_gpu(),
         engine.gradient_accumulation_steps(),
     ),
-    "get_mom": _momenta,
+    # Of an optimizer without betas, its momentum.
+    "get_mom": lambda engine: _per_group(engine, "betas" if any(_per_group(engine, "betas")) else "momentum"),
     "get_type": lambda engine: _per_group(engine, "type"),
     "get_loss_scale": lambda engine: float(engine.loss_scale),
-    "get_data_types": _data_types,
+    "get_data_types": lambda engine: (_data_type(engine), engine.config.precision.accumulate or _data_type(engine)),
     "get_data_parallel_rank": lambda engine: engine.mesh.data_rank,
     "get_tensor_parallel_rank": lambda engine: engine.mesh.group("tensor").rank,
     "get_model_parallel_rank": lambda engine: engine.mesh.group("tensor").rank,

@@ -60,7 +60,8 @@ def initialize(
         raise AssertionError("initialize needs a model: pass model= with a torch.nn.Module")
     model = build.require_module(model)
     written, document = _configuration(config, config_params, args)
-    _require_wanted_size(model, document)
+    if model in _WANTED and isinstance(document, dict):
+        share_layers(document, _WANTED[model])
     make = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     try:
         asked = Asked(written, Settings.load(document))
@@ -150,13 +151,6 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
         raise ValueError(f"tp_model_init: tp_size is {tp_size}; it must be at least 1")
     _WANTED[model] = tp_size
     return model.to(dtype)
-
-
-def _require_wanted_size(model: nn.Module, document: Any) -> None:
-    """Write the size that ``tp_model_init`` was given into a configuration that has none."""
-    wanted = _WANTED.get(model)
-    if wanted is not None and isinstance(document, dict):
-        share_layers(document, wanted)
 
 
 def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:

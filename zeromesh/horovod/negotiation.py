@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
-from zeromesh.comm.peers import ranges
+from zeromesh.comm.peers import named, ranges
 
 Request = dict[str, Any]
 """One rank's part in an operation: kind, name, set, and the fields in ``AGREED``."""
@@ -127,8 +127,7 @@ class Negotiator:
             members = self.sets.get(first["set"], [])
             missing = [rank for rank in members if rank not in requests]
             if gone := [rank for rank in missing if rank in self._left]:
-                who = f"rank{'s' * (len(gone) > 1)} {ranges(gone)}"
-                found += self._fail([key], f"{who} ended before: its program ended, or called shutdown()")
+                found += self._fail([key], f"{named(gone)} ended before: its program ended, or called shutdown()")
             elif not missing or (first["kind"] != "join" and set(missing) <= set(self._joined)):
                 found += self._start(key, members)
         return found
@@ -184,7 +183,7 @@ class Negotiator:
         requests = self._pending[key]
         members = self.sets.get(next(iter(requests.values()))["set"], [])
         missing = [rank for rank in members if rank not in requests and rank not in self._joined]
-        return f"{shown(key)}, which rank{'s' * (len(missing) > 1)} {ranges(missing)} did not call"
+        return f"{shown(key)}, which {named(missing)} did not call"
 
 
 def key_of(request: Mapping[str, Any]) -> str:
@@ -215,7 +214,7 @@ def problem_of(requests: Mapping[int, Request], members: Sequence[int], joined: 
             return f"rank {rank}: {problem}"
     if joined and (first["kind"] != "allreduce" or first["op"] not in NEUTRAL):
         what = first["kind"] if first["kind"] != "allreduce" else f"allreduce with op {ReduceOp(first['op']).name}"
-        return f"rank{'s' * (len(joined) > 1)} {ranges(joined)} called join(), after which {what} has no meaning"
+        return f"{named(joined)} called join(), after which {what} has no meaning"
     return ""
 
 

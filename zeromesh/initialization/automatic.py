@@ -162,13 +162,9 @@ def _example(chosen: Arguments) -> tuple[nn.Module, Mapping[str, Any], Callable[
     if isinstance(batch, Mapping):
         return model, dict(batch), None
     parts = list(batch) if isinstance(batch, tuple | list) else [batch]
-    names = _positional(model)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, one in inspect.signature(model.forward).parameters.items() if one.kind in kinds]
     if chosen.loss_fn is not None and len(parts) == 2:
         labels, loss_fn = parts[1], chosen.loss_fn
         return model, {names[0]: parts[0]}, lambda output: loss_fn(output, labels)
     return model, dict(zip(names, parts, strict=False)), None
-
-
-def _positional(model: nn.Module) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [name for name, one in inspect.signature(model.forward).parameters.items() if one.kind in kinds]

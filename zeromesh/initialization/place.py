@@ -102,12 +102,6 @@ def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | N
             module._buffers[name] = placed[id(buffer)][1]
 
 
-def unpack_quantized(model: nn.Module) -> None:
-    """Give weights of bitsandbytes the format in which they are laid out."""
-    for _, layer in quantized.layers(model):
-        quantized.unpack(layer)
-
-
 def place_quantized(model: nn.Module, mesh: Mesh) -> None:
     """Let layers of bitsandbytes compute with their placed weights, and with the first rank's scales. Collective."""
     for _, layer in quantized.layers(model):

@@ -38,7 +38,7 @@ from zeromesh.initialization.plan import Arguments, Plan, Prepared
 from zeromesh.model.keras_layers import expose_layers, follow_buffers, require_policy, separate_seeds
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
-from zeromesh.model.quantized import require_dtype, stored
+from zeromesh.model.quantized import layers, require_dtype, stored, unpack
 from zeromesh.optim import factory
 from zeromesh.optim.host import states_of
 from zeromesh.pipe import PipelineModule, settings_of
@@ -243,10 +243,11 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         place.place_buffers(model, mesh.device, settings.precision.buffers)
         follow_buffers(model)
         separate_seeds(model, mesh.data_rank, mesh.data_size)
-        place.unpack_quantized(model)
+        for _, layer in layers(model):
+            unpack(layer)
         held = None if split is None else split[0].held
         files = preparation(model, prepared.offload, mesh)
-        here = tables.table_settings(tables.tables_here(plan.tables), settings)
+        here = tables.table_settings(plan.tables, settings)
         narrow = gathered_weights(model, settings.float8.skip, heads) if settings.float8.gather else ()
         sharded = place.shard(model, mesh, settings, values, held, plan.stages, files, here, narrow)
         using = place.while_alive(sharded.events.using)

@@ -56,14 +56,10 @@ def choose_tables(
     return found
 
 
-def tables_here(tables: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the tables whose weights are on this rank's pipeline stages."""
-    return {name: module for name, module in tables.items() if module._parameters.get("weight") is not None}
-
-
 def table_settings(tables: Mapping[str, nn.Module], settings: Resolved) -> TableSettings:
-    """Return what places the tables."""
+    """Return what places the tables whose weights are on this rank's pipeline stages."""
     chosen = settings.embedding_tables
+    tables = {name: module for name, module in tables.items() if module._parameters.get("weight") is not None}
     folder = None
     if tables and chosen.device == "nvme" and chosen.nvme_path is not None:
         folder = Path(chosen.nvme_path).absolute()

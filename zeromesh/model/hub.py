@@ -67,11 +67,6 @@ def model_folder(name: str | Path, weights: bool = True, revision: str = MAIN) -
     return folder
 
 
-def commit_of(folder: Path) -> str | None:
-    """Return the commit that a folder of the Hub's cache is a copy of; None for other folders."""
-    return folder.name if folder.parent.name == "snapshots" else None
-
-
 def _is_complete(folder: Path, weights: bool) -> bool:
     """Return whether the cache has all that is read; it may have been interrupted, or asked for less."""
     if not (folder / "config.json").is_file():

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from zeromesh.comm.formats import BLOCK, FORMATS
 from zeromesh.config import keys
+from zeromesh.config.errors import counted
 from zeromesh.config.written import ADVICE, row_name
 from zeromesh.model.placement import Tier
 from zeromesh.observe.units import bytes_text, scaled_text
@@ -169,9 +170,9 @@ def _best(told: PlanAnswer) -> Iterator[str]:
     result, best = told.result, told.result.best
     assert best is not None
     layout, peak = best.layout, best.fullest.peak
-    batches = _count(layout.accumulation, "micro-batch", "es")
+    batches = counted(layout.accumulation, "micro-batch")
     yield (
-        f"Best: {layout_text(layout)}; {batches} of {_count(layout.micro_batch, 'sample')} on each rank. A "
+        f"Best: {layout_text(layout)}; {batches} of {counted(layout.micro_batch, 'sample')} on each rank. A "
         f"step takes {interval_text(best.time.seconds)}."
     )
     freed = next((gain for gain in told.gains if "memory" in gain.change), None)
@@ -248,15 +249,11 @@ def _nothing_fits(told: PlanAnswer) -> Iterator[str]:
 
 
 def _room(largest: Largest) -> str:
-    samples = _count(largest.micro_batch, "sample")
+    samples = counted(largest.micro_batch, "sample")
     return (
         f"micro-batches of {samples}, or sequences of {largest.sequence} tokens one at a time, or a model of "
         f"{largest.blocks} blocks ({scaled_text(largest.parameters)} parameters)"
     )
-
-
-def _count(number: int, noun: str, ending: str = "s") -> str:
-    return f"{number} {noun}{ending if number != 1 else ''}"
 
 
 def seconds_text(seconds: float) -> str:

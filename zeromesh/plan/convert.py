@@ -12,7 +12,6 @@ from zeromesh.config.written import WrittenRun, document_of
 from zeromesh.model.placement import Placement, Tier
 from zeromesh.pipeline.schedule.files import read_costs
 from zeromesh.pipeline.schedule.generators import ROWS as SCHEDULES
-from zeromesh.pipeline.schedule.simulate import Costs
 from zeromesh.plan.cost import Recompute
 from zeromesh.plan.layout import AXES, ParallelLayout, TableLayout, Widths
 from zeromesh.plan.machine import Device
@@ -66,10 +65,11 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
     # A file is no name that the planner can time; it says so where it is asked to.
     name = chosen if isinstance(chosen, str) else chosen.file
     least = SCHEDULES[name].chunks[0] if name in SCHEDULES else 1
+    costs = settings.pipeline.costs if sizes["pipeline"] > 1 else None
     layout = ParallelLayout(
         **{axis: sizes[axis] for axis in AXES}, row=settings.row,
         micro_batch=resolved.train_micro_batch_size_per_gpu, accumulation=resolved.gradient_accumulation_steps,
-        schedule=name, chunks=settings.pipeline.chunks or least, costs=_costs_from(settings, sizes["pipeline"]),
+        schedule=name, chunks=settings.pipeline.chunks or least, costs=read_costs(Path(costs)) if costs else None,
         recompute=POLICIES[recomputed.granularity] if recomputed.enabled else Recompute.NONE,
         activations_on_host=recomputed.enabled and recomputed.cpu_checkpointing,
         sequence=settings.tensor_parallel.sequence, parameter_slots=settings.slots.parameter or 2,
@@ -77,10 +77,6 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
         widths=widths, tables=tables_from(settings), products="fp8" if float8.enabled else "",
     )  # fmt: skip
     return layout, precision
-
-
-def _costs_from(settings: Settings, stages: int) -> Costs | None:
-    return read_costs(Path(settings.pipeline.costs)) if settings.pipeline.costs and stages > 1 else None
 
 
 def tables_from(settings: Settings) -> TableLayout:

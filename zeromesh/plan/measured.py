@@ -121,7 +121,7 @@ def fit_memory(times: Sequence[tuple[float, float]]) -> MemoryFit:
 
 
 def measured_machine(nodes: Sequence[NodeFacts], links: Mapping[str, Any] | None) -> Machine:
-    """Return the machine of all nodes that were measured; ``links`` are those of ``zeromesh.comm.links.measure``.
+    """Return the machine of all nodes that were measured; ``links`` are those of ``zeromesh.comm.link_speeds.measure``.
 
     Nodes of one kind get the median of their figures.
     """

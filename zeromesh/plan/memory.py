@@ -18,7 +18,7 @@ from zeromesh.plan.machine import Machine
 from zeromesh.plan.snapshots import Snapshot, snapshots_of
 from zeromesh.plan.stages import stage_units
 from zeromesh.plan.states import GradientBuffers, RankStates, UnitElements, is_padded, states_of
-from zeromesh.plan.tables import gradient_bytes, table_states
+from zeromesh.plan.tables import table_states, used
 from zeromesh.tensor.loss import chunk_bytes
 
 SEGMENT = 2.0**21  # bytes of which the caching allocator of CUDA makes large segments a multiple
@@ -100,7 +100,8 @@ def memory_of(
         for key, size in states[elements].resting.items():
             resting[key] = resting.get(key, 0.0) + size
         own_states = replace(states[elements], resting=resting)
-        kept = gradient_bytes(tables, layout)
+        # Gradients of rows, which are kept until the update.
+        kept = sum(used(one) * one.width for one in tables) * layout.accumulation * layout.widths.wire
         found.append(_Rank(chunks, own_states, layout, conventions, kept).memory(rank, shots, fixed))
     return found
 

@@ -10,7 +10,6 @@ from zeromesh.model.placement import PlacementRow
 from zeromesh.observe.units import bytes_text, scaled_text
 from zeromesh.plan.answer import PlanAnswer, fullest_text, layout_text, reason_of, seconds_text, sentences
 from zeromesh.plan.bounds import least_memory
-from zeromesh.plan.memory import Moment
 from zeromesh.plan.search import LayoutCell, PlanCandidate, PlanResult
 from zeromesh.plan.time import Interval, StepTime, time_of
 
@@ -41,7 +40,11 @@ def page(told: PlanAnswer) -> str:
     parts += [f"<p>{escape(text)}</p>" for text in sentences(told)]
     if best is not None:
         parts += ["<h2>Layouts</h2>", _table(result)]
-        parts += ["<h2>Memory over a step</h2>", _caption(best), memory_chart(best)]
+        caption = (
+            f"Device memory of {fullest_text(best)}, by what it is for; the line is the device's limit. Most is "
+            f"used at the {best.fullest.peak.label}."
+        )
+        parts += ["<h2>Memory over a step</h2>", f"<p>{escape(caption)}</p>", memory_chart(best)]
         drawn = best.time
         if not drawn.intervals:
             drawn = time_of(request.source, request.sequence, best.layout, best.machine, intervals=True)
@@ -70,11 +73,6 @@ def _table(result: PlanResult) -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
-def _caption(best: PlanCandidate) -> str:
-    text = f"Device memory of {fullest_text(best)}, by what it is for; the line is the device's limit."
-    return f"<p>{escape(text)} Most is used at the {escape(best.fullest.peak.label)}.</p>"
-
-
 def _svg(height: float, body: Iterable[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" role="img">'
@@ -96,16 +94,13 @@ def _legend(names: Sequence[str], top: float) -> list[str]:
     return found
 
 
-def _thinned(moments: Sequence[Moment]) -> list[Moment]:
-    """Return at most ``MOST_MOMENTS`` moments: of each stretch the one with most bytes, so that no peak is lost."""
-    step = -(-len(moments) // MOST_MOMENTS)
-    return [max(moments[i : i + step], key=lambda one: one.total) for i in range(0, len(moments), step)]
-
-
 def memory_chart(candidate: PlanCandidate) -> str:
     """Return a picture of the fullest rank's memory over the moments of a step, with the device's limit."""
     rank, limit = candidate.fullest, least_memory(candidate.machine)
-    moments = _thinned(rank.timeline)
+    step = -(-len(rank.timeline) // MOST_MOMENTS)
+    # Of each stretch the moment with most bytes, so that no peak is lost.
+    stretches = (rank.timeline[i : i + step] for i in range(0, len(rank.timeline), step))
+    moments = [max(stretch, key=lambda moment: moment.total) for stretch in stretches]
     states = list(dict.fromkeys(state for moment in moments for state, size in moment.bytes.items() if size))
     layers = [("context", [rank.fixed] * len(moments))] if rank.fixed else []
     layers += [(state, [moment.bytes.get(state, 0.0) for moment in moments]) for state in states]
@@ -141,7 +136,8 @@ def step_chart(found: StepTime) -> str:
     """Return a picture of what each resource of each pipeline rank does when."""
     if not found.intervals:
         return "<p>There are no intervals to draw.</p>"
-    lanes = list(dict.fromkeys((one.rank, one.resource) for one in sorted(found.intervals, key=_lane)))
+    in_order = sorted(found.intervals, key=lambda one: (one.rank, one.resource != "compute", one.resource))
+    lanes = list(dict.fromkeys((one.rank, one.resource) for one in in_order))
     kinds = list(dict.fromkeys(_kind(one) for one in found.intervals))
     end = max(one.end for one in found.intervals)
     width, high, top = WIDTH - LEFT - RIGHT - 40, 20.0, 10.0
@@ -166,10 +162,6 @@ def step_chart(found: StepTime) -> str:
         )
     body += _legend(kinds[: len(COLOURS)], top)
     return _svg(max(bottom + 24, top + 18 * min(len(kinds), len(COLOURS)) + 10), body)
-
-
-def _lane(one: Interval) -> tuple[int, bool, str]:
-    return one.rank, one.resource != "compute", one.resource
 
 
 def _kind(one: Interval) -> str:

@@ -66,11 +66,6 @@ def used(table: TableCost, times: float = 1.0) -> float:
     return min(table.rows, table.lookups * times)
 
 
-def gradient_bytes(tables: Iterable[TableCost], layout: ParallelLayout) -> float:
-    """Return the bytes of the gradients of rows that a rank keeps until the update."""
-    return sum(used(one) * one.width for one in tables) * layout.accumulation * layout.widths.wire
-
-
 def lookup_bytes(table: TableCost, layout: ParallelLayout) -> TableBytes:
     """Return what a rank sends for the lookups of one micro-batch."""
     away = used(table) * (1 - 1 / ranks_of(layout))
@@ -86,16 +81,6 @@ def gradient_messages(table: TableCost, layout: ParallelLayout) -> TableBytes:
     size = max(layout.widths.wire, 4)  # sums are in fp32 at least
     copies = (layout.replicate - 1) * summed * (INDEX + width * size)
     return TableBytes(INDEX * away, 0.0, away * width * layout.widths.wire, copies)
-
-
-def update_bytes(tables: Iterable[TableCost], layout: ParallelLayout) -> TableBytes:
-    """Return what a rank sends for tables in an update."""
-    found = TableBytes()
-    for table in tables:
-        looked, summed = lookup_bytes(table, layout), gradient_messages(table, layout)
-        parts = zip(found, looked, summed, strict=True)
-        found = TableBytes(*(total + layout.accumulation * each + once for total, each, once in parts))
-    return found
 
 
 def moved_by_update(table: TableCost, layout: ParallelLayout) -> float:

@@ -69,14 +69,10 @@ def _initialised(model: nn.Module, path: str, seed: int) -> dict[str, torch.Tens
     with _without_values(module), torch.no_grad():
         for initialise in _initialisers(model, path):
             initialise()
-        values = {name: tensor.detach() for name, tensor in _own_tensors(module)}
+        own = [*module._parameters.items(), *module._buffers.items()]
+        values = {name: tensor.detach() for name, tensor in own if tensor is not None}
     generator.set_state(state)
     return values
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from ((name, tensor) for name, tensor in module._parameters.items() if tensor is not None)
-    yield from ((name, tensor) for name, tensor in module._buffers.items() if tensor is not None)
 
 
 @contextmanager

@@ -33,8 +33,7 @@ class Stored:
         try:
             self._store.reserve()
             self._pool = Buffers(
-                buffer_bytes(flats, disk),
-                lambda nbytes: empty_on(Tier.HOST, nbytes, torch.uint8, mesh.device, pinned),
+                buffer_bytes(flats, disk), lambda nbytes: empty_on(Tier.HOST, nbytes, torch.uint8, mesh.device, pinned)
             )
         except BaseException:
             self._store.close()

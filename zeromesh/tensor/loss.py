@@ -53,7 +53,6 @@ class _Terms:
     vocabulary: Vocabulary
     ignore_index: int
     label_smoothing: float
-    z_loss: float
     scale: float
     softcap: float | None
     chunk: int
@@ -63,7 +62,7 @@ class _Terms:
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, ignore_index: int = -100,
-    reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0, scale: float = 1.0,
+    reduction: str = "mean", label_smoothing: float = 0.0, scale: float = 1.0,
     softcap: float | None = None, vocabulary: Vocabulary | None = None, chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
     """``F.cross_entropy(F.linear(hidden, weight, bias), labels)`` in the memory of one chunk of tokens.
@@ -82,7 +81,6 @@ def linear_cross_entropy(
         ignore_index: label that takes no part.
         reduction: "mean" over the labels that take part, "sum", or "none".
         label_smoothing: see ``F.cross_entropy``; it is over the whole vocabulary.
-        z_loss: adds this times the square of the logarithm of the sum of exponentials (Chowdhery et al., "PaLM", 2022).
         scale: factor of the logits.
         softcap: c replaces logits l by ``c tanh(l / c)`` (Gemma Team, "Gemma 2", 2024).
         vocabulary: entries of ``weight``; None: all.
@@ -121,7 +119,7 @@ def linear_cross_entropy(
     entries, width = weight.shape
     size = chunk or max(1, chunk_bytes(entries, width, wide.itemsize) // (wide.itemsize * max(1, entries)))
     graded = torch.is_grad_enabled()
-    terms = _Terms(vocabulary, ignore_index, label_smoothing, z_loss, scale, softcap, size, graded, ticket)
+    terms = _Terms(vocabulary, ignore_index, label_smoothing, scale, softcap, size, graded, ticket)
     with torch.autocast(device, enabled=False):
         if reduction == "none":
             losses: Tensor = _PerToken.apply(rows, weight, bias, flat, terms)  # type: ignore[no-untyped-call]
@@ -186,13 +184,10 @@ class _Chunk:
         top, self._below, target, total = _over_ranks(numbers, terms.vocabulary.group)
         self._share = (own - top).exp() / self._below
         below = self._below.log()
-        self.normaliser = top + below
         smoothing = terms.label_smoothing
         losses = (1 - smoothing) * (below - (target - top))
         if total is not None:
             losses += smoothing * (below - total / terms.vocabulary.size)
-        if terms.z_loss:
-            losses += terms.z_loss * self.normaliser.square()
         self.losses = losses.where(self._counted, 0.0)
 
     def gradient_of_logits(self, upstream: Tensor) -> Tensor:
@@ -201,8 +196,6 @@ class _Chunk:
         shape = (len(self._exponentials), self._weight.shape[0])
         upstream = torch.where(self._counted, upstream * terms.scale, 0.0)
         factor = self._share * upstream
-        if terms.z_loss:
-            factor *= 1 + 2 * terms.z_loss * self.normaliser
         # In the memory of the logits: a second buffer would double the peak.
         gradient = self._exponentials.mul_(factor[:, None])
         if smoothing:

@@ -21,7 +21,7 @@ from zeromesh.config import keys
 from zeromesh.config.errors import nearest
 from zeromesh.config.train import GROUP, HuggingFace, Lora, ModelShape, Quantization
 from zeromesh.model.lengths import positions
-from zeromesh.pretrained import build, commit_of, configuration, is_model_id, model_folder, saved_quantization
+from zeromesh.pretrained import build, configuration, is_model_id, model_folder, saved_quantization
 from zeromesh.quantized import require_library
 from zeromesh.train.architectures.decoder import Decoder
 from zeromesh.train.architectures.flops import training_cost, training_flops_per_token
@@ -109,8 +109,9 @@ class Transformer:
     @property
     def origin(self) -> str | None:
         """Name and commit of a model of the Hub; None for one of a folder."""
-        commit = commit_of(self.folder) if is_model_id(self.source.path) else None
-        return None if commit is None else f"{self.source.path}@{commit}"
+        # The Hub's cache has a folder for each commit.
+        cached = is_model_id(self.source.path) and self.folder.parent.name == "snapshots"
+        return f"{self.source.path}@{self.folder.name}" if cached else None
 
     @property
     def tokenizer(self) -> str | None:

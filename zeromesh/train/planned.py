@@ -41,23 +41,19 @@ def planned(config: Path, overrides: Sequence[str], settings: Settings) -> Setti
     def example() -> tuple[nn.Module, Mapping[str, Any], Callable[[Any], torch.Tensor]]:
         return build_model(job), *job.language.example(ROWS)
 
-    with _threads(job.run.threads or (None if launched else _threads_of_a_rank(ranks))):
+    # The machine is measured with as many threads as each rank will have.
+    shared = 1 if launched or "OMP_NUM_THREADS" in os.environ else ranks
+    with _threads(job.run.threads or max(1, torch.get_num_threads() // shared)):
         if not launched:
             return automatic.fill(settings, example, environment, None)
         world = world_group(device_of_group(init_distributed()))
         return automatic.fill(settings, example, environment, world)
 
 
-def _threads_of_a_rank(ranks: int) -> int:
-    """Return the threads that each rank will have, so that the machine is measured with as many."""
-    shared = 1 if "OMP_NUM_THREADS" in os.environ else ranks
-    return max(1, torch.get_num_threads() // shared)
-
-
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def _threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

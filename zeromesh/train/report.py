@@ -197,16 +197,12 @@ def _prediction(found: dict[str, Any] | None) -> list[str]:
     memory = "memory" if found["host"] is None else "memory of the device"
     rows = []
     for name, what in (("device", memory), ("host", "memory of the host"), ("step", "time of a step")):
-        one, text = found[name], _milliseconds if name == "step" else bytes_text
+        one, text = found[name], (lambda seconds: f"{1e3 * seconds:.1f} ms") if name == "step" else bytes_text
         if one is None:
             continue
         values = ["" if one[key] is None else text(one[key]) for key in ("predicted", "measured")]
         rows.append((what, *values, "" if one["difference"] is None else f"{one['difference']:+.0%}"))
     return [_table(("what", "predicted", "measured", "difference"), rows), *found["notes"]]
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
 
 
 def _bounds(found: dict[str, Any]) -> tuple[str, str]:

@@ -58,11 +58,6 @@ class StoredRange:
         return data.to(self.dtype)
 
 
-def whole_part(name: str, tensor: torch.Tensor) -> StoredRange:
-    """Return the part that is all of a tensor, which may be mapped from a file."""
-    return StoredRange(name, tuple(tensor.shape), tensor.dtype, 0, tensor.numel(), lambda: tensor)
-
-
 @dataclass
 class Contents:
     """Contents of a checkpoint of any format.
@@ -111,9 +106,10 @@ class Contents:
                 setattr(self, name, value)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a whole tensor."""
+        """Add a whole tensor, which may be mapped from a file."""
         if tensor.numel():
-            self.parts.append(whole_part(name, tensor))
+            part = StoredRange(name, tuple(tensor.shape), tensor.dtype, 0, tensor.numel(), lambda: tensor)
+            self.parts.append(part)
 
     def add_state(self, name: str, key: str, value: Any) -> None:
         """Add one state of the optimizer; single numbers are no tensors of the checkpoint."""

@@ -50,11 +50,6 @@ def samples_of(model: nn.Module, length: int = LENGTH) -> Iterator[ModelInput]:
     return (one.map(lambda x: x.to(dtype) if x.is_floating_point() else x) for one in samples)
 
 
-def longest_of(model: nn.Module) -> int:
-    """Return the length of a text that a model takes, in tokens, as far as known; 0 if unknown."""
-    return min(positions(getattr(model, "config", None)) or 0, LONGEST)
-
-
 @contextmanager
 def undisturbed(device: torch.device | None = None) -> Iterator[None]:
     """Restore the states of the random generators, of the CPU and of a device, after this context."""
@@ -113,10 +108,6 @@ def _spectra(config: Any, texts: tuple[int, int]) -> Tensor:
     return torch.zeros(SAMPLES, 8 * texts[1], bins)
 
 
-def _waves(config: Any, texts: tuple[int, int]) -> Tensor:
-    return torch.zeros(SAMPLES, 16000)
-
-
 # Value of each argument, by name.
 _INPUTS: dict[str, Callable[[Any, tuple[int, int]], Tensor]] = {
     "input_ids": _tokens,
@@ -125,7 +116,7 @@ _INPUTS: dict[str, Callable[[Any, tuple[int, int]], Tensor]] = {
     "attention_mask": _tokens,
     "pixel_values": _images,
     "input_features": _spectra,
-    "input_values": _waves,
+    "input_values": lambda config, texts: torch.zeros(SAMPLES, 16000),
     "decoder_input_ids": _tokens,
 }
 _OPTIONS: Inputs = {"return_loss": True, "use_cache": False}

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves, tree_leaves
 
 from zeromesh.model.containers import map_tensors, tensors_of
+from zeromesh.model.lengths import positions
 from zeromesh.observe.operations import FORMULAS
-from zeromesh.pipeline.runtime.samples import LENGTH, ModelInput, longest_of, samples_of, undisturbed
+from zeromesh.pipeline.runtime.samples import LENGTH, LONGEST, ModelInput, samples_of, undisturbed
 from zeromesh.pipeline.runtime.stage import _Gate
 
 MORE = 4  # limit of operators of a long text's trace, in multiples of those of a short one
@@ -50,7 +51,9 @@ def trace(model: nn.Module, blocks: Sequence[str], own: ModelInput | None = None
         return found
     for place, sample in enumerate(samples_of(model)):
         if found := _attempt(model, blocks, sample, reasons):
-            if (length := longest_of(model)) <= LENGTH:
+            # Of a text that the model takes, in tokens, as far as known.
+            length = min(positions(getattr(model, "config", None)) or 0, LONGEST)
+            if length <= LENGTH:
                 return found
             # Operations are to be counted for long texts, unless these take more operators than a short one does: some
             # models go through texts in a loop of Python.

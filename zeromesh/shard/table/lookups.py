@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch.utils._pytree import tree_map, tree_map_only
 
+from zeromesh.comm.agreement import catch
 from zeromesh.comm.collectives import Group
 from zeromesh.observe.spans import span
 from zeromesh.shard.table.exchange import LOOKUP_TAG, Route, RowRequest, ask, swap, vector_of
@@ -113,7 +115,9 @@ class Lookups:
         if table in self._waiting:
             self.finish()
         lookup = self._waiting[table] = Lookup(table, call.ids, call.again)
-        if at_once or not self._batched or _transformed():
+        # In inference mode and inside torch.func the output must be an ordinary tensor.
+        plain = torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None
+        if at_once or not self._batched or plain:
             self.need(lookup, evaluate=False)
             return call.compute(lookup.rows)
         try:
@@ -160,7 +164,7 @@ class Lookups:
                 self.drop()
                 raise
             lookups = [self._waiting.pop(table) for table in tables]
-            errors = [error for one in lookups if (error := _attempt(one.found, one is not plain)) is not None]
+            errors = [error for one in lookups if (error := catch(partial(one.found, one is not plain))[1]) is not None]
         if errors:
             raise errors[0]
 
@@ -200,11 +204,6 @@ def _pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
-def _transformed() -> bool:
-    """Return whether the output must be an ordinary tensor: in inference mode, and inside torch.func."""
-    return torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None
-
-
 @contextmanager
 def _unobserved() -> Iterator[None]:
     """Hide messages in this context from torch.func and from modes, as of selective checkpoints, that see functions."""
@@ -218,14 +217,6 @@ def _unobserved() -> Iterator[None]:
 
             stack.enter_context(_disable_current_modes())
         yield
-
-
-def _attempt(function: Callable[[bool], None], argument: bool) -> Exception | None:
-    try:
-        function(argument)
-    except Exception as error:
-        return error
-    return None
 
 
 class _Wait(torch.autograd.Function):

@@ -87,12 +87,6 @@ def rotary_table(positions: Tensor, width: int, base: float) -> tuple[Tensor, Te
     return angle.cos(), angle.sin()
 
 
-def document_mask(documents: Tensor) -> Tensor:
-    """Return the mask of earlier tokens of the same document: bool, (b, 1, s, s) from (b, s)."""
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril()
-
-
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Turn the pairs ``(x[i], x[i + width / 2])`` of each head by its position's angle. ``x``: (b, heads, s, width)."""
     cos, sin = (part.to(x.dtype) for part in rotary)
@@ -114,7 +108,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(self.heads * self.width, hidden, bias=bias)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None = None) -> Tensor:
-        """Mix the positions; ``rotary`` as from ``rotary_table``, ``mask`` as from ``document_mask``."""
+        """Mix the positions; ``rotary`` as from ``rotary_table``, ``mask`` is bool, (b, 1, s, s)."""
         b, s, _ = x.shape
         query = self.query(x).view(b, s, self.heads, self.width).transpose(1, 2)
         key = self.key(x).view(b, s, self.kv_heads, self.width).transpose(1, 2)
@@ -231,7 +225,8 @@ class Decoder(nn.Module):
         else:
             x = x + self.positions(positions)
         x = self.dropout(x)
-        mask = None if documents is None else document_mask(documents)
+        # The mask of earlier tokens of the same document: bool, (b, 1, s, s).
+        mask = None if documents is None else (documents[:, None, :, None] == documents[:, None, None]).tril()
         for block in self.blocks:
             x = block(x, rotary, mask)
         logits: Tensor = self.head(self.norm(x))

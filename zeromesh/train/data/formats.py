@@ -156,10 +156,6 @@ def _cut_text(document: Document) -> Iterator[Portion]:
         start = stop
 
 
-def _read_text(portion: Portion) -> Iterator[tuple[int, str]]:
-    yield 0, _bytes(portion.document.path, portion.start, portion.stop).decode("utf-8")
-
-
 def _cut_lines(document: Document) -> Iterator[Portion]:
     start, end = 0, document.size
     with document.path.open("rb") as file:
@@ -312,5 +308,5 @@ FORMATS: dict[str, DataFormat] = {
     ".ndjson.gz": _COMPRESSED,
     ".parquet": DataFormat(_cut_parquet, _read_parquet, "row"),
     "dataset": DataFormat(_cut_dataset, _read_dataset, "row"),
-    "": DataFormat(_cut_text, _read_text, "line"),
+    "": DataFormat(_cut_text, lambda p: iter([(0, _bytes(p.document.path, p.start, p.stop).decode("utf-8"))]), "line"),
 }

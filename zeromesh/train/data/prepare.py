@@ -54,11 +54,7 @@ class Changed(ValueError):
 
 
 def prepare(
-    data: TextData,
-    folder: Path,
-    may_write: bool = True,
-    length: int | None = None,
-    console: Console | None = None,
+    data: TextData, folder: Path, may_write: bool = True, length: int | None = None, console: Console | None = None
 ) -> PreparedData:
     """Write text into a folder as token files, unless they are there already.
 

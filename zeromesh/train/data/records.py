@@ -102,11 +102,6 @@ def _string(record: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _encode_documents(tokenizer: TextTokenizer, texts: Sequence[str]) -> Iterator[Tokens]:
-    for tokens in encode_text(tokenizer, texts):
-        yield Tokens(tokenizer.bounded(tokens.ids), None, tokens.size)
-
-
 def _response_key(data: TextData, record: Mapping[str, Any]) -> str:
     return data.response_key or next((key for key in RESPONSES if key in record), RESPONSES[0])
 
@@ -203,7 +198,9 @@ KINDS: dict[str, RecordKind] = {
     "text": RecordKind(
         keys=lambda data, record: (data.text_key,),
         read=lambda data, record: _string(record, data.text_key),
-        encode=_encode_documents,
+        encode=lambda tokenizer, texts: (
+            Tokens(tokenizer.bounded(tokens.ids), None, tokens.size) for tokens in encode_text(tokenizer, texts)
+        ),
         texts=lambda text: [text],
         packed=False,
     ),

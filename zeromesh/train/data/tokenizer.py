@@ -231,7 +231,7 @@ def _of_folder(folder: Path) -> TextTokenizer:
             tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         ),
         chat=lambda messages, tools: _render(tokenizer, messages, tools),
-        prompt=lambda messages: _render_prompt(tokenizer, messages),
+        prompt=lambda messages: _render_ids(tokenizer, messages, True),
         save=save,
     )
 
@@ -274,18 +274,14 @@ def _render(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) ->
     return whole, mask
 
 
-def _render_prompt(tokenizer: Any, messages: Sequence[Message]) -> Ids:
-    """Return the ids of a chat up to the next turn of the assistant."""
-    _require_template(tokenizer)
-    return _render_ids(tokenizer, messages, True)
-
-
 def _require_template(tokenizer: Any) -> None:
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template; name one that has, or put chat_template.jinja beside it")
 
 
 def _render_ids(tokenizer: Any, messages: Sequence[Message], prompt: bool, tools: Tools = None) -> Ids:
+    """Return the ids of a chat; with ``prompt``, up to the next turn of the assistant."""
+    _require_template(tokenizer)
     found = tokenizer.apply_chat_template(
         list(messages), tools=tools, add_generation_prompt=prompt, return_dict=True, sanitize_control_tokens=True
     )
