@@ -1,6 +1,5 @@
 """States that the planner foresees are those that the engine reports, byte by byte."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,10 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks
-from planning import machine
 from zeromesh.comm.sums import SumPlace
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
 from zeromesh.plan.cost import Divided, ModelCost, UnitCost
 from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.machine import Machine
 from zeromesh.plan.memory import memory_of
 
 WIDTH, WORDS, DEPTH = 64, 128, 5
@@ -128,25 +125,6 @@ def reported(zero: dict[str, Any], steps: int, folder: Path) -> tuple[dict[tuple
                 sizes["optimizer", tier] -= numbers
     engine.destroy()
     return {key: size for key, size in sizes.items() if size}, engine.mesh.shard.sums
-
-
-def processors(nodes: int) -> Machine:
-    """Return a machine whose ranks compute on the processors of its nodes."""
-    (node, _), *_ = machine(devices=4 // nodes).nodes
-    return replace(machine(), nodes=((replace(node, device=replace(node.device, processor=True)), nodes),))
-
-
-def test_processors_of_one_node_need_no_memory_for_the_parts_that_they_sum() -> None:
-    layout = ParallelLayout(data=4, row=ROWS[2])
-
-    def states(machine: Machine | None, sums: SumPlace | None = None) -> dict[tuple[str, str], float]:
-        return memory_of(Cost(), 8, layout, machine, sums=sums)[0].states
-
-    assert states(processors(1)) == states(None, SumPlace.MEMORY)
-    assert states(processors(2)) == states(None, SumPlace.MESSAGES)
-    assert states(machine(devices=4)) == states(None, SumPlace.COLLECTIVE)
-    slots = [states(None, sums)["slot", "device"] for sums in (SumPlace.MEMORY, SumPlace.COLLECTIVE, SumPlace.MESSAGES)]
-    assert slots[1] - slots[0] == (slots[2] - slots[0]) / 3 > 0
 
 
 def check(folder: Path, ranks: int, names: list[str], accumulations: tuple[int, ...] = (1, 3)) -> None:

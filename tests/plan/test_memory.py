@@ -235,15 +235,17 @@ def test_slots_of_sharded_parameters_gradients_have_memory_from_their_first_use(
     assert slots[-1]["slot"] == 2 * PLAIN + 2 * 2 * PLAIN + sums
 
 
-def test_processors_receive_the_parts_of_all_other_ranks() -> None:
-    def sums(processor: bool) -> float:
-        machine = cluster("a100-80gb", 4)
+def test_processors_receive_the_parts_of_all_other_ranks_unless_they_share_a_node() -> None:
+    def sums(processor: bool, nodes: int) -> float:
+        machine = cluster("a100-80gb", 4 // nodes, nodes)
         ((node, count),) = machine.nodes
         node = replace(node, device=replace(node.device, processor=processor))
         (rank,) = memory_of(Tables(), 1, ParallelLayout(row=ROWS[2], data=4), replace(machine, nodes=((node, count),)))
         return rank.states["slot", "device"]
 
-    assert sums(True) - sums(False) == 2 * PLAIN / 4 * 2
+    part = 2 * PLAIN / 4
+    assert sums(True, 2) - sums(False, 2) == 2 * part
+    assert sums(False, 1) - sums(True, 1) == part
 
 
 def test_early_updates_have_second_copies_on_the_host() -> None:
