@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zeromesh.launcher.launch import launch
     from zeromesh.optim.groups import no_decay_groups
     from zeromesh.pretrained import from_pretrained, load_pretrained
+    from zeromesh.verification.run import verify
     from zeromesh.zero import clip_grad_norm_
 
 __version__ = "0.1.0.dev0"
@@ -41,6 +42,7 @@ _HOMES = {
     "gather_with_gradient": "zeromesh.joint_batch",
     "sync_batch_norm": "zeromesh.joint_batch",
     "convert_checkpoint": "zeromesh.convert",
+    "verify": "zeromesh.verification.run",
     "zero": "",
     "pipe": "",
     "checkpointing": "",
@@ -49,7 +51,7 @@ _HOMES = {
 __all__ = [
     "Engine", "Environment", "Mesh", "Settings", "checkpointing", "clip_grad_norm_", "convert_checkpoint",
     "from_pretrained", "gather_with_gradient", "init_distributed", "initialize", "launch", "load_pretrained",
-    "make_mesh", "no_decay_groups", "pipe", "shard", "sync_batch_norm", "zero",
+    "make_mesh", "no_decay_groups", "pipe", "shard", "sync_batch_norm", "verify", "zero",
 ]  # fmt: skip
 
 

@@ -1,0 +1,280 @@
+"""One rank of a comparison: it trains with the engine, and compares what it holds with the plain process."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import inf, isfinite, isnan
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeromesh.build import initialize
+from zeromesh.engine import Engine
+from zeromesh.model.containers import map_tensors
+from zeromesh.model.piece import Piece
+from zeromesh.verification import cause
+from zeromesh.verification.plain import PlainStep, Trial, loss_of_model
+
+ORDER = ("loss", "norm", "rate", "gradient", "state", "master", "parameter", "buffer")
+"""Kinds of values in the order in which an update computes them: the first that is apart is nearest to the cause."""
+
+EXPLAINED = 6  # values of each kind that a rank looks at for causes
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Comparison of one value on one rank, after one update."""
+
+    step: int  # counted from 1
+    kind: str
+    name: str  # of the parameter, buffer or state; of a loss, share.micro-batch
+    rank: int
+    place: str  # of the rank in the mesh, and of its piece
+    difference: float  # largest absolute difference of an element
+    bound: float
+    size: float  # largest absolute value of the plain process
+    cause: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """True if the difference is finite and within a finite bound."""
+        return isfinite(self.difference) and isfinite(self.bound) and self.difference <= self.bound
+
+    @property
+    def relative(self) -> float:
+        """Difference relative to the value."""
+        return self.difference / self.size if self.size else (inf if self.difference else 0.0)
+
+    @property
+    def order(self) -> tuple[int, int, float]:
+        """Place among findings: by update, by kind, and the largest excess over its bound first."""
+        excess = self.difference / self.bound if self.bound else inf
+        return self.step, ORDER.index(self.kind.split()[0]), -excess if isfinite(excess) else -inf
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank found in one trial."""
+
+    rank: int
+    coordinates: Mapping[str, int]
+    findings: list[Finding]
+    skipped: int  # updates that the engine skipped
+
+
+def run_trials(work: list[tuple[Trial, Path, Path]], limit: float) -> list[RankResult]:
+    """Compare each trial with the reference in its file, on this rank; a rank that hangs ends after ``limit`` s."""
+    # A rank that waits in a collective for one that failed never comes back to Python by itself.
+    if limit:
+        faulthandler.dump_traceback_later(limit, exit=True)
+        logging.getLogger("zeromesh").setLevel(logging.WARNING)
+    try:
+        return [compare(trial, model, torch.load(plain, mmap=True, weights_only=False)) for trial, model, plain in work]
+    finally:
+        if limit:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def compare(trial: Trial, path: Path, plain: list[PlainStep]) -> RankResult:
+    """Train with the engine and compare every update. Collective."""
+    engine = initialize(model=trial.model(path), config=trial.settings)[0]
+    assert engine.optimizer is not None
+    comparison = Comparison(engine, trial, plain)
+    hook = engine.optimizer.register_step_pre_hook(lambda *_: comparison.take_gradients())
+    try:
+        for number in range(trial.steps):
+            comparison.step(number)
+    finally:
+        hook.remove()
+    result = RankResult(engine.mesh.rank, comparison.coordinates, comparison.findings, engine.skipped_steps)
+    engine.destroy()
+    return result
+
+
+class Comparison:
+    """Findings of one rank."""
+
+    def __init__(self, engine: Engine, trial: Trial, plain: list[PlainStep]) -> None:
+        self.findings: list[Finding] = []
+        self._engine, self._trial, self._plain = engine, trial, plain
+        mesh = engine.mesh
+        self.coordinates = {axis: mesh.group(axis).rank for axis, size in mesh.sizes.items() if size > 1}
+        self._place = ", ".join(f"{axis} {index}" for axis, index in self.coordinates.items())
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._explained: dict[tuple[int, str], int] = {}
+
+    def take_gradients(self) -> None:
+        """Keep the gradients that the optimizer is about to use; those of an update on the host are not seen here."""
+        for flat in self._engine.sharded.flats:
+            for _, _, piece in flat.pieces:
+                if piece.parameter.grad is not None:
+                    self._gradients[piece.name] = piece.parameter.grad.detach().clone()
+
+    def step(self, number: int) -> None:
+        """Make one update, and compare it."""
+        engine, expected = self._engine, self._plain[number].values
+        self._gradients.clear()
+        rates = engine.get_lr()
+        losses = self._train(number)
+        for name, loss in losses.items():
+            self._number(number, "loss", name, loss)
+        if not losses:
+            mean = [value for key, value in expected.items() if key.startswith("loss/")]
+            bound = max(bound for key, bound in self._plain[number].bounds.items() if key.startswith("loss/"))
+            got = engine.get_mean_loss()
+            self._add(number, "loss", "", torch.tensor(inf if got is None else got), torch.stack(mean).mean(), bound)
+        norm = engine.get_global_grad_norm()
+        self._number(number, "norm", "", inf if norm is None else norm)
+        for group, rate in enumerate(rates):
+            self._number(number, "rate", str(group), rate)
+        self._states(number)
+        self._parameters(number)
+        self._buffers(number)
+
+    def _train(self, number: int) -> dict[str, float]:
+        """Return the losses of this rank's micro-batches, by name; none where stages compute them."""
+        engine, trial = self._engine, self._trial
+        share = engine.data_rank
+        given = [trial.inputs(number, share, m) for m in range(trial.micro_batches)]
+        if engine.pipelined is not None:
+            with trial.widened():
+                engine.train_batch(iter(given))
+            return {}
+        losses = {}
+        for micro_batch, inputs in enumerate(given):
+            here = map_tensors(inputs, lambda tensor: tensor.to(engine.device))
+            with trial.widened():
+                loss = loss_of_model(here, engine.module, engine)
+                engine.backward(loss)
+            losses[f"{share}.{micro_batch}"] = loss.detach().double().item()
+            engine.step()
+        return losses
+
+    # Values.
+
+    def _pieces(self) -> Iterator[Piece]:
+        for flat in self._engine.sharded.flats:
+            if flat.layout.trainable:
+                flat.load_states()
+                for _, _, piece in flat.pieces:
+                    yield piece
+
+    def _states(self, number: int) -> None:
+        """Compare gradients, states of the optimizer and masters, each rank its own pieces."""
+        optimizer = self._engine.optimizer
+        assert optimizer is not None
+        step = self._plain[number]
+        keys: dict[str, list[str]] = {}
+        for key in step.values:
+            kind, _, name = key.partition("/")
+            if kind.startswith("state "):
+                keys.setdefault(name, []).append(kind)
+        for piece in self._pieces():
+            got = self._gradients.get(piece.name)
+            if got is not None:
+                self._piece(number, "gradient", piece, got)
+            states = optimizer.state.get(piece.parameter, {})
+            for kind in keys.get(piece.name, []):
+                self._state(number, kind, piece, states.get(kind.removeprefix("state ")))
+            self._piece(number, "master", piece, piece.parameter.detach())
+
+    def _state(self, number: int, kind: str, piece: Piece, got: Any) -> None:
+        expected = self._plain[number].values[f"{kind}/{piece.name}"]
+        if piece.start == piece.stop:
+            return
+        if expected.numel() == torch.Size(piece.shape).numel() and expected.ndim > 0:
+            if got is None or got.numel() == piece.stop - piece.start:
+                self._piece(number, kind, piece, got)
+        elif expected.ndim == 0:
+            bound = self._plain[number].bounds.get(f"{kind}/{piece.name}", inf)
+            value = torch.tensor(inf if got is None else float(got))
+            self._add(number, kind, piece.name, value, expected, bound)
+
+    def _piece(self, number: int, kind: str, piece: Piece, got: torch.Tensor | None) -> None:
+        step, key = self._plain[number], f"{kind}/{piece.name}"
+        whole = step.values.get(key)
+        # The plain process had no gradient: what is here has to be zero.
+        expected = piece.cut(whole.view(piece.shape)) if whole is not None else torch.zeros(piece.stop - piece.start)
+        have = torch.full_like(expected, inf) if got is None else got.reshape(-1)
+        look = None
+        if got is not None:
+            evidence = cause.Evidence(self._plain, number, piece, self._trial, self._engine.data_rank)
+            look = partial(cause.explain, kind, have.cpu(), evidence)
+        part = "" if piece.whole else f"elements {piece.start} to {piece.stop} of this rank's part"
+        self._add(number, kind, piece.name, have, expected, step.bounds.get(key, 0.0), part, look)
+
+    def _parameters(self, number: int) -> None:
+        """Compare the parameters that the next forward computes with, after they were published."""
+        sharded, step = self._engine.sharded, self._plain[number]
+        before = self._plain[number - 1].values if number else {}
+        for part in sharded.parts:
+            with sharded.gathered([part]):
+                for flat in part.flats:
+                    for parameter, segment in zip(flat.parameters, flat.layout.segments, strict=True):
+                        key = f"{'master' if flat.layout.trainable else 'frozen'}/{segment.name}"
+                        whole = step.values.get(key)
+                        if whole is None or parameter.numel() == 0:
+                            continue
+                        got = parameter.detach()
+                        expected = whole.view(got.shape).to(got.dtype)  # also of one that is split, which was joined
+                        # A master at the edge between two numbers of 16 bits may be rounded to either.
+                        ulp = torch.finfo(got.dtype).eps * _largest(expected)
+                        old = before.get(key)
+                        look = partial(cause.stale, got, old, ulp)
+                        self._add(
+                            number, "parameter", segment.name, got, expected, step.bounds.get(key, inf) + ulp, "", look
+                        )
+
+    def _buffers(self, number: int) -> None:
+        sharded, step, share = self._engine.sharded, self._plain[number], self._engine.data_rank
+        kept = {id(buffer) for buffer in sharded.buffers.state()}
+        for name, buffer in sharded.model.named_buffers():
+            first = id(buffer) in kept
+            expected = step.values.get(f"buffer {0 if first else share}/{name}")
+            if name in sharded.idle or expected is None or expected.shape != buffer.shape:
+                continue
+            bound = step.bounds.get(f"buffer {0 if first else share}/{name}", 0.0)
+            own = step.values.get(f"buffer {share}/{name}")
+            look = partial(cause.unshared, buffer.detach(), own, bound) if first and share else None
+            self._add(number, "buffer", name, buffer.detach(), expected, bound, "", look)
+
+    # Findings.
+
+    def _number(self, number: int, kind: str, name: str, got: float) -> None:
+        step, key = self._plain[number], f"{kind}/{name}"
+        expected = step.values.get(key)
+        if expected is None:
+            return
+        # Of single numbers of one kind, the largest bound counts: each may by chance have moved little.
+        bound = max((b for k, b in step.bounds.items() if k.startswith(f"{kind}/")), default=inf)
+        look = partial(cause.of_number, kind, got, self._plain, number, key, self._trial)
+        self._add(number, kind, name, torch.tensor(got, dtype=torch.float64), expected, bound, "", look)
+
+    def _add(
+        self, number: int, kind: str, name: str, got: torch.Tensor, expected: torch.Tensor, bound: float,
+        part: str = "", look: Any = None,
+    ) -> None:  # fmt: skip
+        difference = _largest(got.cpu().double() - expected.cpu().double())
+        size = _largest(expected)
+        place = ": ".join(text for text in (self._place, part) if text)
+        finding = Finding(number + 1, kind, name, self._engine.mesh.rank, place, difference, bound, size)
+        if not finding.equal and look is not None:
+            tried = self._explained.get((number, kind), 0)
+            self._explained[number, kind] = tried + 1
+            if tried < EXPLAINED:
+                found = look()
+                finding = Finding(**{**vars(finding), "cause": found})
+        self.findings.append(finding)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Return the largest absolute value; infinity where an element is no number."""
+    if not tensor.numel():
+        return 0.0
+    found = float(tensor.double().abs().max())
+    return inf if isnan(found) else found
