@@ -30,6 +30,7 @@ from zeromesh.verification.rows import Rows
 SAMPLED = 512  # elements of each parameter whose share of every micro-batch's gradient is kept, to find causes
 SAFETY = 16.0  # times what round-off did in trials; two of them see a scalar's whole range only so far
 TRIALS = 2
+EXACT = 2.0**-22  # relative round-off of a few operations in fp32
 
 
 @dataclass(frozen=True)
@@ -312,27 +313,34 @@ def reference(
     noise = unit * {64: float(terms), 32: sqrt(terms)}.get(torch.finfo(narrow).bits, 1.0)
     trials = [list(Plain(path, trial, noise, seed).steps(advance)) for seed in range(1, TRIALS + 1)]
     for number, step in enumerate(steps):
-        step.bounds = _bounds(step, [other[number] for other in trials], noise)
+        step.bounds = _bounds(step, [other[number] for other in trials], noise, steps[0].start)
     return steps, narrow
 
 
-def _bounds(step: PlainStep, trials: Sequence[PlainStep], floor: float) -> dict[str, float]:
-    moved = {
-        key: max(_largest(other.values[key].double() - value.double()) for other in trials)
-        for key, value in step.values.items()
-        if all(key in other.values for other in trials)
-    }
+def _bounds(
+    step: PlainStep, trials: Sequence[PlainStep], floor: float, start: Mapping[str, torch.Tensor]
+) -> dict[str, float]:  # fmt: skip
     sizes = {key: _largest(value) for key, value in step.values.items()}
+    moved, scales = {}, {}
+    for key, value in step.values.items():
+        kind, _, name = key.partition("/")
+        if all(key in other.values for other in trials):
+            moved[key] = max(_largest(other.values[key].double() - value.double()) for other in trials)
+            # Of a weight, only what training has added to it depends on what was computed.
+            scales[key] = _largest(value.double() - start[name].double()) if kind == "master" else sizes[key]
     # A single number may by chance not move at all: values of one kind share the median of how far they moved.
     usual: dict[str, list[float]] = {}
     for key, distance in moved.items():
-        if sizes[key] > 0:
-            usual.setdefault(key.split("/")[0], []).append(distance / sizes[key])
+        if scales[key] > 0:
+            usual.setdefault(key.split("/")[0], []).append(distance / scales[key])
     medians = {kind: sorted(found)[len(found) // 2] for kind, found in usual.items()}
-    return {
-        key: SAFETY * max(distance, medians.get(key.split("/")[0], 0.0) * sizes[key]) + floor * sizes[key]
-        for key, distance in moved.items()
-    }
+    bounds = {}
+    for key, distance in moved.items():
+        kind = key.split("/")[0]
+        # Masters, rates and what is not computed are kept in at least fp32.
+        exact = floor if kind not in ("master", "rate", "frozen") else min(floor, EXACT)
+        bounds[key] = SAFETY * max(distance, medians.get(kind, 0.0) * scales[key]) + exact * sizes[key]
+    return bounds
 
 
 def _largest(tensor: torch.Tensor) -> float:

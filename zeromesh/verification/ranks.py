@@ -127,7 +127,8 @@ class Comparison:
             mean = [value for key, value in expected.items() if key.startswith("loss/")]
             bound = max(bound for key, bound in self._plain[number].bounds.items() if key.startswith("loss/"))
             got = engine.get_mean_loss()
-            self._add(number, "loss", "", torch.tensor(inf if got is None else got), torch.stack(mean).mean(), bound)
+            value = torch.tensor(inf if got is None else got, dtype=torch.float64)
+            self._add(number, "loss", "", value, torch.stack(mean).mean(), bound)
         norm = engine.get_global_grad_norm()
         self._number(number, "norm", "", inf if norm is None else norm)
         for group, rate in enumerate(rates):
@@ -192,7 +193,7 @@ class Comparison:
                 self._piece(number, kind, piece, got)
         elif expected.ndim == 0:
             bound = self._plain[number].bounds.get(f"{kind}/{piece.name}", inf)
-            value = torch.tensor(inf if got is None else float(got))
+            value = torch.tensor(inf if got is None else float(got), dtype=torch.float64)
             self._add(number, kind, piece.name, value, expected, bound)
 
     def _piece(self, number: int, kind: str, piece: Piece, got: torch.Tensor | None) -> None:
