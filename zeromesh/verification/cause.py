@@ -67,11 +67,9 @@ def factors(trial: Trial, step: PlainStep) -> Iterator[tuple[float, str]]:
 
 
 def named_factor(ratio: float, trial: Trial, step: PlainStep, close: float) -> str:
-    """Return the meaning of a factor; without one, the factor."""
-    for factor, meaning in factors(trial, step):
-        if abs(ratio - factor) <= close * max(abs(factor), close):
-            return meaning
-    return f"{ratio:.6g} times what it should be"
+    """Return what a factor may mean; without a meaning, the factor."""
+    found = [text for factor, text in factors(trial, step) if abs(ratio - factor) <= close * max(abs(factor), close)]
+    return "; or ".join(dict.fromkeys(found)) or f"{ratio:.6g} times what it should be"
 
 
 def ratio_of(got: torch.Tensor, expected: torch.Tensor, close: float) -> float | None:
@@ -136,7 +134,7 @@ def _of_gradient(got: torch.Tensor, expected: torch.Tensor, evidence: Evidence) 
             "uses is missing, or it is another element's"
         )
     count = 1 if trial.settings.gradient_allreduce_op == "sum" else trial.shares
-    times = (solved * count * step.scale / step.clip).view(trial.shares, trial.micro_batches)
+    times = (solved * count * step.scale).view(trial.shares, trial.micro_batches)
     return _of_parts(times, evidence.share, 10 * close)
 
 
@@ -173,11 +171,20 @@ def _of_parts(times: torch.Tensor, share: int, close: float) -> str:
     return f"micro-batch {m} of data rank {row} is in it {float(times[row, m]):.4g} times instead of once"
 
 
-def stale(got: torch.Tensor, old: torch.Tensor | None, near: float) -> str:
-    """Return the likely cause of a wrong parameter whose master is compared elsewhere."""
-    if old is not None and float((got.double().cpu() - old.double()).abs().max()) <= near:
+def stale(got: torch.Tensor, old: torch.Tensor | None) -> str:
+    """Return the likely cause of a parameter that is not what its master says."""
+    if old is None:
+        return "it is not what its master says: the update was not published to this rank, or something else was"
+    if torch.equal(got, old):
         return "it has its value from before this update: the new one was not published to this rank"
-    return "it is not what the master says: see whether the master is reported too"
+    return "it is not what its master says: something else was published to this rank"
+
+
+def of_count(got: object, expected: torch.Tensor) -> str:
+    """Return the likely cause of a wrong number of updates."""
+    if got is None:
+        return "the optimizer has no state of it here: this rank did not update its piece"
+    return f"the optimizer counts {float(got):g} updates of it here instead of {float(expected):g}"  # type: ignore[arg-type]
 
 
 def unshared(got: torch.Tensor, own: torch.Tensor | None, near: float) -> str:
@@ -198,7 +205,7 @@ def of_number(kind: str, got: float, plain: Sequence[PlainStep], number: int, ke
             if near is not None and abs(float(near) - got) <= 1e-9 * abs(got) and float(near) != expected:
                 return f"the schedule is {what}"
     if kind == "norm" and expected:
-        return f"it is {named_factor(got / expected, trial, step, close)}"
+        return f"it is {named_factor(got / expected, trial, step, close)}, though the gradients are right"
     return ""
 
 
@@ -206,6 +213,8 @@ def where(ranks: Sequence[int], coordinates: Mapping[int, Mapping[str, int]]) ->
     """Describe a set of ranks by their places in the mesh."""
     if len(ranks) == len(coordinates):
         return f"all {counted(len(ranks), 'rank')}"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} ({', '.join(f'{axis} {index}' for axis, index in coordinates[ranks[0]].items())})"
     for axis in next(iter(coordinates.values()), {}):
         for index in sorted({of[axis] for of in coordinates.values()}):
             if set(ranks) == {rank for rank, of in coordinates.items() if of.get(axis) == index}:

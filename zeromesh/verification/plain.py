@@ -78,7 +78,7 @@ class Trial:
 class PlainStep:
     """One update: what was computed, by name.
 
-    ``values`` has ``gradient/NAME`` (clipped, as the optimizer gets it), ``state KEY/NAME``, ``master/NAME``,
+    ``values`` has ``gradient/NAME`` (before clipping), ``state KEY/NAME``, ``master/NAME``,
     ``buffer SHARE/NAME`` and ``loss/SHARE.MICRO_BATCH``, ``norm/``, ``rate/GROUP``.
     """
 
@@ -199,8 +199,8 @@ class Plain:
         for name, master in self.masters.items():
             master.grad = sums[name].mul(factor * step.clip) if name in sums else None
             step.samples[name] = _stacked(parts[name])
-            if master.grad is not None:
-                step.values[f"gradient/{name}"] = master.grad.clone()
+            if name in sums:
+                step.values[f"gradient/{name}"] = sums[name].mul(factor)
         if not step.skipped:
             self.optimizer.step()
             if self.scheduler is not None:

@@ -20,10 +20,10 @@ from zeromesh.model.piece import Piece
 from zeromesh.verification import cause
 from zeromesh.verification.plain import PlainStep, Trial, loss_of_model
 
-ORDER = ("loss", "norm", "rate", "gradient", "state", "master", "parameter", "buffer")
+ORDER = ("loss", "rate", "gradient", "norm", "state", "master", "parameter", "frozen", "buffer")
 """Kinds of values in the order in which an update computes them: the first that is apart is nearest to the cause."""
 
-EXPLAINED = 6  # values of each kind that a rank looks at for causes
+EXPLAINED = 32  # values of each kind that a rank looks at for causes
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Finding:
     bound: float
     size: float  # largest absolute value of the plain process
     cause: str = ""
+    position: int = 0  # of the parameter in the model
 
     @property
     def equal(self) -> bool:
@@ -51,10 +52,10 @@ class Finding:
         return self.difference / self.size if self.size else (inf if self.difference else 0.0)
 
     @property
-    def order(self) -> tuple[int, int, float]:
-        """Place among findings: by update, by kind, and the largest excess over its bound first."""
-        excess = self.difference / self.bound if self.bound else inf
-        return self.step, ORDER.index(self.kind.split()[0]), -excess if isfinite(excess) else -inf
+    def order(self) -> tuple[int, int, int]:
+        """Place among findings: by update, by kind, and in the order of forward, or backward for gradients."""
+        kind = self.kind.split()[0]
+        return self.step, ORDER.index(kind), -self.position if kind == "gradient" else self.position
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class RankResult:
     coordinates: Mapping[str, int]
     findings: list[Finding]
     skipped: int  # updates that the engine skipped
+    stopped: bool  # some rank found a difference, after which nothing more was compared
 
 
 def run_trials(work: list[tuple[Trial, Path, Path]], limit: float) -> list[RankResult]:
@@ -73,8 +75,13 @@ def run_trials(work: list[tuple[Trial, Path, Path]], limit: float) -> list[RankR
     if limit:
         faulthandler.dump_traceback_later(limit, exit=True)
         logging.getLogger("zeromesh").setLevel(logging.WARNING)
+    results: list[RankResult] = []
     try:
-        return [compare(trial, model, torch.load(plain, mmap=True, weights_only=False)) for trial, model, plain in work]
+        for trial, model, plain in work:
+            results.append(compare(trial, model, torch.load(plain, mmap=True, weights_only=False)))
+            if results[-1].stopped:
+                break
+        return results
     finally:
         if limit:
             faulthandler.cancel_dump_traceback_later()
@@ -86,12 +93,16 @@ def compare(trial: Trial, path: Path, plain: list[PlainStep]) -> RankResult:
     assert engine.optimizer is not None
     comparison = Comparison(engine, trial, plain)
     hook = engine.optimizer.register_step_pre_hook(lambda *_: comparison.take_gradients())
-    try:
-        for number in range(trial.steps):
-            comparison.step(number)
-    finally:
-        hook.remove()
-    result = RankResult(engine.mesh.rank, comparison.coordinates, comparison.findings, engine.skipped_steps)
+    stopped = False
+    for number in range(trial.steps):
+        comparison.step(number)
+        # All that follows a difference differs as well.
+        apart = torch.tensor([float(not all(one.equal for one in comparison.findings))], dtype=torch.float64)
+        stopped = bool(engine.mesh.group("world").exchange(apart).any())
+        if stopped:
+            break
+    hook.remove()
+    result = RankResult(engine.mesh.rank, comparison.coordinates, comparison.findings, engine.skipped_steps, stopped)
     engine.destroy()
     return result
 
@@ -107,6 +118,8 @@ class Comparison:
         self._place = ", ".join(f"{axis} {index}" for axis, index in self.coordinates.items())
         self._gradients: dict[str, torch.Tensor] = {}
         self._explained: dict[tuple[int, str], int] = {}
+        self._published: dict[str, torch.Tensor] = {}
+        self._positions = {name: place for place, (name, _) in enumerate(engine.sharded.model.named_parameters())}
 
     def take_gradients(self) -> None:
         """Keep the gradients that the optimizer is about to use; those of an update on the host are not seen here."""
@@ -133,9 +146,14 @@ class Comparison:
         self._number(number, "norm", "", inf if norm is None else norm)
         for group, rate in enumerate(rates):
             self._number(number, "rate", str(group), rate)
-        self._states(number)
+        self._states(number, 1.0 if norm is None else self._clip(norm))
         self._parameters(number)
         self._buffers(number)
+
+    def _clip(self, norm: float) -> float:
+        """Return the factor by which the engine says that it has clipped the gradient."""
+        limit = self._engine.config.gradient_clipping
+        return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
     def _train(self, number: int) -> dict[str, float]:
         """Return the losses of this rank's micro-batches, by name; none where stages compute them."""
@@ -165,8 +183,8 @@ class Comparison:
                 for _, _, piece in flat.pieces:
                     yield piece
 
-    def _states(self, number: int) -> None:
-        """Compare gradients, states of the optimizer and masters, each rank its own pieces."""
+    def _states(self, number: int, clip: float) -> None:
+        """Compare gradients before clipping, states of the optimizer and masters, each rank its own pieces."""
         optimizer = self._engine.optimizer
         assert optimizer is not None
         step = self._plain[number]
@@ -178,7 +196,7 @@ class Comparison:
         for piece in self._pieces():
             got = self._gradients.get(piece.name)
             if got is not None:
-                self._piece(number, "gradient", piece, got)
+                self._piece(number, "gradient", piece, got / clip)
             states = optimizer.state.get(piece.parameter, {})
             for kind in keys.get(piece.name, []):
                 self._state(number, kind, piece, states.get(kind.removeprefix("state ")))
@@ -194,7 +212,8 @@ class Comparison:
         elif expected.ndim == 0:
             bound = self._plain[number].bounds.get(f"{kind}/{piece.name}", inf)
             value = torch.tensor(inf if got is None else float(got), dtype=torch.float64)
-            self._add(number, kind, piece.name, value, expected, bound)
+            look = partial(cause.of_count, got, expected)
+            self._add(number, kind, piece.name, value, expected, bound, "", look)
 
     def _piece(self, number: int, kind: str, piece: Piece, got: torch.Tensor | None) -> None:
         step, key = self._plain[number], f"{kind}/{piece.name}"
@@ -210,26 +229,26 @@ class Comparison:
         self._add(number, kind, piece.name, have, expected, step.bounds.get(key, 0.0), part, look)
 
     def _parameters(self, number: int) -> None:
-        """Compare the parameters that the next forward computes with, after they were published."""
+        """Compare the parameters that the next forward computes with to the masters, wherever these are."""
         sharded, step = self._engine.sharded, self._plain[number]
-        before = self._plain[number - 1].values if number else {}
         for part in sharded.parts:
             with sharded.gathered([part]):
                 for flat in part.flats:
-                    for parameter, segment in zip(flat.parameters, flat.layout.segments, strict=True):
-                        key = f"{'master' if flat.layout.trainable else 'frozen'}/{segment.name}"
-                        whole = step.values.get(key)
-                        if whole is None or parameter.numel() == 0:
-                            continue
-                        got = parameter.detach()
-                        expected = whole.view(got.shape).to(got.dtype)  # also of one that is split, which was joined
-                        # A master at the edge between two numbers of 16 bits may be rounded to either.
-                        ulp = torch.finfo(got.dtype).eps * _largest(expected)
-                        old = before.get(key)
-                        look = partial(cause.stale, got, old, ulp)
-                        self._add(
-                            number, "parameter", segment.name, got, expected, step.bounds.get(key, inf) + ulp, "", look
-                        )
+                    for index, segment in enumerate(flat.layout.segments):
+                        got = flat.parameters[index].detach()
+                        kind, whole = "frozen", step.values.get(f"frozen/{segment.name}")
+                        if flat.layout.trainable:
+                            kind = "parameter"
+                            whole = sharded.assemble(flat, index, lambda _, __, piece: piece.parameter.detach())
+                        if whole is not None and got.numel():
+                            self._parameter(number, kind, segment.name, got, whole.view(got.shape).to(got.dtype))
+
+    def _parameter(self, number: int, kind: str, name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+        # A split master rounds ties differently from torch.
+        bound = torch.finfo(got.dtype).eps * _largest(expected)
+        look = partial(cause.stale, got, self._published.get(name))
+        self._add(number, kind, name, got, expected, bound, "", look)
+        self._published[name] = got.clone()
 
     def _buffers(self, number: int) -> None:
         sharded, step, share = self._engine.sharded, self._plain[number], self._engine.data_rank
@@ -263,7 +282,8 @@ class Comparison:
         difference = _largest(got.cpu().double() - expected.cpu().double())
         size = _largest(expected)
         place = ": ".join(text for text in (self._place, part) if text)
-        finding = Finding(number + 1, kind, name, self._engine.mesh.rank, place, difference, bound, size)
+        at = self._positions.get(name, 0)
+        finding = Finding(number + 1, kind, name, self._engine.mesh.rank, place, difference, bound, size, "", at)
         if not finding.equal and look is not None:
             tried = self._explained.get((number, kind), 0)
             self._explained[number, kind] = tried + 1

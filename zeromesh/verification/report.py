@@ -103,12 +103,13 @@ class Report:
             self.ranks = sorted({one.rank for one in alike})
             coordinates = {one.rank: one.coordinates for one in ranks}
             if first.kind == "loss":  # each rank has names of its own micro-batches
-                same = [one for one in trial.apart if (one.step, one.kind) == (first.step, "loss")]
-                self.ranks = sorted({one.rank for one in same})
+                losses = [one for one in trial.apart if (one.step, one.kind) == (first.step, "loss")]
+                self.ranks = sorted({one.rank for one in losses})
             self.place = where(self.ranks, coordinates)
             said = [one.cause for one in alike if one.cause]
             # What most ranks say of this value; else what is said of other values of this kind.
-            said = said or [one.cause for one in trial.apart if one.cause and one.step == first.step]
+            same = [one.cause for one in trial.apart if one.cause and (one.step, one.kind) == (first.step, first.kind)]
+            said = said or same
             self.cause = max(said, key=said.count) if said else ""
             self.verdict = Verdict.APART
             return
@@ -210,7 +211,7 @@ def described(one: Finding) -> str:
     if one.kind == "loss" and one.name:
         share, _, micro_batch = one.name.partition(".")
         return f"loss of micro-batch {micro_batch} of data rank {share}"
-    words = {"loss": "mean loss", "norm": "gradient norm", "rate": "learning rate of group", "master": "master weight"}
+    words = {"loss": "mean loss", "norm": "gradient norm", "rate": "learning rate of group", "master": "master weight", "frozen": "frozen weight"}
     kind = words.get(one.kind, f"optimizer {one.kind}" if one.kind.startswith("state ") else one.kind)
     return f"{kind} {one.name}".strip()
 
