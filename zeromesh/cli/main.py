@@ -53,8 +53,18 @@ def train(
     auto_resume: Annotated[
         bool, typer.Option("--auto-resume", help=f"Continue if {OUTPUT} has a checkpoint, else start.")
     ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="First compare the layout with one plain process, on a smaller model.")
+    ] = False,
 ) -> None:
     """Train a language model on text."""
+    if verify:
+        with _errors():
+            from zeromesh.cli import verify as verifying
+
+            verdict = verifying.run(verifying.VerifyQuestion(config, overrides=overrides or ()))
+        if verdict.value:
+            raise typer.Exit(verdict.value)
     with _errors():
         from zeromesh.train.run import train as run
 
@@ -303,6 +313,42 @@ def plan(
         fits = plans.plan(question, found)
     if not fits:
         raise typer.Exit(WRONG_INPUT)
+
+
+@app.command()
+def verify(
+    config: Annotated[Path, typer.Argument(help="A JSON file in DeepSpeed's format, with an optimizer.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A folder with a config.json of transformers, or package.module:function, which returns a module, or "
+            "one and a batch; the model of the file if left out."
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Processes; as few as the mesh needs if left out.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Updates to compare.")] = 3,
+    whole: Annotated[bool, typer.Option("--whole", help="Compare the model as it is, however large.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, metavar="S", help="Seconds that the processes have.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the differences of all parameters into this PNG.")
+    ] = None,
+) -> None:
+    """Show whether a layout trains a model as one plain process does: status 0 equal, 1 apart, 2 not verified."""
+    with _errors():
+        from zeromesh.cli import verify as verifying
+
+        question = verifying.VerifyQuestion(
+            config, model, overrides or (), ranks, steps, whole, timeout, as_json, picture
+        )
+        verdict = verifying.run(question)
+    if verdict.value:
+        raise typer.Exit(verdict.value)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from zeromesh.verification.plain import Trial, loss_of_model, reference
 from zeromesh.verification.ranks import RankResult, run_trials
 from zeromesh.verification.report import Report, TrialReport, Verdict
 from zeromesh.verification.rows import Rows, longest_sum
-from zeromesh.verification.shrink import Subject, subject_of, without_dropout
+from zeromesh.verification.shrink import Subject, fewest_blocks, subject_of, without_dropout
 
 TIMEOUT = 600.0
 
@@ -94,9 +94,7 @@ def _verified(
     launched: bool,
 ) -> Report:  # fmt: skip
     torch.manual_seed(settings.seed)
-    chunks = settings.pipeline.chunks
-    blocks = layout.sizes["pipeline"] * (chunks if isinstance(chunks, int) else 2)
-    subject = subject_of(model, batch, layout.sizes, blocks if layout.sizes["pipeline"] > 1 else 2, whole)
+    subject = subject_of(model, batch, layout.sizes, fewest_blocks(settings, layout.sizes), whole)
     report = Report(Verdict.UNVERIFIED, type(subject.model).__name__, layout.text, steps)
     report.changes = [*subject.changes, *layout.changes]
     with _shared_folder(launched) as folder:

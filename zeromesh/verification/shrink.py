@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeromesh.config.settings import Settings
 from zeromesh.model.hub import model_folder
 from zeromesh.pretrained import configuration
 from zeromesh.plan.source import class_of, inputs_of
@@ -47,6 +48,12 @@ class Subject:
     batch: Any
     changes: list[str] = field(default_factory=list)
     ids: int = 0  # size of a smaller vocabulary; 0: as it was
+
+
+def fewest_blocks(settings: Settings, sizes: Mapping[str, int]) -> int:
+    """Return the number of blocks that a smaller model has at least: one for each stage, and two."""
+    chunks = settings.pipeline.chunks
+    return max(2, sizes["pipeline"] * (chunks or 2) if sizes["pipeline"] > 1 else 2)
 
 
 def subject_of(model: nn.Module | str | Path, batch: Any, sizes: Mapping[str, int], blocks: int, whole: bool) -> Subject:
