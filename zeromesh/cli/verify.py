@@ -88,8 +88,8 @@ def configured(settings: Settings, ranks: int | None, whole: bool) -> tuple[nn.M
         model = _filled(described.adapted(subject.model))
         return model, subject.batch, subject.changes
     raise ValueError(
-        "the configuration describes no model: it has neither a section 'model' nor 'huggingface'; name the model after "
-        "it: a folder with a config.json of transformers, or package.module:function"
+        "the configuration describes no model: it has neither a section 'model' nor 'huggingface'; name the model "
+        "after it: a folder with a config.json of transformers, or package.module:function"
     )
 
 

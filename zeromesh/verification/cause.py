@@ -21,7 +21,7 @@ CLOSE_16_BIT = 3e-2
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a piece of a parameter at one update."""
+    """Values of the plain process for a piece of a parameter at one update."""
 
     plain: Sequence[PlainStep]
     number: int  # of the update, from 0
@@ -48,12 +48,15 @@ def factors(trial: Trial, step: PlainStep) -> Iterator[tuple[float, str]]:
     axes = {axis: size for axis, size in trial.sizes.items() if size > 1}
     named = {f"the {axis} ranks": size for axis, size in axes.items()}
     if trial.shares > 1 and trial.sizes["replicate"] > 1:
-        named["all data-parallel ranks"] = trial.shares
+        named["the data-parallel ranks"] = trial.shares
     named["the micro-batches"] = trial.micro_batches
     for what, size in named.items():
         if size > 1:
             yield size, f"{size} times too large: summed over {what} instead of averaged, or counted by each of them"
-            yield 1 / size, f"{size} times too small: divided by the number of {what.removeprefix('the ')} once too often"
+            yield (
+                1 / size,
+                f"{size} times too small: divided by the number of {what.removeprefix('the ')} once too often",
+            )
     if step.scale != 1:
         yield step.scale, f"{step.scale:g} times too large: not divided by the loss scale"
         yield 1 / step.scale, f"{step.scale:g} times too small: divided by the loss scale twice"
@@ -158,7 +161,9 @@ def _of_parts(times: torch.Tensor, share: int, close: float) -> str:
     alone = len(missing) == len(others) * micro_batches and all(row != share for row, _ in missing)
     if shares > 1 and alone:
         factor = float(times[share].mean())
-        return f"it has only this rank's own samples ({factor:.3g} times): it is not reduced over the data-parallel ranks"
+        return (
+            f"it has only this rank's own samples ({factor:.3g} times): it is not reduced over the data-parallel ranks"
+        )
     for row in range(shares):
         if all([row, m] in missing for m in range(micro_batches)):
             return f"the samples of data rank {row} are missing from it"

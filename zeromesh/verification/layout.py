@@ -29,7 +29,7 @@ PRECISION = ("fp16", "bf16", "torch_autocast", "communication_data_type", "data_
 
 
 @dataclass(frozen=True)
-class Layout:
+class SmallLayout:
     """Mesh and batch of the trials."""
 
     sizes: Mapping[str, int]
@@ -48,7 +48,7 @@ class Layout:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one rank"
 
 
-def small_layout(settings: Settings, ranks: int | None, most: int = MOST_RANKS) -> Layout:
+def small_layout(settings: Settings, ranks: int | None, most: int = MOST_RANKS) -> SmallLayout:
     """Return the layout of a comparison.
 
     Args:
@@ -60,9 +60,7 @@ def small_layout(settings: Settings, ranks: int | None, most: int = MOST_RANKS) 
         ValueError: there is no optimizer, the mesh does not fit so many ranks, or needs too many.
     """
     if settings.optimizer is None:
-        raise ValueError(
-            f"the configuration has no optimizer, and updates are what is compared; add {OPTIMIZER_ENTRY}"
-        )
+        raise ValueError(f"the configuration has no optimizer, and updates are what is compared; add {OPTIMIZER_ENTRY}")
     changes: list[str] = []
     asked = settings.mesh.model_dump()
     needed = prod(size for axis, size in (asked | settings.model_sizes).items() if axis != "data")
@@ -85,7 +83,7 @@ def small_layout(settings: Settings, ranks: int | None, most: int = MOST_RANKS) 
         changes.append(f"{ACCUMULATION} {micro} -> {fewer}")
     if rows > MOST_ROWS:
         changes.append(f"{MICRO_BATCH} {rows} -> {MOST_ROWS}")
-    return Layout(sizes, fewer, min(rows, MOST_ROWS), changes)
+    return SmallLayout(sizes, fewer, min(rows, MOST_ROWS), changes)
 
 
 def _fitted(settings: Settings, ranks: int | None, needed: int, most: int) -> dict[str, int]:
@@ -122,7 +120,7 @@ def _batch(settings: Settings, data: int) -> tuple[int, int]:
         return settings.gradient_accumulation_steps or 2, settings.train_micro_batch_size_per_gpu or 1
 
 
-def trial_settings(settings: Settings, layout: Layout, folder: Path, wide: bool, power: int | None) -> Settings:
+def trial_settings(settings: Settings, layout: SmallLayout, folder: Path, wide: bool, power: int | None) -> Settings:
     """Return the configuration of a trial.
 
     Args:

@@ -7,8 +7,8 @@ own. Every share of the global batch is computed on its own, as its rank does, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ from zeromesh.computation import cast_inputs
 from zeromesh.config.settings import Settings
 from zeromesh.model.chain import Chain
 from zeromesh.model.piece import Piece
+from zeromesh.model.quantized import change
 from zeromesh.model.split import Held
 from zeromesh.optim import factory, schedules
 from zeromesh.optim.groups import hidden_matrices
 from zeromesh.precision.scaler import LossScaler
-from zeromesh.verification.rows import Rows
+from zeromesh.verification.rows import SampleRows
 
 SAMPLED = 512  # elements of each parameter whose share of every micro-batch's gradient is kept, to find causes
 SAFETY = 16.0  # times what round-off did in trials; two of them see a scalar's whole range only so far
@@ -49,7 +50,7 @@ class Trial:
 
     name: str
     settings: Settings
-    rows: Rows
+    rows: SampleRows
     dtype: torch.dtype | None
     sizes: Mapping[str, int]
     micro_batches: int
@@ -71,10 +72,10 @@ class Trial:
 
     def widened(self) -> AbstractContextManager[Any]:
         """Return the context of forward and backward: in float64, casts to float32 do nothing."""
-        return Wide() if self.dtype is torch.float64 else nullcontext()
+        return wide() if self.dtype is torch.float64 else nullcontext()
 
 
-@dataclass
+@dataclass(frozen=True)
 class PlainStep:
     """One update: what was computed, by name.
 
@@ -108,7 +109,7 @@ class Alone:
 
 
 class Plain:
-    """One process that trains a model; ``noise`` is the relative size of random errors of the weights it computes with."""
+    """One process that trains a model; ``noise`` is the relative size of random errors of its weights."""
 
     def __init__(self, path: Path, trial: Trial, noise: float = 0.0, seed: int = 0) -> None:
         self._trial, self._noise = trial, noise
@@ -142,7 +143,7 @@ class Plain:
                 continue
             for parameter in module.parameters(recurse=False):
                 if compute is not None and parameter.is_floating_point():
-                    parameter.data = parameter.data.to(compute)
+                    change(parameter, data=parameter.data.to(compute))
             for name, buffer in module.named_buffers(recurse=False):
                 if buffers is not None and buffer.is_floating_point():
                     module._buffers[name] = buffer.to(buffers)
@@ -156,63 +157,63 @@ class Plain:
         groups = [factory.ParameterGroup(pieces)]
         return factory.build(chosen.type, dict(chosen.params), groups, alone, False, matrices=matrices)
 
-    def steps(self, advance: Callable[[], None] = lambda: None) -> Iterator[PlainStep]:
-        """Train, and yield each update."""
-        for number in range(self._trial.steps):
-            yield self._step(number)
-            advance()
+    def steps(self) -> list[PlainStep]:
+        """Train, and return the updates."""
+        return [self._step(number) for number in range(self._trial.steps)]
 
     def _step(self, number: int) -> PlainStep:
-        trial, step = self._trial, PlainStep()
-        step.values |= {f"frozen/{name}": value for name, value in self.frozen.items()}
-        if number == 0:
-            step.start = {name: master.detach().clone() for name, master in self.masters.items()}
-        step.scale = self.scaler.scale if self.scaler else 1.0
+        trial = self._trial
+        values = {f"frozen/{name}": value for name, value in self.frozen.items()}
+        first = self.masters if number == 0 else {}
+        start = {name: master.detach().clone() for name, master in first.items()}
+        scale = self.scaler.scale if self.scaler else 1.0
         sums: dict[str, torch.Tensor] = {}
         parts: dict[str, list[torch.Tensor | None]] = {name: [] for name in self.masters}
         buffers: dict[str, torch.Tensor] = {}
         for share in range(trial.shares):
             self._restore(share)
             for micro_batch in range(trial.micro_batches):
-                loss = self._gradients(number, share, micro_batch, step.scale)
-                step.values[f"loss/{share}.{micro_batch}"] = loss.double()
+                loss = self._gradients(number, share, micro_batch, scale)
+                values[f"loss/{share}.{micro_batch}"] = loss.double()
                 for name, computed in self._computed.items():
-                    gradient, computed.grad = computed.grad, None
+                    gradient = computed.grad
                     parts[name].append(None if gradient is None else sampled(gradient).double())
                     if gradient is not None:
                         wide = gradient.to(self.masters[name].dtype)
-                        sums[name] = sums[name] + wide if name in sums else wide
+                        sums[name] = sums[name] + wide if name in sums else wide.clone()
+                self.model.zero_grad()
             self._own[share] = {n: b.detach().clone() for n, b in self.model.named_buffers()}
             buffers |= {f"buffer {share}/{name}": value for name, value in self._own[share].items()}
         # Sums of parameters, not means, where the configuration says so; each share's own mean over micro-batches.
         count = 1 if trial.settings.gradient_allreduce_op == "sum" else trial.shares
-        factor = 1.0 / (count * step.scale)
+        factor = 1.0 / (count * scale)
         norm = sqrt(sum(float(total.double().square().sum()) for total in sums.values())) * factor
         if self.scaler:
             self.scaler.update(not isfinite(norm))
-        step.skipped = not isfinite(norm)
+        skipped = not isfinite(norm)
         limit = trial.settings.gradient_clipping
-        step.clip = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
-        step.values |= {"norm/": torch.tensor(norm, dtype=torch.float64)}
+        clip = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+        values["norm/"] = torch.tensor(norm, dtype=torch.float64)
         for group, options in enumerate(self.optimizer.param_groups):
-            step.values[f"rate/{group}"] = torch.tensor(float(options["lr"]), dtype=torch.float64)
+            values[f"rate/{group}"] = torch.tensor(float(options["lr"]), dtype=torch.float64)
+        samples = {}
         for name, master in self.masters.items():
-            master.grad = sums[name].mul(factor * step.clip) if name in sums else None
-            step.samples[name] = _stacked(parts[name])
+            change(master, grad=sums[name].mul(factor * clip) if name in sums else None)
+            samples[name] = _stacked(parts[name])
             if name in sums:
-                step.values[f"gradient/{name}"] = sums[name].mul(factor)
-        if not step.skipped:
+                values[f"gradient/{name}"] = sums[name].mul(factor)
+        if not skipped:
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
         # Every rank takes the first one's running statistics at an update; what is no part of the state stays its own.
         self._buffers |= {name: self._own[0][name] for name in self._persistent}
-        step.values |= buffers | {f"master/{name}": master.detach().clone() for name, master in self.masters.items()}
+        values |= buffers | {f"master/{name}": master.detach().clone() for name, master in self.masters.items()}
         for name, master in self.masters.items():
             for key, state in self.optimizer.state.get(master, {}).items():
                 if isinstance(state, torch.Tensor):
-                    step.values[f"state {key}/{name}"] = state.detach().clone()
-        return step
+                    values[f"state {key}/{name}"] = state.detach().clone()
+        return PlainStep(values, samples, {}, start, clip, scale, skipped)
 
     def _restore(self, share: int) -> None:
         """Begin a share with the buffers that its rank has."""
@@ -260,19 +261,42 @@ def _stacked(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
     return torch.stack([torch.zeros_like(like) if part is None else part for part in parts])
 
 
-class Wide(torch.overrides.TorchFunctionMode):
-    """Keeps float64 where a model casts to float32, as losses, norms and rotary embeddings of transformers do."""
+CASTS: tuple[tuple[Any, str], ...] = (
+    *((torch.Tensor, name) for name in ("to", "float", "type", "softmax", "log_softmax", "sum", "mean", "cumsum")),
+    *((torch, name) for name in ("softmax", "log_softmax", "sum", "mean", "cumsum")),
+    *((nn.functional, name) for name in ("softmax", "log_softmax")),
+)
+"""Functions with which models compute in float32 whatever they are given."""
 
-    # Their round-off would be that of float32, and bounds so wide that small mistakes go unseen.
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function with float64 in place of float32, if its first argument is in float64."""
-        kwargs = kwargs or {}
+
+@contextmanager
+def wide() -> Iterator[None]:
+    """Keep float64 where a model casts to float32, as losses, norms and rotary embeddings of transformers do."""
+    # Their round-off would be that of float32, and bounds so wide that small mistakes go unseen. Functions are
+    # replaced, because a mode of torch does not reach what is recomputed in the backward.
+    before = [(owner, name, getattr(owner, name), name in vars(owner)) for owner, name in CASTS]
+    try:
+        for owner, name, function, _ in before:
+            setattr(owner, name, _kept_wide(function, name))
+        yield
+    finally:
+        for owner, name, function, own in before:
+            if own:
+                setattr(owner, name, function)
+            else:
+                delattr(owner, name)
+
+
+def _kept_wide(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
-            if func is torch.Tensor.float:
+            if name == "float":
                 return args[0]
             args = tuple(torch.float64 if one is torch.float32 else one for one in args)
             kwargs = {key: torch.float64 if one is torch.float32 else one for key, one in kwargs.items()}
-        return func(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 class Narrowest(torch.overrides.TorchFunctionMode):
@@ -291,19 +315,15 @@ class Narrowest(torch.overrides.TorchFunctionMode):
         return result
 
 
-def reference(
-    path: Path, trial: Trial, terms: int, advance: Callable[[], None] = lambda: None
-) -> tuple[list[PlainStep], torch.dtype]:  # fmt: skip
+def reference(path: Path, trial: Trial, terms: int) -> tuple[list[PlainStep], torch.dtype]:
     """Return the updates of the plain process with their bounds, and the narrowest dtype that it computes in.
 
     Bounds come from trials: the process is run again with weights that have random errors of the size of the unit
     round-off in every computation, times the root of the longest sum's terms where sums are computed in that precision.
     What that moves, round-off in another order of sums may move as well. docs/adr/0027-verification.md has the reasons.
     """
-    plain, steps = Plain(path, trial), []
     with Narrowest() as seen:
-        for step in plain.steps(advance):
-            steps.append(step)
+        steps = Plain(path, trial).steps()
     asked = trial.settings.precision
     used = [seen.dtype, *(one for one in (asked.compute, asked.communicate, asked.accumulate) if one is not None)]
     narrow = max(used, key=lambda dtype: torch.finfo(dtype).eps)
@@ -311,10 +331,13 @@ def reference(
     # The rounding errors of a sum grow with the root of its terms, at the worst with their number. Products of matrices
     # of 16 bits are summed in fp32, and rounded once.
     noise = unit * {64: float(terms), 32: sqrt(terms)}.get(torch.finfo(narrow).bits, 1.0)
-    trials = [list(Plain(path, trial, noise, seed).steps(advance)) for seed in range(1, TRIALS + 1)]
-    for number, step in enumerate(steps):
-        step.bounds = _bounds(step, [other[number] for other in trials], noise, steps[0].start)
-    return steps, narrow
+    trials = [Plain(path, trial, noise, seed).steps() for seed in range(1, TRIALS + 1)]
+    start = steps[0].start
+    bounded = [
+        replace(step, bounds=_bounds(step, [other[number] for other in trials], noise, start))
+        for number, step in enumerate(steps)
+    ]
+    return bounded, narrow
 
 
 def _bounds(

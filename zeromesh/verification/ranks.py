@@ -60,7 +60,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank found in one trial."""
+    """Findings of one rank in one trial."""
 
     rank: int
     coordinates: Mapping[str, int]

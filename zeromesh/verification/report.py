@@ -87,11 +87,17 @@ class Report:
         if self.verdict is Verdict.UNVERIFIED:
             return f"not verified: {self.reason}"
         if first is None:
-            return f"equal: {self.layout} trains {self.model} as one plain process does, for {counted(self.steps, 'step')}"
+            return (
+                f"equal: {self.layout} trains {self.model} as one plain process does, for {counted(self.steps, 'step')}"
+            )
         return (
             f"apart: first at step {first.step}, {described(first)}, on {self.place}: off by {first.difference:.3g}, "
             f"bound {first.bound:.3g}" + (f"; {self.cause}" if self.cause else "")
         )
+
+    def refuse(self, reason: str) -> None:
+        """Say why nothing can be said."""
+        self.verdict, self.reason = Verdict.UNVERIFIED, reason
 
     def decide(self, results: Sequence[Sequence[RankResult]]) -> None:
         """Find where the first difference is, and its likely cause."""
@@ -99,7 +105,9 @@ class Report:
             if not trial.apart:
                 continue
             first = trial.apart[0]
-            alike = [one for one in trial.apart if (one.step, one.kind, one.name) == (first.step, first.kind, first.name)]
+            alike = [
+                one for one in trial.apart if (one.step, one.kind, one.name) == (first.step, first.kind, first.name)
+            ]
             self.ranks = sorted({one.rank for one in alike})
             coordinates = {one.rank: one.coordinates for one in ranks}
             if first.kind == "loss":  # each rank has names of its own micro-batches
@@ -175,7 +183,8 @@ class Report:
         trials = [trial for trial in self.trials if trial.findings]
         if not trials:
             raise ValueError("there is no picture, as nothing was compared")
-        names = list(dict.fromkeys(one.name for one in trials[0].findings if one.kind in ("master", "parameter")))
+        drawn = {one.name: one.position for one in trials[0].findings if one.kind in ("master", "parameter")}
+        names = sorted(drawn, key=drawn.__getitem__)
         figure, axes = pyplot.subplots(
             1, len(trials), figsize=(4 + 2 * len(trials), 1.5 + 0.16 * len(names)), squeeze=False, sharey=True,
             layout="constrained",
@@ -211,7 +220,13 @@ def described(one: Finding) -> str:
     if one.kind == "loss" and one.name:
         share, _, micro_batch = one.name.partition(".")
         return f"loss of micro-batch {micro_batch} of data rank {share}"
-    words = {"loss": "mean loss", "norm": "gradient norm", "rate": "learning rate of group", "master": "master weight", "frozen": "frozen weight"}
+    words = {
+        "loss": "mean loss",
+        "norm": "gradient norm",
+        "rate": "learning rate of group",
+        "master": "master weight",
+        "frozen": "frozen weight",
+    }
     kind = words.get(one.kind, f"optimizer {one.kind}" if one.kind.startswith("state ") else one.kind)
     return f"{kind} {one.name}".strip()
 

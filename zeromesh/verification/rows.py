@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ FLAGS = 2  # distinct values of a tensor, up to which it counts as a mask
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampleRows:
     """A batch of samples from which micro-batches are drawn.
 
     Attributes:
@@ -85,14 +84,8 @@ def _distinct(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten()[: 1 << 16].unique()
 
 
-def longest_sum(rows: Rows, shares: int, micro_batches: int, model: torch.nn.Module) -> int:
+def longest_sum(rows: SampleRows, shares: int, micro_batches: int, model: torch.nn.Module) -> int:
     """Return about how many terms the longest sum of an update has: entries of the batch, or of a matrix' side."""
     sides = max((max(p.shape, default=1) for p in model.parameters()), default=1)
     places = max((tensor[0].numel() for tensor in tensors_of(rows.batch) if tensor.ndim > 0), default=1)
     return max(sides, places * rows.count * shares * micro_batches)
-
-
-def names(batch: Any) -> Iterator[str]:
-    """Yield a word for each tensor of a batch: its dtype and shape."""
-    for tensor in tensors_of(batch):
-        yield f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"

@@ -26,11 +26,11 @@ from zeromesh.initialization.trial import try_out
 from zeromesh.launcher.launch import launch
 from zeromesh.model.containers import tensors_of
 from zeromesh.observe.machine import memory
-from zeromesh.verification.layout import Layout, scale_powers, skipped_text, small_layout, trial_settings
+from zeromesh.verification.layout import SmallLayout, scale_powers, skipped_text, small_layout, trial_settings
 from zeromesh.verification.plain import Trial, loss_of_model, reference
 from zeromesh.verification.ranks import RankResult, run_trials
 from zeromesh.verification.report import Report, TrialReport, Verdict
-from zeromesh.verification.rows import Rows, longest_sum
+from zeromesh.verification.rows import SampleRows, longest_sum
 from zeromesh.verification.shrink import Subject, fewest_blocks, subject_of, without_dropout
 
 TIMEOUT = 600.0
@@ -85,53 +85,60 @@ def verify(
         report = _verified(model, settings, batch, layout, steps, whole, timeout, tell, launched)
     finally:
         restore_random_state(state)
-    report.seconds = time.monotonic() - began
-    return report
+    return replace(report, seconds=time.monotonic() - began)
 
 
 def _verified(
-    model: Any, settings: Settings, batch: Any, layout: Layout, steps: int, whole: bool, timeout: float, tell: Tell,
+    model: Any, settings: Settings, batch: Any, layout: SmallLayout, steps: int, whole: bool, timeout: float, tell: Tell,
     launched: bool,
 ) -> Report:  # fmt: skip
     torch.manual_seed(settings.seed)
     subject = subject_of(model, batch, layout.sizes, fewest_blocks(settings, layout.sizes), whole)
-    report = Report(Verdict.UNVERIFIED, type(subject.model).__name__, layout.text, steps)
-    report.changes = [*subject.changes, *layout.changes]
+    changes = [*subject.changes, *layout.changes]
+    report = Report(Verdict.UNVERIFIED, type(subject.model).__name__, layout.text, steps, changes)
     with _shared_folder(launched) as folder:
         path = folder / "model.pt"
         _save(subject, path, report, launched)
         try:
             results = _trials(path, settings, subject, layout, report, timeout, tell, launched)
         except NotVerified as error:
-            report.reason = str(error)
+            report.refuse(str(error))
             return report
     report.decide(results)
     return report
 
 
 def _save(subject: Subject, path: Path, report: Report, launched: bool) -> None:
-    """Write a copy of the model without dropout; on the first rank, and wait for it on others."""
-    if _is_first(launched):
-        try:
-            torch.save(subject.model, path)
-        except Exception as error:  # pickle raises many kinds
-            raise ValueError(
-                f"{type(subject.model).__name__} cannot be copied to other processes ({type(error).__name__}: {error}); "
-                "name a function that makes it, package.module:function, and define its classes in modules"
-            ) from None
-        copy = torch.load(path, weights_only=False)
-        if without_dropout(copy):
-            report.changes.append("dropout 0")
-        torch.save(copy, path)
+    """Write a copy of the model without dropout, on the first rank, and wait for it on others."""
+    found: list[Any] = [_saved(subject.model, path) if _is_first(launched) else None]
     if launched:
-        dist.barrier()
+        dist.broadcast_object_list(found, 0)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    if found[0]:
+        report.changes.append("dropout 0")
+
+
+def _saved(model: nn.Module, path: Path) -> bool | ValueError:
+    """Return whether there was dropout, or an error for the other ranks to hear of."""
+    try:
+        torch.save(model, path)
+        copy = torch.load(path, weights_only=False)
+    except Exception as error:  # pickle raises many kinds
+        return ValueError(
+            f"{type(model).__name__} cannot be copied to other processes ({type(error).__name__}: {error}); define its "
+            "classes at the top level of modules, and keep functions without names out of it"
+        )
+    had = without_dropout(copy)
+    torch.save(copy, path)
+    return had
 
 
 def _trials(
-    path: Path, settings: Settings, subject: Subject, layout: Layout, report: Report, timeout: float, tell: Tell,
+    path: Path, settings: Settings, subject: Subject, layout: SmallLayout, report: Report, timeout: float, tell: Tell,
     launched: bool,
 ) -> list[list[RankResult]]:  # fmt: skip
-    rows = Rows(subject.batch, layout.rows, subject.ids)
+    rows = SampleRows(subject.batch, layout.rows, subject.ids)
     rows.samples  # noqa: B018  raises for a batch without samples
     own = trial_settings(settings, layout, path.parent, wide=False, power=None)
     try_out(torch.load(path, weights_only=False), own.resolve(1, layout.sizes), layout.sizes)
@@ -148,6 +155,7 @@ def _trials(
     trials["float64"] = wide
     if name != "float64":
         trials[name] = replace(wide, name=name, settings=own, dtype=None)
+    said = skipped_text(report.steps, report.steps)
     for power in scale_powers(settings):
         if power is not None:
             scaled = trial_settings(settings, layout, path.parent, False, power)
@@ -167,14 +175,14 @@ def _trials(
         results = [list(of) for of in zip(*by_rank, strict=True)]
         skipped = max(one.skipped for of in results for one in of)
         if skipped:
-            report.reason = skipped_text(skipped, report.steps)
+            said = skipped_text(skipped, report.steps)
             continue
-        report.trials = [
+        report.trials.extend(
             TrialReport(trial.name, str(units[trial.name]).removeprefix("torch."), [f for r in of for f in r.findings])
             for (trial, _, _), of in zip(work, results, strict=False)  # the last ones are left out after a difference
-        ]
+        )
         return results
-    raise NotVerified(report.reason or skipped_text(report.steps, report.steps))
+    raise NotVerified(said)
 
 
 def _file(path: Path, name: str) -> Path:
@@ -211,12 +219,14 @@ def _train_plain(path: Path, trial: Trial) -> torch.dtype | str | Exception:
     except Exception as error:  # whatever the user's model raises
         if trial.dtype is torch.float64:
             return f"the model does not compute in float64 ({_first_line(error)})"
-        given = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}" for t in tensors_of(trial.rows.batch))
+        given = ", ".join(
+            f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}" for t in tensors_of(trial.rows.batch)
+        )
         return ValueError(f"the model refuses the batch of {given}: {_first_line(error)}; pass a batch that it takes")
     if losses[0] != losses[1] and losses[0] == losses[0]:
         return NotVerified(
-            "the model draws random numbers in training, so that two forwards differ; switch that off, as layer drop or "
-            "masking in its configuration"
+            "the model draws random numbers in training, so that two forwards differ; switch that off, as layer drop "
+            "or masking in its configuration"
         )
     steps, narrow = reference(path, trial, longest_sum(trial.rows, trial.shares, trial.micro_batches, model))
     if any(step.skipped for step in steps):
@@ -248,10 +258,13 @@ def _on_ranks(work: Sequence[Any], ranks: int, timeout: float, launched: bool) -
         every: list[Any] = [None] * ranks
         dist.all_gather_object(every, own)
         return every
+    began = time.monotonic()
     try:
         with _variables(ON_CPU):
             return launch(run_trials, ranks, list(work), timeout)
     except RankFailure as error:
+        if time.monotonic() - began >= timeout:
+            raise NotVerified(f"the ranks did not end within {timeout:g} s; allow more with --timeout") from None
         raise NotVerified(f"rank {error.rank} failed: {error.summary}") from None
 
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from zeromesh.config.settings import Settings
 from zeromesh.model.hub import model_folder
-from zeromesh.pretrained import configuration
 from zeromesh.plan.source import class_of, inputs_of
+from zeromesh.pretrained import configuration
 
 HEAD = 16  # width of a head
 VOCABULARY = 96
@@ -56,7 +56,9 @@ def fewest_blocks(settings: Settings, sizes: Mapping[str, int]) -> int:
     return max(2, sizes["pipeline"] * (chunks or 2) if sizes["pipeline"] > 1 else 2)
 
 
-def subject_of(model: nn.Module | str | Path, batch: Any, sizes: Mapping[str, int], blocks: int, whole: bool) -> Subject:
+def subject_of(
+    model: nn.Module | str | Path, batch: Any, sizes: Mapping[str, int], blocks: int, whole: bool
+) -> Subject:  # fmt: skip
     """Return what is compared for a model or its name.
 
     Args:
@@ -85,7 +87,7 @@ def subject_of(model: nn.Module | str | Path, batch: Any, sizes: Mapping[str, in
             given, config = kind(smaller), smaller
             ids = getattr(smaller.get_text_config(), "vocab_size", 0)
         except (ValueError, TypeError, RuntimeError, AssertionError, KeyError, IndexError) as error:
-            changes[:] = [f"not made smaller: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"]
+            changes[:] = [f"not made smaller: {type(error).__name__}: {error}".splitlines()[0]]
     if not isinstance(given, nn.Module):
         given = class_of(config)(copy.deepcopy(config))
     if batch is None:
