@@ -89,8 +89,8 @@ def verify(
 
 
 def _verified(
-    model: Any, settings: Settings, batch: Any, layout: SmallLayout, steps: int, whole: bool, timeout: float, tell: Tell,
-    launched: bool,
+    model: Any, settings: Settings, batch: Any, layout: SmallLayout, steps: int, whole: bool, timeout: float,
+    tell: Tell, launched: bool,
 ) -> Report:  # fmt: skip
     torch.manual_seed(settings.seed)
     subject = subject_of(model, batch, layout.sizes, fewest_blocks(settings, layout.sizes), whole)
@@ -216,6 +216,13 @@ def _train_plain(path: Path, trial: Trial) -> torch.dtype | str | Exception:
     try:
         with torch.no_grad():
             losses = [_probe(model, trial, seed) for seed in (1, 2)]
+        if losses[0] != losses[1] and losses[0] == losses[0]:
+            return NotVerified(
+                "the model draws random numbers in training, so that two forwards differ; switch that off, as layer "
+                "drop or masking in its configuration"
+            )
+        terms = longest_sum(trial.rows, trial.shares, trial.micro_batches, model)
+        steps, narrow = reference(path, trial, terms)
     except Exception as error:  # whatever the user's model raises
         if trial.dtype is torch.float64:
             return f"the model does not compute in float64 ({_first_line(error)})"
@@ -223,12 +230,6 @@ def _train_plain(path: Path, trial: Trial) -> torch.dtype | str | Exception:
             f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}" for t in tensors_of(trial.rows.batch)
         )
         return ValueError(f"the model refuses the batch of {given}: {_first_line(error)}; pass a batch that it takes")
-    if losses[0] != losses[1] and losses[0] == losses[0]:
-        return NotVerified(
-            "the model draws random numbers in training, so that two forwards differ; switch that off, as layer drop "
-            "or masking in its configuration"
-        )
-    steps, narrow = reference(path, trial, longest_sum(trial.rows, trial.shares, trial.micro_batches, model))
     if any(step.skipped for step in steps):
         if trial.settings.precision.loss_scale is not None:
             return "overflow"
