@@ -158,8 +158,16 @@ class Plain:
         return factory.build(chosen.type, dict(chosen.params), groups, alone, False, matrices=matrices)
 
     def steps(self) -> list[PlainStep]:
-        """Train, and return the updates."""
-        return [self._step(number) for number in range(self._trial.steps)]
+        """Train, and return the updates, up to the first one that overflows."""
+        found: list[PlainStep] = []
+        while len(found) < self._trial.steps and not (found and found[-1].skipped):
+            found.append(self._step(len(found)))
+        return found
+
+    def probe(self, seed: int) -> float:
+        """Return the loss of the first micro-batch with generators seeded so."""
+        torch.manual_seed(seed)
+        return float(self._gradients(0, 0, 0, 1.0).double())
 
     def _step(self, number: int) -> PlainStep:
         trial = self._trial
@@ -188,9 +196,9 @@ class Plain:
         count = 1 if trial.settings.gradient_allreduce_op == "sum" else trial.shares
         factor = 1.0 / (count * scale)
         norm = sqrt(sum(float(total.double().square().sum()) for total in sums.values())) * factor
-        if self.scaler:
-            self.scaler.update(not isfinite(norm))
         skipped = not isfinite(norm)
+        if self.scaler and not skipped:
+            self.scaler.update(False)
         limit = trial.settings.gradient_clipping
         clip = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         values["norm/"] = torch.tensor(norm, dtype=torch.float64)
@@ -332,6 +340,8 @@ def reference(path: Path, trial: Trial, terms: int) -> tuple[list[PlainStep], to
     # of 16 bits are summed in fp32, and rounded once.
     noise = unit * {64: float(terms), 32: sqrt(terms)}.get(torch.finfo(narrow).bits, 1.0)
     trials = [Plain(path, trial, noise, seed).steps() for seed in range(1, TRIALS + 1)]
+    if any(run[-1].skipped for run in (steps, *trials)):
+        return [replace(steps[-1], skipped=True)], narrow
     start = steps[0].start
     bounded = [
         replace(step, bounds=_bounds(step, [other[number] for other in trials], noise, start))

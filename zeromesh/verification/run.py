@@ -19,7 +19,6 @@ from zeromesh.checkpoint.random_state import random_state, restore_random_state
 from zeromesh.comm.detect import is_launched
 from zeromesh.comm.environment import Environment, init_distributed
 from zeromesh.comm.failure import RankFailure
-from zeromesh.computation import cast_inputs
 from zeromesh.config.printing import refuse_unfilled
 from zeromesh.config.settings import Settings
 from zeromesh.initialization.trial import try_out
@@ -27,7 +26,7 @@ from zeromesh.launcher.launch import launch
 from zeromesh.model.containers import tensors_of
 from zeromesh.observe.machine import memory
 from zeromesh.verification.layout import SmallLayout, scale_powers, skipped_text, small_layout, trial_settings
-from zeromesh.verification.plain import Trial, loss_of_model, reference
+from zeromesh.verification.plain import Plain, Trial, reference
 from zeromesh.verification.ranks import RankResult, run_trials
 from zeromesh.verification.report import Report, TrialReport, Verdict
 from zeromesh.verification.rows import SampleRows, longest_sum
@@ -214,8 +213,7 @@ def _train_plain(path: Path, trial: Trial) -> torch.dtype | str | Exception:
             f"{free / 1e9:.0f} GB are free; pass a smaller model, or fewer steps"
         )
     try:
-        with torch.no_grad():
-            losses = [_probe(model, trial, seed) for seed in (1, 2)]
+        losses = [Plain(path, trial).probe(seed) for seed in (1, 2)]
         if losses[0] != losses[1] and losses[0] == losses[0]:
             return NotVerified(
                 "the model draws random numbers in training, so that two forwards differ; switch that off, as layer "
@@ -239,12 +237,6 @@ def _train_plain(path: Path, trial: Trial) -> torch.dtype | str | Exception:
         )
     torch.save(steps, _file(path, trial.name))
     return narrow
-
-
-def _probe(model: nn.Module, trial: Trial, seed: int) -> float:
-    torch.manual_seed(seed)
-    with trial.widened():
-        return float(loss_of_model(cast_inputs(trial.inputs(0, 0, 0), trial.settings.precision), model, model).double())
 
 
 def _first_line(error: Exception) -> str:
