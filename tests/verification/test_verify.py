@@ -172,6 +172,19 @@ def dying() -> tuple[nn.Module, Any]:
     return Dying(), net_and_batch()[1]
 
 
+@pytest.mark.parametrize(("verdict", "trains"), [(Verdict.EQUAL, True), (Verdict.APART, False)])
+def test_training_begins_only_after_an_equal_comparison(
+    verdict: Verdict, trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr("zeromesh.cli.verify.run", lambda question: called.append(question) or verdict)
+    monkeypatch.setattr("zeromesh.train.run.train", lambda *_: called.append("trained"))
+    result = CliRunner().invoke(app, ["train", "config.json", "--verify", "--set", "run.steps=2"])
+    assert result.exit_code == verdict.value, result.output
+    assert called[0].overrides == ["run.steps=2"]
+    assert ("trained" in called) is trains
+
+
 @pytest.mark.full
 def test_a_rank_that_dies_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
