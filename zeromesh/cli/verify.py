@@ -44,7 +44,8 @@ def run(question: VerifyQuestion) -> Verdict:
         require_matplotlib()  # before the work, which takes a minute
     settings = planned(question.config, question.overrides, Settings.load(question.config, question.overrides))
     model: Any = question.model
-    batch, changes = None, []
+    batch: Any = None
+    changes: list[str] = []
     if model is None:
         model, batch, changes = configured(settings, question.ranks, question.whole)
     progress = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not is_first())

@@ -63,7 +63,7 @@ class Trial:
 
     def model(self, path: Path) -> nn.Module:
         """Return a new copy of the model, in training mode and the dtype of this trial."""
-        model: nn.Module = torch.load(path, weights_only=False)
+        model: nn.Module = torch.load(path, map_location="cpu", weights_only=False)
         return (model if self.dtype is None else model.to(self.dtype)).train()
 
     def inputs(self, step: int, share: int, micro_batch: int) -> Any:

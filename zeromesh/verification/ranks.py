@@ -74,7 +74,7 @@ def run_trials(work: list[tuple[Trial, Path, Path]], limit: float) -> list[RankR
     # A rank that waits in a collective for one that failed never comes back to Python by itself.
     if limit:
         faulthandler.dump_traceback_later(limit, exit=True)
-        logging.getLogger("zeromesh").setLevel(logging.WARNING)
+        logging.getLogger("zeromesh").setLevel(logging.ERROR)  # the first process has told it
     results: list[RankResult] = []
     try:
         for trial, model, plain in work:

@@ -37,6 +37,8 @@ TIMEOUT = 600.0
 # The arithmetic is the same on CPUs, which run as many ranks as are needed.
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
 
+OVERFLOW = "overflow"  # in place of a dtype: a smaller loss scale is tried
+
 Tell = Callable[[str], None]
 
 
@@ -122,7 +124,7 @@ def _saved(model: nn.Module, path: Path) -> bool | ValueError:
     """Return whether there was dropout, or an error for the other ranks to hear of."""
     try:
         torch.save(model, path)
-        copy = torch.load(path, weights_only=False)
+        copy = torch.load(path, map_location="cpu", weights_only=False)
     except Exception as error:  # pickle raises many kinds
         return ValueError(
             f"{type(model).__name__} cannot be copied to other processes ({type(error).__name__}: {error}); define its "
@@ -140,7 +142,7 @@ def _trials(
     rows = SampleRows(subject.batch, layout.rows, subject.ids)
     rows.samples  # noqa: B018  raises for a batch without samples
     own = trial_settings(settings, layout, path.parent, wide=False, power=None)
-    try_out(torch.load(path, weights_only=False), own.resolve(1, layout.sizes), layout.sizes)
+    try_out(torch.load(path, map_location="cpu", weights_only=False), own.resolve(1, layout.sizes), layout.sizes)
     trials = {}
     precision = settings.precision
     name = next((str(one).removeprefix("torch.") for one in (precision.compute,) if one), "")
@@ -198,9 +200,10 @@ def _referenced(path: Path, trial: Trial, report: Report, tell: Tell, launched: 
         dist.broadcast_object_list(found, 0)
     if isinstance(found[0], Exception):
         raise found[0]
-    if isinstance(found[0], str) and found[0] not in report.notes:
+    if isinstance(found[0], str) and found[0] != OVERFLOW and found[0] not in report.notes:
         report.notes.append(found[0])
-    return found[0]  # type: ignore[no-any-return]
+    narrow: torch.dtype | str = found[0]
+    return narrow
 
 
 def _train_plain(path: Path, trial: Trial) -> torch.dtype | str | Exception:
@@ -230,7 +233,7 @@ def _train_plain(path: Path, trial: Trial) -> torch.dtype | str | Exception:
         return ValueError(f"the model refuses the batch of {given}: {_first_line(error)}; pass a batch that it takes")
     if any(step.skipped for step in steps):
         if trial.settings.precision.loss_scale is not None:
-            return "overflow"
+            return OVERFLOW
         return NotVerified(
             f"the gradient of the plain process is not finite in {trial.name}; lower the learning rate, or look at the "
             "batch"
