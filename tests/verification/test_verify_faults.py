@@ -10,7 +10,7 @@ def test_there_are_enough_faults() -> None:
     assert len(FAULTS) >= 25
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found_and_located(name: str) -> None:
     fault = FAULTS[name]

@@ -77,7 +77,7 @@ def is_mask(tensor: torch.Tensor) -> bool:
     """Return whether a tensor says yes or no, as attention masks and token types do; samples' classes do not."""
     if tensor.dtype is torch.bool:
         return True
-    return tensor.ndim > 1 and len(tensor.flatten()[: 1 << 16].unique()) <= FLAGS  # type: ignore[no-untyped-call]
+    return tensor.ndim > 1 and len(tensor.flatten()[: 1 << 16].unique()) <= FLAGS
 
 
 def longest_sum(rows: SampleRows, shares: int, micro_batches: int, model: torch.nn.Module) -> int:
