@@ -77,7 +77,9 @@ def subject_of(
         given, made = _named(str(model))
         batch = made if batch is None else batch
     config = given if not isinstance(given, nn.Module) else getattr(given, "config", None)
-    known = hasattr(config, "to_dict") and (not isinstance(given, nn.Module) or type(given) is _class(config))
+    # A class of transformers that makes its model from this configuration alone.
+    known = hasattr(config, "to_dict") and getattr(type(given), "config_class", type(config)) is type(config)
+    known = known and (config is given or hasattr(type(given), "config_class"))
     changes: list[str] = []
     ids = 0
     if known and not whole:
@@ -98,13 +100,6 @@ def subject_of(
             )
         batch, ids = default_batch(type(given), config, lcm(2 * sizes["context"], sizes["tensor"])), 0
     return Subject(given, batch, changes, ids)
-
-
-def _class(config: Any) -> type | None:
-    try:
-        return class_of(config)
-    except (ValueError, AttributeError):
-        return None
 
 
 def _named(name: str) -> tuple[Any, Any]:
