@@ -39,3 +39,21 @@ def outcome(family: str, layout: str) -> tuple[str, str, float]:
 def test_a_right_layout_is_equal(family: str, layout: str) -> None:
     verdict, sentence, _ = run_ranks(outcome, 2, family, layout)[0]
     assert verdict == "EQUAL", sentence
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"mesh": {"pipeline": 2}},
+        {"mesh": {"context": 2}},
+        {"mesh": {"replicate": 2, "data": 1}, "zero_optimization": {"stage": 3}},
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/elsewhere"}}},
+        {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+    ],
+    ids=str,
+)
+def test_other_axes_and_tiers_are_equal(config: dict[str, Any]) -> None:
+    given = {"optimizer": OPTIMIZER, "gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}
+    report = run_ranks(of_model, 2, "llama", {**given, **config})[0]
+    assert report.equal, report.sentence
