@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import time
@@ -195,7 +196,8 @@ def _referenced(path: Path, trial: Trial, report: Report, tell: Tell, launched: 
     found: list[Any] = [None]
     if _is_first(launched):
         tell(f"training one plain process in {trial.name}")
-        found = [_train_plain(path, trial)]
+        with _quiet():
+            found = [_train_plain(path, trial)]
     if launched:
         dist.broadcast_object_list(found, 0)
     if isinstance(found[0], Exception):
@@ -204,6 +206,18 @@ def _referenced(path: Path, trial: Trial, report: Report, tell: Tell, launched: 
         report.notes.append(found[0])
     narrow: torch.dtype | str = found[0]
     return narrow
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what optimizers and schedules log of defaults off the screen: training says it once more."""
+    logger = logging.getLogger("zeromesh.optim")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _train_plain(path: Path, trial: Trial) -> torch.dtype | str | Exception:
