@@ -346,7 +346,8 @@ FAULTS: dict[str, Fault] = {
         lambda: unpublished("layers.0"), ("parameter model.layers.0", "not published", "on rank 1"), zero(2)
     ),
     "16-bit parameters stale": Fault(
-        stale_shards, ("parameter", "not what its master says"), zero(2, bf16={"enabled": True})
+        stale_shards, ("parameter", "not what its master says"),
+        zero(2, bf16={"enabled": True}, optimizer={"type": "SGD", "params": {"lr": 1e-3}}),
     ),
     "masters rounded to 16 bits": Fault(lambda: after_updates(rounded_masters), ("master weight",), zero(2)),
     "loss scale not divided": Fault(

@@ -18,6 +18,7 @@ from verifying import Net, net_and_batch
 from zeromesh.cli.main import app
 from zeromesh.config.settings import Settings
 from zeromesh.verification.layout import small_layout
+from zeromesh.verification.plain import PlainStep
 from zeromesh.verification.ranks import Finding
 from zeromesh.verification.report import Report, TrialReport, Verdict
 from zeromesh.verification.rows import SampleRows
@@ -93,13 +94,57 @@ class Drawing(nn.Module):
 
 @on_ranks(2)
 def test_what_cannot_be_compared_is_not_called_equal() -> None:
-    batch = {"x": torch.ones(2, 4)}
+    batch = {"x": torch.rand(2, 4)}
     report = zeromesh.verify(Overflowing(), {**CONFIG, "fp16": {"enabled": True}}, batch)
     assert report.verdict is Verdict.UNVERIFIED
     assert "overflowed at every loss scale" in report.reason
     report = zeromesh.verify(Drawing(), CONFIG, batch)
     assert report.verdict is Verdict.UNVERIFIED
     assert "draws random numbers" in report.reason
+    # Equal samples would hide that a rank's gradients are those of another.
+    report = zeromesh.verify(nn.Sequential(nn.Linear(4, 1), Mean()), CONFIG, {"input": torch.ones(2, 4)})
+    assert report.verdict is Verdict.UNVERIFIED
+    assert "the same gradients" in report.reason
+
+
+class Mean(nn.Module):
+    """The mean of all, with a mask of infinities, which are equal on both sides."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((4, 4), -inf).triu(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+def test_one_rank_is_another_process() -> None:
+    model = nn.Sequential(nn.Linear(4, 1), Mean())
+    report = zeromesh.verify(model, CONFIG, {"input": torch.rand(2, 4)}, steps=1, ranks=1)
+    assert report.equal, report.sentence
+    assert any(one.kind == "buffer" for trial in report.trials for one in trial.findings)
+    assert not torch.distributed.is_initialized()
+
+
+def test_values_that_no_rank_has_compared_are_missing() -> None:
+    step = PlainStep({f"{kind}/weight": torch.ones(2) for kind in ("gradient", "master")})
+    assert TrialReport("float64", "float64", [FOUND]).missing([step]) == {
+        "gradient": ["weight"], "parameter": ["weight"],
+    }  # fmt: skip
+
+
+def failing() -> None:
+    raise LookupError("no data")
+
+
+def test_an_error_of_the_users_function_has_not_the_status_of_a_difference(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG))
+    result = CliRunner().invoke(app, ["verify", str(file), "test_verify:failing"])
+    assert result.exit_code == 2
+    assert "LookupError: no data" in result.output
 
 
 @on_ranks(2)

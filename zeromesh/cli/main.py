@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -59,12 +60,7 @@ def train(
 ) -> None:
     """Train a language model on text."""
     if verify:
-        with _errors():
-            from zeromesh.cli import verify as verifying
-
-            verdict = verifying.run(verifying.VerifyQuestion(config, overrides=overrides or ()))
-        if verdict.value:
-            raise typer.Exit(verdict.value)
+        _verify(config, overrides=overrides or ())
     with _errors():
         from zeromesh.train.run import train as run
 
@@ -340,13 +336,21 @@ def verify(
     ] = None,
 ) -> None:
     """Show whether a layout trains a model as one plain process does: status 0 equal, 1 apart, 2 not verified."""
+    _verify(config, model, overrides or (), ranks, steps, whole, timeout, as_json, picture)
+
+
+def _verify(*arguments: Any, **named: Any) -> None:
+    """Compare, and exit unless the layout trains as one process does. Only a difference has status 1."""
     with _errors():
         from zeromesh.cli import verify as verifying
 
-        question = verifying.VerifyQuestion(
-            config, model, overrides or (), ranks, steps, whole, timeout, as_json, picture
-        )
-        verdict = verifying.run(question)
+        try:
+            verdict = verifying.run(verifying.VerifyQuestion(*arguments, **named))
+        except (ValueError, OSError, typer.Exit):
+            raise
+        except Exception as error:  # a user's function may raise anything, and a traceback's status is 1
+            traceback.print_exc()
+            raise _end(f"error: {type(error).__name__}: {error}", error, WRONG_INPUT) from None
     if verdict.value:
         raise typer.Exit(verdict.value)
 

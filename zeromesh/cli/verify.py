@@ -75,7 +75,7 @@ def configured(settings: Settings, ranks: int | None, whole: bool) -> tuple[nn.M
         ValueError: it describes none.
     """
     torch.manual_seed(settings.seed)
-    sizes = small_layout(settings, ranks, ranks or 16).sizes
+    sizes = small_layout(settings, ranks).sizes
     if settings.model is not None:
         from zeromesh.train.architectures.decoder import Decoder
 

@@ -34,10 +34,10 @@ class Evidence:
         """Relative distance that counts as none."""
         return CLOSE if self.trial.dtype is torch.float64 else CLOSE_16_BIT
 
-    def cut(self, kind: str, number: int | None = None) -> torch.Tensor | None:
-        """Return this piece of a value of the plain process."""
-        number = self.number if number is None else number
-        whole = self.plain[number].values.get(f"{kind}/{self.piece.name}") if number >= 0 else None
+    def cut(self, kind: str, back: int = 0) -> torch.Tensor | None:
+        """Return this piece of a value of the plain process, ``back`` updates earlier."""
+        key, number = f"{kind}/{self.piece.name}", self.number - back
+        whole = self.plain[number].values.get(key) if number >= 0 else self.plain[0].start.get(key)
         if whole is None or whole.shape != torch.Size(self.piece.shape):
             return None
         return self.piece.cut(whole).double()
@@ -45,18 +45,17 @@ class Evidence:
 
 def factors(trial: Trial, step: PlainStep) -> Iterator[tuple[float, str]]:
     """Yield factors that mistakes multiply by, and what they mean."""
-    axes = {axis: size for axis, size in trial.sizes.items() if size > 1}
-    named = {f"the {axis} ranks": size for axis, size in axes.items()}
-    if trial.shares > 1 and trial.sizes["replicate"] > 1:
-        named["the data-parallel ranks"] = trial.shares
-    named["the micro-batches"] = trial.micro_batches
+    named = {f"{axis} ranks": size for axis, size in trial.sizes.items()}
+    if trial.sizes["replicate"] > 1:
+        named["data-parallel ranks"] = trial.shares
+    named["micro-batches"] = trial.micro_batches
     for what, size in named.items():
         if size > 1:
-            yield size, f"{size} times too large: summed over {what} instead of averaged, or counted by each of them"
             yield (
-                1 / size,
-                f"{size} times too small: divided by the number of {what.removeprefix('the ')} once too often",
+                size,
+                f"{size} times too large: summed over the {what} instead of averaged, or counted by each of them",
             )
+            yield 1 / size, f"{size} times too small: divided by the number of {what} once too often"
     if step.scale != 1:
         yield step.scale, f"{step.scale:g} times too large: not divided by the loss scale"
         yield 1 / step.scale, f"{step.scale:g} times too small: divided by the loss scale twice"
@@ -93,31 +92,21 @@ def explain(kind: str, got: torch.Tensor, evidence: Evidence) -> str:
     step, trial, close = evidence.plain[evidence.number], evidence.trial, evidence.close
     if kind == "gradient":
         return _of_gradient(got, expected, evidence)
-    for other in _kinds(step, evidence.piece.name):
-        same = evidence.cut(other)
-        if other != kind and same is not None and ratio_of(got, same, 1e-6) is not None and float(same.norm()):
+    for key in step.values:
+        other, _, name = key.partition("/")
+        same = evidence.cut(other) if name == evidence.piece.name and other.startswith("state ") else None
+        if other != kind and same is not None and bool(same.any()) and ratio_of(got, same, 1e-6) is not None:
             return f"it holds the value of {other}: two states are exchanged"
-    old = evidence.cut(kind, evidence.number - 1)
+    old = evidence.cut(kind, back=1)
     if old is not None and not torch.equal(old, expected) and torch.allclose(got, old, rtol=1e-9, atol=0):
         return "it has its value from before this update: the update has not reached it"
-    if kind == "master":
-        start = old if old is not None else evidence_start(evidence)
-        ratio = None if start is None else ratio_of(got - start, expected - start, close)
-        if ratio is not None:
-            return f"its change in this update is {named_factor(ratio, trial, step, close)}"
-        return "its gradient and states are right where nothing else is reported: the rule of the update differs"
-    ratio = ratio_of(got, expected, close)
-    return "" if ratio is None else f"it is {named_factor(ratio, trial, step, close)}"
-
-
-def evidence_start(evidence: Evidence) -> torch.Tensor | None:
-    """Return the piece's value before training."""
-    whole = evidence.plain[0].start.get(evidence.piece.name)
-    return None if whole is None else evidence.piece.cut(whole).double()
-
-
-def _kinds(step: PlainStep, name: str) -> list[str]:
-    return [kind for kind, _, of in (key.partition("/") for key in step.values) if of == name and " " in kind]
+    if kind != "master" or old is None:
+        ratio = ratio_of(got, expected, close)
+        return "" if ratio is None else f"it is {named_factor(ratio, trial, step, close)}"
+    ratio = ratio_of(got - old, expected - old, close)
+    if ratio is not None:
+        return f"its change in this update is {named_factor(ratio, trial, step, close)}"
+    return "its gradient and states are right where nothing else is reported: the rule of the update differs"
 
 
 def _of_gradient(got: torch.Tensor, expected: torch.Tensor, evidence: Evidence) -> str:
@@ -156,33 +145,28 @@ def _parts(evidence: Evidence) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _of_parts(times: torch.Tensor, share: int, close: float) -> str:
     shares, micro_batches = times.shape
-    missing = (times.abs() < close).nonzero().tolist()
-    others = [row for row in range(shares) if row != share]
-    alone = len(missing) == len(others) * micro_batches and all(row != share for row, _ in missing)
-    if shares > 1 and alone:
-        factor = float(times[share].mean())
-        return (
-            f"it has only this rank's own samples ({factor:.3g} times): it is not reduced over the data-parallel ranks"
-        )
-    for row in range(shares):
-        if all([row, m] in missing for m in range(micro_batches)):
-            return f"the samples of data rank {row} are missing from it"
-    for m in range(micro_batches):
-        if all([row, m] in missing for row in range(shares)):
-            return f"micro-batch {m} is missing from it on all data ranks"
-    if missing:
-        return f"micro-batch {missing[0][1]} of data rank {missing[0][0]} is missing from it"
-    row, m = divmod(int((times - 1).abs().argmax()), micro_batches)
-    return f"micro-batch {m} of data rank {row} is in it {float(times[row, m]):.4g} times instead of once"
+    missing = times.abs() < close
+    if shares > 1 and not missing[share].any() and int(missing.sum()) == (shares - 1) * micro_batches:
+        times_own = f"{float(times[share].mean()):.3g} times"
+        return f"it has only this rank's own samples ({times_own}): it is not reduced over the data-parallel ranks"
+    for row in missing.all(1).nonzero().flatten().tolist():
+        return f"the samples of data rank {row} are missing from it"
+    for micro_batch in missing.all(0).nonzero().flatten().tolist():
+        return f"micro-batch {micro_batch} is missing from it on all data ranks"
+    row, micro_batch = divmod(int((times - 1).abs().argmax()), micro_batches)
+    how = (
+        "missing from it"
+        if missing[row, micro_batch]
+        else f"in it {float(times[row, micro_batch]):.4g} times instead of once"
+    )
+    return f"micro-batch {micro_batch} of data rank {row} is {how}"
 
 
 def stale(got: torch.Tensor, old: torch.Tensor | None) -> str:
     """Return the likely cause of a parameter that is not what its master says."""
-    if old is None:
-        return "it is not what its master says: the update was not published to this rank, or something else was"
-    if torch.equal(got, old):
+    if old is not None and torch.equal(got, old):
         return "it has its value from before this update: the new one was not published to this rank"
-    return "it is not what its master says: something else was published to this rank"
+    return "it is not what its master says: the update was not published to this rank, or something else was"
 
 
 def of_count(got: object, expected: torch.Tensor) -> str:
@@ -224,4 +208,4 @@ def where(ranks: Sequence[int], coordinates: Mapping[int, Mapping[str, int]]) ->
         for index in sorted({of[axis] for of in coordinates.values()}):
             if set(ranks) == {rank for rank, of in coordinates.items() if of.get(axis) == index}:
                 return f"the ranks at {axis} {index}: {', '.join(map(str, ranks))}"
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+    return f"ranks {', '.join(map(str, ranks))}"

@@ -48,13 +48,12 @@ class SmallLayout:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one rank"
 
 
-def small_layout(settings: Settings, ranks: int | None, most: int = MOST_RANKS) -> SmallLayout:
+def small_layout(settings: Settings, ranks: int | None) -> SmallLayout:
     """Return the layout of a comparison.
 
     Args:
         settings: of the run.
         ranks: how many to use; None takes as few as the mesh needs, and at least two that have different samples.
-        most: largest number that is taken without being asked.
 
     Raises:
         ValueError: there is no optimizer, the mesh does not fit so many ranks, or needs too many.
@@ -65,6 +64,7 @@ def small_layout(settings: Settings, ranks: int | None, most: int = MOST_RANKS) 
     asked = settings.mesh.model_dump()
     needed = prod(size for axis, size in (asked | settings.model_sizes).items() if axis != "data")
     needed *= max(asked["data"], 1)
+    most = ranks or MOST_RANKS
     if ranks is None and needed > most:
         shared = prod(settings.model_sizes.values())
         raise ValueError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from math import isfinite, sqrt
+from math import inf, isfinite, isnan, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class PlainStep:
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     samples: dict[str, torch.Tensor] = field(default_factory=dict)  # of each gradient: (shares x micro-batches, n)
     bounds: dict[str, float] = field(default_factory=dict)
-    start: dict[str, torch.Tensor] = field(default_factory=dict)  # masters before training; of the first update alone
+    start: dict[str, torch.Tensor] = field(default_factory=dict)  # ``master/NAME`` before the first update
     clip: float = 1.0
     scale: float = 1.0
     skipped: bool = False
@@ -173,7 +173,7 @@ class Plain:
         trial = self._trial
         values = {f"frozen/{name}": value for name, value in self.frozen.items()}
         first = self.masters if number == 0 else {}
-        start = {name: master.detach().clone() for name, master in first.items()}
+        start = {f"master/{name}": master.detach().clone() for name, master in first.items()}
         scale = self.scaler.scale if self.scaler else 1.0
         sums: dict[str, torch.Tensor] = {}
         parts: dict[str, list[torch.Tensor | None]] = {name: [] for name in self.masters}
@@ -353,28 +353,44 @@ def reference(path: Path, trial: Trial, terms: int) -> tuple[list[PlainStep], to
 def _bounds(
     step: PlainStep, trials: Sequence[PlainStep], floor: float, start: Mapping[str, torch.Tensor]
 ) -> dict[str, float]:  # fmt: skip
-    sizes = {key: _largest(value) for key, value in step.values.items()}
-    moved, scales = {}, {}
+    sizes, moved, scales = {}, {}, {}
     for key, value in step.values.items():
-        kind, _, name = key.partition("/")
+        # Masks among buffers may hold infinities; elsewhere these make the bound infinite, which never counts as equal.
+        sizes[key] = largest(value[value.isfinite()] if key.startswith("buffer") else value)
         if all(key in other.values for other in trials):
-            moved[key] = max(_largest(other.values[key].double() - value.double()) for other in trials)
+            moved[key] = max(distance(other.values[key], value) for other in trials)
             # Of a weight, only what training has added to it depends on what was computed.
-            scales[key] = _largest(value.double() - start[name].double()) if kind == "master" else sizes[key]
+            scales[key] = distance(value, start[key]) if key in start else sizes[key]
     # A single number may by chance not move at all: values of one kind share the median of how far they moved.
     usual: dict[str, list[float]] = {}
-    for key, distance in moved.items():
+    for key, far in moved.items():
         if scales[key] > 0:
-            usual.setdefault(key.split("/")[0], []).append(distance / scales[key])
+            usual.setdefault(key.split("/")[0], []).append(far / scales[key])
     medians = {kind: sorted(found)[len(found) // 2] for kind, found in usual.items()}
     bounds = {}
-    for key, distance in moved.items():
+    for key, far in moved.items():
         kind = key.split("/")[0]
         # Masters, rates and what is not computed are kept in at least fp32.
         exact = floor if kind not in ("master", "rate", "frozen") else min(floor, EXACT)
-        bounds[key] = SAFETY * max(distance, medians.get(kind, 0.0) * scales[key]) + exact * sizes[key]
+        bounds[key] = SAFETY * max(far, medians.get(kind, 0.0) * scales[key]) + exact * sizes[key]
     return bounds
 
 
-def _largest(tensor: torch.Tensor) -> float:
-    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+def largest(tensor: torch.Tensor) -> float:
+    """Return the largest absolute value; infinity where an element is no number."""
+    found = float(tensor.double().abs().max()) if tensor.numel() else 0.0
+    return inf if isnan(found) else found
+
+
+def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest absolute difference of an element; equal infinities do not differ."""
+    got, expected = got.double(), expected.double()
+    return largest(torch.where(got == expected, 0.0, got - expected))
+
+
+def is_alike(step: PlainStep) -> bool:
+    """Return whether two micro-batches have the same gradients; that hides when one takes the other's place."""
+    count = max((len(parts) for parts in step.samples.values()), default=0)
+    filled = [parts for parts in step.samples.values() if parts.numel()]
+    pairs = ((one, other) for other in range(count) for one in range(other))
+    return any(all(torch.equal(parts[one], parts[other]) for parts in filled) for one, other in pairs)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import faulthandler
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from math import inf, isfinite, isnan
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from zeromesh.engine import Engine
 from zeromesh.model.containers import map_tensors
 from zeromesh.model.piece import Piece
 from zeromesh.verification import cause
-from zeromesh.verification.plain import PlainStep, Trial, loss_of_model
+from zeromesh.verification.plain import PlainStep, Trial, distance, largest, loss_of_model
 
 ORDER = ("loss", "rate", "gradient", "norm", "state", "master", "parameter", "frozen", "buffer")
 """Kinds of values in the order in which an update computes them: the first that is apart is nearest to the cause."""
@@ -241,13 +241,19 @@ class Comparison:
                             kind = "parameter"
                             whole = sharded.assemble(flat, index, lambda _, __, piece: piece.parameter.detach())
                         if whole is not None and got.numel():
-                            self._parameter(number, kind, segment.name, got, whole.view(got.shape).to(got.dtype))
+                            self._parameter(number, kind, segment.name, got, whole.view(got.shape).double())
 
-    def _parameter(self, number: int, kind: str, name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
-        # A split master rounds ties differently from torch.
-        bound = torch.finfo(got.dtype).eps * _largest(expected)
+    def _parameter(self, number: int, kind: str, name: str, got: torch.Tensor, master: torch.Tensor) -> None:
+        """Compare each element with its master, rounded: at most half a unit in the last place, as rounding does."""
+        # Ties may go either way, as those of split masters do.
+        kept = torch.finfo(got.dtype)
+        half = torch.ldexp(torch.tensor(kept.eps / 4, dtype=torch.float64), torch.frexp(master).exponent)
+        half = half.clamp_min(kept.tiny * kept.eps / 2).flatten()
+        far = torch.where(got == master, 0.0, got.double() - master).abs().flatten()
+        worst = int((far / half).argmax())
         look = partial(cause.stale, got, self._published.get(name))
-        self._add(number, kind, name, got, expected, bound, "", look)
+        found = got.flatten()[worst].double()
+        self._add(number, kind, name, found, master.flatten()[worst], float(half[worst]), "", look)
         self._published[name] = got.clone()
 
     def _buffers(self, number: int) -> None:
@@ -279,8 +285,7 @@ class Comparison:
         self, number: int, kind: str, name: str, got: torch.Tensor, expected: torch.Tensor, bound: float,
         part: str = "", look: Any = None,
     ) -> None:  # fmt: skip
-        difference = _largest(got.cpu().double() - expected.cpu().double())
-        size = _largest(expected)
+        difference, size = distance(got.cpu(), expected.cpu()), largest(expected)
         place = ": ".join(text for text in (self._place, part) if text)
         at = self._positions.get(name, 0)
         finding = Finding(number + 1, kind, name, self._engine.mesh.rank, place, difference, bound, size, "", at)
@@ -288,14 +293,5 @@ class Comparison:
             tried = self._explained.get((number, kind), 0)
             self._explained[number, kind] = tried + 1
             if tried < EXPLAINED:
-                found = look()
-                finding = Finding(**{**vars(finding), "cause": found})
+                finding = replace(finding, cause=look())
         self.findings.append(finding)
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    """Return the largest absolute value; infinity where an element is no number."""
-    if not tensor.numel():
-        return 0.0
-    found = float(tensor.double().abs().max())
-    return inf if isnan(found) else found

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from zeromesh.config.errors import counted
 from zeromesh.verification.cause import where
+from zeromesh.verification.plain import PlainStep
 from zeromesh.verification.ranks import ORDER, Finding, RankResult
 
 SHOWN = 8  # values that are apart, in the table
@@ -46,6 +47,20 @@ class TrialReport:
         for one in self.findings:
             kinds.setdefault(one.kind.split()[0], []).append(one)
         return [(kind, len(kinds[kind]), max(kinds[kind], key=_excess)) for kind in ORDER if kind in kinds]
+
+    def missing(self, steps: Sequence[PlainStep]) -> dict[str, list[str]]:
+        """Return the plain process' values that no rank has compared: names by kind."""
+        compared = {(one.step, one.kind, one.name) for one in self.findings}
+        found: dict[str, list[str]] = {}
+        for number, step in enumerate(steps, 1):
+            for key in step.values:
+                kind, _, name = key.partition("/")
+                kind = "buffer" if kind.startswith("buffer") else kind
+                for one in ("master", "parameter") if kind == "master" else (kind,):
+                    # Stages have a mean loss without a name.
+                    if not compared & {(number, one, name), (number, one, "")} and name not in found.get(one, ()):
+                        found.setdefault(one, []).append(name)
+        return found
 
 
 def _excess(one: Finding) -> float:

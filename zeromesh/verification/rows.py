@@ -69,7 +69,8 @@ class SampleRows:
         if self.ids:
             known = known % self.ids
         places = drawn >= 0
-        drawn[places] = known[torch.randint(len(known), (int(places.sum()),), generator=generator)]
+        if len(known):
+            drawn[places] = known[torch.randint(len(known), (int(places.sum()),), generator=generator)]
         return drawn
 
 
