@@ -31,7 +31,7 @@ from zeromesh.launcher.launch import launch
 from zeromesh.model.containers import tensors_of
 from zeromesh.observe.machine import memory
 from zeromesh.verification.layout import SmallLayout, scale_powers, skipped_text, small_layout, trial_settings
-from zeromesh.verification.plain import Plain, PlainStep, Trial, is_alike, reference
+from zeromesh.verification.plain import Plain, Trial, is_alike, reference
 from zeromesh.verification.ranks import RankResult, run_trials
 from zeromesh.verification.report import Report, TrialReport, Verdict
 from zeromesh.verification.rows import SampleRows, longest_sum
@@ -317,8 +317,8 @@ def _train_plain(path: Path, trial: Trial, file: Path) -> torch.dtype | str:
         )
     if any(map(is_alike, steps)):
         raise NotVerified(
-            "two micro-batches have the same gradients, which would hide that one takes the other's place; pass a batch "
-            "with more, and more different, samples"
+            "two micro-batches have the same gradients, which would hide that one takes the other's place; pass a "
+            "batch with more, and more different, samples"
         )
     torch.save(steps, file)
     return narrow
