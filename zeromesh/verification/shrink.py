@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import lcm
@@ -25,19 +25,16 @@ EXPERTS = 4
 GROUP = 2  # heads of queries that share one of keys, at most
 LENGTH = 16  # tokens of a sample
 
-LAYERS = (
-    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers",
-)  # fmt: skip
-HEADS = (
-    "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
-)  # fmt: skip
-WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size")
+# Configurations of transformers map names of their own, as n_embd, to the usual ones; these are for what they leave out.
+LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+HEADS = ("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+WIDTHS = ("hidden_size", "d_model", "word_embed_proj_dim", "embedding_size")
 INNER = (
     "intermediate_size", "n_inner", "d_ff", "ffn_dim", "hidden_dim", "ffn_hidden_size", "encoder_ffn_dim",
     "decoder_ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size",
 )  # fmt: skip
-MOE = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Names that configurations of transformers have for the same sizes."""
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
 
 @dataclass
@@ -78,8 +75,7 @@ def subject_of(
         batch = made if batch is None else batch
     config = given if not isinstance(given, nn.Module) else getattr(given, "config", None)
     # A class of transformers that makes its model from this configuration alone.
-    known = hasattr(config, "to_dict") and getattr(type(given), "config_class", type(config)) is type(config)
-    known = known and (config is given or hasattr(type(given), "config_class"))
+    known = hasattr(config, "to_dict") and (config is given or getattr(given, "config_class", None) is type(config))
     changes: list[str] = []
     ids = 0
     if known and not whole:
@@ -159,70 +155,60 @@ def _smaller(config: Any, sizes: Mapping[str, int], blocks: int, changes: list[s
 
 
 def _shrink(config: Any, sizes: Mapping[str, int], blocks: int, changes: list[str]) -> None:
-    def change(names: tuple[str, ...], value: int) -> None:
+    def number(*names: str) -> int:
+        return next((found for name in names if isinstance(found := getattr(config, name, None), int)), 0)
+
+    def change(names: Sequence[str], value: int) -> None:
         for name in names:
-            old = getattr(config, name, None)
-            if isinstance(old, int) and not isinstance(old, bool) and old > value > 0:
+            if (old := number(name)) > value > 0:
                 setattr(config, name, value)
-                note = f"{name} {old} -> {value}"
-                if note not in changes:
+                if (note := f"{name} {old} -> {value}") not in changes:
                     changes.append(note)
 
-    layers = max(2, blocks)
-    change(LAYERS, layers)
+    change(LAYERS, blocks)
     for name in ("layer_types", "mlp_layer_types"):
-        kinds = getattr(config, name, None)
-        if isinstance(kinds, list):
-            setattr(config, name, kinds[: getattr(config, "num_hidden_layers", layers)])
+        if isinstance(kinds := getattr(config, name, None), list):
+            setattr(config, name, kinds[: number("num_hidden_layers") or blocks])
     unit = max(2, sizes["tensor"] * sizes["context"])
-    heads = next((getattr(config, name) for name in HEADS if isinstance(getattr(config, name, None), int)), 0)
-    keys = getattr(config, "num_key_value_heads", None) or heads
+    heads = number(*HEADS)
+    keys = number("num_key_value_heads") or heads
     # As many as the ranks divide if the user's were; others stay, and the engine says what it says of them.
     if heads and heads % keys == 0 and keys % unit == 0:
-        fewer = unit
-        group = min(heads // keys, GROUP)
-        change(("num_key_value_heads",), fewer)
-        change(HEADS, fewer * group)
-        heads = fewer * group
-    if heads:
-        old = next((getattr(config, name) for name in WIDTHS if isinstance(getattr(config, name, None), int)), 0)
-        if old > heads * HEAD:
-            change(WIDTHS, heads * HEAD)
-            change(("head_dim", "d_kv"), HEAD)
-            change(INNER, 2 * heads * HEAD)
-    change(MOE, EXPERTS)
-    entries = getattr(config, "vocab_size", 0)
-    if isinstance(entries, int) and entries > VOCABULARY + sizes["tensor"]:
-        change(("vocab_size",), VOCABULARY + entries % sizes["tensor"])
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
-            token = getattr(config, name, None)
-            if isinstance(token, int) and token >= VOCABULARY:
-                setattr(config, name, 0)
-    _shorten(config)
-
-
-def _shorten(config: Any) -> None:
-    """Cut the factors of rotary embeddings, one for each pair of a head's entries."""
-    rope = getattr(config, "rope_parameters", None)
-    if isinstance(rope, dict):
-        pairs = int(HEAD * rope.get("partial_rotary_factor", 1.0)) // 2
+        heads = unit * min(heads // keys, GROUP)
+        change(("num_key_value_heads",), unit)
+        change(HEADS, heads)
+    if heads and number(*WIDTHS) > heads * HEAD:
+        change(WIDTHS, heads * HEAD)
+        change(("head_dim", "d_kv"), HEAD)
+        change(INNER, 2 * heads * HEAD)
+        # Factors of rotary embeddings: one for each pair of a head's entries.
+        rope = getattr(config, "rope_parameters", None) or {}
         for name in ("short_factor", "long_factor"):
             if isinstance(rope.get(name), list):
-                rope[name] = rope[name][:pairs]
+                rope[name] = rope[name][: int(HEAD * rope.get("partial_rotary_factor", 1.0)) // 2]
+    change(EXPERT_COUNTS, EXPERTS)
+    entries = VOCABULARY + number("vocab_size") % sizes["tensor"]
+    if number("vocab_size") > entries:
+        change(("vocab_size",), entries)
+        for name in TOKENS:
+            if number(name) >= VOCABULARY:
+                setattr(config, name, 0)
 
 
 def without_dropout(model: nn.Module) -> bool:
     """Set all dropout of a model to zero; return whether there was any."""
     found = False
     for module in model.modules():
-        for name, value in list(vars(module).items()):
-            rate = name == "p" and "drop" in type(module).__name__.lower()
-            if isinstance(value, float) and value > 0 and (rate or "drop" in name.lower()):
-                setattr(module, name, 0.0)
-                found = True
-        config = getattr(module, "config", None)
-        for name, value in list(getattr(config, "__dict__", {}).items()):
-            if isinstance(value, float) and value > 0 and "drop" in name:
-                setattr(config, name, 0.0)
-                found = True
+        for owner, name in _rates(module):
+            setattr(owner, name, 0.0)
+            found = True
     return found
+
+
+def _rates(module: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield the attributes of a module and its configuration that are rates of dropout above 0."""
+    for owner in (module, getattr(module, "config", None)):
+        for name, value in list(getattr(owner, "__dict__", {}).items()):
+            rate = "drop" in name.lower() or (name == "p" and "drop" in type(module).__name__.lower())
+            if rate and isinstance(value, float) and value > 0:
+                yield owner, name
