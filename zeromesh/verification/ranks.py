@@ -247,7 +247,7 @@ class Comparison:
         """Compare each element with its master, rounded: at most half a unit in the last place, as rounding does."""
         # Ties may go either way, as those of split masters do.
         kept = torch.finfo(got.dtype)
-        half = torch.ldexp(torch.tensor(kept.eps / 4, dtype=torch.float64), torch.frexp(master).exponent)
+        half = torch.ldexp(torch.full_like(master, kept.eps / 4), torch.frexp(master).exponent)
         half = half.clamp_min(kept.tiny * kept.eps / 2).flatten()
         far = torch.where(got == master, 0.0, got.double() - master).abs().flatten()
         worst = int((far / half).argmax())

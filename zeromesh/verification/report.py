@@ -120,20 +120,14 @@ class Report:
             if not trial.apart:
                 continue
             first = trial.apart[0]
-            alike = [
-                one for one in trial.apart if (one.step, one.kind, one.name) == (first.step, first.kind, first.name)
-            ]
+            kind = [one for one in trial.apart if (one.step, one.kind) == (first.step, first.kind)]
+            # Each rank has names of its own micro-batches.
+            alike = [one for one in kind if one.name == first.name or one.kind == "loss"]
             self.ranks = sorted({one.rank for one in alike})
-            coordinates = {one.rank: one.coordinates for one in ranks}
-            if first.kind == "loss":  # each rank has names of its own micro-batches
-                losses = [one for one in trial.apart if (one.step, one.kind) == (first.step, "loss")]
-                self.ranks = sorted({one.rank for one in losses})
-            self.place = where(self.ranks, coordinates)
-            said = [one.cause for one in alike if one.cause]
+            self.place = where(self.ranks, {one.rank: one.coordinates for one in ranks})
             # What most ranks say of this value; else what is said of other values of this kind.
-            same = [one.cause for one in trial.apart if one.cause and (one.step, one.kind) == (first.step, first.kind)]
-            said = said or same
-            self.cause = max(said, key=said.count) if said else ""
+            said = [one.cause for one in alike if one.cause] or [one.cause for one in kind if one.cause]
+            self.cause = max(said, key=said.count, default="")
             self.verdict = Verdict.APART
             return
         self.verdict = Verdict.EQUAL
@@ -192,42 +186,37 @@ class Report:
         Raises:
             ValueError: matplotlib is not installed, or nothing was compared.
         """
-        pyplot = require_matplotlib()
+        figure = require_matplotlib()(layout="constrained")
         from matplotlib.colors import LogNorm
 
         trials = [trial for trial in self.trials if trial.findings]
         if not trials:
             raise ValueError("there is no picture, as nothing was compared")
-        drawn = {one.name: one.position for one in trials[0].findings if one.kind in ("master", "parameter")}
-        names = sorted(drawn, key=drawn.__getitem__)
-        figure, axes = pyplot.subplots(
-            1, len(trials), figsize=(4 + 2 * len(trials), 1.5 + 0.16 * len(names)), squeeze=False, sharey=True,
-            layout="constrained",
-        )  # fmt: skip
+        weights = [[one for one in trial.findings if one.kind in ("master", "parameter")] for trial in trials]
+        names = sorted(places := {one.name: one.position for one in weights[0]}, key=places.__getitem__)
+        figure.set_size_inches(4 + 2 * len(trials), 1.5 + 0.16 * len(names))
+        axes = figure.subplots(1, len(trials), squeeze=False, sharey=True)[0]
         image = None
-        for axis, trial in zip(axes[0], trials, strict=True):
-            cells = [[_worst_of(trial, name, step) for step in range(1, self.steps + 1)] for name in names]
+        for axis, trial, found in zip(axes, trials, weights, strict=True):
+            cells = [[0.0] * self.steps for _ in names]
+            for one in found:
+                row = cells[names.index(one.name)]
+                row[one.step - 1] = max(row[one.step - 1], min(one.relative, 1.0))
             image = axis.imshow(cells, aspect="auto", cmap="magma", norm=LogNorm(1e-17, 1, clip=True))
-            axis.set_title(trial.name)
-            axis.set_xlabel("step")
-            axis.set_xticks(range(self.steps), [str(step + 1) for step in range(self.steps)])
-        axes[0][0].set_yticks(range(len(names)), names, fontsize=6)
-        figure.colorbar(image, ax=axes[0].tolist(), label="largest relative difference")
+            axis.set(title=trial.name, xlabel="step", xticks=range(self.steps), xticklabels=range(1, self.steps + 1))
+        axes[0].set_yticks(range(len(names)), names, fontsize=6)
+        figure.colorbar(image, ax=list(axes), label="largest relative difference")
         figure.suptitle(f"{self.model}, {self.layout}: {self.verdict.name.lower()}")
         figure.savefig(file, dpi=120)
-        pyplot.close(figure)
 
 
 def require_matplotlib() -> Any:
-    """Return pyplot; raise ValueError without matplotlib."""
+    """Return matplotlib's class of figures, which leaves the user's backend alone; raise ValueError without it."""
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError(f"--picture needs matplotlib ({error}); pip install 'zeromesh[plots]'") from None
-    return pyplot
+    return Figure
 
 
 def described(one: Finding) -> str:
@@ -244,13 +233,6 @@ def described(one: Finding) -> str:
     }
     kind = words.get(one.kind, f"optimizer {one.kind}" if one.kind.startswith("state ") else one.kind)
     return f"{kind} {one.name}".strip()
-
-
-def _worst_of(trial: TrialReport, name: str, step: int) -> float:
-    kinds = ("master", "parameter")
-    found = [one.relative for one in trial.findings if one.name == name and one.step == step and one.kind in kinds]
-    worst = max(found, default=0.0)
-    return min(max(worst, 1e-17), 1.0) if math.isfinite(worst) else 1.0
 
 
 def _plain(one: Finding) -> dict[str, Any]:

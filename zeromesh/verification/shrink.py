@@ -25,7 +25,7 @@ EXPERTS = 4
 GROUP = 2  # heads of queries that share one of keys, at most
 LENGTH = 16  # tokens of a sample
 
-# Configurations of transformers map names of their own, as n_embd, to the usual ones; these are for what they leave out.
+# Configurations of transformers map most names of their own, as n_embd, to the usual ones.
 LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 HEADS = ("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 WIDTHS = ("hidden_size", "d_model", "word_embed_proj_dim", "embedding_size")
