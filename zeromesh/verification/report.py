@@ -137,12 +137,7 @@ class Report:
         first = self.first
         return {
             "verdict": self.verdict.name.lower(),
-            "sentence": self.sentence,
-            "model": self.model,
-            "layout": self.layout,
-            "steps": self.steps,
-            "changes": self.changes,
-            "notes": self.notes,
+            **{key: getattr(self, key) for key in ("sentence", "model", "layout", "steps", "changes", "notes")},
             "first": None if first is None else _plain(first) | {"ranks": self.ranks, "place": self.place},
             "cause": self.cause,
             "trials": [

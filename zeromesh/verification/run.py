@@ -215,16 +215,12 @@ class Verification:
             with _variables(ON_CPU):
                 if self.layout.ranks > 1:
                     return launch(run_trials, self.layout.ranks, work, self.timeout)
-                # `launch` would call it here, and leave a process group.
-                with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                    return [pool.submit(run_trials, work, self.timeout).result()]
-        except Exception as error:  # of one rank, whatever its training raises
+                return _in_another_process(work, self.timeout)
+        except RankFailure as error:
             if time.monotonic() - began >= self.timeout:
                 text = f"the ranks did not end within {self.timeout:g} s; allow more with --timeout"
                 raise NotVerified(text) from None
-            if isinstance(error, RankFailure):
-                raise NotVerified(f"rank {error.rank} failed: {error.summary}") from None
-            raise NotVerified(f"the ranks failed: {_first_line(error)}") from error
+            raise NotVerified(f"rank {error.rank} failed: {error.summary}") from None
 
     def _decide(self, trials: Sequence[Trial], results: Sequence[Sequence[RankResult]]) -> None:
         """Write findings and verdict into the report, after a look for values that no rank has compared."""
@@ -327,6 +323,15 @@ def _train_plain(path: Path, trial: Trial, file: Path) -> torch.dtype | str:
 def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _in_another_process(work: list[tuple[Trial, Path, Path]], timeout: float) -> list[list[RankResult]]:
+    """Return what one rank finds; ``launch`` would train in this process, and leave a process group."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        try:
+            return [pool.submit(run_trials, work, timeout).result()]
+        except Exception as error:  # whatever training raises
+            raise RankFailure(0, _first_line(error)) from error
 
 
 @contextmanager
