@@ -235,9 +235,7 @@ class Verification:
 
     def _refuse_missing(self, missing: Mapping[str, list[str]], trial: Trial) -> None:
         for kind, names in missing.items():
-            text = f"{kind} of {counted(len(names), 'value')} in {trial.name}" + (
-                f", as {names[0]}" if names[0] else ""
-            )
+            text = f"{kind} of {counted(len(names), 'value')} in {trial.name}, the first: {names[0] or kind}"
             # An update on the host takes gradients that are not seen; states may be kept in other shapes.
             if kind not in ("gradient", "buffer") and not kind.startswith("state "):
                 raise NotVerified(f"no rank has compared {text}; report this as a mistake of ZeroMesh")
@@ -354,9 +352,7 @@ def _shared_folder(launched: bool) -> Iterator[Path]:
         if launched:
             dist.broadcast_object_list(found, 0)
         if not Path(found[0]).exists():
-            raise ValueError(
-                f"the first rank's folder {found[0]} is not seen here; set TMPDIR to one that all nodes see"
-            )
+            raise ValueError(f"folder {found[0]} of the first rank is not seen here; set TMPDIR to one that all see")
         yield Path(found[0])
         if launched:
             dist.barrier()  # before the first rank removes it
