@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hf",),
     ("train", "deepspeed", "horovod", "keras"),
     ("__init__",),
+    ("verification",),
     ("build",),
     ("initialization",),
     (

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zeromesh.launcher.launch import launch
     from zeromesh.optim.groups import no_decay_groups
     from zeromesh.pretrained import from_pretrained, load_pretrained
+    from zeromesh.verification.run import verify
     from zeromesh.zero import clip_grad_norm_
 
 __version__ = "0.1.0.dev0"
@@ -28,7 +29,7 @@ _NAMES = {
     "build": "initialize make_mesh shard", "comm.environment": "Environment init_distributed", "comm.mesh": "Mesh",
     "config.settings": "Settings", "convert": "convert_checkpoint", "engine": "Engine",
     "joint_batch": "gather_with_gradient sync_batch_norm", "launcher.launch": "launch",
-    "optim.groups": "no_decay_groups", "pretrained": "from_pretrained load_pretrained", "zero": "clip_grad_norm_",
+    "optim.groups": "no_decay_groups", "pretrained": "from_pretrained load_pretrained", "verification.run": "verify", "zero": "clip_grad_norm_",
 }  # fmt: skip
 _MODULES = ("checkpointing", "pipe", "zero")
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -36,7 +37,7 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 __all__ = [
     "Engine", "Environment", "Mesh", "Settings", "checkpointing", "clip_grad_norm_", "convert_checkpoint",
     "from_pretrained", "gather_with_gradient", "init_distributed", "initialize", "launch", "load_pretrained",
-    "make_mesh", "no_decay_groups", "pipe", "shard", "sync_batch_norm", "zero",
+    "make_mesh", "no_decay_groups", "pipe", "shard", "sync_batch_norm", "verify", "zero",
 ]  # fmt: skip
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -53,8 +54,13 @@ def train(
     auto_resume: Annotated[
         bool, typer.Option("--auto-resume", help=f"Continue if {OUTPUT} has a checkpoint, else start.")
     ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="First compare the layout with one plain process, on a smaller model.")
+    ] = False,
 ) -> None:
     """Train a language model on text."""
+    if verify:
+        _verify(config, overrides=overrides or ())
     with _errors():
         from zeromesh.train.run import train as run
 
@@ -303,6 +309,50 @@ def plan(
         fits = plans.plan(question, found)
     if not fits:
         raise typer.Exit(WRONG_INPUT)
+
+
+@app.command()
+def verify(
+    config: Annotated[Path, typer.Argument(help="A JSON file in DeepSpeed's format, with an optimizer.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A folder with a config.json of transformers, or package.module:function, which returns a module, or "
+            "one and a batch; the model of the file if left out."
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Processes; as few as the mesh needs if left out.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Updates to compare.")] = 3,
+    whole: Annotated[bool, typer.Option("--whole", help="Compare the model as it is, however large.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, metavar="S", help="Seconds that the processes have.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the differences of all parameters into this PNG.")
+    ] = None,
+) -> None:
+    """Show whether a layout trains a model as one plain process does: status 0 equal, 1 apart, 2 not verified."""
+    _verify(config, model, overrides or (), ranks, steps, whole, timeout, as_json, picture)
+
+
+def _verify(*arguments: Any, **named: Any) -> None:
+    """Compare, and exit unless the layout trains as one process does. Only a difference has status 1."""
+    with _errors():
+        from zeromesh.cli import verify as verifying
+
+        try:
+            verdict = verifying.run(verifying.VerifyQuestion(*arguments, **named))
+        except (ValueError, OSError, typer.Exit):
+            raise
+        except Exception as error:  # a user's function may raise anything, and a traceback's status is 1
+            traceback.print_exc()
+            raise _end(f"error: {type(error).__name__}: {error}", error, WRONG_INPUT) from None
+    if verdict.value:
+        raise typer.Exit(verdict.value)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def hugging_face_cost(
     config = deepcopy(configuration_of(source))
     # Keys and values for generation would be kept through the backward.
     config.use_cache = False
-    kind = _class_of(config)
+    kind = class_of(config)
     if attention:
         config.update({"_attn_implementation": attention})
 
@@ -49,7 +49,7 @@ def hugging_face_cost(
             return adapt(kind(config))
 
     name = str(getattr(config, "name_or_path", "") or kind.__name__)
-    return TracedCost(make, _of_class(kind, config), options, name=name)
+    return TracedCost(make, inputs_of(kind, config), options, name=name)
 
 
 def configuration_of(source: Any) -> Any:
@@ -100,7 +100,7 @@ def _transformers() -> Any:
     return transformers
 
 
-def _class_of(config: Any) -> type[nn.Module]:
+def class_of(config: Any) -> type[nn.Module]:
     """Return the class that the configuration names, or the causal or plain one for its type."""
     transformers = _transformers()
     for name in getattr(config, "architectures", None) or ():
@@ -125,7 +125,7 @@ def _class_of(config: Any) -> type[nn.Module]:
     )
 
 
-def _of_class(kind: type[nn.Module], config: Any) -> InputsOf:
+def inputs_of(kind: type[nn.Module], config: Any) -> InputsOf:
     """Return a function that makes the inputs of a class."""
     accepted = inspect.signature(kind.forward).parameters
     main = getattr(kind, "main_input_name", "input_ids")
