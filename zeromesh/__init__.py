@@ -29,7 +29,8 @@ _NAMES = {
     "build": "initialize make_mesh shard", "comm.environment": "Environment init_distributed", "comm.mesh": "Mesh",
     "config.settings": "Settings", "convert": "convert_checkpoint", "engine": "Engine",
     "joint_batch": "gather_with_gradient sync_batch_norm", "launcher.launch": "launch",
-    "optim.groups": "no_decay_groups", "pretrained": "from_pretrained load_pretrained", "verification.run": "verify", "zero": "clip_grad_norm_",
+    "optim.groups": "no_decay_groups", "pretrained": "from_pretrained load_pretrained",
+    "verification.run": "verify", "zero": "clip_grad_norm_",
 }  # fmt: skip
 _MODULES = ("checkpointing", "pipe", "zero")
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -108,7 +108,7 @@ class Alone:
         return {name: piece.view(self._shapes[name]) for name, piece in pieces.items()}
 
 
-class Plain:
+class PlainTraining:
     """One process that trains a model; ``noise`` is the relative size of random errors of its weights."""
 
     def __init__(self, path: Path, trial: Trial, noise: float = 0.0, seed: int = 0) -> None:
@@ -331,7 +331,7 @@ def reference(path: Path, trial: Trial, terms: int) -> tuple[list[PlainStep], to
     What that moves, round-off in another order of sums may move as well. docs/adr/0027-verification.md has the reasons.
     """
     with Narrowest() as seen:
-        steps = Plain(path, trial).steps()
+        steps = PlainTraining(path, trial).steps()
     asked = trial.settings.precision
     used = [seen.dtype, *(one for one in (asked.compute, asked.communicate, asked.accumulate) if one is not None)]
     narrow = max(used, key=lambda dtype: torch.finfo(dtype).eps)
@@ -339,7 +339,7 @@ def reference(path: Path, trial: Trial, terms: int) -> tuple[list[PlainStep], to
     # The rounding errors of a sum grow with the root of its terms, at the worst with their number. Products of matrices
     # of 16 bits are summed in fp32, and rounded once.
     noise = unit * {64: float(terms), 32: sqrt(terms)}.get(torch.finfo(narrow).bits, 1.0)
-    trials = [Plain(path, trial, noise, seed).steps() for seed in range(1, TRIALS + 1)]
+    trials = [PlainTraining(path, trial, noise, seed).steps() for seed in range(1, TRIALS + 1)]
     if any(run[-1].skipped for run in (steps, *trials)):
         return [replace(steps[-1], skipped=True)], narrow
     start = steps[0].start

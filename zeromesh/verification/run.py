@@ -31,7 +31,7 @@ from zeromesh.launcher.launch import launch
 from zeromesh.model.containers import tensors_of
 from zeromesh.observe.machine import memory
 from zeromesh.verification.layout import SmallLayout, scale_powers, skipped_text, small_layout, trial_settings
-from zeromesh.verification.plain import Plain, Trial, is_alike, reference
+from zeromesh.verification.plain import PlainTraining, Trial, is_alike, reference
 from zeromesh.verification.ranks import RankResult, run_trials
 from zeromesh.verification.report import Report, TrialReport, Verdict
 from zeromesh.verification.rows import SampleRows, longest_sum
@@ -285,7 +285,7 @@ def _train_plain(path: Path, trial: Trial, file: Path) -> torch.dtype | str:
         )
     try:
         with _quiet():
-            losses = [Plain(path, trial).probe(seed) for seed in (1, 2)]
+            losses = [PlainTraining(path, trial).probe(seed) for seed in (1, 2)]
             terms = longest_sum(trial.rows, trial.shares, trial.micro_batches, model)
             steps, narrow = reference(path, trial, terms)
     except Exception as error:  # whatever the user's model raises
