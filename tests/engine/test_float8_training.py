@@ -113,6 +113,61 @@ def test_gathers_in_float8_send_half_and_change_no_bit() -> None:
         assert sum(found[2]) < sum(want[2])
 
 
+def gathering_engine(ranks_lr: float = 0.0) -> Any:
+    settings = {"zero_optimization": {"stage": 3}, "units": ["Block"], "bf16": {"enabled": True}}
+    optimizer = {"type": "SGD", "params": {"lr": ranks_lr}}
+    return zeromesh.initialize(
+        model=Net(reads=False), config={"optimizer": optimizer, **settings, **section(gather=True)}
+    )[0]
+
+
+def masters(engine: Any) -> list[Tensor]:
+    return [zeromesh.zero.safe_get_full_fp32_param(p).clone() for p in engine.module.parameters()]
+
+
+def step_once(engine: Any, step: int = 0) -> None:
+    engine.backward(engine(batch(step, engine.mesh.data_rank)))
+    engine.step()
+
+
+@on_ranks(2)
+def test_reading_a_weight_that_was_gathered_in_float8_changes_no_master() -> None:
+    engine = gathering_engine()
+    layer, read = engine.module.blocks[0].up_proj, []
+    layer.register_forward_hook(lambda module, *_: read.append(module.weight.data.norm()))
+    before = masters(engine)
+    for step in range(2):
+        step_once(engine, step)
+    assert len(read) == 2
+    assert all(map(torch.equal, masters(engine), before))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_writing_to_a_weight_that_was_gathered_in_float8_is_refused(through_data: bool) -> None:
+    engine = gathering_engine()
+
+    def write(module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            (module.weight.data if through_data else module.weight)[3, 5] += 1.0
+
+    engine.module.blocks[1].up_proj.register_forward_hook(write)
+    with pytest.raises(RuntimeError, match="blocks.1.up_proj.weight was changed in a forward .*GatheredParameters"):
+        step_once(engine)
+
+
+@on_ranks(2)
+def test_what_one_rank_reads_between_steps_leaves_the_others_alone() -> None:
+    engine = gathering_engine(LR)
+    weight = engine.module.blocks[0].up_proj.weight
+    for step in range(2):
+        with zeromesh.zero.GatheredParameters([weight]):
+            if engine.mesh.rank == 0:
+                weight.data.norm()
+        step_once(engine, step)
+    engine.destroy()
+
+
 def test_tied_and_frozen_weights() -> None:
     def frozen() -> Net:  # as the base of adapters
         model = Net()
