@@ -184,6 +184,19 @@ def test_float8_speeds_up_products_and_halves_gathers():
     )
 
 
+def test_only_matrices_are_multiplied_in_float8() -> None:
+    device = replace(PLAIN, flops={"bf16": 1e13, "fp32": 1e12, "fp8": 2e13})
+    work = KernelWork(WorkKind.CONVOLUTION, Divided(1e13), Divided(0.0))
+    half = ParallelLayout(products="fp8")
+    wide = replace(half, widths=Widths(parameter=4, wire=4, master=0))
+    assert KernelSpeed(device, half, Habits()).seconds(work) == pytest.approx(1.0, rel=1e-3)
+    assert KernelSpeed(device, wide, Habits()).seconds(work) == pytest.approx(10.0, rel=1e-3)
+    # Without such products, a run computes as it would without float8.
+    without = replace(device, flops={"bf16": 1e13, "fp32": 1e12})
+    assert KernelSpeed(without, wide, Habits()).dtype == "fp32"
+    assert KernelSpeed(without, half, Habits()).dtype == "bf16"
+
+
 def test_impossible_layouts_are_refused():
     with pytest.raises(ValueError, match="64 ranks"):
         seconds(ParallelLayout(data=64))
