@@ -9,7 +9,7 @@ from zeromesh.model.placement import ROWS, Tier
 from zeromesh.plan.cost import Divided, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
 from zeromesh.plan.layout import ParallelLayout, Widths
 from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
-from zeromesh.plan.rates import Habits
+from zeromesh.plan.rates import Habits, KernelSpeed
 from zeromesh.plan.shape import TransformerCost, TransformerShape
 from zeromesh.plan.time import time_of
 

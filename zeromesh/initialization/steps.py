@@ -113,7 +113,8 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
     require_policy(model, settings.precision.compute)
     units = find_units(model, settings.units)
     if settings.float8.enabled:
-        check_layers(model, settings.float8.skip)  # of the whole model: a stage does not know the names of others
+        # The whole model: a stage does not know the names of others.
+        check_layers(model, settings.float8.skip, settings.precision.compute)
     if settings.compile.enabled:
         require_backend(settings.compile.backend)
         if not units:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,9 @@ def use_float8(
 
     Returns:
         The names of the layers that compute in float8.
+
+    Raises:
+        ValueError: none can, on a single pipeline stage.
     """
     group, native = mesh.group("tensor"), has_products(mesh.device)
     cuts = {} if split is None else {id(m.module): m.style.cut for m in split.members if m.parameter is None}
@@ -60,29 +63,41 @@ def use_float8(
             continue
         chosen.append(name)
         _change(module, arithmetics.get(cuts.get(id(module)), arithmetics[None]))
+    if not chosen and mesh.sizes["pipeline"] == 1:
+        _refuse(reasons)
     _tell(chosen, {name: reason for name, reason in reasons.items() if reason}, native, mesh)
     return chosen
 
 
-def check_layers(model: nn.Module, skip: Sequence[str]) -> None:
-    """Raise ValueError if layers of the whole model, before it is split, and the section do not fit.
+def check_layers(model: nn.Module, skip: Sequence[str], dtype: torch.dtype | None) -> None:
+    """Check the layers of the whole model, before it is split.
 
-    A pattern of ``skip`` that is no default matches no layer, no layer can compute in float8, or one that could has its
-    weight in fp16.
+    Args:
+        model: on each rank the same.
+        skip: see ``use_float8``.
+        dtype: to which the model will be cast; None: parameters keep theirs.
+
+    Raises:
+        ValueError: a pattern of ``skip`` that is no default matches no layer, no layer can compute in float8, or one
+            that could has its weight in fp16.
     """
     layers = {name: module for name, module in model.named_modules() if _is_linear(module)}
     _require_matches(skip, layers)
     unread = _unread(model, None)
     reasons = {name: _reason(name, module, skip, unread) for name, module in layers.items()}
     if all(reasons.values()):
-        found = _few([f"{name}: {reason}" for name, reason in reasons.items()], "; ") or "it has no linear layers"
-        raise ValueError(f"{FLOAT8} is enabled, but no layer of the model can compute in it ({found}); leave it out")
+        _refuse(reasons)
     for name, reason in reasons.items():
-        if not reason and layers[name].weight.dtype is torch.float16:
+        if not reason and (dtype or layers[name].weight.dtype) is torch.float16:
             raise ValueError(
                 f"{FLOAT8} is enabled, and the weight of {name} is in fp16, but products in float8 give bf16 or fp32; "
                 "set bf16.enabled, or give the model in bf16 or fp32"
             )
+
+
+def _refuse(reasons: Mapping[str, str]) -> NoReturn:
+    found = _few([f"{name}: {reason}" for name, reason in reasons.items()], "; ") or "it has no linear layers"
+    raise ValueError(f"{FLOAT8} is enabled, but no layer of the model can compute in it ({found}); leave it out")
 
 
 def _few(texts: Sequence[str], between: str = ", ", most: int = 8) -> str:
