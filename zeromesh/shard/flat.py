@@ -314,7 +314,10 @@ class Flat:
                         f"{view.device}; change the model before initialize"
                     )
                 if self.narrow is not None and self.narrow.is_rounded:
-                    self._require_kept(self.narrow, index, parameter.detach(), bound and parameter._version == version)
+                    value = parameter.detach().reshape(-1)
+                    self.narrow.require_kept(
+                        index, value if bound and parameter._version == version else value[:0], self.shard
+                    )
                     continue
                 changed = True
                 self.put(segment, parameter.detach().reshape(-1))
@@ -325,18 +328,6 @@ class Flat:
         self.exposed.clear()
         if changed:
             self.watch()
-
-    def _require_kept(self, narrow: NarrowGather, index: int, value: torch.Tensor, perhaps: bool) -> None:
-        """Raise RuntimeError if a parameter that was gathered in float8 has been written to; ``perhaps``: or was not.
-
-        It is not taken into the master, which would lose all that the rounding has taken from the parameter.
-        """
-        if not perhaps or not narrow.is_kept(index, value.reshape(-1), self.shard):
-            raise RuntimeError(
-                f"parameter {self.layout.segments[index].name} was changed in a forward or backward, where it is "
-                "rounded to float8 because float8.gather is true; change it between steps, inside "
-                "GatheredParameters, or leave float8.gather out"
-            )
 
 
 def _read(flat: Flat, segment: Segment, source: Source, kept: slice) -> None:

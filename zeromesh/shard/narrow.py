@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zeromesh.comm.collectives import Group, Pending
+from zeromesh.config.keys import FLOAT8_GATHER
 from zeromesh.model.float8 import E4M3, magnitude, quantize, scale_of
 from zeromesh.shard.layout import Layout
 
@@ -57,8 +58,27 @@ class NarrowGather:
         """True if the parameters are what the last gather brought, and not exact."""
         return self._filled is not None
 
-    def is_kept(self, index: int, value: Tensor, shard: Tensor) -> bool:
-        """Return whether a parameter, 1-D, still is what was gathered, as far as this rank's shard can tell."""
+    def require_kept(self, index: int, value: Tensor, shard: Tensor) -> None:
+        """Check that a parameter still is what was gathered, as far as this rank's shard can tell.
+
+        Neither is taken into the master: it would lose all that the rounding has taken from the parameter.
+
+        Args:
+            index: of the parameter in the layout.
+            value: the parameter, 1-D; empty: it is known that it was written to.
+            shard: this rank's part of the flat buffer.
+
+        Raises:
+            RuntimeError: it was written to.
+        """
+        if not (len(value) and self._is_kept(index, value, shard)):
+            raise RuntimeError(
+                f"parameter {self._layout.segments[index].name} was changed in a forward or backward, where it is "
+                f"rounded to float8 because {FLOAT8_GATHER} is true; change it between steps, inside "
+                f"GatheredParameters, or leave {FLOAT8_GATHER} out"
+            )
+
+    def _is_kept(self, index: int, value: Tensor, shard: Tensor) -> bool:
         assert self._filled is not None
         scale = self._filled[index]
         segment = self._layout.segments[index]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.mesh import Mesh
-from zeromesh.config.keys import FLOAT8, FLOAT8_SKIP
+from zeromesh.config.keys import BF16, FLOAT8, FLOAT8_SKIP
 from zeromesh.config.parts import HEADS
 from zeromesh.model.float8 import Float8Products, Largest, has_products, reason_to_skip
 from zeromesh.model.linear import ARITHMETIC, columns_of, is_transposed, multiply
@@ -91,7 +91,7 @@ def check_layers(model: nn.Module, skip: Sequence[str], dtype: torch.dtype | Non
         if not reason and (dtype or layers[name].weight.dtype) is torch.float16:
             raise ValueError(
                 f"{FLOAT8} is enabled, and the weight of {name} is in fp16, but products in float8 give bf16 or fp32; "
-                "set bf16.enabled, or give the model in bf16 or fp32"
+                f"set {BF16}, or give the model in bf16 or fp32"
             )
 
 
