@@ -247,7 +247,7 @@ class _Sums:
         self.weight: Tensor | None = None
         self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs_bias else None
         # For gradients of logits that wait: at least one chunk, as a chunk's logits are no narrower.
-        self._room = chunk_bytes(*weight.shape, wide.itemsize) if later else 0
+        self._room = chunk_bytes(weight.shape[0], weight.shape[1], wide.itemsize) if later else 0
         self._waiting: list[tuple[slice, Tensor]] = []
 
     def add(self, at: slice, gradient: Tensor) -> None:
