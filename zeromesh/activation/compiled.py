@@ -72,14 +72,14 @@ class CompileTimes:
     """Hook of the first block that logs, when it is called again, how long its compilation and others' took."""
 
     def __init__(self, kinds: int) -> None:
-        self._kinds, self._told, self._is_first = kinds, sum(_seconds), True
+        self._kinds, self._logged, self._is_first = kinds, sum(_seconds), True
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Signature of torch's hooks."""
-        spent = sum(_seconds) - self._told
+        spent = sum(_seconds) - self._logged
         if spent <= 0.0 or torch.compiler.is_compiling():
             return
-        self._told += spent
+        self._logged += spent
         again = "" if self._is_first else " again, for inputs of another kind,"
         self._is_first = False
         _log.info("compiling %d kind%s of blocks%s took %.1f s", self._kinds, "s"[: self._kinds > 1], again, spent)
