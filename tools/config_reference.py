@@ -149,6 +149,7 @@ def schema() -> Schema:
         properties = part["properties"]
         properties[old.rpartition(".")[2]] = {**properties[name], "deprecated": True, "description": f"Use {new}."}
     whole["properties"]["zero_optimization"]["anyOf"].append({"type": "boolean"})
+    whole["properties"]["compile"]["anyOf"] += [{"type": "boolean"}, {"type": "null"}]
     whole["properties"]["$schema"] = {"type": "string"}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "ZeroMesh configuration"}
     return {**head, **whole}

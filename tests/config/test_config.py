@@ -142,7 +142,7 @@ def test_an_other_name_is_read_as_the_key_itself_and_never_beside_it(old: str, n
 
 def test_names_of_keys_for_messages_are_names_of_keys() -> None:
     texts = [text for name, text in vars(keys).items() if name.isupper()]
-    named = [word for text in texts for word in re.findall(r"[a-z_]+[._][a-z_.]*[a-z]", text)]
+    named = [word for text in texts for word in re.findall(r"[a-z_][a-z_0-9]*[._][a-z_.]*[a-z]", text)]
     assert len(named) >= len(texts)
     assert [word for word in named if not any(f".{path}".endswith(f".{word}") for path in entries())] == []
 

@@ -12,7 +12,9 @@ import zeromesh
 from float8_training import LR, MICRO, STEPS, Net, batch, on_engine, require_same, section
 from harness import on_ranks
 from zeromesh.activation.compiled import require_backend
+from zeromesh.config.adopt import adopt
 from zeromesh.config.errors import ConfigError
+from zeromesh.config.settings import Settings
 
 RECOMPUTED = {"activation_checkpointing": {"enabled": True}}
 
@@ -101,7 +103,46 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(ValueError, match="needs a C\\+\\+ compiler, and there is none in PATH .*apt-get install g"):
         require_backend("inductor")
+    monkeypatch.setattr("shutil.which", lambda name: None if name == "g++" else name)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ValueError, match="there is none in PATH \\(g\\+\\+\\)"):  # inductor takes no other by itself
+        require_backend("inductor")
+    monkeypatch.setenv("CXX", "clang++")
+    require_backend("inductor")
     require_backend("aot_eager")
+
+
+def test_blocks_that_are_compiled_twice_log_their_times_once(caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    engine = zeromesh.initialize(model=build(), config={"optimizer": {"type": "SGD"}, **compiled()})[0]
+    engine.compile("eager")
+    with caplog.at_level(logging.INFO, "zeromesh"), torch.no_grad():
+        for _ in range(2):
+            engine(batch(0, 0))
+    assert caplog.text.count("compiling 1 kind of blocks took") == 1
+
+
+@pytest.mark.parametrize(
+    ("theirs", "enabled"),
+    [
+        ({"enabled": False, "backend": "inductor", "kwargs": {}}, False),
+        ({"disable": True, "fullgraph": False, "dynamic": None, "mode": None, "options": {}}, False),
+        ({"deepcompile": False, "autoep_non_moe": True}, False),
+        (False, False),
+        (None, False),
+        (True, True),
+    ],
+)
+def test_what_deepspeed_took_in_this_section_loads(theirs: Any, enabled: bool) -> None:
+    assert Settings.load({"compile": theirs}).compile.enabled is enabled
+
+
+def test_arguments_of_the_compiler_are_refused_and_left_out_for_deepspeed() -> None:
+    theirs = {"compile": {"enabled": True, "kwargs": {"dynamic": True}}}
+    with pytest.raises(ConfigError, match="compile.kwargs = .*engine.compile takes them.*leave the key out"):
+        Settings.load(theirs)
+    assert Settings.load(adopt(theirs)[0]).compile.enabled
 
 
 def test_deepspeeds_own_keys_change_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -56,6 +56,23 @@ def test_tensor_parallel_ranks_share_the_scales_of_what_they_split() -> None:
 
 
 @on_ranks(2)
+def test_pipeline_stages_refuse_a_pattern_that_matches_no_layer_of_any() -> None:
+    settings = {"optimizer": {"type": "SGD"}, "mesh": {"pipeline": 2}, "train_batch_size": 2}
+    with pytest.raises(ValueError, match="float8.skip has 'block.*', which matches no linear layer"):
+        zeromesh.initialize(model=Net(reads=False), config={**settings, **section(skip=["block.*"])})
+
+
+def test_a_layer_whose_forward_was_replaced_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    layer = model.blocks[0].up_proj
+    layer.forward = partial(nn.functional.linear, weight=layer.weight, bias=layer.bias)
+    with caplog.at_level(logging.INFO, "zeromesh"):
+        zeromesh.initialize(model=model, config={"optimizer": {"type": "SGD"}, **section()})
+    assert "blocks.0.up_proj stays as it is: its forward was replaced" in caplog.text
+    assert "float8: layers that compute in it: 5\n" in caplog.text
+
+
+@on_ranks(2)
 def test_pipeline_stages_train_as_one_plain_process() -> None:
     build = partial(Net, reads=False)
     want = plain(build, False, 2)
@@ -111,6 +128,61 @@ def test_gathers_in_float8_send_half_and_change_no_bit() -> None:
         assert weights // 2 in found[2]
         assert weights // 2 not in want[2]
         assert sum(found[2]) < sum(want[2])
+
+
+def gathering_engine(ranks_lr: float = 0.0) -> Any:
+    settings = {"zero_optimization": {"stage": 3}, "units": ["Block"], "bf16": {"enabled": True}}
+    optimizer = {"type": "SGD", "params": {"lr": ranks_lr}}
+    return zeromesh.initialize(
+        model=Net(reads=False), config={"optimizer": optimizer, **settings, **section(gather=True)}
+    )[0]
+
+
+def masters(engine: Any) -> list[Tensor]:
+    return [zeromesh.zero.safe_get_full_fp32_param(p).clone() for p in engine.module.parameters()]
+
+
+def step_once(engine: Any, step: int = 0) -> None:
+    engine.backward(engine(batch(step, engine.mesh.data_rank)))
+    engine.step()
+
+
+@on_ranks(2)
+def test_reading_a_weight_that_was_gathered_in_float8_changes_no_master() -> None:
+    engine = gathering_engine()
+    layer, read = engine.module.blocks[0].up_proj, []
+    layer.register_forward_hook(lambda module, *_: read.append(module.weight.data.norm()))
+    before = masters(engine)
+    for step in range(2):
+        step_once(engine, step)
+    assert len(read) == 2
+    assert all(map(torch.equal, masters(engine), before))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_writing_to_a_weight_that_was_gathered_in_float8_is_refused(through_data: bool) -> None:
+    engine = gathering_engine()
+
+    def write(module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            (module.weight.data if through_data else module.weight)[3, 5] += 1.0
+
+    engine.module.blocks[1].up_proj.register_forward_pre_hook(write)
+    with pytest.raises(RuntimeError, match="blocks.1.up_proj.weight was changed in a forward .*GatheredParameters"):
+        step_once(engine)
+
+
+@on_ranks(2)
+def test_what_one_rank_reads_between_steps_leaves_the_others_alone() -> None:
+    engine = gathering_engine(LR)
+    weight = engine.module.blocks[0].up_proj.weight
+    for step in range(2):
+        with zeromesh.zero.GatheredParameters([weight]):
+            if engine.mesh.rank == 0:
+                weight.data.norm()
+        step_once(engine, step)
+    engine.destroy()
 
 
 def test_tied_and_frozen_weights() -> None:
@@ -174,6 +246,22 @@ def test_a_small_decoder_learns_nearly_as_in_bf16() -> None:
         assert max(abs(a - b) for a, b in zip(found, want, strict=True)) < 0.05 * want[0]
 
 
+@on_ranks(2)
+def test_tensor_parallel_ranks_share_scales_of_parts_of_different_magnitude() -> None:
+    def build() -> Net:
+        model = Net(reads=False)
+        with torch.no_grad():
+            for block in model.blocks:
+                # The second rank's outputs, inputs of the next product and their weights are far smaller.
+                block.up_proj.weight[32:].mul_(2.0**-16)
+                block.up_proj.bias[32:].mul_(2.0**-16)
+                block.down_proj.weight[:, 32:].mul_(2.0**-16)
+        return model
+
+    want = plain(build, False, 1)
+    require_same(on_engine(build, {"mesh": {"tensor": 2}, **section()}), want)
+
+
 def test_a_loss_of_numbers_that_are_not_finite_is_not_finite() -> None:
     model = Net()
     with torch.no_grad():
@@ -218,5 +306,10 @@ def test_what_cannot_be_is_refused() -> None:
         zeromesh.initialize(model=Net(), config={**sgd, **section(gather=True), "zero_optimization": HOST})
     with pytest.raises(ValueError, match="float8.skip has 'block.*', which matches no linear layer; there are blocks"):
         zeromesh.initialize(model=Net(), config={**sgd, **section(skip=["block.*"])})
+    with pytest.raises(ValueError, match="the weight of blocks.0.up_proj is in fp16, .*set .bf16.: "):
+        zeromesh.initialize(model=Net().half(), config={**sgd, **section()})
+    many = nn.Sequential(*(nn.Linear(16, 16) for _ in range(30)))
+    with pytest.raises(ValueError, match="there are 0, 1, 2, 3, 4, 5, 6, 7, and 22 more"):
+        zeromesh.initialize(model=many, config={**sgd, **section(skip=["block.*"])})
     with pytest.raises(ValueError, match="no layer of the model can compute in it .*0: 3 x 3 does not divide by 16"):
         zeromesh.initialize(model=nn.Sequential(nn.Linear(3, 3)), config={**sgd, **section()})

@@ -9,7 +9,7 @@ from zeromesh.model.placement import ROWS, Tier
 from zeromesh.plan.cost import Divided, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
 from zeromesh.plan.layout import ParallelLayout, Widths
 from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
-from zeromesh.plan.rates import Habits
+from zeromesh.plan.rates import Habits, KernelSpeed
 from zeromesh.plan.shape import TransformerCost, TransformerShape
 from zeromesh.plan.time import time_of
 
@@ -182,6 +182,19 @@ def test_float8_speeds_up_products_and_halves_gathers():
     assert time_of(Units(), 1, layout, plain_machine(2)) == time_of(
         Units(), 1, replace(layout, products=""), plain_machine(2)
     )
+
+
+def test_only_matrices_are_multiplied_in_float8() -> None:
+    device = replace(PLAIN, flops={"bf16": 1e13, "fp32": 1e12, "fp8": 2e13})
+    work = KernelWork(WorkKind.CONVOLUTION, Divided(1e13), Divided(0.0))
+    half = ParallelLayout(products="fp8")
+    wide = replace(half, widths=Widths(parameter=4, wire=4, master=0))
+    assert KernelSpeed(device, half, Habits()).seconds(work) == pytest.approx(1.0, rel=1e-3)
+    assert KernelSpeed(device, wide, Habits()).seconds(work) == pytest.approx(10.0, rel=1e-3)
+    # Without such products, a run computes as it would without float8.
+    without = replace(device, flops={"bf16": 1e13, "fp32": 1e12})
+    assert KernelSpeed(without, wide, Habits()).dtype == "fp32"
+    assert KernelSpeed(without, half, Habits()).dtype == "bf16"
 
 
 def test_impossible_layouts_are_refused():

@@ -317,6 +317,7 @@ def test_a_chunk_has_enough_tokens_for_a_wide_head(monkeypatch: pytest.MonkeyPat
     assert chunk_bytes(50257, 768) == CHUNK_BYTES  # 333 tokens
     assert chunk_bytes(128256, 4096) // (4 * 128256) == 1024
     assert chunk_bytes(128256 // 8, 8192) // (4 * 128256 // 8) == 2048  # of eight tensor-parallel ranks
+    assert chunk_bytes(128256, 4096, sums=False) == CHUNK_BYTES
     monkeypatch.setattr("zeromesh.tensor.loss.CHUNK_BYTES", 1)
     sizes: list[int] = []
     own = loss_module._Chunk.__init__
@@ -333,3 +334,13 @@ def test_a_chunk_has_enough_tokens_for_a_wide_head(monkeypatch: pytest.MonkeyPat
     want = F.cross_entropy(F.linear(hidden, weight), labels)
     torch.testing.assert_close(found, want)
     torch.testing.assert_close(gradients(found, hidden, weight), gradients(want, hidden, weight))
+    # Where no gradient of the head is summed, as in evaluation or beside adapters, chunks stay small.
+    sizes.clear()
+    with torch.no_grad():
+        torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels), want)
+    found = linear_cross_entropy(hidden, weight.detach(), labels)
+    assert sizes == [1] * 20
+    torch.testing.assert_close(
+        torch.autograd.grad(found, hidden)[0],
+        torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight), labels), hidden)[0],
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
@@ -17,8 +18,8 @@ from zeromesh.config.keys import COMPILE_BACKEND
 
 _log = logging.getLogger("zeromesh")
 
-COMPILERS = ("g++", "clang++", "gcc", "clang", "cl")
-"""Programs of which inductor, or Triton on a GPU, needs one, unless CXX or CC names another."""
+COMPILERS = {"win32": "cl", "darwin": "clang++"}
+"""Program, by platform, that inductor needs unless CXX names another; elsewhere it is g++."""
 
 INDUCTOR = "inductor"
 
@@ -40,12 +41,12 @@ def require_backend(name: str) -> None:
     known = torch.compiler.list_backends(exclude_tags=())
     if name not in known:
         raise ValueError(f"{COMPILE_BACKEND} is {name!r}; it must be one of {', '.join(known)}")
-    own = [os.environ[variable] for variable in ("CXX", "CC") if os.environ.get(variable)]
+    searched = os.environ.get("CXX") or COMPILERS.get(sys.platform, "g++")
     # Otherwise the first step would end in an error of torch's that names no key.
-    if name == INDUCTOR and not any(map(shutil.which, own or COMPILERS)):
+    if name == INDUCTOR and shutil.which(searched) is None:
         raise ValueError(
             f"{COMPILE_BACKEND} is {INDUCTOR!r}, which needs a C++ compiler, and there is none in PATH ("
-            f"{', '.join(own or COMPILERS)}); install one, as by apt-get install g++, or set {COMPILE_BACKEND} to "
+            f"{searched}); install one, as by apt-get install g++, or set {COMPILE_BACKEND} to "
             "aot_eager or eager, which compute without one and no faster"
         )
 
@@ -61,6 +62,9 @@ def compile_blocks(modules: Sequence[nn.Module], options: dict[str, Any], tells:
     for module in modules:
         compile_forward(module, **options)
     if tells and modules:
+        hooks = modules[0]._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, CompileTimes)]:
+            del hooks[key]  # of an earlier call, which would log the same once more
         modules[0].register_forward_pre_hook(CompileTimes(len({type(module) for module in modules})))
 
 
@@ -68,14 +72,14 @@ class CompileTimes:
     """Hook of the first block that logs, when it is called again, how long its compilation and others' took."""
 
     def __init__(self, kinds: int) -> None:
-        self._kinds, self._told, self._is_first = kinds, sum(_seconds), True
+        self._kinds, self._logged, self._is_first = kinds, sum(_seconds), True
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Signature of torch's hooks."""
-        spent = sum(_seconds) - self._told
+        spent = sum(_seconds) - self._logged
         if spent <= 0.0 or torch.compiler.is_compiling():
             return
-        self._told += spent
+        self._logged += spent
         again = "" if self._is_first else " again, for inputs of another kind,"
         self._is_first = False
         _log.info("compiling %d kind%s of blocks%s took %.1f s", self._kinds, "s"[: self._kinds > 1], again, spent)

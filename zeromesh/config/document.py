@@ -204,6 +204,9 @@ def _rename(document: dict[str, Any]) -> dict[str, Any]:
     # The oldest form of the section is its stage alone.
     if isinstance(document.get("zero_optimization"), bool):
         document = {**document, "zero_optimization": {"stage": int(document["zero_optimization"])}}
+    # Files for DeepSpeed, which read nothing of it then, have it off in these forms.
+    if "compile" in document and (document["compile"] is None or isinstance(document["compile"], bool)):
+        document = {**document, "compile": {"enabled": bool(document["compile"])}}
     for old, new in RENAMED.items():
         parent, _, old_name = old.rpartition(".")
         section = document if not parent else document.get(parent)

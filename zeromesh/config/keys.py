@@ -17,6 +17,8 @@ COMPILE_BACKEND = "compile.backend"
 UNITS = "units"
 FLOAT8 = "float8"
 FLOAT8_SKIP = "float8.skip"
+FLOAT8_GATHER = "float8.gather"
+BF16 = '"bf16": {"enabled": true}'
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"

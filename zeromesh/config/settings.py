@@ -108,7 +108,11 @@ class Settings(Section):
         parts.TorchAutocast(), "Run the forward under torch.autocast. Parameters keep their dtype."
     )
     float8: parts.Float8 = parts.Float8()
-    compile: parts.Compile = parts.Compile()
+    compile: parts.Compile = key(
+        parts.Compile(),
+        "Compile the forward of each unit (a block of the model) with torch.compile. true means enabled, false "
+        "and null not.",
+    )
     zero_optimization: ZeroOptimization = key(
         ZeroOptimization(),
         "States that are sharded, and the memory that holds them. true means stage 1, false stage 0.",

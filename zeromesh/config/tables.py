@@ -123,8 +123,14 @@ WITHOUT_EFFECT: dict[str, str] = {
             "sync_after_allgather",
             "keep_int_input_tensors",
             "keep_all_input_tensors",
+            "autoep_non_moe",
         )
     },
+    # Keys of earlier versions of DeepSpeed.
+    "compile.disable": "compile.enabled decides",
+    "compile.fullgraph": "what torch cannot compile of a block is computed as before",
+    "compile.dynamic": "torch decides, by the shapes that it meets",
+    "compile.options": "torch's defaults are used; engine.compile takes options",
     "data_efficiency": "samples come in the order of the loader; only a curriculum over their length is supported",
     "expert_parallel": "expert parallelism does not exist yet",
     "tensor_parallel.dtype": "the model keeps its dtype",
@@ -226,6 +232,7 @@ NOT_YET: dict[str, NotYet] = {
         _OFF, "loading of DeepSpeed's universal checkpoints (ZeroMesh's own load in any layout)"
     ),
     "compile.deepcompile": NotYet(_OFF, "DeepCompile"),
+    "compile.kwargs": NotYet(({}, None), "a table of torch.compile's arguments (engine.compile takes them)"),
     "hybrid_engine.enabled": NotYet(_OFF, "the hybrid engine"),
     "autotuning.enabled": NotYet(_OFF, "autotuning"),
     "datastates_ckpt": NotYet((False, None), "a DataStates writer of checkpoints"),
@@ -237,6 +244,7 @@ _MASTER = "master weights and states are kept in fp32: exact, with 4 to 8 bytes 
 EXACT: dict[str, str] = {
     "autotuning.enabled": "the values in the file are used; zeromesh plan chooses a layout",
     "compile.deepcompile": "it only affects speed; compile.enabled compiles the model's blocks",
+    "compile.kwargs": "they only affect speed; engine.compile takes them",
     "hybrid_engine.enabled": "the model generates between training steps without a separate engine",
     "aio.use_gds": "files are copied to a GPU through host memory",
     "zero_optimization.zenflow": "every update is exact; update_during_backward overlaps it with the backward",

@@ -50,7 +50,7 @@ from zeromesh.shard.materialise import materialiser
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.tensor.apply import apply, chunk_losses
 from zeromesh.tensor.derive import heads_over_vocabulary
-from zeromesh.tensor.float8 import gathered_weights, use_float8
+from zeromesh.tensor.float8 import check_layers, gathered_weights, use_float8
 from zeromesh.tensor.plan import describe_plan
 
 if TYPE_CHECKING:
@@ -112,6 +112,9 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
     require_dtype(model, settings.precision.compute)
     require_policy(model, settings.precision.compute)
     units = find_units(model, settings.units)
+    if settings.float8.enabled:
+        # The whole model: a stage does not know the names of others.
+        check_layers(model, settings.float8.skip, settings.precision.compute)
     if settings.compile.enabled:
         require_backend(settings.compile.backend)
         if not units:

@@ -116,7 +116,7 @@ class Float8Products:
         rows, dim = x.reshape(-1, x.shape[-1]), 1 if self.rowwise else None
         of_x, of_weight = magnitude(rows, dim), magnitude(weight, dim)
         if self.over_inputs is not None:
-            of_x, of_weight = _together(self.over_inputs, of_x, of_weight)
+            of_x, of_weight = _largest_of_both(self.over_inputs, of_x, of_weight)
         elif self.over_outputs is not None and not self.rowwise:
             of_weight = self.over_outputs(of_weight)
         kept = scale_of(of_x, E4M3), scale_of(of_weight, E4M3)
@@ -155,7 +155,7 @@ class Float8Products:
         else:
             of_rows, of_columns = magnitude(rows, 1), magnitude(weight, 0)
             if self.over_outputs is not None:
-                of_rows, of_columns = _together(self.over_outputs, of_rows, of_columns)
+                of_rows, of_columns = _largest_of_both(self.over_outputs, of_rows, of_columns)
             left = quantize(rows, E4M3, scale_of(of_rows, E4M3)[:, None])
             right = quantize(weight, E4M3, scale_of(of_columns, E4M3)[None])
         return self._product(left, right, gradient).view(*gradient.shape[:-1], weight.shape[1])
@@ -189,7 +189,7 @@ class Received(NamedTuple):
     quantized: Quantized | None  # None: each product scales it along another dim
 
 
-def _together(largest: Largest, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+def _largest_of_both(largest: Largest, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Return the maxima of two vectors over ranks, with one message."""
     first, second = largest(torch.cat([one, other])).split([len(one), len(other)])
     return first, second

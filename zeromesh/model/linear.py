@@ -199,7 +199,9 @@ class Product(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         """Return the layer's output; with a ticket and no ``token`` somebody must run the ticket's node."""
         y, kept = arithmetic.output(x, weight.t() if transposed else weight, bias)
-        ctx.save_for_backward(x, weight, *kept)
+        # Only the weight's gradient reads the input: adapters on frozen layers would keep that of every layer.
+        keeps = ctx.needs_input_grad[2] or ticket is not None
+        ctx.save_for_backward(x if keeps else None, weight, *kept)
         ctx.settings = ticket, transposed, arithmetic
         return y
 

@@ -181,10 +181,12 @@ def _in_chunks(unit: UnitCost, profile: _Profile, layout: ParallelLayout) -> _Pr
         return profile
     tokens, vocabulary, width = max((work.shape for work in heads if work.shape), key=lambda shape: shape[1])
     own, widths = vocabulary / layout.tensor, layout.widths
-    chunk = min(chunk_bytes(own, width), 4 * tokens * own)
+    # Adapters train beside a frozen head: no gradient of it is computed, and none summed.
+    trains = unit.frozen.elements < vocabulary * width or unit.parameters.on() >= vocabulary * width
+    chunk = min(chunk_bytes(own, width, sums=trains), 4 * tokens * own)
     narrow = chunk * widths.parameter / 4  # the chunk's gradient as it is multiplied with
     # Gradients of the head and its input are made in the forward.
-    head = own * width * widths.parameter
+    head = own * width * widths.parameter if trains else 0.0
     policy = layout.recompute if layout.recompute in unit.saved else Recompute.NONE
     saved = unit.saved[policy]
     kept = saved._replace(split=0.0).on(layout.tensor, layout.sequence) + head + tokens * width * widths.parameter

@@ -65,8 +65,17 @@ class KernelSpeed:
     @property
     def dtype(self) -> str:
         """Dtype of products; that of the parameters unless the habits or the layout say another."""
-        wide = "fp32" if self.layout.widths.parameter >= 4 else ""
-        return dtype_on(self.device, self.habits.dtype or self.layout.products or wide)
+        products = self.layout.products if self.device.flops.get(self.layout.products) else ""
+        return dtype_on(self.device, self.habits.dtype or products or self._wide)
+
+    @property
+    def _wide(self) -> str:
+        return "fp32" if self.layout.widths.parameter >= 4 else ""
+
+    @property
+    def _unrounded(self) -> str:
+        """Dtype of convolutions and of attention's scores, which stay in that of the parameters."""
+        return dtype_on(self.device, self._wide) if self.dtype in CAST else self.dtype
 
     def total(self, works: Iterable[KernelWork], back: bool = False) -> float:
         """Return the seconds of kernels one after the other; ``back`` for those of input gradients."""
@@ -94,14 +103,13 @@ class KernelSpeed:
                 # Both operands are read in 16 bits and written as they are and transposed, for the backward.
                 seconds += device.memory_seconds(CAST[self.dtype] * (rows * sums + sums * columns))
         elif work.kind is WorkKind.CONVOLUTION:
-            rate = device.flops[self.dtype] * device.product_efficiency
+            rate = device.flops[self._unrounded] * device.product_efficiency
             seconds = max(seconds, work.flops.on(tensor, split) / rate)
         return work.count * seconds
 
     def _attention(self, work: KernelWork, flops: float, moved: float, back: bool) -> float:
         device = self.device
-        # Scores are products in 16 bits whatever the dtype of matrices' products.
-        dtype = dtype_on(device, "bf16" if self.dtype in CAST or device.processor else self.dtype)
+        dtype = dtype_on(device, "bf16") if device.processor else self._unrounded
         rate = device.flops[dtype] * device.product_efficiency
         if work.shape is None:
             # A backward computes the scores again: five products for four that are counted.

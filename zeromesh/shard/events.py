@@ -193,6 +193,10 @@ class Events:
         finally:
             self._gathering -= 1
             for unit in reversed(units):
+                # Here, as all ranks come here: one that noticed a change by itself would exchange scales alone.
+                for flat in unit.flats:
+                    if flat.narrow is not None:
+                        flat.narrow.forget()
                 self._residency.leave(unit)
                 if not self.inside:
                     self._residency.release(unit)  # so that a later write, which would be lost, is noticed

@@ -279,8 +279,6 @@ class Flat:
     def put(self, segment: Segment, value: torch.Tensor, first: int = 0) -> None:
         """Take a parameter's value, 1-D from element ``first`` on, into master and shard, or ``full`` if that is it."""
         start = segment.start + first
-        if self.narrow is not None:
-            self.narrow.forget()
         if not self.splits:
             sharded = not _shares(self.shard, self.full)
             self.load_shard(write=True)
@@ -315,6 +313,12 @@ class Flat:
                         f"{parameter.device}, but was placed as {view.dtype} of shape {tuple(view.shape)} on "
                         f"{view.device}; change the model before initialize"
                     )
+                if self.narrow is not None and self.narrow.is_rounded:
+                    value = parameter.detach().reshape(-1)
+                    self.narrow.require_kept(
+                        index, value if bound and parameter._version == version else value[:0], self.shard
+                    )
+                    continue
                 changed = True
                 self.put(segment, parameter.detach().reshape(-1))
                 if not bound:

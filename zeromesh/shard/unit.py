@@ -127,6 +127,8 @@ class Unit:
             if flat.rounds and (self.sharded or flat.gathers):
                 flat.load_states()
                 mesh.shard.all_gather(flat.full, flat.master, flat.tag).wait()
+                if flat.narrow is not None:
+                    flat.narrow.note_exact()
 
     def _bind(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage

@@ -7,13 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.mesh import Mesh
-from zeromesh.config.keys import FLOAT8, FLOAT8_SKIP
+from zeromesh.config.keys import BF16, FLOAT8, FLOAT8_SKIP
 from zeromesh.config.parts import HEADS
 from zeromesh.model.float8 import Float8Products, Largest, has_products, reason_to_skip
 from zeromesh.model.linear import ARITHMETIC, columns_of, is_transposed, multiply
@@ -46,15 +46,13 @@ def use_float8(
         The names of the layers that compute in float8.
 
     Raises:
-        ValueError: a pattern of ``skip`` that is no default matches no layer, or there is no layer that can.
+        ValueError: none can, on a single pipeline stage.
     """
     group, native = mesh.group("tensor"), has_products(mesh.device)
     cuts = {} if split is None else {id(m.module): m.style.cut for m in split.members if m.parameter is None}
     unread = set(heads) | _unread(model, split)
     layers = {name: module for name, module in model.named_modules() if _is_linear(module)}
-    if mesh.sizes["pipeline"] == 1:  # a stage does not know the names of others
-        _require_matches(skip, layers)
-    reasons = {name: _reason(name, module, skip, unread) for name, module in layers.items()}
+    reasons = {name: _reason(name, module, skip, unread, cuts) for name, module in layers.items()}
     # Ranks may have parts of different sizes, and all of a group compute in the same arithmetic.
     kept = torch.tensor([float(bool(reason)) for reason in reasons.values()])
     agreed = group.exchange(kept).amax(0) if len(kept) else kept
@@ -66,10 +64,46 @@ def use_float8(
         chosen.append(name)
         _change(module, arithmetics.get(cuts.get(id(module)), arithmetics[None]))
     if not chosen and mesh.sizes["pipeline"] == 1:
-        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "it has no linear layers"
-        raise ValueError(f"{FLOAT8} is enabled, but no layer of the model can compute in it ({told}); leave it out")
+        _refuse(reasons)
     _tell(chosen, {name: reason for name, reason in reasons.items() if reason}, native, mesh)
     return chosen
+
+
+def check_layers(model: nn.Module, skip: Sequence[str], dtype: torch.dtype | None) -> None:
+    """Check the layers of the whole model, before it is split.
+
+    Args:
+        model: on each rank the same.
+        skip: see ``use_float8``.
+        dtype: to which the model will be cast; None: parameters keep theirs.
+
+    Raises:
+        ValueError: a pattern of ``skip`` that is no default matches no layer, no layer can compute in float8, or one
+            that could has its weight in fp16.
+    """
+    layers = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    _require_matches(skip, layers)
+    unread = _unread(model, None)
+    reasons = {name: _reason(name, module, skip, unread) for name, module in layers.items()}
+    if all(reasons.values()):
+        _refuse(reasons)
+    for name, reason in reasons.items():
+        if not reason and (dtype or layers[name].weight.dtype) is torch.float16:
+            raise ValueError(
+                f"{FLOAT8} is enabled, and the weight of {name} is in fp16, but products in float8 give bf16 or fp32; "
+                f"set {BF16}, or give the model in bf16 or fp32"
+            )
+
+
+def _refuse(reasons: Mapping[str, str]) -> NoReturn:
+    found = _few([f"{name}: {reason}" for name, reason in reasons.items()], "; ") or "it has no linear layers"
+    raise ValueError(f"{FLOAT8} is enabled, but no layer of the model can compute in it ({found}); leave it out")
+
+
+def _few(texts: Sequence[str], between: str = ", ", most: int = 8) -> str:
+    """Return the first texts, and how many more there are."""
+    more = f"{between}and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
 
 
 def gathered_weights(model: nn.Module, skip: Sequence[str], heads: Collection[str] = ()) -> set[str]:
@@ -88,7 +122,7 @@ def _require_matches(skip: Sequence[str], layers: Collection[str]) -> None:
     for pattern in skip:
         if pattern not in HEADS and not any(fnmatchcase(name, pattern) for name in layers):
             raise ValueError(
-                f"{FLOAT8_SKIP} has {pattern!r}, which matches no linear layer; there are {', '.join(layers) or 'none'}"
+                f"{FLOAT8_SKIP} has {pattern!r}, which matches no linear layer; there are {_few([*layers]) or 'none'}"
             )
 
 
@@ -108,10 +142,17 @@ def _unread(model: nn.Module, split: SplitPlan | None) -> set[str]:
     return found
 
 
-def _reason(name: str, module: Any, skip: Sequence[str], unread: Collection[str]) -> str:
+def _reason(
+    name: str, module: Any, skip: Sequence[str], unread: Collection[str], split: Collection[int] = ()
+) -> str:  # fmt: skip
+    """Return why a layer keeps its products; "" if it does not. ``split``: ids of layers that ranks share."""
     pattern = next((pattern for pattern in skip if fnmatchcase(name, pattern)), None)
     if pattern is not None:
         return f"{FLOAT8_SKIP} has {pattern!r}"
+    own = vars(module).get("forward")
+    # Split layers have a forward of this library, and so has the model of an engine that is gone.
+    if own is not None and id(module) not in split and getattr(own, "__func__", None) is not _forward:
+        return "its forward was replaced"
     return "its weight is read without a call" if name in unread else reason_to_skip(module.weight)
 
 

@@ -22,18 +22,22 @@ CHUNK_SHARE = 4  # of the sum of the weight's gradient in fp32, a chunk's logits
 REDUCTIONS = ("mean", "sum", "none")
 
 
-def chunk_bytes(rows: float, width: float, itemsize: int = 4) -> int:
+def chunk_bytes(rows: float, width: float, itemsize: int = 4, sums: bool = True) -> int:
     """Return the bytes that a chunk's logits may take.
 
     Args:
         rows: of the head on this rank.
         width: of the head.
         itemsize: bytes of one of the logits, as they are summed.
+        sums: the gradient of the head is computed, and summed over chunks; not so in evaluation, or if it is frozen.
     """
     # A chunk of t tokens computes 6 t operations for each element of the head, and moves 16 bytes: it reads the head
     # twice, writes a gradient, and adds it to the sum in fp32. A GPU computes some 300 operations in the time of a
     # byte, so it waits for memory below 800 tokens. width / 4 tokens are enough for a wide model, and their logits
-    # take a quarter of the sum that chunks need anyway, whatever the vocabulary is.
+    # take a quarter of the sum that chunks need anyway, whatever the vocabulary is. Without that sum they would be what
+    # takes the most memory.
+    if not sums:
+        return CHUNK_BYTES
     return max(CHUNK_BYTES, int(itemsize * rows * width) // CHUNK_SHARE)
 
 
@@ -71,7 +75,7 @@ def linear_cross_entropy(
     split vocabulary, those of this rank's entries: whoever feeds it to all ranks sums them.
 
     Where a pipeline computes weight gradients later (``zeromesh.model.linear.keeping``), gradients of logits wait for
-    it in the dtype of ``hidden``, as many chunks as ``CHUNK_BYTES`` hold; those of other chunks are used at once.
+    it in the dtype of ``hidden``, as many chunks as ``chunk_bytes`` hold; those of other chunks are used at once.
 
     Args:
         hidden: shape ``(..., width)``, any floating dtype; the same on all ranks.
@@ -117,8 +121,9 @@ def linear_cross_entropy(
     require_known(flat, wrong, vocabulary.size, "label", ", and labels that shall not count are ignore_index")
     wide = torch.promote_types(hidden.dtype, torch.float32)
     entries, width = weight.shape
-    size = chunk or max(1, chunk_bytes(entries, width, wide.itemsize) // (wide.itemsize * max(1, entries)))
     graded = torch.is_grad_enabled()
+    sums = ticket is not None or (graded and weight.requires_grad)
+    size = chunk or max(1, chunk_bytes(entries, width, wide.itemsize, sums) // (wide.itemsize * max(1, entries)))
     terms = _Terms(vocabulary, ignore_index, label_smoothing, scale, softcap, size, graded, ticket)
     with torch.autocast(device, enabled=False):
         if reduction == "none":
@@ -241,7 +246,8 @@ class _Sums:
         self.hidden = torch.empty_like(hidden) if needs[0] else None
         self.weight: Tensor | None = None
         self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs_bias else None
-        self._room = CHUNK_BYTES if later else 0  # for gradients of logits that wait
+        # For gradients of logits that wait: at least one chunk, as a chunk's logits are no narrower.
+        self._room = chunk_bytes(weight.shape[0], weight.shape[1], wide.itemsize) if later else 0
         self._waiting: list[tuple[slice, Tensor]] = []
 
     def add(self, at: slice, gradient: Tensor) -> None:
