@@ -77,6 +77,7 @@ class Watchdog:
         self._warned: set[int] = set()
         self._ends = False
         self._holder = ""  # the sign of the rank that mostly holds the store
+        self._give_sign()  # before the thread does: a rank that is stopped at once has to be missed, too
         gone = threading.Event()
         # Threads of their own, as the main one waits in native code. They must not keep the engine alive, nor outlive
         # it: a rank without an engine, which may prepare data for hours, owes nobody a sign.
@@ -113,7 +114,7 @@ class Watchdog:
     def check(self) -> None:
         """Give a sign of life. If this rank has waited for long, look for a reason to end the run."""
         self._beat += 1
-        self._store.set(f"zeromesh/signs/{self._rank}", f"{self._beat} {PLACE} {os.getpid()} {socket.gethostname()}")
+        self._give_sign()
         self._holder = self._holder or last_said(self._store, "zeromesh/signs/0")
         if why := last_said(self._store, "zeromesh/ended"):
             self._end(why, publish=False)
@@ -140,6 +141,9 @@ class Watchdog:
         alive = all(sign != before for sign, before in zip(signs, self._seen[1], strict=True))
         if all(states) and alive and still is not None and still["number"] == wait["number"]:
             self._give_up(states)
+
+    def _give_sign(self) -> None:
+        self._store.set(f"zeromesh/signs/{self._rank}", f"{self._beat} {PLACE} {os.getpid()} {socket.gethostname()}")
 
     def _wait(self) -> dict[str, Any] | None:
         """Return what this rank waits for: a collective of the engine, or one that the program called itself."""
