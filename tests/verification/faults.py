@@ -376,7 +376,7 @@ FAULTS: dict[str, Fault] = {
         recomputed_otherwise, ("gradient model.layers.1",), zero(2, activation_checkpointing={"enabled": True})
     ),
 }  # fmt: skip
-"""By what is wrong."""
+"""Faults by name."""
 
 
 def config_of(fault: Fault) -> dict[str, Any]:
