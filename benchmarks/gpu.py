@@ -43,7 +43,7 @@ GRACE_SECONDS = 5  # between SIGTERM, upon which a launcher ends its ranks, and 
 BUSY = 4.0  # times as long as on a GPU the rehearsal's steps may take, on a busy machine
 MOST_STARTS = 2  # of a step that ends the whole call, before it counts as failed
 SMALLER = (1.0, 0.92, 0.84)  # shares of the memory that a model may be planned for, in turn, until it fits
-LAST_CHARACTERS = 2000
+LAST_CHARACTERS = 8000
 
 # Status of a step.
 DONE, WRONG, NO_ROOM, LATE, LEFT_OUT, FAILED = "done", "wrong", "out of memory", "too late", "left out", "failed"
@@ -231,9 +231,9 @@ def in_process(
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=seconds)
         found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-        if "status" in found:
-            return found
         tail = log.read_text(errors="replace").strip()[-LAST_CHARACTERS:]
+        if "status" in found:
+            return found | ({"log": tail} if found["status"] in (FAILED, WRONG, NO_ROOM) else {})
         if late:
             return {**found, "status": LATE, "message": f"not done after {limit:.0f} s", "log": tail}
         if process.returncode == -signal.SIGKILL:
