@@ -101,7 +101,7 @@ def host(ratio: float = 1.0, **more: Any) -> dict[str, Any]:
 
 
 # Options of training steps by group, and those of their rehearsal: Llama 3 8B with samples of 8,192 tokens; the largest
-# model of a tier, whose number of blocks the planner chooses; and 8 blocks of Llama 3 8B with all states on the device.
+# model of a tier, whose number of blocks the planner chooses; 20 blocks of Llama 3 8B with all states on the device.
 GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "8B": (
         {"model": LLAMA_8B, "layers": 32, "sequence": 8192, "spans": True},
@@ -109,10 +109,11 @@ GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "largest": ({"model": WIDE, "sequence": 4096}, {}),
     "faster": (
-        {"model": LLAMA_8B, "layers": 8, "sequence": 8192, "batch": 2, "steps": 5, "recompute": "none"},
+        {"model": LLAMA_8B, "layers": 20, "sequence": 8192, "batch": 1, "accumulation": 2, "steps": 5,
+         "recompute": "none", "kernels": True},
         {"layers": 2, "room": {}, "backend": "aot_eager"},
     ),
-}
+}  # fmt: skip
 
 
 def train(group: str, name: str, minutes: float, zero: Mapping[str, Any], key: str = "", **options: Any) -> Step:
@@ -144,7 +145,7 @@ STEPS = (
     # By the planner's estimate of an H200: the first is bound by the update, the others hide it behind micro-batches.
     train("8B", "8 K, 4 samples, all states on the host", 3.0, host(), batch=4, steps=3, norm=True),
     train("8B", "8 K, 16 micro-batches, 60 % on the host", 3.5, host(0.6, update_during_backward=0.0), batch=1,
-          accumulation=16, recompute="none", steps=2, warmup=1),
+          accumulation=16, recompute="none", steps=2, warmup=1, spans=False),
     train("8B", "8 K, 8 micro-batches, 45 % on the host, updated early", 3.5, host(0.45, update_during_backward=1.0),
           batch=1, accumulation=8, recompute="selective", warmup=1),
     train("largest", "all on the device", 1.5, {"stage": 2}, batch=4),
@@ -152,7 +153,8 @@ STEPS = (
     train("largest", "parameters and optimizer on the host", 2.5, BOTH, batch=4),
     train("largest", "device and host, AdamW", 3.0, SPLIT, batch=4, accumulation=4, steps=2, ratios=RATIOS),
     train("largest", "device and host, Lion", 4.0, SPLIT, batch=4, accumulation=8, steps=2, warmup=1, **LION),
-    train("largest", "device and host, Lion, small batch", 2.5, SPLIT, batch=2, steps=2, **LION),
+    train("largest", "device and host, Lion, small micro-batches", 3.0, SPLIT, batch=2, accumulation=8, steps=1,
+          warmup=1, **LION),
     train("largest", "optimizer in files", 2.0, FILES, batch=4, steps=2),
 )  # fmt: skip
 

@@ -12,6 +12,13 @@ from page import lines_of, link, spans_lines, spans_lines_table
 Row = dict[str, Any]
 
 BILLION, TERA, GIB = 1e9, 1e12, 2**30
+# Words in the names of kernels, by kind; the first that fits counts.
+KINDS = {
+    "attention": ("sdpa", "flash", "fmha"),
+    "products": ("nvjet", "gemm", "cutlass", "scaled_mm", "addmm", "aten::mm"),
+    "update and norm": ("dam", "multi_tensor"),
+    "compiled": ("triton",),
+}
 BARS, LANES = "-speed.png", "-trace.png"
 COLOURS = ("#0072B2", "#E69F00", "#009E73")  # of Okabe and Ito, which tell apart whatever colours one sees
 
@@ -136,6 +143,18 @@ class Page:
         ]
         return "\n\n".join([lines_of(table), *norms])
 
+    def kinds(self) -> str:
+        """Return the time of kernels by kind, in one more update of each step that was profiled."""
+        table = [["step", *KINDS, "others"]]
+        for row in self.rows.values():
+            if row.get("kernels"):
+                times = dict.fromkeys([*KINDS, "others"], 0.0)
+                for name, seconds in row["kernels"].items():
+                    kind = next((kind for kind, words in KINDS.items() if any(w in name for w in words)), "others")
+                    times[kind] += seconds
+                table.append([row["step"], *(f"{1000 * seconds:.0f}" for seconds in times.values())])
+        return f"Milliseconds of kernels in one more update, by kind:\n\n{lines_of(table)}" if table[1:] else ""
+
     def spans(self) -> str:
         """Return where the time goes, in one more update of each step that was watched."""
         found = {row["step"]: spans_lines(row["spans"], None) for row in self.rows.values() if row.get("spans")}
@@ -150,7 +169,9 @@ class Page:
             blocking = ", ".join(sorted(set(one["blocking"]))) or "none"
             table.append([place, f"{one['seconds']:.3g}", f"{one['idle']:.1%}", f"{one['copied']:.3g}",
                           f"{one['beside kernels']:.0%}", blocking])  # fmt: skip
-            kernels += [[place, f"`{name[:90]}`", f"{t / one['seconds']:.1%}"] for name, t in one["kernels"].items()]
+            kernels += [
+                [place, f"`{name[:90]}`", f"{t / one['seconds']:.1%}"] for name, t in [*one["kernels"].items()][:6]
+            ]
         return f"{lines_of(table)}\n\n{lines_of(kernels)}" if rows else ""
 
     def introduction(self, name: str) -> str:
@@ -192,7 +213,8 @@ class Page:
             ("Aims", self.aims), ("Steps", self.steps_table), ("Numerics beside plain torch", self.numerics),
             ("Copies beside computation", self.copies), ("Llama 3 8B", lambda: self.trained("8B")),
             ("The largest model by tier", lambda: self.trained("largest")),
-            ("Compiled blocks and float8", lambda: self.trained("faster")), ("Time by phase", self.spans),
+            ("Compiled blocks and float8", lambda: f"{self.trained('faster')}\n\n{self.kinds()}".rstrip()),
+            ("Time by phase", self.spans),
             ("Traces", self.traces),
         ]  # fmt: skip
         parts = [self.introduction(name), picture(BARS, "Bars of TFLOP/s by step"), notes]

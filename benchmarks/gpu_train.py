@@ -43,6 +43,7 @@ SHARES = {"device": 0.95, "host": 0.92, "nvme": 0.9}  # of free memory; librarie
 TILE = (1 << 18) + 3  # elements that are drawn of a weight; no width is a multiple of it
 NORM_TOLERANCE = 1e-4  # relative; the engine adds squares of 16-bit gradients in fp32
 FEW_BLOCKS = (3, 6)  # whose memory tells that of more
+KERNELS_SHOWN = 40  # those that take most time
 BINS = 240  # of the picture of a trace
 BLOCKING = ("cudaMemcpy", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
 KERNELS = {"cuda": ("kernel",), "cpu": ("cpu_op",)}  # categories of a trace; a CPU's operators stand for kernels
@@ -292,6 +293,8 @@ def train(options: Options, job: Options) -> Figures:
         found["norm"] = {"expected": expected, "engine": engine.get_global_grad_norm(), "clip": 1.0}
         if not abs(found["norm"]["engine"] / expected - 1) <= NORM_TOLERANCE:
             found["wrong"].append(f"the norm that is clipped by is {found['norm']['engine']}, not {expected}")
+    if options.get("kernels"):
+        found["kernels"] = profiled(engine, options, batch, Path(job["folder"], "trace.json"))["kernels"]
     if options.get("spans"):  # last, as watching takes time
         engine.observer.spans.timed = True
         timer = Timer(engine.observer.spans)
@@ -318,12 +321,7 @@ def trace(options: Options, job: Options) -> Figures:
         for _ in range(3):
             update(engine, own, batch)
         synchronize(device)
-        with profile() as profiler, record_function("all"):
-            update(engine, own, batch)
-            synchronize(device)
-        file = Path(job["folder"], "trace.json")
-        profiler.export_chrome_trace(str(file))
-        rows[place] = found = look(json.loads(file.read_text())["traceEvents"], device.type)
+        rows[place] = found = profiled(engine, own, batch, Path(job["folder"], "trace.json"))
         engine.destroy()
         del engine
         gc.collect()  # modules and hooks refer to each other, and would keep its memory for a while
@@ -332,6 +330,15 @@ def trace(options: Options, job: Options) -> Figures:
         if device.type == "cuda" and len(zero) > 1 and not found["beside kernels"]:
             wrong.append(f"{place}: no copy runs beside a kernel")
     return {"rows": rows, "wrong": wrong}
+
+
+def profiled(engine: Any, options: Options, batch: tuple[torch.Tensor, torch.Tensor], file: Path) -> Figures:
+    """Return what a trace of one more update says, which is left in a file."""
+    with profile() as profiler, record_function("all"):
+        update(engine, options, batch)
+        synchronize(engine.device)
+    profiler.export_chrome_trace(str(file))
+    return look(json.loads(file.read_text())["traceEvents"], engine.device.type)
 
 
 def look(events: Sequence[Mapping[str, Any]], device: str) -> Figures:
@@ -343,9 +350,9 @@ def look(events: Sequence[Mapping[str, Any]], device: str) -> Figures:
 
     Returns:
         ``seconds`` of the range; ``idle``, the share of it without a kernel; ``blocking``, calls in its backward that
-        made the host wait; ``copied``, seconds of copies between device and host; ``beside kernels``, the share of
-        them during which a kernel ran; ``kernels``, seconds of those that took most; ``lanes``, by kind of work the
-        busy share of each of ``BINS`` parts of the range.
+        made a thread wait which launches kernels; ``copied``, seconds of copies between device and host; ``beside
+        kernels``, the share of them during which a kernel ran; ``kernels``, seconds of those that took most;
+        ``lanes``, by kind of work the busy share of each of ``BINS`` parts of the range.
     """
     spans = [event for event in events if event.get("ph") == "X"]
 
@@ -367,15 +374,17 @@ def look(events: Sequence[Mapping[str, Any]], device: str) -> Figures:
     busy: dict[str, float] = {}
     for event in work:
         busy[event["name"]] = busy.get(event["name"], 0.0) + event["dur"] / 1e6
+    launch = {event.get("tid") for event in spans if "LaunchKernel" in event["name"]}
+    waits = (event for event in spans if first <= event["ts"] < last and event["name"] in BLOCKING)
     width = (end - begin) / BINS
     bins = [[(begin + number * width, begin + (number + 1) * width)] for number in range(BINS)]
     return {
         "seconds": (end - begin) / 1e6,
         "idle": 1 - overlap([(begin, end)], lanes["kernels"]) / (end - begin),
-        "blocking": [event["name"] for event in spans if first <= event["ts"] < last and event["name"] in BLOCKING],
+        "blocking": [event["name"] for event in waits if event.get("tid") in launch],
         "copied": copied / 1e6,
         "beside kernels": overlap(both, lanes["kernels"]) / copied if copied else 0.0,
-        "kernels": dict(sorted(busy.items(), key=lambda item: -item[1])[:6]),
+        "kernels": dict(sorted(busy.items(), key=lambda item: -item[1])[:KERNELS_SHOWN]),
         "lanes": {name: [round(overlap(part, lane) / width, 3) for part in bins] for name, lane in lanes.items()},
     }
 

@@ -163,8 +163,8 @@ def test_the_page_compares_figures_with_aims_and_says_if_it_has_no_pictures(tmp_
         assert (tmp_path / f"{results.stem}{ending}").read_bytes().startswith(b"\x89PNG")
 
 
-def event(name: str, cat: str, begin: float, length: float) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "cat": cat, "ts": begin, "dur": length}
+def event(name: str, cat: str, begin: float, length: float, thread: int = 1) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": cat, "ts": begin, "dur": length, "tid": thread}
 
 
 EVENTS = [
@@ -174,7 +174,9 @@ EVENTS = [
     event("all", "gpu_user_annotation", 90, 5),
     event("cudaStreamSynchronize", "cuda_runtime", 90, 5),
     event("cudaMemcpyAsync", "cuda_runtime", 110, 1),
+    event("cudaLaunchKernel", "cuda_runtime", 112, 1),
     event("cudaEventSynchronize", "cuda_runtime", 120, 1),
+    event("cudaEventSynchronize", "cuda_runtime", 121, 1, thread=2),  # as of updates that begin early
     event("cudaDeviceSynchronize", "cuda_runtime", 150, 90),
     event("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy", 120, 40),
     event("Memcpy DtoD (Device -> Device)", "gpu_memcpy", 120, 40),

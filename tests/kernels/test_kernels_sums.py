@@ -1,4 +1,4 @@
-"""Checksums of the native library, and that it is part of what is distributed."""
+"""Sums and checksums of the native library, and that it is part of what is distributed."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import torch
 
 from zeromesh.kernels import native
 from zeromesh.kernels.native import library
-from zeromesh.kernels.sums import checksum
+from zeromesh.kernels.sums import add, checksum, sum_of_squares
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,6 +22,49 @@ def test_refusals() -> None:
         checksum(torch.ones(4, 4).t())
     with pytest.raises(ValueError, match="threads is -1"):
         checksum(torch.ones(4), threads=-1)
+
+
+SIZES = (0, 1, 15, 16, 17, 65_536, 200_003)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_squares(dtype: torch.dtype, size: int) -> None:
+    built = library()
+    assert built is not None
+    values = torch.randn(size + 3).to(dtype)[3:]  # not where a vector begins
+    expected = values.double().square().sum().item()
+    found = {
+        sum_of_squares(values, threads, instructions).item() for instructions in built.sets for threads in (1, 2, 3)
+    }
+    assert len(found) == 1
+    assert found.pop() == pytest.approx(expected, rel=1e-12)
+
+
+def test_sums_of_squares_of_large_numbers() -> None:
+    values = torch.full((100,), 3e38)
+    assert sum_of_squares(values).sqrt().item() == pytest.approx(3e39)
+    for odd in (torch.inf, torch.nan):
+        values[7] = odd
+        assert not sum_of_squares(values).isfinite()
+    assert sum_of_squares(torch.ones(2050, dtype=torch.float64)).item() == 2050
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("wide", "narrow"),
+    [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.float32)],
+)
+def test_sums_of_two_types_have_torchs_bits(wide: torch.dtype, narrow: torch.dtype, size: int) -> None:
+    target, values = torch.randn(size + 1).to(wide)[1:], torch.randn(size).to(narrow)
+    expected, version = target.clone().add_(values), target._version
+    add(target, values)
+    assert torch.equal(target, expected)
+    assert target._version == version + 1
+    spread = torch.zeros(2 * size, dtype=wide)[::2]
+    add(spread, values)
+    assert torch.equal(spread, torch.zeros(size, dtype=wide).add_(values))
 
 
 MIB = 1 << 20

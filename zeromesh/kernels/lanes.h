@@ -17,6 +17,7 @@
 typedef float FLOATS __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t INTEGERS __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t SHORTS __attribute__((vector_size(2 * WIDTH)));
+typedef double NAME(doubles) __attribute__((vector_size(8 * WIDTH)));
 typedef FLOATS NAME(floats_anywhere) __attribute__((aligned(4), may_alias));
 typedef SHORTS NAME(shorts_anywhere) __attribute__((aligned(2), may_alias));
 
@@ -221,6 +222,33 @@ TARGET static void NAME(sum)(const struct sum *sum, int64_t elements) {
     else if (sum->type == FLOAT16 && sum->out_type == FLOAT32) NAME(add)(sum, elements, FLOAT16, FLOAT32);
     else if (sum->type == BFLOAT16 && sum->out_type == BFLOAT16) NAME(add)(sum, elements, BFLOAT16, BFLOAT16);
     else NAME(add)(sum, elements, sum->type, sum->out_type);
+}
+
+// The sum of squares, in 16 lanes of doubles, as few of fp32 would lose digits and all of a large norm's range.
+INLINE double NAME(add_squares)(const void *from, int64_t elements, int type) {
+    NAME(doubles) x, sums[16 / WIDTH] = {{0}};
+    double lanes[16], total = 0;
+    int64_t i = 0;
+    for (; i + 16 <= elements; i += 16) {
+        ASK(from, i * bytes_of(type), bytes_of(type));
+        for (int k = 0; k < 16 / WIDTH; k++) {
+            x = __builtin_convertvector(NAME(widen)(from, i + k * WIDTH, type), NAME(doubles));
+            sums[k] += x * x;
+        }
+    }
+    for (int k = 0; i < elements; k++, i += WIDTH) {
+        x = __builtin_convertvector(NAME(some)(from, i, elements - i, type), NAME(doubles));
+        sums[k] += x * x;
+    }
+    memcpy(lanes, sums, sizeof lanes);
+    for (int k = 0; k < 16; k++) total += lanes[k];
+    return total;
+}
+
+TARGET static double NAME(squares)(const void *from, int64_t elements, int type) {
+    if (type == FLOAT32) return NAME(add_squares)(from, elements, FLOAT32);
+    if (type == BFLOAT16) return NAME(add_squares)(from, elements, BFLOAT16);
+    return NAME(add_squares)(from, elements, FLOAT16);
 }
 
 #undef INLINE

@@ -14,6 +14,7 @@
 
 typedef void update_function(const struct row *, const struct piece *, int64_t, int64_t, int);
 typedef void sum_function(const struct sum *, int64_t);
+typedef double squares_function(const void *, int64_t, int);
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -79,14 +80,15 @@ static const struct {
     int (*present)(void);
     update_function *update;
     sum_function *sum;
+    squares_function *squares;
 } sets[] = {
 #if defined(__x86_64__)
-    {"avx512", has_avx512, update_avx512, sum_avx512},
-    {"avx2", has_avx2, update_avx2, sum_avx2},
+    {"avx512", has_avx512, update_avx512, sum_avx512, squares_avx512},
+    {"avx2", has_avx2, update_avx2, sum_avx2, squares_avx2},
 #elif defined(__aarch64__) && defined(__AARCH64EL__)
-    {"neon", always, update_neon, sum_neon},
+    {"neon", always, update_neon, sum_neon, squares_neon},
 #endif
-    {NULL, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
 };
 
 // The numbers that must be the same in Python: of the interface, of a row's bytes and of a piece's.
@@ -102,7 +104,7 @@ const char *zeromesh_instructions(int32_t set) {
 struct work {
     void (*block)(const struct work *, int64_t index, int64_t *cursor);
     int64_t blocks, next;
-    int32_t set, stream;
+    int32_t set, stream, type, to_type;
     const void *from;
     int64_t size;
     void *results;
@@ -183,6 +185,36 @@ static void checksum_block(const struct work *work, int64_t index, int64_t *curs
 void zeromesh_checksum(const void *from, int64_t size, uint64_t *sums, int32_t threads) {
     struct work work = {.block = checksum_block, .from = from, .size = size, .results = sums,
                         .blocks = blocks_of(size, BYTES)};
+    run(&work, threads);
+}
+
+static void squares_block(const struct work *work, int64_t index, int64_t *cursor) {
+    (void)cursor;
+    int64_t begin = index * BLOCK, size = work->size - begin < BLOCK ? work->size - begin : BLOCK;
+    const char *from = (const char *)work->from + begin * bytes_of(work->type);
+    ((double *)work->results)[index] = sets[work->set].squares(from, size, work->type);
+}
+
+// The sum of squares of each BLOCK elements of 16 or 32 bits.
+void zeromesh_squares(int32_t set, const void *from, int32_t type, int64_t size, double *sums, int32_t threads) {
+    struct work work = {.block = squares_block, .set = set, .type = type, .from = from, .size = size, .results = sums,
+                        .blocks = blocks_of(size, BLOCK)};
+    run(&work, threads);
+}
+
+static void add_block(const struct work *work, int64_t index, int64_t *cursor) {
+    (void)cursor;
+    int64_t begin = index * BLOCK, size = work->size - begin < BLOCK ? work->size - begin : BLOCK;
+    const void *from = (const char *)work->from + begin * bytes_of(work->type);
+    void *to = (char *)work->results + begin * bytes_of(work->to_type);
+    sets[work->set].sum(&(struct sum){.parts = &from, .out = to, .count = 1, .add = 1, .type = work->type,
+                                      .out_type = work->to_type}, size);
+}
+
+// Adds elements to others, of the same type or a wider one, of 16 or 32 bits.
+void zeromesh_add(int32_t set, const void *from, int32_t type, void *to, int32_t to_type, int64_t size, int32_t threads) {
+    struct work work = {.block = add_block, .set = set, .type = type, .to_type = to_type, .from = from, .size = size,
+                        .results = to, .blocks = blocks_of(size, BLOCK)};
     run(&work, threads);
 }
 

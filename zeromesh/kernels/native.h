@@ -2,7 +2,7 @@
 
 #include <stdint.h>
 
-#define INTERFACE 6
+#define INTERFACE 7
 
 enum number { NOTHING, FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
 enum rule { ADAM, SGD, LION, ADAGRAD };

@@ -15,7 +15,7 @@ import torch
 _log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-_INTERFACE = 6  # `INTERFACE` in native.h, to be counted up in both when one would misread the other
+_INTERFACE = 7  # `INTERFACE` in native.h, to be counted up in both when one would misread the other
 TYPES: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # codes; 0 is no tensor
 SUMMED: dict[torch.dtype, int] = TYPES | {torch.float64: 4}  # of what messages add up to
 
@@ -108,6 +108,8 @@ def _declare(handle: ctypes.CDLL) -> None:
         ("instructions", ctypes.c_char_p, [number]),
         ("update", None, [number, pointer, pointer, size, number, number]),
         ("checksum", None, [pointer, size, pointer, number]),
+        ("add", None, [number, pointer, number, pointer, number, size, number]),
+        ("squares", None, [number, pointer, number, size, pointer, number]),
     ]
     if hasattr(handle, "zeromesh_link_open"):  # on Linux
         functions += [

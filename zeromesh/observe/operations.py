@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 Formula = Callable[..., int]
 
@@ -22,8 +22,8 @@ _aten = torch.ops.aten
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any) -> int:
-    # Of two products: scores, and sums of values. A mask leaves nothing out.
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    # Of two products: scores, and sums of values. A mask leaves nothing out. Several heads of queries may share keys.
+    return 2 * query.numel() * key.shape[-2] + 2 * query.numel() // query.shape[-1] * key.shape[-2] * value.shape[-1]
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
@@ -38,9 +38,12 @@ def _grouped_product(first: torch.Tensor, second: torch.Tensor, *rest: Any, **mo
 
 
 # Operations of each operator, from its arguments. torch's registry lacks some kernels, and counts for others what they
-# compute again.
+# compute again; before 2.13 it takes as many heads of keys as of queries.
 FORMULAS: dict[Any, Formula] = {
     **flop_registry,
+    _aten._scaled_dot_product_flash_attention: _attention,
+    _aten._scaled_dot_product_efficient_attention: _attention,
+    _aten._scaled_dot_product_cudnn_attention: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _aten._scaled_dot_product_flash_attention_backward: _attention_backward,

@@ -16,6 +16,7 @@ from weakref import WeakMethod
 
 import torch
 
+from zeromesh.kernels.sums import add
 from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.shard.layout import Layout
 from zeromesh.shard.slots import Slot
@@ -49,7 +50,7 @@ class Arrival:
             self._copy.wait()
             landing, shard = self._way
             if self._adds:
-                shard.add_(landing)
+                add(shard, landing)
             elif landing is not shard:
                 shard.copy_(landing)
             self._way = self._before = None
@@ -214,7 +215,9 @@ class Gradient:
         assert self.full is not None
         segment = self.layout.segments[index]
         target = self.full[segment.start : segment.stop].view(segment.shape)
-        if self.arrived[index]:
+        if self.arrived[index] and factor == 1.0:
+            add(target, value)
+        elif self.arrived[index]:
             target.add_(value, alpha=factor)
         elif factor == 1.0:
             target.copy_(value)

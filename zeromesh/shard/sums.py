@@ -13,6 +13,7 @@ import torch
 
 from zeromesh.comm.collectives import Group, Pending
 from zeromesh.comm.mesh import Mesh
+from zeromesh.kernels.sums import sum_of_squares
 from zeromesh.observe.spans import span
 from zeromesh.shard.gradient import Gradient, GradientPolicy
 
@@ -20,7 +21,6 @@ SHARES = 1 << 22  # elements that are summed over the tensor axis in one message
 
 SHARES_TAG = 13  # tag of these messages
 TIES_TAG = 64  # first tag, on the pipeline axis, of gradients of parameters that several stages have
-NORM_ROW = 1024  # elements whose squares are summed in the gradient's own precision; their sums are added up in float64
 
 Place = tuple[Gradient, int]  # a parameter: its gradient's flat buffer, and its index there
 
@@ -119,12 +119,12 @@ def squared_norm(gradients: Sequence[Gradient], mesh: Mesh, others: Sequence[tor
     """Return the sum of squares of all that this rank counts of the gradients, and ``others``; float64, shape (1,)."""
     total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
     for values in others:
-        total += _sum_of_squares(values.reshape(-1))
+        total += sum_of_squares(values.reshape(-1))
     if mesh.replicate.rank == 0:
         for gradient in gradients:
             assert gradient.shard is not None
             for start, stop in gradient.counted:
-                total += _sum_of_squares(gradient.shard[start:stop])
+                total += sum_of_squares(gradient.shard[start:stop])
     return total
 
 
@@ -135,7 +135,7 @@ def norm_of(places: Sequence[Place], order: float, mesh: Mesh, others: Sequence[
         if order == torch.inf:
             own = torch.maximum(own, values.abs().max().double().cpu())
         elif order == 2:
-            own += _sum_of_squares(values).cpu()
+            own += sum_of_squares(values).cpu()
         else:
             own += values.double().abs().pow(order).sum().cpu()
     rows = mesh.group("world").exchange(own)
@@ -150,14 +150,3 @@ def _counted(places: Iterable[Place], mesh: Mesh) -> Iterator[torch.Tensor]:
             start, stop = max(low, part.start), min(high, part.stop)
             if start < stop:
                 yield gradient.shard[start:stop]
-
-
-def _sum_of_squares(values: torch.Tensor) -> torch.Tensor:
-    # Row by row, because an fp32 sum over ten million elements is wrong in the fourth digit on a CPU, and in at least
-    # fp32, because a norm may be beyond the range of 16 bits when no element is.
-    wide = torch.promote_types(values.dtype, torch.float32)
-    whole = values.numel() // NORM_ROW * NORM_ROW
-    norms = torch.linalg.vector_norm(values[:whole].view(-1, NORM_ROW), dim=1, dtype=wide)
-    rest = torch.linalg.vector_norm(values[whole:], dtype=wide)
-    total: torch.Tensor = norms.double().square().sum() + rest.double().square()
-    return total
