@@ -135,7 +135,7 @@ STEPS = (
     Step("numerics, two ranks on one GPU, gloo", "numerics", 1.5, {"steps": 10}, "numerics", 2, "gloo"),
     Step("numerics, two ranks, nccl", "numerics", 2.0, {"steps": 10}, "numerics", 2, "nccl", 2),
     Step("late copies, one rank, nccl", "copies", 1.5, {"updates": 5}, "copies"),
-    Step("late copies, two ranks on one GPU, gloo", "copies", 1.5, {"updates": 5}, "copies", 2, "gloo"),
+    Step("late copies, two ranks on one GPU, gloo", "copies", 3.0, {"updates": 5}, "copies", 2, "gloo"),
     Step("trace", "trace", 1.5, {"model": LLAMA_8B, "layers": 6, "sequence": 8192, "batch": 2, "zeros": {
         "all on the device": WHOLE, "optimizer on the host": {**host(), "stage": 3}, "all on the host": BOTH,
     }}, "trace"),

@@ -20,7 +20,13 @@ KINDS = {
     "compiled": ("triton",),
 }
 BARS, LANES = "-speed.png", "-trace.png"
-COLOURS = ("#0072B2", "#E69F00", "#009E73")  # of Okabe and Ito, which tell apart whatever colours one sees
+COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+)  # of Okabe and Ito, which tell apart whatever colours one sees
 
 
 def gib(size: float | None) -> str:
@@ -141,7 +147,8 @@ class Page:
             for row in self.of(group)
             if "norm" in row
         ]
-        return "\n\n".join([lines_of(table), *norms])
+        notes = [f"*{row['step']}*: {row['note']}" for row in self.of(group) if "note" in row]
+        return "\n\n".join([lines_of(table), *norms, *notes])
 
     def kinds(self) -> str:
         """Return the time of kernels by kind, in one more update of each step that was profiled."""
@@ -172,7 +179,11 @@ class Page:
             kernels += [
                 [place, f"`{name[:90]}`", f"{t / one['seconds']:.1%}"] for name, t in [*one["kernels"].items()][:6]
             ]
-        return f"{lines_of(table)}\n\n{lines_of(kernels)}" if rows else ""
+        spans = [["states", "span on the host", "begins, ms", "takes, ms"]]
+        for place, one in rows.items():
+            longest = sorted(one.get("host", []), key=lambda span: -span[2])[:8]
+            spans += [[place, name, f"{1e3 * begin:.0f}", f"{1e3 * length:.0f}"] for name, begin, length in longest]
+        return "\n\n".join([lines_of(found) for found in (table, kernels, spans) if found[1:]])
 
     def introduction(self, name: str) -> str:
         """Return the machine, what ran, and how to read the figures."""

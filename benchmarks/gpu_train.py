@@ -25,6 +25,7 @@ from zeromesh.config.train import ModelShape
 from zeromesh.kernels.native import library
 from zeromesh.observe.breakdown import Timer
 from zeromesh.observe.machine import memory, peak_bytes, synchronize
+from zeromesh.observe.spans import PREFIX
 from zeromesh.observe.units import bytes_text
 from zeromesh.plan.convert import layout_from
 from zeromesh.plan.memory import memory_of
@@ -43,7 +44,7 @@ SHARES = {"device": 0.95, "host": 0.92, "nvme": 0.9}  # of free memory; librarie
 TILE = (1 << 18) + 3  # elements that are drawn of a weight; no width is a multiple of it
 NORM_TOLERANCE = 1e-4  # relative; the engine adds squares of 16-bit gradients in fp32
 FEW_BLOCKS = (3, 6)  # whose memory tells that of more
-KERNELS_SHOWN = 40  # those that take most time
+SHOWN = 40  # kernels, and spans of the engine, that take most time
 BINS = 240  # of the picture of a trace
 BLOCKING = ("cudaMemcpy", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
 KERNELS = {"cuda": ("kernel",), "cpu": ("cpu_op",)}  # categories of a trace; a CPU's operators stand for kernels
@@ -334,9 +335,11 @@ def trace(options: Options, job: Options) -> Figures:
 
 def profiled(engine: Any, options: Options, batch: tuple[torch.Tensor, torch.Tensor], file: Path) -> Figures:
     """Return what a trace of one more update says, which is left in a file."""
+    engine.observer.spans.trace(True)
     with profile() as profiler, record_function("all"):
         update(engine, options, batch)
         synchronize(engine.device)
+    engine.observer.spans.trace(False)
     profiler.export_chrome_trace(str(file))
     return look(json.loads(file.read_text())["traceEvents"], engine.device.type)
 
@@ -351,8 +354,9 @@ def look(events: Sequence[Mapping[str, Any]], device: str) -> Figures:
     Returns:
         ``seconds`` of the range; ``idle``, the share of it without a kernel; ``blocking``, calls in its backward that
         made a thread wait which launches kernels; ``copied``, seconds of copies between device and host; ``beside
-        kernels``, the share of them during which a kernel ran; ``kernels``, seconds of those that took most;
-        ``lanes``, by kind of work the busy share of each of ``BINS`` parts of the range.
+        kernels``, the share of them during which a kernel ran; ``kernels``, seconds of those that took most; ``host``,
+        name, begin and seconds of the engine's spans that took most; ``lanes``, by kind of work the busy share of each
+        of ``BINS`` parts of the range.
     """
     spans = [event for event in events if event.get("ph") == "X"]
 
@@ -369,6 +373,10 @@ def look(events: Sequence[Mapping[str, Any]], device: str) -> Figures:
         "copies to the host": merged(event for event in copies if "DtoH" in event["name"]),
         "copies to the device": merged(event for event in copies if "HtoD" in event["name"]),
     }
+    host = [event for event in inside if event.get("cat") == "user_annotation" and event["name"].startswith(PREFIX)]
+    for lane, kind in (("norm on the host", "norm"), ("update on the host", "update_on_host")):
+        if found := merged(event for event in host if event["name"].split()[0] == PREFIX + kind):
+            lanes[lane] = found
     both = merged(event for event in copies if "DtoH" in event["name"] or "HtoD" in event["name"])
     copied = sum(stop - start for start, stop in both)
     busy: dict[str, float] = {}
@@ -384,7 +392,11 @@ def look(events: Sequence[Mapping[str, Any]], device: str) -> Figures:
         "blocking": [event["name"] for event in waits if event.get("tid") in launch],
         "copied": copied / 1e6,
         "beside kernels": overlap(both, lanes["kernels"]) / copied if copied else 0.0,
-        "kernels": dict(sorted(busy.items(), key=lambda item: -item[1])[:KERNELS_SHOWN]),
+        "kernels": dict(sorted(busy.items(), key=lambda item: -item[1])[:SHOWN]),
+        "host": [
+            [event["name"].removeprefix(PREFIX), (event["ts"] - begin) / 1e6, event["dur"] / 1e6]
+            for event in sorted(sorted(host, key=lambda event: -event["dur"])[:SHOWN], key=lambda event: event["ts"])
+        ],
         "lanes": {name: [round(overlap(part, lane) / width, 3) for part in bins] for name, lane in lanes.items()},
     }
 

@@ -133,7 +133,7 @@ def row(name: str, flops: float, **more: Any) -> dict[str, Any]:
 def test_the_page_compares_figures_with_aims_and_says_if_it_has_no_pictures(tmp_path: Path) -> None:
     speed, large = "8 K, 4 samples, all states on the host", "all on the device"
     rows = [
-        row(speed, 399e12, norm={"expected": 3.0, "engine": 3.0, "clip": 1.0}),
+        row(speed, 399e12, note="With a note.", norm={"expected": 3.0, "engine": 3.0, "clip": 1.0}),
         row(large, 460e12, parameters=20.5e9), row("eager", 400e12), row("compiled blocks", 464e12),
         {"step": "compiled blocks, float8", "status": LEFT_OUT, "message": "no | key", "job": {"gpus": 1}},
         {"step": "trace", "status": DONE, "job": {"gpus": 1}, "rows": {"device": TRACE}},
@@ -151,6 +151,8 @@ def test_the_page_compares_figures_with_aims_and_says_if_it_has_no_pictures(tmp_
         "| compiled blocks beside eager ones | 15.0% | 16.0% | yes |",
         "| float8 beside 16 bits, compiled | 28.0% | - | not measured |",
         "| compiled blocks, float8 | left out: no / key | - |",
+        f"*{speed}*: With a note.",
+        "| device | update_on_host blocks.0 | 0 | 0 |",
         "| 8,192 | 2.5 (2.00) | 3277 | 399 | - | 2.0 (1.0) | 4.0 (0.0) | 1.0000 |",
         "the engine's norm is 3, that of all gradients in float64 3; the limit is 1",
         "| device | 0.00014 | 60.7% | 8e-05 | 44% | cudaEventSynchronize |",
@@ -186,6 +188,7 @@ EVENTS = [
     event("inside of it", "kernel", 112, 3),
     event("overlapping", "kernel", 125, 10),
     event("another", "kernel", 190, 15),
+    event("zeromesh.update_on_host blocks.0", "user_annotation", 150, 35),
     event("one", "kernel", 222, 15),
 ]
 TRACE = gpu_train.look(EVENTS, "cuda")
@@ -198,6 +201,7 @@ def test_a_trace_tells_what_blocks_and_what_runs_beside_what() -> None:
     assert found["blocking"] == ["cudaEventSynchronize"]
     assert (found["copied"], found["beside kernels"]) == (pytest.approx(80e-6), pytest.approx((15 + 5 + 15) / 80))
     assert found["kernels"]["one"] == pytest.approx(35e-6)
+    assert found["host"] == [["update_on_host blocks.0", pytest.approx(50e-6), pytest.approx(35e-6)]]
     lane, width = found["lanes"]["copies to the host"], 140 / gpu_train.BINS
     assert sum(lane) * width == pytest.approx(40, abs=0.001 * gpu_train.BINS * width)
     assert lane[int(19 / width)] == 0.0
