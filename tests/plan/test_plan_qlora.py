@@ -13,6 +13,7 @@ import zeromesh
 from harness import run_ranks
 from zeromesh import Settings
 from zeromesh.cli.plan_model import asked_model
+from zeromesh.comm.sums import SumPlace
 from zeromesh.model.placement import ROWS
 from zeromesh.plan.convert import layout_from
 from zeromesh.plan.durations import Durations
@@ -99,20 +100,22 @@ def test_quantized_blocks_are_planned_without_tensor_ranks(folder: Path) -> None
     assert planned(folder, "16 bits").limits.heads == 4
 
 
-def reported(config: dict[str, Any]) -> dict[str, int]:
+def reported(config: dict[str, Any]) -> tuple[dict[str, int], SumPlace]:
+    """Return bytes by state, and where gradients were summed."""
     torch.manual_seed(0)
     settings = Settings.load({**config, "train_batch_size": 2})
     engine = zeromesh.initialize(model=language_model(settings).build(), config=config)[0]
     tokens = torch.zeros(1, LENGTH, dtype=torch.long)
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
     engine.step()
-    report = engine.memory_report()
+    report, sums = engine.memory_report(), engine.mesh.shard.sums
     engine.destroy()
-    return {state: sum(report[state].values()) for state in ("parameter", "gradient", "optimizer", "slot", "buffer")}
+    states = ("parameter", "gradient", "optimizer", "slot", "buffer")
+    return {state: sum(report[state].values()) for state in states}, sums
 
 
 @cache
-def all_reported(folder: Path, kind: str) -> list[dict[str, int]]:
+def all_reported(folder: Path, kind: str) -> list[tuple[dict[str, int], SumPlace]]:
     return [run_ranks(reported, 2, document(folder, kind, stage), timeout=120)[0] for stage in range(4)]
 
 
@@ -123,9 +126,10 @@ def test_planned_states_are_those_that_the_engine_reports(kind: str, stage: int,
     library = (KINDS[kind] or {}).get("library", "bitsandbytes")
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
-    found = all_reported(folder, kind)[stage]
+    reported_states, sums = all_reported(folder, kind)[stage]
+    found = dict(reported_states)
     layout, _ = layout_from(Settings.load(document(folder, kind, stage)), 2)
-    (rank,) = memory_of(planned(folder, kind).source, LENGTH, layout, cluster("h100", 2))
+    (rank,) = memory_of(planned(folder, kind).source, LENGTH, layout, cluster("h100", 2), sums=sums)
     foreseen = {state: size for (state, tier), size in rank.states.items() if tier == "device"}
     # The table of rotary positions is no parameter.
     found["buffer"] -= 4 * (HIDDEN // 4 // 2) * 2 if found["buffer"] else 0
