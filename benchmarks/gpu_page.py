@@ -14,19 +14,14 @@ Row = dict[str, Any]
 BILLION, TERA, GIB = 1e9, 1e12, 2**30
 # Words in the names of kernels, by kind; the first that fits counts.
 KINDS = {
+    "compiled": ("triton",),
     "attention": ("sdpa", "flash", "fmha"),
     "products": ("nvjet", "gemm", "cutlass", "scaled_mm", "addmm", "aten::mm"),
     "update and norm": ("dam", "multi_tensor"),
-    "compiled": ("triton",),
 }
 BARS, LANES = "-speed.png", "-trace.png"
-COLOURS = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-)  # of Okabe and Ito, which tell apart whatever colours one sees
+# Of Okabe and Ito, which tell apart whatever colours one sees.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
 
 
 def gib(size: float | None) -> str:
@@ -121,10 +116,13 @@ class Page:
         return "\n\n".join(parts)
 
     def trained(self, group: str) -> str:
-        """Return a line for each training step of a group."""
+        """Return a line for each training step of a group; "" if it has none."""
         peak = self.machine.get("products")
         table = [["step", "parameters", "tokens per update", "s per update (foreseen)", "tokens/s", "TFLOP/s",
-                  "share of products", "GiB device (foreseen)", "GiB host (foreseen)", "last loss"]]  # fmt: skip
+                  "share of products", "GiB device, peak (foreseen)", "GiB host, states (foreseen)",
+                  "last loss"]]  # fmt: skip
+        if not self.of(group):
+            return ""
         for row in self.of(group):
             if "flops" not in row:
                 table.append([row["step"], short(row), *["-"] * 8])
@@ -224,7 +222,7 @@ class Page:
             ("Aims", self.aims), ("Steps", self.steps_table), ("Numerics beside plain torch", self.numerics),
             ("Copies beside computation", self.copies), ("Llama 3 8B", lambda: self.trained("8B")),
             ("The largest model by tier", lambda: self.trained("largest")),
-            ("Compiled blocks and float8", lambda: f"{self.trained('faster')}\n\n{self.kinds()}".rstrip()),
+            ("Compiled blocks and float8", lambda: f"{self.trained('faster')}\n\n{self.kinds()}".strip()),
             ("Time by phase", self.spans),
             ("Traces", self.traces),
         ]  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeromesh import reports
+from zeromesh.activation.compiled import compile_seconds
 from zeromesh.config.errors import counted
 from zeromesh.curriculum import LengthCurriculum
 from zeromesh.engine_state import EngineState
@@ -126,6 +127,10 @@ class Answers(EngineState):
         None before the first update, and where the user called ``loss.backward()`` instead of ``engine.backward``.
         """
         return self._update.mean_loss
+
+    def compile_seconds(self) -> float:
+        """Return the seconds that compilation has taken in this process."""
+        return compile_seconds()
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes by state and tier that this rank allocates at the most, and the measured use of the process.

@@ -134,7 +134,8 @@ def test_the_page_compares_figures_with_aims_and_says_if_it_has_no_pictures(tmp_
     speed, large = "8 K, 4 samples, all states on the host", "all on the device"
     rows = [
         row(speed, 399e12, note="With a note.", norm={"expected": 3.0, "engine": 3.0, "clip": 1.0}),
-        row(large, 460e12, parameters=20.5e9), row("eager", 400e12), row("compiled blocks", 464e12),
+        row(large, 460e12, parameters=20.5e9), row("eager", 400e12),
+        row("compiled blocks", 464e12, kernels={"triton_fused__scaled_mm": 0.002, "nvjet": 0.003}),
         {"step": "compiled blocks, float8", "status": LEFT_OUT, "message": "no | key", "job": {"gpus": 1}},
         {"step": "trace", "status": DONE, "job": {"gpus": 1}, "rows": {"device": TRACE}},
     ]  # fmt: skip
@@ -152,6 +153,7 @@ def test_the_page_compares_figures_with_aims_and_says_if_it_has_no_pictures(tmp_
         "| float8 beside 16 bits, compiled | 28.0% | - | not measured |",
         "| compiled blocks, float8 | left out: no / key | - |",
         f"*{speed}*: With a note.",
+        "| compiled blocks | 2 | 0 | 3 | 0 | 0 |",
         "| device | update_on_host blocks.0 | 0 | 0 |",
         "| 8,192 | 2.5 (2.00) | 3277 | 399 | - | 2.0 (1.0) | 4.0 (0.0) | 1.0000 |",
         "the engine's norm is 3, that of all gradients in float64 3; the limit is 1",

@@ -6,11 +6,13 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zeromesh.kernels import native
+from zeromesh.kernels import native, sums
 from zeromesh.kernels.native import library
 from zeromesh.kernels.sums import add, checksum, sum_of_squares
 
@@ -40,6 +42,16 @@ def test_sums_of_squares(dtype: torch.dtype, size: int) -> None:
     }
     assert len(found) == 1
     assert found.pop() == pytest.approx(expected, rel=1e-12)
+    with patch.object(sums, "library", lambda: None):
+        # Each of a row's 1,024 squares and its sum are rounded to fp32, in a tree of vectors.
+        assert sum_of_squares(values).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_sums_of_squares_beyond_the_range_of_16_bits() -> None:
+    values = torch.full((5000,), 60_000.0, dtype=torch.float16)
+    for library_of in (library, lambda: None):
+        with patch.object(sums, "library", library_of):
+            assert sum_of_squares(values).item() == pytest.approx(5000 * values[0].double().item() ** 2, rel=1e-5)
 
 
 def test_sums_of_squares_of_large_numbers() -> None:
@@ -65,6 +77,17 @@ def test_sums_of_two_types_have_torchs_bits(wide: torch.dtype, narrow: torch.dty
     spread = torch.zeros(2 * size, dtype=wide)[::2]
     add(spread, values)
     assert torch.equal(spread, torch.zeros(size, dtype=wide).add_(values))
+
+
+def test_tensors_whose_memory_is_not_their_value() -> None:
+    plain = torch.arange(1.0, 5.0, dtype=torch.bfloat16)
+    for values in (torch._neg_view(plain), torch._efficientzerotensor(4, dtype=torch.bfloat16)):
+        target = torch.ones(4)
+        add(target, values)
+        assert torch.equal(target, 1 + values.clone().float())
+        assert sum_of_squares(values).item() == pytest.approx(values.clone().double().square().sum().item())
+    with FakeTensorMode() as mode:
+        assert sum_of_squares(mode.from_tensor(plain)).shape == ()
 
 
 MIB = 1 << 20

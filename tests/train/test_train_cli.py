@@ -92,6 +92,12 @@ def test_a_run_leaves_its_config_metrics_weights_picture_and_report(finished: Pa
     assert report["tokens"] == STEPS * 4 * 32
     assert report["training_loss"] == next(r["loss"] for r in records[::-1] if r["kind"] == "train")
     assert report["memory"]["total"] > 0
+    assert report["attempts"] == 1
+    assert 0 < report["goodput"] < 1
+    assert sum(report["time"].values()) == pytest.approx(report["seconds"], abs=1.0)
+    assert report["time"]["steps"] == pytest.approx(report["training_seconds"] - report["time"]["data"], abs=0.1)
+    assert min(report["time"][kind] for kind in ("start", "checkpoints", "evaluation")) > 0
+    assert report["time"]["redone"] == report["time"]["down"] == report["time"]["compilation"] == 0
     assert report["lines"].keys() == {"lines", "tokenizing"}
     assert [text[:5] for text in report["samples"]] == ["def f", "class"]
     assert "gzip -9 on the same bytes" in (finished / "report.md").read_text("utf-8")
@@ -99,6 +105,7 @@ def test_a_run_leaves_its_config_metrics_weights_picture_and_report(finished: Pa
     assert (settings.model.vocab_size, settings.gradient_accumulation_steps) == (270, 4)
     pytest.importorskip("matplotlib")
     assert (finished / "loss.png").is_file()
+    assert (finished / "time.png").is_file()
 
 
 def test_the_learning_rate_in_the_log_is_that_of_the_step(finished: Path) -> None:
@@ -143,6 +150,9 @@ def test_a_resumed_run_is_bit_identical_to_an_undisturbed_one(finished: Path, co
     result = call("train", config(corpus, tmp_path), "--resume")
     assert result.exit_code == 0, result.output
     assert numbers(tmp_path / "run") == numbers(finished)
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["attempts"] == 2
+    assert report["time"]["redone"] > 0
     assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == (
         finished / "model" / "model.safetensors"
     ).read_bytes()

@@ -68,6 +68,11 @@ def compile_blocks(modules: Sequence[nn.Module], options: dict[str, Any], tells:
         modules[0].register_forward_pre_hook(CompileTimes(len({type(module) for module in modules})))
 
 
+def compile_seconds() -> float:
+    """Return the seconds that this process has spent on compilation since ``compile_blocks`` was first called."""
+    return sum(_seconds)
+
+
 class CompileTimes:
     """Hook of the first block that logs, when it is called again, how long its compilation and others' took."""
 

@@ -224,7 +224,7 @@ TARGET static void NAME(sum)(const struct sum *sum, int64_t elements) {
     else NAME(add)(sum, elements, sum->type, sum->out_type);
 }
 
-// The sum of squares, in 16 lanes of doubles, as few of fp32 would lose digits and all of a large norm's range.
+// The sum of squares, in 16 lanes of doubles: sums in fp32 lose digits, and squares of large numbers overflow.
 INLINE double NAME(add_squares)(const void *from, int64_t elements, int type) {
     NAME(doubles) x, sums[16 / WIDTH] = {{0}};
     double lanes[16], total = 0;

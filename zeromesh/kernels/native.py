@@ -64,7 +64,9 @@ def library() -> Library | None:
     try:
         return _load()
     except OSError as error:
-        _log.warning("%s. Torch's updates are used on the host instead, which take about twice as long.", error)
+        _log.warning(
+            "%s. Torch's updates and sums are used on the host instead, which take at least twice as long.", error
+        )
         return None
 
 

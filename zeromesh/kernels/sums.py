@@ -48,11 +48,9 @@ def add(target: torch.Tensor, values: torch.Tensor) -> None:
     The bits are those of ``target.add_(values)``. torch takes five times as long for 16 bits that are added to 32 on
     the CPU.
     """
-    native, kinds = library(), {target.dtype, values.dtype}
-    widens = len(kinds) == 2 and kinds <= TYPES.keys() and target.dtype is torch.float32
-    on_host = target.device.type == values.device.type == "cpu" and target.shape == values.shape
-    on_host = on_host and target.layout is values.layout is torch.strided
-    if not (widens and on_host and native and target.is_contiguous() and values.is_contiguous()):
+    widens = values.dtype in (torch.bfloat16, torch.float16) and target.dtype is torch.float32
+    native = library() if widens and target.shape == values.shape and _lies(target) and _lies(values) else None
+    if native is None or target.is_inference():
         target.add_(values)
         return
     native.handle.zeromesh_add(
@@ -62,20 +60,26 @@ def add(target: torch.Tensor, values: torch.Tensor) -> None:
     torch.autograd.graph.increment_version(target)
 
 
+def _lies(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of a tensor, on the CPU, is its value: no fake one, sign to be read, or zeros."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return plain and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor._is_zerotensor()
+
+
 def sum_of_squares(values: torch.Tensor, threads: int | None = None, instructions: str | None = None) -> torch.Tensor:
     """Return the sum of squares of a 1-D tensor: float64, shape (), on its device.
 
     On the CPU, the native library adds the squares of 16- and 32-bit numbers in float64. It gives the same bits with
-    every number of threads and instruction set.
+    every number of threads and instruction set. Elsewhere fp32 numbers beyond 1e19 have infinite squares.
     """
-    native = library()
-    if values.device.type == "cpu" and values.dtype in TYPES and values.is_contiguous() and native is not None:
+    native = library() if values.dtype in TYPES and _lies(values) else None
+    if native is not None:
         sums = np.empty(-(-values.numel() // _SQUARED), np.float64)
         native.handle.zeromesh_squares(
             native.choose(instructions), values.data_ptr(), TYPES[values.dtype], values.numel(), sums.ctypes.data,
             threads_of(threads),
         )  # fmt: skip
-        return torch.tensor(sums.sum(), dtype=torch.float64)
+        return torch.tensor(sums.sum(), dtype=torch.float64, device=values.device)
     # Row by row, because an fp32 sum over ten million elements is wrong in the fourth digit on a CPU, and in at least
     # fp32, because a norm may be beyond the range of 16 bits when no element is.
     wide = torch.promote_types(values.dtype, torch.float32)

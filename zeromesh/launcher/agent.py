@@ -319,9 +319,14 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
         with _handlers(self._end_at_once):
             # Ranks that outlive a failed one have nothing to save, and may heed no signal: they wait for it.
-            if self._pcontext is not None:  # here, as before torch 2.13 its method takes no time to wait
-                self._pcontext.close(death_sig, grace(death_sig) if self.failure is None else HASTE)  # type: ignore[arg-type]
-            super()._shutdown(death_sig)
+            # The ranks are ended here: before torch 2.13 its method takes no time to wait for them.
+            ranks, self._pcontext = self._pcontext, None
+            try:
+                super()._shutdown(death_sig)
+            finally:
+                self._pcontext = ranks
+            if ranks is not None:
+                ranks.close(death_sig, grace(death_sig) if self.failure is None else HASTE)  # type: ignore[arg-type]
         if self._worker_group.state is not WorkerState.SUCCEEDED:
             self._end_at_once()  # what ranks left behind that died
 

@@ -40,7 +40,7 @@ def magnitude(x: Tensor, dim: int | None = None) -> Tensor:
     """Return the largest magnitude of a matrix, or of each row (``dim`` 1) or column (0), 1-D, in fp32."""
     if x.numel() == 0:
         return x.new_zeros(1 if dim is None else x.shape[1 - dim], dtype=torch.float32)
-    # Of a whole matrix row by row: a compiled reduction to one number reads with few threads.
+    # A whole matrix is reduced row by row first: a compiled reduction to one number reads with few threads.
     found = x.abs().amax(1).amax().view(1) if dim is None else x.abs().amax(dim)
     return found.float()
 

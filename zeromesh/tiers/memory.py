@@ -48,7 +48,7 @@ def empty_on(tier: Tier, elements: int, dtype: torch.dtype, device: torch.device
     # Page-locked, so that copies run while the device computes. Not by torch's own allocator for this, which takes up
     # to twice as much, as it rounds up to powers of two.
     if pin and device.type == "cuda" and found.device.type == "cpu" and found.nbytes:
-        # Written to once by all of torch's threads: the driver would make the pages one after the other.
+        # Large memory is written to once by torch's threads: the driver would make the pages one after the other.
         found.view(torch.uint8)[:: mmap.PAGESIZE].zero_()
         _lock_pages(found.untyped_storage())
     return found

@@ -17,6 +17,7 @@ from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display, Figures
 from zeromesh.train.check import Job
 from zeromesh.train.data.loader import Batch, Share
+from zeromesh.train.goodput import Spent, TimeLog
 from zeromesh.train.loss import HeldOut, Score, weighted
 from zeromesh.train.signals import Ended, Request, mark_saved
 
@@ -43,6 +44,7 @@ class Loop:
     flops_per_token: float
     metrics: MetricsLog | None
     display: Display
+    times: TimeLog
 
     def run(self, batches: Iterator[Batch], start: Progress) -> Progress:
         """Train from ``start`` to the last step, and save the last state. Collective."""
@@ -54,7 +56,8 @@ class Loop:
         while progress.step < self.job.run.steps:
             began = time.perf_counter()
             rate = self.engine.get_lr()[0]  # before the step, which sets that of the next one
-            loss = self._step(batches)
+            with self.times.spend(Spent.STEPS):
+                loss = self._step(batches)
             seconds = progress.seconds + (time.perf_counter() - began)
             progress = Progress(progress.step + 1, progress.samples + self.share.global_batch, seconds)
             if progress.step in (1, self.job.run.steps) or self._due(progress, self.job.run.log_every):
@@ -68,6 +71,7 @@ class Loop:
                 saved = saved and self._complete_save(progress)
                 self.display.line(f"step {progress.step}/{self.job.run.steps}  ended by a signal")
                 if saved:
+                    self.times.record(progress.step, ends=True)
                     mark_saved()
                     raise Ended
                 raise SystemExit(128 + signal.SIGTERM)  # as if the signal had ended it: nothing was saved
@@ -78,7 +82,8 @@ class Loop:
     def _step(self, batches: Iterator[Batch]) -> float:
         """Update once, and return the loss in nats per label."""
         # All labels of the global batch have the same weight, wherever they are, so they are counted before.
-        own = [next(batches) for _ in range(self.share.micro_batches)]
+        with self.times.spend(Spent.DATA):
+            own = [next(batches) for _ in range(self.share.micro_batches)]
         micro_batches, _ = weighted(self.engine, self.job.language, own)
         self.engine.train_batch(iter(micro_batches))
         loss = self.engine.get_mean_loss()
@@ -94,7 +99,8 @@ class Loop:
         run = self.job.run
         # The end of the run has an evaluation of its own, on all held-out text.
         if self._due(progress, run.evaluate_every) and progress.step < run.steps:
-            score = self.held_out.score(self.engine, run.evaluate_batches)
+            with self.times.spend(Spent.EVALUATION):
+                score = self.held_out.score(self.engine, run.evaluate_batches)
             if score is not None:
                 self.show_score(progress, score)
         return self._due(progress, run.save_every) and self._save(progress, last=progress.step == run.steps)
@@ -132,6 +138,7 @@ class Loop:
             seconds_left=(self.job.run.steps - progress.step) * self.tokens_per_step / speed,
         )
         self.display.step(figures)
+        self.times.record(progress.step)
         if self.metrics is not None:
             self.metrics.write(
                 "train",
@@ -157,7 +164,10 @@ class Loop:
         """Write a checkpoint, or begin to (``checkpoint.asynchronous``), and return whether this succeeded."""
         state = {"samples": progress.samples, "seconds": progress.seconds, "origins": self.job.origins}
         save = partial(self.engine.save_checkpoint, self.job.folder.checkpoints, client_state=state)
-        return self._succeeds(save, progress, last) and (not last or self._complete_save(progress, last))
+        with self.times.spend(Spent.CHECKPOINTS):
+            saved = self._succeeds(save, progress, last) and (not last or self._complete_save(progress, last))
+        self.times.record(progress.step)
+        return saved
 
     def _complete_save(self, progress: Progress, last: bool = False) -> bool:
         """Wait for an asynchronous save, and return whether it succeeded."""

@@ -16,12 +16,14 @@ import torch
 from rich.console import Console
 from rich.markdown import Markdown
 
+from zeromesh.config.errors import counted
 from zeromesh.config.keys import MACHINE
 from zeromesh.observe.machine import peak_bytes
 from zeromesh.observe.metrics import loss_picture, read_metrics
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
 from zeromesh.train.check import Job
 from zeromesh.train.data.store import PreparedData
+from zeromesh.train.goodput import Spent, read_attempts, time_picture, totals
 from zeromesh.train.loop import Loop, Progress
 from zeromesh.train.model import Transformer
 from zeromesh.train.sample import load_writer
@@ -55,7 +57,8 @@ def close(
 ) -> None:
     """Evaluate, and write the weights and the report of a loop at its end. Collective; the first rank writes."""
     engine, job = loop.engine, loop.job
-    score = loop.held_out.score(engine)
+    with loop.times.spend(Spent.EVALUATION):
+        score = loop.held_out.score(engine)
     if score is not None:
         loop.show_score(reached, score)
     memory, traffic = engine.memory_report(), engine.traffic_report()
@@ -68,6 +71,10 @@ def close(
     if loop.metrics is None:
         return
     loop.metrics.close()
+    loop.times.record(reached.step, ends=True)
+    attempts = read_attempts(job.folder.times)
+    times = totals(attempts)
+    time_picture(job.folder.times.with_suffix(".png"), attempts)
     if isinstance(job.language, Transformer):
         job.folder.copy_tokenizer(job.folder.model)
     records = read_metrics(job.folder.metrics)
@@ -90,6 +97,9 @@ def close(
         "tokens": reached.samples * job.language.sequence_length,  # repetitions count
         "seconds": time.time() - began,
         "training_seconds": reached.seconds,  # in steps, of the whole run also if it was resumed
+        "attempts": len(attempts),  # commands and restarts; the times are those of all
+        "time": {kind.name.lower(): round(seconds, 3) for kind, seconds in times.items()},
+        "goodput": times[Spent.STEPS] / sum(times.values()),
         "utilization": fmean(record["utilization"] for record in steps),  # share of the peak operations per second
         "training_loss": steps[-1]["loss"],
         "validation_loss": score.loss if score else None,  # of all held-out text
@@ -127,6 +137,8 @@ def markdown(report: Report) -> str:
     parts = [
         "# Training run",
         _table(("what", "value"), _summary(report)),
+        "## Time of all attempts",
+        _table(("work", "time", "share"), _times(report)),
         "## Memory of the first rank",
         _table(("state", "tier", "bytes"), _memory(report["memory"])),
         "## Prediction for the first rank",
@@ -158,6 +170,7 @@ def _summary(report: Report) -> list[tuple[str, str]]:
         ("model", f"{report['architecture']}, {scaled_text(report['parameters'])} parameters"),
         ("ranks", f"{report['ranks']}, ZeRO-{report['zero_stage']}"),
         ("time", f"{duration_text(report['seconds'])}, {duration_text(report['training_seconds'])} of it in steps"),
+        ("goodput", f"{report['goodput']:.0%} of {counted(report['attempts'], 'attempt')} in steps that count"),
         ("steps", str(report["steps"])),
         ("tokens", f"{scaled_text(report['tokens'])}, {scaled_text(speed, 'tok/s')}"),
         ("MFU", f"{report['utilization']:.0%}"),
@@ -175,6 +188,15 @@ def _summary(report: Report) -> list[tuple[str, str]]:
     if report["lines"] is not None and (lines := report["lines"]["lines"]):
         good = report["lines"]["tokenizing"]
         rows.append(("sampled lines that tokenize as Python", f"{good / lines:.0%} ({good} of {lines})"))
+    return rows
+
+
+def _times(report: Report) -> list[tuple[str, str, str]]:
+    whole, rows = sum(report["time"].values()), []
+    for kind in Spent:
+        if seconds := report["time"][kind.name.lower()]:
+            share = seconds / whole
+            rows.append((str(kind), f"{seconds:.1f} s", f"{share:.0%} {'█' * round(BAR * share)}".rstrip()))
     return rows
 
 
@@ -221,9 +243,9 @@ def _bounds(found: dict[str, Any]) -> tuple[str, str]:
 
 def _traffic(report: Report) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for key, counted in report["traffic"].items():
+    for key, use in report["traffic"].items():
         collective, _, axis = key.partition("/")
-        per_step = bytes_text(counted["bytes"] / report["traffic_steps"]) if report["traffic_steps"] else ""
-        across = bytes_text(counted["across_nodes"]) if counted["across_nodes"] else ""
-        rows.append((collective, axis, str(counted["calls"]), bytes_text(counted["bytes"]), per_step, across))
+        per_step = bytes_text(use["bytes"] / report["traffic_steps"]) if report["traffic_steps"] else ""
+        across = bytes_text(use["across_nodes"]) if use["across_nodes"] else ""
+        rows.append((collective, axis, str(use["calls"]), bytes_text(use["bytes"]), per_step, across))
     return rows

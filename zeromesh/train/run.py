@@ -29,6 +29,7 @@ from zeromesh.train.check import Job, check, prepare_text
 from zeromesh.train.data.loader import Share, training_batches
 from zeromesh.train.data.store import PreparedData
 from zeromesh.train.folder import RunFolder
+from zeromesh.train.goodput import TimeLog
 from zeromesh.train.loop import Loop, Progress
 from zeromesh.train.loss import HeldOut, require_causal, require_document_attention
 from zeromesh.train.model import parameter_groups
@@ -161,7 +162,11 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
                 flops_per_token=cost,
                 metrics=MetricsLog(job.folder.metrics, start.step) if engine.mesh.rank == 0 else None,
                 display=display,
-            )
+                times=TimeLog(
+                    job.folder.times if engine.mesh.rank == 0 else None, began, start.step,
+                    again=job.run.resume is True or may_restart(), compiled=engine.compile_seconds,
+                ),
+            )  # fmt: skip
             length, seed = job.language.sequence_length, job.settings.seed
             with forward_signals(engine):
                 reached = loop.run(training_batches(prepared, length, loop.share, seed, start.samples), start)

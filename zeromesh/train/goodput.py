@@ -1,0 +1,179 @@
+"""Time of a run by what it went to, kept in a file of its folder over failures and restarts.
+
+Goodput is the share of a run's time in steps that count. Source: Jiang et al., "MegaScale: Scaling Large Language Model
+Training to More Than 10,000 GPUs", 2024, which calls it the effective training time rate.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import Any
+
+from zeromesh.observe.metrics import read_metrics
+
+
+class Spent(StrEnum):
+    """Work that time goes to."""
+
+    STEPS = "steps that count"
+    REDONE = "steps taken again"  # results of which a failure lost, as no checkpoint held them
+    COMPILATION = "compilation"
+    DATA = "waiting for data"
+    EVALUATION = "evaluation"
+    CHECKPOINTS = "checkpoints"
+    START = "starting"  # from the command to the first step
+    DOWN = "down"  # from the last record of an attempt that failed to the command of the next
+    OTHER = "other"
+
+
+class TimeLog:
+    """Clock of a rank that is in one kind of work at any time.
+
+    Args:
+        path: file to which this attempt at the run appends its times; None on all ranks but the first.
+        began: start of the command, in seconds since the epoch.
+        step: updates of the checkpoint from which the attempt goes on.
+        again: keep what the file has of earlier attempts.
+        compiled: returns the seconds that compilation has taken so far, inside of other work.
+    """
+
+    def __init__(
+        self, path: Path | None, began: float, step: int, again: bool, compiled: Callable[[], float] = float
+    ) -> None:
+        self._path, self._compiled = path, compiled
+        self._seconds = dict.fromkeys(Spent, 0.0)
+        self._kind, self._since = Spent.START, time.monotonic() - max(0.0, time.time() - began)
+        if path is not None and not again:
+            path.unlink(missing_ok=True)
+        self._append({"began": began, "step": step})
+
+    @contextmanager
+    def spend(self, kind: Spent) -> Iterator[None]:
+        """Count the time of this context to a kind of work, and to no other."""
+        before, compiled = self._switch(kind), self._compiled()
+        try:
+            yield
+        finally:
+            self._switch(Spent.OTHER if before is Spent.START else before)
+            compiled = self._compiled() - compiled
+            self._seconds[kind] -= compiled
+            self._seconds[Spent.COMPILATION] += compiled
+
+    def record(self, step: int, ends: bool = False) -> None:
+        """Write the times so far, at a step; ``ends`` says that the run ends here and has not failed."""
+        self._switch(self._kind)
+        seconds = {kind: round(seconds, 3) for kind, seconds in self._seconds.items() if seconds}
+        self._append({"at": time.time(), "step": step, "seconds": seconds, "ends": ends})
+
+    def _switch(self, kind: Spent) -> Spent:
+        now, before = time.monotonic(), self._kind
+        self._seconds[before] += now - self._since
+        self._kind, self._since = kind, now
+        return before
+
+    def _append(self, record: dict[str, object]) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:  # each line is whole, whenever the process is killed
+                file.write(json.dumps(record) + "\n")
+
+
+@dataclass
+class Stretch:
+    """Seconds of an attempt between two of its records."""
+
+    begin: float  # since the epoch
+    end: float
+    step: int  # at the end
+    seconds: dict[Spent, float]
+
+
+@dataclass
+class Attempt:
+    """One command, from its start to its end or failure."""
+
+    began: float
+    step: int
+    stretches: list[Stretch] = field(default_factory=list)
+    ends: bool = False
+
+    def add(self, record: dict[str, Any], before: dict[Spent, float]) -> dict[Spent, float]:
+        """Take in a record after one with the times ``before``; return its own."""
+        now = {Spent(kind): seconds for kind, seconds in record["seconds"].items()}
+        spent = {kind: seconds - before.get(kind, 0.0) for kind, seconds in now.items()}
+        self.stretches.append(Stretch(self.last, record["at"], record["step"], spent))
+        self.ends = record["ends"]
+        return now
+
+    @property
+    def last(self) -> float:
+        """Time of the last record."""
+        return self.stretches[-1].end if self.stretches else self.began
+
+
+def read_attempts(path: Path) -> list[Attempt]:
+    """Return the attempts at a run in order, with the steps that were taken again, and the time until the next."""
+    found: list[Attempt] = []
+    before: dict[Spent, float] = {}
+    for record in read_metrics(path):
+        if "began" in record:
+            before = {}
+            found.append(Attempt(max(record["began"], found[-1].last if found else 0.0), record["step"]))
+            continue
+        before = found[-1].add(record, before)
+    for attempt, later in pairwise(found):
+        for stretch in attempt.stretches:
+            if stretch.step > later.step:
+                stretch.seconds[Spent.REDONE] = stretch.seconds.pop(Spent.STEPS, 0.0)
+        if not attempt.ends:
+            down = {Spent.DOWN: later.began - attempt.last}
+            attempt.stretches.append(Stretch(attempt.last, later.began, later.step, down))
+    return found
+
+
+def totals(attempts: list[Attempt]) -> dict[Spent, float]:
+    """Return the seconds of all attempts by kind of work, none left out."""
+    found = dict.fromkeys(Spent, 0.0)
+    for stretch in (stretch for attempt in attempts for stretch in attempt.stretches):
+        for kind, seconds in stretch.seconds.items():
+            found[kind] += seconds
+    return found
+
+
+def time_picture(path: Path, attempts: list[Attempt]) -> bool:
+    """Draw a bar for each attempt, by kind of work; return False if matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(9, 1.6 + 0.4 * len(attempts)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes, seen = figure.subplots(), set()
+    for row, attempt in enumerate(attempts):
+        for stretch in attempt.stretches:
+            # Within a stretch only the sums are known, so its kinds are drawn one after the other.
+            begin = stretch.begin - attempts[0].began
+            for kind, colour in zip_longest(Spent, COLOURS):
+                if (seconds := stretch.seconds.get(kind, 0.0)) > 0.0:
+                    label = None if kind in seen else str(kind)
+                    axes.barh(row, seconds / 60, left=begin / 60, color=colour, label=label, height=0.7)
+                    begin += seconds
+                    seen.add(kind)
+    names = [f"attempt {row + 1}, from step {attempt.step}" for row, attempt in enumerate(attempts)]
+    axes.set_yticks(range(len(attempts)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("minutes since the first command")
+    figure.legend(loc="outside lower center", ncols=5, fontsize=8)
+    figure.savefig(path, dpi=110)
+    return True
+
+
+COLOURS = ("#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#0072B2", "#F0E442", "#000000", "#BBBBBB")
+"""Colours of Okabe and Ito, by kind in order."""
