@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +158,9 @@ def time_picture(path: Path, attempts: list[Attempt]) -> bool:
     axes, seen = figure.subplots(), set()
     for row, attempt in enumerate(attempts):
         for stretch in attempt.stretches:
-            # Within a stretch only the sums are known, so its kinds are drawn one after the other.
+            # Within a stretch only the sums are known, so its kinds are drawn one after the other, the start first.
             begin = stretch.begin - attempts[0].began
-            for kind, colour in zip_longest(Spent, COLOURS):
+            for kind, colour in sorted(zip(Spent, COLOURS, strict=True), key=lambda one: one[0] is not Spent.START):
                 if (seconds := stretch.seconds.get(kind, 0.0)) > 0.0:
                     label = None if kind in seen else str(kind)
                     axes.barh(row, seconds / 60, left=begin / 60, color=colour, label=label, height=0.7)

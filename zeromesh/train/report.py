@@ -170,7 +170,11 @@ def _summary(report: Report) -> list[tuple[str, str]]:
         ("model", f"{report['architecture']}, {scaled_text(report['parameters'])} parameters"),
         ("ranks", f"{report['ranks']}, ZeRO-{report['zero_stage']}"),
         ("time", f"{duration_text(report['seconds'])}, {duration_text(report['training_seconds'])} of it in steps"),
-        ("goodput", f"{report['goodput']:.0%} of {counted(report['attempts'], 'attempt')} in steps that count"),
+        (
+            "goodput",
+            f"{report['goodput']:.0%} of {duration_text(sum(report['time'].values()))} in steps that count, in "
+            f"{counted(report['attempts'], 'attempt')}",
+        ),
         ("steps", str(report["steps"])),
         ("tokens", f"{scaled_text(report['tokens'])}, {scaled_text(speed, 'tok/s')}"),
         ("MFU", f"{report['utilization']:.0%}"),
