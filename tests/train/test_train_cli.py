@@ -94,8 +94,8 @@ def test_a_run_leaves_its_config_metrics_weights_picture_and_report(finished: Pa
     assert report["memory"]["total"] > 0
     assert report["attempts"] == 1
     assert 0 < report["goodput"] < 1
-    assert sum(report["time"].values()) == pytest.approx(report["seconds"], abs=1.0)
-    assert report["time"]["steps"] == pytest.approx(report["training_seconds"] - report["time"]["data"], abs=0.1)
+    assert sum(report["time"].values()) <= report["seconds"] + 0.1  # samples, picture and report come later
+    assert 0 < report["time"]["steps"] + report["time"]["data"] <= report["training_seconds"] + 0.01
     assert min(report["time"][kind] for kind in ("start", "checkpoints", "evaluation")) > 0
     assert report["time"]["redone"] == report["time"]["down"] == report["time"]["compilation"] == 0
     assert report["lines"].keys() == {"lines", "tokenizing"}
