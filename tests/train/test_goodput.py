@@ -48,7 +48,8 @@ def test_all_time_of_all_attempts_is_accounted_for(tmp_path: Path) -> None:
 
 def test_a_file_that_was_cut_off_and_an_attempt_without_records_are_read(tmp_path: Path) -> None:
     path = lines(tmp_path / "time.jsonl", *THREE[:2], {"began": 140.0, "step": 0}, {"began": 150.0, "step": 0})
-    path.write_text(path.read_text() + '{"at": 151.0, "st')
+    path.write_text('{"at": 99.0, "st\n' + path.read_text() + '{"at": 151.0, "st')
+    path.write_text(json.dumps(THREE[1]) + "\n" + path.read_text())  # whose beginning was lost
     found = totals(read_attempts(path))
     assert (found[Spent.REDONE], found[Spent.DOWN], found[Spent.STEPS]) == (2, 30 + 10, 0)
 
@@ -80,5 +81,12 @@ def test_a_clock_is_in_one_kind_of_work_at_any_time(tmp_path: Path) -> None:
     assert found[Spent.STEPS] >= 0.029
     assert found[Spent.COMPILATION] == 0.01
     assert sum(found.values()) <= whole + 0.01
+    path.write_text(path.read_text() + '{"at": 151.0, "st')
     TimeLog(path, time.time(), 1, again=True).record(2)
     assert len(read_attempts(path)) == 2
+
+
+def test_a_folder_that_cannot_be_written_to_ends_no_run(tmp_path: Path) -> None:
+    log = TimeLog(tmp_path / "missing" / "time.jsonl", time.time(), 0, again=True)
+    log.record(1)
+    assert read_attempts(tmp_path / "missing" / "time.jsonl") == []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -79,9 +79,10 @@ class TimeLog:
         return before
 
     def _append(self, record: dict[str, object]) -> None:
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:  # each line is whole, whenever the process is killed
-                file.write(json.dumps(record) + "\n")
+        # A full disk ends no run: what is not written here counts as other work, or as down.
+        with suppress(OSError), self._path.open("a", encoding="utf-8") if self._path else nullcontext() as file:
+            if file is not None:
+                file.write("\n" + json.dumps(record) + "\n")  # after half a line that a full disk may have left
 
 
 @dataclass
@@ -125,8 +126,8 @@ def read_attempts(path: Path) -> list[Attempt]:
         if "began" in record:
             before = {}
             found.append(Attempt(max(record["began"], found[-1].last if found else 0.0), record["step"]))
-            continue
-        before = found[-1].add(record, before)
+        elif found:
+            before = found[-1].add(record, before)
     for attempt, later in pairwise(found):
         for stretch in attempt.stretches:
             if stretch.step > later.step:

@@ -164,8 +164,7 @@ class Loop:
         """Write a checkpoint, or begin to (``checkpoint.asynchronous``), and return whether this succeeded."""
         state = {"samples": progress.samples, "seconds": progress.seconds, "origins": self.job.origins}
         save = partial(self.engine.save_checkpoint, self.job.folder.checkpoints, client_state=state)
-        with self.times.spend(Spent.CHECKPOINTS):
-            saved = self._succeeds(save, progress, last) and (not last or self._complete_save(progress, last))
+        saved = self._succeeds(save, progress, last) and (not last or self._complete_save(progress, last))
         self.times.record(progress.step)
         return saved
 
@@ -177,7 +176,8 @@ class Loop:
         """Call what may fail to write a checkpoint; return whether it succeeded, or raise where the run must end."""
         failure: OSError | RuntimeError | None = None
         try:
-            action()
+            with self.times.spend(Spent.CHECKPOINTS):
+                action()
         except (OSError, RuntimeError) as error:  # raised on all ranks; one of them has the reason
             failure = error
         failed = self.engine.mesh.group("world").exchange(torch.tensor([float(failure is not None)]))

@@ -74,7 +74,8 @@ def close(
     loop.times.record(reached.step, ends=True)
     attempts = read_attempts(job.folder.times)
     times = totals(attempts)
-    time_picture(job.folder.times.with_suffix(".png"), attempts)
+    if attempts:
+        time_picture(job.folder.times.with_suffix(".png"), attempts)
     if isinstance(job.language, Transformer):
         job.folder.copy_tokenizer(job.folder.model)
     records = read_metrics(job.folder.metrics)
@@ -99,7 +100,7 @@ def close(
         "training_seconds": reached.seconds,  # in steps, of the whole run also if it was resumed
         "attempts": len(attempts),  # commands and restarts; the times are those of all
         "time": {kind.name.lower(): round(seconds, 3) for kind, seconds in times.items()},
-        "goodput": times[Spent.STEPS] / sum(times.values()),
+        "goodput": times[Spent.STEPS] / (sum(times.values()) or 1.0),  # 0 where no time could be written
         "utilization": fmean(record["utilization"] for record in steps),  # share of the peak operations per second
         "training_loss": steps[-1]["loss"],
         "validation_loss": score.loss if score else None,  # of all held-out text
