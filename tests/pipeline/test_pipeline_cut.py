@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import zeromesh
 from huggingface_models import MODELS, Model
 from zeromesh.batches import loss_of
+from zeromesh.model.samples import ModelInput
 from zeromesh.pipeline.runtime.cut import examine, take_away
-from zeromesh.pipeline.runtime.samples import ModelInput
 from zeromesh.pipeline.runtime.stage import Handed, Header, Stages
 from zeromesh.pipeline.schedule.partition import Blocks, Cut, partition, starts_of
 

@@ -28,7 +28,7 @@ from zeromesh.tensor.sequence import Stack, find_stacks
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
-    from zeromesh.pipeline.runtime.samples import ModelInput
+    from zeromesh.model.samples import ModelInput
     from zeromesh.pipelined import Pipelined
     from zeromesh.training_data import Loader
 
@@ -57,7 +57,9 @@ def make_mesh(settings: Settings, environment: Environment | None = None) -> Mes
     return Mesh(sizes, device_of_group(environment), links)
 
 
-def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None:
+def split_plan(
+    model: nn.Module, settings: Resolved, mesh: Mesh, loader: Loader | None = None, loss_fn: Any = None
+) -> Split | None:
     """Return the plan of the tensor axis: the user's entries over derived ones; None where the axis has one rank."""
     group = mesh.group("tensor")
     given = parse(settings.tensor_parallel.plan or {})
@@ -69,7 +71,7 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None
             f"{coded[0]}.weight is quantized, and its blocks cannot be split over the {group.size} ranks of "
             f"{keys.TENSOR_RANKS}; leave that out: {keys.SHARD_ALL} shards such weights over the ranks"
         )
-    found, notes = derive(model, group.size)
+    found, notes = derive(model, group.size, lambda: _sample(loader, loss_fn, mesh.device))
     # The rows of tables are spread over the data ranks; only a rule of the user's splits one over these ranks instead.
     tables, _ = find_tables(model, settings.embedding_tables.modules, {})
     found = {name: rule for name, rule in found.items() if name not in tables}
@@ -114,7 +116,7 @@ def plan_stages(
     from zeromesh.pipeline.runtime.cut import describe_stages, examine
     from zeromesh.pipelined import Pipelined, agreed
 
-    sample = None if loader is None else _sample(loader, loss_fn, mesh.device)
+    sample = _sample(loader, loss_fn, mesh.device)
 
     examined = agree_run(world, "cut the model into stages", lambda: examine(model, chosen.blocks, sample))
     blocks = agreed(world, examined)
@@ -129,9 +131,13 @@ def plan_stages(
     return made
 
 
-def _sample(loader: Loader, loss_fn: Any, device: torch.device) -> ModelInput | None:
+def _sample(loader: Loader | None, loss_fn: Any, device: torch.device) -> ModelInput | None:
     """Return the first samples of the data, as the model will get them; None where they cannot be read."""
-    from zeromesh.pipeline.runtime.samples import ModelInput, undisturbed
+    from zeromesh.model.imitation import undisturbed
+    from zeromesh.model.samples import ModelInput
+
+    if loader is None:
+        return None
 
     def read() -> ModelInput:
         own = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # it may count its calls

@@ -142,12 +142,13 @@ def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
 
     def lay_out() -> tuple[layout.Split | None, Loader | None]:
         layout.refuse_axes(model, mesh)
-        split = layout.split_plan(model, resolved, mesh)
-        if resolved.chunked_loss:
-            heads_over_vocabulary(model)  # raises where the model has none that could be chunked
         # DeepSpeed's PipelineModule takes the samples in the data set's order.
         shuffles = not isinstance(model, PipelineModule)
-        return split, prepare.build_loader(chosen.data, chosen.collate_fn, resolved, mesh, shuffles)
+        loader = prepare.build_loader(chosen.data, chosen.collate_fn, resolved, mesh, shuffles)
+        split = layout.split_plan(model, resolved, mesh, loader, chosen.loss_fn)
+        if resolved.chunked_loss:
+            heads_over_vocabulary(model)  # raises where the model has none that could be chunked
+        return split, loader
 
     split, loader = agree_run(mesh.group("world"), "prepare its layout and data", lay_out)
     stages = layout.plan_stages(model, resolved, mesh, loader, chosen.loss_fn)
@@ -255,7 +256,8 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         sharded = place.shard(model, mesh, settings, values, held, plan.stages, files, here, narrow)
         using = place.while_alive(sharded.events.using)
         if split is not None:
-            apply(model, split[0], mesh.group("tensor"), mesh.device, split[1], using)
+            blocks = () if plan.stages is None else plan.stages.cut.blocks
+            apply(model, split[0], mesh.group("tensor"), mesh.device, split[1], using, blocks)
             # Dropout between split layers has to draw the same numbers on all ranks of the tensor axis.
             share_random_state(mesh.group("tensor"))
         else:

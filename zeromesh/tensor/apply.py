@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,8 +26,10 @@ from zeromesh.tensor.linear import Layer, enter, leave
 from zeromesh.tensor.logits import Logits, Using
 from zeromesh.tensor.loss import Vocabulary, require_known
 from zeromesh.tensor.operators import move
+from zeromesh.tensor.parts import LeavingParts, TakingParts, join_parts
 from zeromesh.tensor.plan import Member, SplitPlan
 from zeromesh.tensor.sequence import Stack
+from zeromesh.tensor.split_activation import TensorAxis, whole
 from zeromesh.tensor.spread import activation, replaced, sequence_dim, spread
 from zeromesh.tensor.streams import RandomStreams, drops
 
@@ -54,12 +56,13 @@ class SplitPlace:
 
 def apply(
     model: nn.Module, resolved: SplitPlan, group: Group, device: torch.device, stacks: Sequence[Stack] = (),
-    using: Using = nullcontext,
+    using: Using = nullcontext, blocks: Collection[str] = (),
 ) -> None:  # fmt: skip
     """Make the modules of a plan work on what this rank holds of their parameters; these have been cut already.
 
     Activations are on ``device``; ``stacks`` are the lists of blocks in which the sequence is spread over the ranks;
-    ``using`` returns a context in which parameters are in memory, also after the forward.
+    ``using`` returns a context in which parameters are in memory, also after the forward. No parts of activations leave
+    the modules called ``blocks``, those of a pipeline.
     """
     # A module stays the object that it was, as users and the engine hold it: split linear layers get another forward,
     # others get hooks.
@@ -82,10 +85,11 @@ def apply(
             memory = isinstance(modules[decoder], nn.TransformerDecoderLayer) and child == "multihead_attn"
             spreads = place.spreads(member.name)
             attention = SplitAttention(group, place.streams, tag, spreads, member.name, memory)
-            member.module.forward = _eager(attention, member.module)
+            _replace_forward(member.module, _eager(attention, member.module))
             tag += SplitAttention.TAGS
         else:
             _hooks(member, resolved, place, tag)
+    join_parts(resolved, modules, blocks, [name for stack in stacks for name in stack.whole])
     _require_slow_paths(resolved, modules)
     for module in model.modules():
         own = {name: resolved.of_parameter.get(id(p)) for name, p in module.named_parameters(recurse=False)}
@@ -107,11 +111,11 @@ def apply(
 
 def _require_whole(parts: dict[str, tuple[int, ...]], module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Refuse a state dict of parts, as a hook: a file of it could be read by nobody, which shows when it is needed."""
-    for name, whole in parts.items():
+    for name, shape in parts.items():
         here = tuple(module.get_parameter(name).shape)
-        if here != whole and not keep_vars:  # with keep_vars, the parameters themselves are asked for
+        if here != shape and not keep_vars:  # with keep_vars, the parameters themselves are asked for
             raise RuntimeError(
-                f"state_dict() would have a part of {prefix}{name}: shape {here} of {whole}, as tensor-parallel ranks "
+                f"state_dict() would have a part of {prefix}{name}: shape {here} of {shape}, as tensor-parallel ranks "
                 "share it; call engine.save_16bit_model(folder) for what from_pretrained reads, engine.state_dict() "
                 "for whole tensors, or gather them on all ranks with zeromesh.zero.GatheredParameters"
             )
@@ -129,6 +133,7 @@ class Entrance:
         # Random numbers drawn inside are each rank's own if it separates; it opens if the layers gather a spread
         # sequence themselves, and not the module around them.
         self._place, self._tag, self._separates, self._opens = place, tag, separates, opens
+        self.ranks = place.group.size
         self._apart = Apart(name)
         self._key: tuple[Any, int] | None = None
         self._entered: Tensor | None = None
@@ -207,7 +212,7 @@ def _linear(
 ) -> None:  # fmt: skip
     module, style = member.module, member.style
     if style.before == "enter":
-        key = f"{member.container}/{style.after}"
+        key = f"{member.container}/{style.after and 'join'}"
         if key not in entrances:
             around = modules[member.container]
             spread = place.spreads(member.name)
@@ -221,26 +226,31 @@ def _linear(
         index = len(entrance.layers)
         entrance.layers.append(partial(columns_of, module))
         split = resolved.held_of(module, "weight").split
-        size = None if style.after is None or split is None else split.size
-        forward: Any = _eager(
-            _by_columns, module, name=member.name, entrance=entrance, index=index, place=place, tag=tag + 2, size=size
-        )
+        axis = TensorAxis(place.group, place.streams, tag + 2)
+        leaves = None if style.after is None or split is None else LeavingParts(member, split, axis)
+        forward: Any = _eager(_by_columns, module, name=member.name, entrance=entrance, index=index, leaves=leaves)
     elif style.after == "logits":
         split = resolved.held_of(module, "weight").split
         assert split is not None
         vocabulary = Vocabulary(split.intervals[place.group.rank][0][0], split.size, place.group)
         forward = _eager(_by_vocabulary, module, vocabulary=vocabulary, tag=tag, using=place.using)
     elif style.cut == "inputs":
-        held = resolved.held_of(module, "weight") if style.before == "split" else None
-        guard = None if style.before == "split" else SplitGuard(member, resolved, modules[""])
+        split = resolved.held_of(module, "weight").split if style.before else None
+        axis = TensorAxis(place.group, place.streams, tag + 1)
+        takes = None if split is None else TakingParts(member, split, axis)
+        guard = None if style.before else SplitGuard(member, resolved, modules[""])
         spread = place.spreads(member.name)
         forward = _eager(
-            _by_rows, module, name=member.name, place=place, tag=tag, held=held, spread=spread, guard=guard
+            _by_rows, module, name=member.name, place=place, tag=tag, takes=takes, spread=spread, guard=guard
         )
     else:
         width = _rotary_width(modules[member.container], modules[""])
         module.register_forward_hook(_eager(_sum_rotary, place=place, tag=tag, width=width))
         return
+    _replace_forward(module, forward)
+
+
+def _replace_forward(module: nn.Module, forward: Any) -> None:
     module.forward = forward
 
 
@@ -273,15 +283,18 @@ def _require_width(name: str, module: Any, x: Tensor, ranks_of_sequence: int = 1
 
 
 def _by_columns(
-    module: Any, x: Tensor, name: str, entrance: Entrance, index: int, place: SplitPlace, tag: int, size: int | None
+    module: Any, x: Tensor, name: str, entrance: Entrance, index: int, leaves: LeavingParts | None
 ) -> Tensor:
-    _require_width(name, module, x, place.group.size if entrance.spread else 1)
+    x = whole(x)
+    _require_width(name, module, x, entrance.ranks if entrance.spread else 1)
     x, layer = entrance.admit(x, index, module.training)
     y = multiply(x, columns_of(module)) if layer is None else layer(x)
-    return y if size is None else move(y, "join", place.group, tag, -1)[..., :size]
+    # A hook of the user's may look at the output on some ranks only, and so must find it whole.
+    return y if leaves is None else leaves(y, at_once=bool(module._forward_hooks))
 
 
 def _by_vocabulary(module: Any, x: Tensor, vocabulary: Vocabulary, tag: int, using: Using) -> Tensor:
+    x = whole(x)
     return Logits(x, module.weight, module.bias, vocabulary, tag, using)
 
 
@@ -293,24 +306,17 @@ def chunk_losses(model: nn.Module, heads: Iterable[str], using: Using) -> None:
             continue
         size = int(module.weight.shape[1 if is_transposed(module) else 0])
         forward = _eager(_by_vocabulary, module, vocabulary=Vocabulary(0, size), tag=0, using=using)
-        module.forward = forward
+        _replace_forward(module, forward)
 
 
 def _by_rows(
-    module: Any, x: Tensor, name: str, place: SplitPlace, tag: int, held: Held | None, spread: bool,
+    module: Any, x: Tensor, name: str, place: SplitPlace, tag: int, takes: TakingParts | None, spread: bool,
     guard: SplitGuard | None,
 ) -> Tensor:  # fmt: skip
     if guard is not None:
         guard.check(x)
-    if held is not None and held.split is not None:
-        if x.shape[-1] != held.split.size:
-            raise ValueError(
-                f"a layer of the style rowwise_split_input reads {held.split.size} entries, but was given "
-                f"{x.shape[-1]}; what comes before it must be whole, as of the style colwise_gather_output"
-            )
-        missing = held.split.length * place.group.size - x.shape[-1]
-        x = torch.nn.functional.pad(x, (0, missing)) if missing else x
-        x = move(x, "split", place.group, tag + 1, -1)
+    if takes is not None:
+        x = takes(x)
     _require_width(name, module, x)
     y = multiply(x, replace(columns_of(module), bias=None))
     if not spread:

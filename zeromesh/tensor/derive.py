@@ -1,22 +1,24 @@
-"""A plan for a model that brings none, or not all of it: found by looking at its modules."""
+"""A plan for a model that brings none, or not all of it: found by looking at its modules, and by tracing others."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.functional import gelu, relu
 
 from zeromesh.model.linear import is_transposed
+from zeromesh.model.samples import ModelInput
 from zeromesh.tensor.heads import Heads, heads_of
-from zeromesh.tensor.plan import OF_KEYS, Plan, PlanRule, kind_of, parse, pattern_of
+from zeromesh.tensor.plan import CONTAINERS, OF_KEYS, Plan, PlanRule, kind_of, parse, pattern_of
+from zeromesh.tensor.trace import traced_plan
 
-# Attention and MLPs are found by what their layers are called and by shapes that fit: layers that are split by columns,
-# and one split by rows that reads what was made of them. Where something stands in between that looks at all of the
-# split dim, such as a norm over all heads, each layer is split by itself, and activations are gathered. What is split
-# in neither way stays whole.
+# In classes of transformers, attention and MLPs are found by the names of their layers and by shapes that fit: layers
+# that are split by columns, and one split by rows that reads what was made of them. Where something stands in between
+# that looks at all of the split dim, such as a norm over all heads, each layer is split by itself, and activations are
+# gathered. In other classes the forward is traced (``trace.py``). What is split in neither way stays whole.
 
 # Names of layers that are split by rows.
 _OUTPUT = re.compile(
@@ -31,7 +33,6 @@ _PAIRS = (
     (re.compile(r"(^|\.)w_in$"), "w_out"),
 )
 _INTERLEAVED = "query_key_value"  # fused layers in which queries, keys and values of a head or a group lie together
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 KNOWN = ("transformers.", "zeromesh.")  # packages whose attention and MLPs compute what the names of their layers say
 
 # Classes of attention whose forward counts on all heads: in fused weights cut for eight TPUs, or in shapes.
@@ -43,8 +44,13 @@ GATHERING = ("colwise_gather_output", "rowwise_split_input")
 Rules = Iterator[tuple[str, PlanRule]]
 
 
-def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, PlanRule], list[str]]:
-    """Return a plan for a model, and lines that say which large layers it leaves whole, or gathers, and why."""
+def derive(
+    model: nn.Module, ranks: int = 1, sample: Callable[[], ModelInput | None] = lambda: None
+) -> tuple[dict[str, PlanRule], list[str]]:
+    """Return a plan for a model, and lines that say which large layers it leaves whole, or gathers, and why.
+
+    ``sample`` returns an input of the run, with which classes that are not known are traced; else one is guessed.
+    """
     modules = dict(model.named_modules())
     # A model of transformers that has a plan of its own is split by it. What that leaves out is found as for others.
     own = published(model)
@@ -56,9 +62,7 @@ def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, PlanRule], list[
         if torch_layers := _torch_layers(name, module, ranks):
             region = torch_layers
         elif not type(module).__module__.startswith(KNOWN) and type(module).forward is not nn.Sequential.forward:
-            # The forward is unknown. To split each layer by itself is always right.
-            known = (*LOCAL, *GATHERING)
-            region = {p: PlanRule(GATHERING["rowwise" in r.style]) for p, r in region.items() if r.style in known}
+            region = {}
         said = {path: own[path] for path in region if path in own}
         # The published plan gathers the outputs of fused layers, whose parts it does not know; where they are known
         # here, they are split together.
@@ -74,6 +78,7 @@ def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, PlanRule], list[
             plan |= dict(_layers_of_experts(name, module, ranks))
     plan |= own | _vocabulary(model, modules)
     whole = []
+    unknown: dict[str, bool] = {}  # layers in classes that are not known, and whether they are large
     for name, module in modules.items():
         fits = isinstance(module, nn.EmbeddingBag) and module.max_norm is None and module.embedding_dim % ranks == 0
         if fits and kind_of(module) == "bag":
@@ -82,17 +87,33 @@ def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, PlanRule], list[
         trusted = _in_block(name) and type(around).__module__.startswith(KNOWN)
         # A layer with few outputs, such as a head over some classes, is not worth gathering.
         large = kind_of(module) == "linear" and 4 * _outputs(module) >= _inputs(module)
+        known = type(around).__module__.startswith(KNOWN) or _reads_weights(around)
+        adapter = any(hasattr(modules[outer], "base_layer") for outer in _outer(name))
+        alone = plan.get(name) in (None, *_BY_ITSELF)
+        if name and kind_of(_base(module)) == "linear" and alone and not known and not adapter:
+            unknown[name] = large or name in plan
         if name not in plan and large and not trusted and not _reads_weights(around):
             plan[name] = PlanRule("colwise_gather_output")
-            if _in_block(name):
-                notes.append(
-                    f"{pattern_of(name)} ({type(module).__name__}) is split by itself, with what it gives gathered, as "
-                    f"nothing is known of {type(around).__name__}; a plan may say better"
-                )
         inside = kind_of(modules[parent]) == "attention" and parent in plan
         if kind_of(module) == "linear" and name not in plan and _in_block(name) and not inside:
             whole.append(f"{pattern_of(name)} ({type(module).__name__}) stays whole on all ranks")
+    if unknown:
+        # For one rank a plan says what several would split.
+        traced, more = traced_plan(model, unknown, max(ranks, 2), sample)
+        plan = plan if traced is None else {name: rule for name, rule in plan.items() if name not in unknown} | traced
+        notes += more
+        whole = [line for line in whole if line.partition(" ")[0] not in map(pattern_of, traced or ())]
     return _patterns(plan, model), list(dict.fromkeys([*notes, *whole]))
+
+
+_BY_ITSELF = tuple(PlanRule(style) for style in GATHERING)
+
+
+def _outer(name: str) -> Iterator[str]:
+    """Yield the names of the modules around."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _torch_layers(name: str, module: nn.Module, ranks: int) -> dict[str, PlanRule]:

@@ -17,6 +17,7 @@ from zeromesh.model.split import Held, Split
 from zeromesh.tensor.heads import Heads, heads_of
 from zeromesh.tensor.styles import OTHER_NAMES, STYLES, Style
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 MOST_SHOWN = 20  # problems in one error
 
 
@@ -323,7 +324,7 @@ def _split(member: Member, dim: int, size: int, ranks: int, heads: Heads | None)
     if style.padded and not rule.sections and not rule.block and size % ranks:
         return Split.padded(dim, size, ranks)
     block = rule.block or (1 if style.padded or heads is None else _block(sections, heads, member.name))
-    if style.cut == "inputs":
+    if style.cut == "inputs" or style.after == "part":
         _require_parts(sections, block, ranks)
     return Split.even(dim, sections, ranks, block)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +40,17 @@ class RandomStreams:
         if self._shared is not None:
             self._module.set_rng_state(self._shared)
             self._shared = None
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let each rank draw its own numbers in this context, if it does not already."""
+        inside = self._shared is not None
+        self.separate()
+        try:
+            yield
+        finally:
+            if not inside:
+                self.join()
 
 
 def drops(module: torch.nn.Module) -> bool:

@@ -15,11 +15,13 @@ class Style:
     cut: str | None = None
     sections: int = 1  # parts of that dim that are each cut on their own, as gate and up of a fused weight
     padded: bool = False  # true if any size will do, the last rank having less
-    # For the input: ``enter`` (its gradient is summed), ``split`` (each rank takes its part of the last dim), ``mask``
+    # For the input: ``enter`` (its gradient is summed), ``split`` (each rank takes its part of the last dim), ``part``
+    # (it is one already, or a part is taken), ``mask``
     # (of ids, each rank looks up its own), ``copy`` (as enter, of an expert's input and weights), ``share`` (divided by
     # the number of ranks), ``divide`` (so is the parameter).
     before: str | None = None
-    # For the output: ``leave`` (summed, then the bias is added), ``join`` (gathered along the last dim), ``sum``,
+    # For the output: ``leave`` (summed, then the bias is added), ``join`` (gathered along the last dim), ``part``
+    # (gathered once something needs the whole, see ``split_activation.py``), ``sum``,
     # ``sum_rotary`` (of the part for rotary embeddings, the gradient is summed), ``logits`` (a loss is computed without
     # gathering them, see ``logits.py``).
     after: str | None = None
@@ -31,8 +33,9 @@ LINEAR = ("linear", "parameter")
 ANY = ("linear", "embedding", "bag", "attention", "parameter", "module")
 
 # Names are those of transformers' base_model_tp_plan, and mean the same, so that published plans can be read. Ours are
-# vocabulary, of a head; heads, of torch's own attention; moe_shared_bias, for what experts add after the layer split by
-# rows; and moe_colwise to moe_rowwise_split_input, of modules that hold one layer of all experts.
+# colwise_parts and rowwise_parts, right whatever is between them; vocabulary, of a head; heads, of torch's own
+# attention; moe_shared_bias, for what experts add after the layer split by rows; and moe_colwise to
+# moe_rowwise_split_input, of modules that hold one layer of all experts.
 STYLES: Mapping[str, Style] = {
     "colwise": Style("outputs", before="enter", kinds=("linear", "embedding", "parameter")),
     "rowwise": Style("inputs", after="leave", kinds=LINEAR),
@@ -40,6 +43,8 @@ STYLES: Mapping[str, Style] = {
     "packed_rowwise": Style("inputs", 2, after="leave", kinds=LINEAR),
     "colwise_gather_output": Style("outputs", padded=True, before="enter", after="join"),
     "rowwise_split_input": Style("inputs", padded=True, before="split", after="leave"),
+    "colwise_parts": Style("outputs", padded=True, before="enter", after="part"),
+    "rowwise_parts": Style("inputs", padded=True, before="part", after="leave"),
     "embedding_rowwise": Style("rows", padded=True, before="mask", after="sum", kinds=("embedding",)),
     "embedding_colwise": Style("width", after="join", kinds=("embedding", "bag")),
     "heads": Style(before="enter", after="leave", kinds=("attention",)),

@@ -11,8 +11,8 @@ from torch import nn
 
 from zeromesh.config.keys import ONE_STAGE, STAGE_BLOCKS
 from zeromesh.model.chain import Chain
+from zeromesh.model.samples import ModelInput
 from zeromesh.pipeline.runtime.elsewhere import Elsewhere
-from zeromesh.pipeline.runtime.samples import ModelInput
 from zeromesh.pipeline.runtime.trace import ModelTrace, trace
 from zeromesh.pipeline.schedule.partition import Blocks, Cut
 

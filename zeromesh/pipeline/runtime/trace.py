@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves, tree_leaves
 
 from zeromesh.model.containers import map_tensors, tensors_of
+from zeromesh.model.imitation import META, WithoutMemory, imitated, undisturbed
 from zeromesh.model.lengths import positions
+from zeromesh.model.samples import LENGTH, LONGEST, ModelInput, samples_of
 from zeromesh.observe.operations import FORMULAS
-from zeromesh.pipeline.runtime.samples import LENGTH, LONGEST, ModelInput, samples_of, undisturbed
 from zeromesh.pipeline.runtime.stage import _Gate
 
 MORE = 4  # limit of operators of a long text's trace, in multiples of those of a short one
 
 _log = logging.getLogger(__name__)
-
-META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ def _attempt(
 
 
 def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: bool, limit: float) -> ModelTrace:
-    copied, copies = _copy_of(model)
+    copied, copies = imitated(model)
     names = {id(one): name for name, p in model.named_parameters() for one in (p, copies[id(p)])}
     run = _Tracing(names, len(blocks), guess, limit)
     for index, name in enumerate(blocks):
@@ -117,19 +114,18 @@ def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: b
     return ModelTrace(tuple(run.calls), uses, tuple(run.operations), frozenset(run.crossings), run.operators)
 
 
-class _Tracing(TorchDispatchMode):
+class _Tracing(WithoutMemory):
     """Record of what each operator reads and makes. Gates of blocks call it as they call a ``_Run``."""
 
     def __init__(self, names: Mapping[int, str], blocks: int, guess: bool, limit: float) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._names, self._guess, self._limit = names, guess, limit
+        super().__init__(guess)
+        self._names, self._limit = names, limit
         self.operators = 0
         self.states: set[int] = set()
         self.calls: list[int] = []
         self.uses: dict[str, set[int]] = defaultdict(set)
         self.operations = [0.0]
         self.crossings: set[tuple[int, int]] = set()
-        self.guessed = False
         self._inside = False
         self._arguments: frozenset[int] = frozenset()
         self._handed: set[int] = set()
@@ -172,17 +168,7 @@ class _Tracing(TorchDispatchMode):
             raise RuntimeError(f"it takes more than {self._limit} operators")
         read = [x for x in arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
         depends = [self._read(x) for x in read] if operator not in _OF_SHAPES else []
-        # All is on the meta device, but for numbers, whose values may be asked for.
-        if not all(x.is_meta or x.ndim == 0 for x in read):
-            args, kwargs = map_tensors((args, dict(kwargs)), lambda x: x if x.ndim == 0 else x.to(META))
-        if "device" in kwargs or (not read and any(one.name == "device" for one in func._schema.arguments)):
-            kwargs = {**kwargs, "device": META}
-        if operator in _OF_VALUES and args[0].is_meta:
-            self.guessed, result = True, _OF_VALUES[operator](args[0], self._guess)
-        elif operator is torch.ops.aten._grouped_mm:  # of which torch knows the shape for some dtypes only
-            result = _grouped_product(*args, **kwargs)
-        else:
-            result = func(*args, **kwargs)
+        result = self.compute(func, args, kwargs)
         if formula := FORMULAS.get(operator):
             self.operations[self._section] += int(formula(*args, **kwargs, out_val=result))
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -218,50 +204,3 @@ _OF_SHAPES = {getattr(torch.ops.aten, name) for name in (*_NEW, *_LIKE)}
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
-    if a.ndim == b.ndim == 2:
-        assert offsets is not None
-        return a.new_empty((len(offsets), a.shape[0], b.shape[1]))
-    return a.new_empty((*a.shape[int(b.ndim == 2 and a.ndim == 3) : -1], b.shape[-1]))
-
-
-def _number(tensor: Tensor, guess: bool) -> bool | int | float:
-    return guess if tensor.dtype is torch.bool else float(guess) if tensor.is_floating_point() else int(guess)
-
-
-# Operators that need values, which tensors without memory lack -> a stand-in for their result.
-_OF_VALUES: dict[Any, Callable[[Tensor, bool], Any]] = {
-    torch.ops.aten._local_scalar_dense: _number,
-    torch.ops.aten.nonzero: lambda tensor, guess: tensor.new_empty((1, tensor.ndim), dtype=torch.long),
-    torch.ops.aten.equal: lambda tensor, guess: guess,
-}
-
-
-def _copy_of(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
-    """Return a copy whose tensors have no memory, and its tensors by the ``id`` of the model's own."""
-    copies: dict[int, Any] = {}
-
-    def imitate(tensor: Tensor) -> Tensor:
-        if id(tensor) not in copies:
-            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            copies[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
-        return tensor
-
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if name in _HOOKS:
-                # Hooks may do anything outside of the model; only those of torch that make weights of parameters stay.
-                copies[id(value)] = type(value)(
-                    (key, hook)
-                    for key, hook in value.items()
-                    if name in ("_forward_hooks", "_forward_pre_hooks") and type(hook).__module__.startswith("torch.")
-                )
-            elif name != "_modules":
-                map_tensors(value, imitate)
-    return copy.deepcopy(model, copies), copies
-
-
-_HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None)

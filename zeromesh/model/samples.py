@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice, product
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +19,8 @@ Inputs = dict[str, Any]
 SAMPLES = 2  # batch norms need several
 LENGTH = 16  # tokens; some models go through a text in a loop of Python
 LONGEST = 1024  # tokens; models that take longer texts are rarely trained with their longest
+MOST_GUESSES = 100
+SIZES = (32, 224, 64, 28, 16)  # widths and heights of images to try
 IMAGE = 64  # width and height of images if the configuration has none
 
 
@@ -50,17 +50,36 @@ def samples_of(model: nn.Module, length: int = LENGTH) -> Iterator[ModelInput]:
     return (one.map(lambda x: x.to(dtype) if x.is_floating_point() else x) for one in samples)
 
 
-@contextmanager
-def undisturbed(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the states of the random generators, of the CPU and of a device, after this context."""
-    state = random.getstate(), numpy.random.get_state()
-    devices = [] if device is None or device.type in ("cpu", "meta") else [device]
-    try:
-        with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
-            yield
-    finally:
-        random.setstate(state[0])
-        numpy.random.set_state(state[1])
+def guesses_of(model: nn.Module) -> Iterator[ModelInput]:
+    """Yield inputs of the kinds that layers of the model read, for a model of whose arguments nothing is known."""
+    required = [
+        p
+        for p in inspect.signature(model.forward).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    values = list(_tensors_for(model))
+    # All alike first, as ids and labels.
+    alike = [(one,) * len(required) for one in values]
+    for chosen in islice((*alike, *product(values, repeat=len(required))), MOST_GUESSES):
+        yield ModelInput([one.clone() for one in chosen], _by_place)
+
+
+def _by_place(batch: Any, model: Callable[..., Any]) -> Any:
+    return model(*batch)
+
+
+def _tensors_for(model: nn.Module) -> Iterator[Tensor]:
+    modules = list(model.modules())
+    widths = list(dict.fromkeys(m.in_features for m in modules if isinstance(m, nn.Linear)))[:3]
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    shapes: list[tuple[int, ...]] = []
+    for channels in [m.in_channels for m in modules if isinstance(m, nn.Conv2d)][:1]:
+        shapes += [(SAMPLES, channels, size, size) for size in SIZES]
+    shapes += [(SAMPLES, LENGTH, width) for width in widths] + [(SAMPLES, width) for width in widths]
+    if any(isinstance(m, nn.Embedding) for m in modules):
+        yield torch.ones(SAMPLES, LENGTH, dtype=torch.long)
+    yield from (torch.zeros(shape, dtype=dtype) for shape in shapes)
+    yield torch.zeros(SAMPLES, dtype=torch.long)
 
 
 def _inputs_of(model: nn.Module, length: int) -> Iterator[Inputs]:

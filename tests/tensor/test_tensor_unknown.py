@@ -1,0 +1,132 @@
+"""Modules of classes that nobody knows get the plan of an expert, and compute what one process computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeromesh
+from harness import run_ranks
+from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config, whole
+from unknown_modules import DECODERS, ROWS, Decoder, G, Model
+from zeromesh.tensor.derive import derive
+from zeromesh.tensor.plan import parse
+
+# Modules whose ranks draw other numbers than one process; the same seeds give the same noise, though.
+RANDOM = ("skipped at random", "dropout without an attribute")
+TRAINED = [name for name in ROWS if name not in RANDOM]
+FEW = ["minGPT", "Llama", "multi-query", "relative bias", "norm of all heads", "noise"]
+
+
+def model_of(name: str) -> Model:
+    torch.manual_seed(0)
+    model = Model(ROWS[name])
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ROWS)
+def test_the_derived_plan_is_that_of_an_expert(name: str, ranks: int) -> None:
+    row = ROWS[name]
+    torch.manual_seed(0)
+    plan, notes = derive(Model(row), ranks)
+    found = {path: rule for path, rule in plan.items() if path.startswith("blocks.")}
+    if ranks <= row.most:
+        assert found == parse({f"blocks.*.{path}": rule for path, rule in row.plan.items()})
+    gathers = [path for path, rule in found.items() if rule.style == G]
+    assert all(any(note.startswith(path) for note in notes) for path in gathers if "*.*" not in path)
+
+
+def trained(tensor: int, stage: int, names: Sequence[str], **options: Any) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        settings = config(tensor, stage, **options)
+        engine = zeromesh.initialize(model=model_of(name).double(), config=settings)[0]
+        losses = []
+        for number in range(STEPS):
+            torch.manual_seed(number)
+            engine.backward(loss := engine(batch(number), batch(number)))
+            engine.step()
+            losses.append(loss.item())
+        found[name] = losses, whole(engine)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stage", "names"),
+    [
+        (2, 3, FEW),
+        pytest.param(2, 1, TRAINED, marks=pytest.mark.full),
+        pytest.param(4, 3, TRAINED, marks=pytest.mark.full),
+    ],
+    ids=["a few", "all on 2 ranks", "all on 4 ranks at stage 3"],
+)
+def test_training_is_that_of_one_process(tensor: int, stage: int, names: list[str]) -> None:
+    expected = run_ranks(trained, 1, 1, 0, names, timeout=LIMIT)[0]
+    for found in run_ranks(trained, tensor, tensor, stage, names, timeout=LIMIT):
+        for name, (losses, state) in found.items():
+            assert losses == pytest.approx(expected[name][0], rel=1e-9), name
+            assert_close(state, expected[name][1], 1e-7)
+
+
+def decoder(kind: str = "nanoGPT", **options: Any) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(*DECODERS[kind], **options)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def trained_decoder(kind: str, settings: dict[str, Any]) -> Any:
+    micro = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    engine = zeromesh.initialize(model=decoder(kind).double(), config={**config(1), **micro, **settings})[0]
+
+    def given(step: int) -> Iterator[Any]:
+        for number in range(2):
+            ids = batch(2 * step + number)[:2]
+            yield {"tokens": ids, "positions": torch.arange(8).expand(2, -1), "labels": ids.roll(-1, 1)}
+
+    losses = [float(engine.train_batch(given(step))) for step in range(STEPS)]
+    return losses, {name: value.clone() for name, value in engine.state_dict().items()}, engine.traffic_report()
+
+
+SPREAD = {"tensor_parallel": {"sequence": True}}
+MODES = {
+    "sequence": {"mesh": {"tensor": 2}, **SPREAD},
+    "recomputation": {"mesh": {"tensor": 2}, "activation_checkpointing": {"enabled": True}},
+    "stages": {"mesh": {"tensor": 2, "pipeline": 2}},
+    "stages and sequence": {"mesh": {"tensor": 2, "pipeline": 2}, **SPREAD},
+    "context": {"mesh": {"tensor": 2, "context": 2}},
+    "stages of single layers": {"mesh": {"tensor": 2, "pipeline": 2}, "pipeline": {"blocks": ["h.0.mlp", "h.1.mlp"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("nanoGPT", "sequence"),
+        *(
+            pytest.param(kind, mode, marks=pytest.mark.full)
+            for kind in DECODERS
+            for mode in MODES
+            # Context parallelism spreads torch's own attention only.
+            if (kind, mode) != ("nanoGPT", "sequence") and (mode != "context" or kind == "nanoGPT")
+        ),
+    ],
+)
+def test_other_ways_to_spread_the_work_combine_with_it(kind: str, mode: str) -> None:
+    settings = MODES[mode]
+    expected = run_ranks(trained_decoder, 1, kind, {}, timeout=LIMIT)[0]
+    for losses, state, _ in run_ranks(trained_decoder, prod(settings["mesh"].values()), kind, settings, timeout=LIMIT):
+        assert losses == pytest.approx(expected[0], rel=1e-9)
+        assert_close(state, expected[1], 1e-7)

@@ -1,0 +1,104 @@
+"""Runs of a model's forward on tensors without memory, in a copy, so that nothing of them is left in the model."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import arg_tree_leaves
+
+from zeromesh.model.containers import map_tensors
+
+META = torch.device("meta")
+
+
+@contextmanager
+def undisturbed(device: torch.device | None = None) -> Iterator[None]:
+    """Restore the states of the random generators, of the CPU and of a device, after this context."""
+    state = random.getstate(), numpy.random.get_state()
+    devices = [] if device is None or device.type in ("cpu", "meta") else [device]
+    try:
+        with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+            yield
+    finally:
+        random.setstate(state[0])
+        numpy.random.set_state(state[1])
+
+
+class WithoutMemory(TorchDispatchMode):
+    """Context in which operators compute shapes and dtypes only, on the meta device."""
+
+    def __init__(self, guess: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._guess = guess
+        self.guessed = False  # true once a value was asked for, which such tensors lack
+
+    def compute(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator; a value that it reads is the guess."""
+        operator = func._overloadpacket
+        read = [x for x in arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
+        # All is on the meta device, but for numbers, whose values may be asked for.
+        if not all(x.is_meta or x.ndim == 0 for x in read):
+            args, kwargs = map_tensors((args, dict(kwargs)), lambda x: x if x.ndim == 0 else x.to(META))
+        if "device" in kwargs or (not read and any(one.name == "device" for one in func._schema.arguments)):
+            kwargs = {**kwargs, "device": META}
+        if operator in _OF_VALUES and args[0].is_meta:
+            self.guessed = True
+            return _OF_VALUES[operator](args[0], self._guess)
+        if operator is torch.ops.aten._grouped_mm:  # of which torch knows the shape for some dtypes only
+            return _grouped_product(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
+    if a.ndim == b.ndim == 2:
+        assert offsets is not None
+        return a.new_empty((len(offsets), a.shape[0], b.shape[1]))
+    return a.new_empty((*a.shape[int(b.ndim == 2 and a.ndim == 3) : -1], b.shape[-1]))
+
+
+def _number(tensor: Tensor, guess: bool) -> bool | int | float:
+    return guess if tensor.dtype is torch.bool else float(guess) if tensor.is_floating_point() else int(guess)
+
+
+# Operators that need values, which tensors without memory lack -> a stand-in for their result.
+_OF_VALUES: dict[Any, Callable[[Tensor, bool], Any]] = {
+    torch.ops.aten._local_scalar_dense: _number,
+    torch.ops.aten.nonzero: lambda tensor, guess: tensor.new_empty((1, tensor.ndim), dtype=torch.long),
+    torch.ops.aten.equal: lambda tensor, guess: guess,
+}
+
+
+def imitated(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
+    """Return a copy whose tensors have no memory, and its tensors by the ``id`` of the model's own."""
+    copies: dict[int, Any] = {}
+
+    def imitate(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            copies[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+        return tensor
+
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name in HOOKS:
+                # Hooks may do anything outside of the model; only those of torch that make weights of parameters stay.
+                copies[id(value)] = type(value)(
+                    (key, hook)
+                    for key, hook in value.items()
+                    if name in ("_forward_hooks", "_forward_pre_hooks") and type(hook).__module__.startswith("torch.")
+                )
+            elif name != "_modules":
+                map_tensors(value, imitate)
+    return copy.deepcopy(model, copies), copies
+
+
+HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None)

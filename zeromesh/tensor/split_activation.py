@@ -1,0 +1,236 @@
+"""Activations of which each rank of the tensor axis holds a part, and which stand for the whole in a user's code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from zeromesh.comm.collectives import Group
+from zeromesh.config.keys import TENSOR_PLAN
+from zeromesh.model.containers import map_tensors
+from zeromesh.tensor.operators import move
+from zeromesh.tensor.streams import RandomStreams
+
+# A layer that is split by columns gives a part of its output. Code of a class that nobody knows may do anything with
+# it. So the part knows the dim that is split: functions for which there is a rule (``split_rules.py``) compute on the
+# part, and all others are given the whole, which is gathered for them. Whatever the code does, the result is that of
+# one process; the rules decide only how much is sent.
+
+
+@dataclass(frozen=True)
+class SplitDim:
+    """Split of one dim of an activation."""
+
+    dim: int
+    # Lengths, in the whole, of parts of the dim that are each cut evenly, such as queries, keys and values of a fused
+    # layer; a rank holds its part of each, one after the other.
+    sections: tuple[int, ...]
+    sources: frozenset[str] = frozenset()  # names of the layers whose outputs it was made of
+
+    @property
+    def size(self) -> int:
+        """Length of the dim in the whole."""
+        return sum(self.sections)
+
+
+class Axis(Protocol):
+    """Messages between the ranks that hold the parts."""
+
+    size: int
+
+    def gather(self, part: Tensor, split_dim: SplitDim) -> Tensor:
+        """Return the whole, whose gradient is the same on all ranks."""
+
+    def take(self, whole: Tensor, split_dim: SplitDim) -> Tensor:
+        """Return this rank's part of what all ranks have whole; the gradient is gathered."""
+
+    def copy(self, whole: Tensor) -> Tensor:
+        """Return the same; the gradient is summed over the ranks, each of which has a share."""
+
+    def sum(self, share: Tensor) -> Tensor:
+        """Return the sum over the ranks; the gradient is that of each share."""
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Let each rank draw its own random numbers in this context."""
+
+    def wish(self, split_dim: SplitDim, lengths: list[int]) -> None:
+        """Note that the dim would not have to be gathered here if its sections had these lengths."""
+
+
+class TensorAxis:
+    """Messages over the tensor axis, with one tag: those of forwards and backwards follow one another."""
+
+    def __init__(self, group: Group, streams: RandomStreams, tag: int) -> None:
+        self.size, self.group, self.tag = group.size, group, tag
+        self._streams = streams
+
+    def gather(self, part: Tensor, split_dim: SplitDim) -> Tensor:
+        """Gather the parts, and put the sections in order."""
+        joined = move(part, "join", self.group, self.tag, split_dim.dim)
+        if len(split_dim.sections) == 1:
+            return joined
+        pieces = joined.split([section // self.size for section in split_dim.sections] * self.size, split_dim.dim)
+        count = len(split_dim.sections)
+        return torch.cat([piece for number in range(count) for piece in pieces[number::count]], split_dim.dim)
+
+    def take(self, whole: Tensor, split_dim: SplitDim) -> Tensor:
+        """Keep this rank's part of each section."""
+        lengths = [section // self.size for section in split_dim.sections for _ in range(self.size)]
+        pieces = whole.split(lengths, split_dim.dim)
+        if not (whole.requires_grad and torch.is_grad_enabled()):
+            own = pieces[self.group.rank :: self.size]
+            return own[0] if len(own) == 1 else torch.cat(own, split_dim.dim)
+        if len(split_dim.sections) > 1:
+            ordered = [piece for rank in range(self.size) for piece in pieces[rank :: self.size]]
+            whole = torch.cat(ordered, split_dim.dim)
+        return move(whole, "split", self.group, self.tag, split_dim.dim)
+
+    def copy(self, whole: Tensor) -> Tensor:
+        """Sum the gradient."""
+        if whole.ndim == 0:
+            return move(whole.reshape(1), "copy", self.group, self.tag).reshape(())
+        return move(whole, "copy", self.group, self.tag)
+
+    def sum(self, share: Tensor) -> Tensor:
+        """Sum the shares."""
+        if share.ndim == 0:
+            return move(share.reshape(1), "sum", self.group, self.tag).reshape(())
+        return move(share, "sum", self.group, self.tag)
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Switch to this rank's stream of random numbers."""
+        return self._streams.apart()
+
+    def wish(self, split_dim: SplitDim, lengths: list[int]) -> None:
+        """Do nothing: the layers are cut already."""
+
+
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+RULES: dict[Any, Rule] = {}
+"""Function of torch -> what it does with parts; ``NotImplemented`` where it needs the whole."""
+
+
+class SplitActivation(Tensor):
+    """Part of an activation, which answers as the whole: ``shape`` is that of the whole, and so are all results."""
+
+    split_dim: SplitDim
+    axis: Axis
+    _known: tuple[Any, ref[Tensor]] | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Apply a function of torch to parts if there is a rule, and else to the whole."""
+        more = dict(kwargs or {})
+        # In this context functions compute on the parts as on any tensor.
+        with torch._C.DisableTorchFunctionSubclass():
+            rule = RULES.get(func)
+            if rule is not None and args:
+                result = rule(func, args, more)
+                if result is not NotImplemented:
+                    return result
+            return _on_whole(func, args, more)
+
+    def gathered(self) -> Tensor:
+        """Return the whole; gathered once, as long as somebody holds it and neither has been written to."""
+        with torch._C.DisableTorchFunctionSubclass():
+            _require_plain_code(self)
+            now = self._version, torch.is_grad_enabled()
+            if self._known is not None:
+                (before, version), known = self._known[0], self._known[1]()
+                if known is not None and before == now and known._version == version:
+                    return known
+            made = self.axis.gather(part_of(self), self.split_dim)
+            self._known = (now, made._version), ref(made)
+            return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Describe it without its values, which would take messages to print."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shape, split_dim = whole_shape(self), self.split_dim
+            return f"SplitActivation(shape={tuple(shape)}, dtype={self.dtype}, dim {split_dim.dim} is split)"
+
+
+def part_of(x: Tensor) -> Tensor:
+    """Return what this rank holds, as a plain tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(Tensor)
+
+
+def whole_shape(x: SplitActivation) -> torch.Size:
+    """Return the shape of the whole; to be called where functions compute on parts."""
+    sizes = list(x.shape)
+    sizes[x.split_dim.dim] = x.split_dim.size
+    return torch.Size(sizes)
+
+
+def whole(value: Any) -> Any:
+    """Return a value with every activation in it whole; containers of other kinds stay as they are."""
+    return map_tensors(value, _whole)
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.gathered() if isinstance(x, SplitActivation) else x
+
+
+def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = getattr(func, "__name__", "")
+    writes = (name.endswith("_") and not name.endswith("__")) or name in _WRITING or kwargs.get("inplace") is True
+    target = args[0] if args and isinstance(args[0], SplitActivation) and writes else None
+    outputs = kwargs.get("out")
+    if any(isinstance(one, SplitActivation) for one in (outputs if isinstance(outputs, tuple) else (outputs,))):
+        raise ValueError(
+            f"{name} writes to {outputs!r} by out=, of which each rank has a part; leave out= away, or in "
+            f"{TENSOR_PLAN} give {_named(outputs)} the style colwise_gather_output"
+        )
+    before = args[0] if target is None else target.axis.gather(part_of(target), target.split_dim)
+    given = whole(args) if target is None else (before, *whole(args[1:]))
+    result = func(*given, **whole(kwargs))
+    if target is None:
+        return result
+    target.copy_(target.axis.take(before, target.split_dim))
+    return target if result is before else result
+
+
+_WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__", "__iand__",
+            "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__ifloordiv__", "__imod__")  # fmt: skip
+
+
+def _named(value: Any) -> str:
+    found = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, SplitActivation)]
+    return " and ".join(sorted(set().union(*(x.split_dim.sources for x in found)))) or "the layer it comes from"
+
+
+def _require_plain_code(x: SplitActivation) -> None:
+    """Refuse functions with a backward of their own, which would be given parts of gradients there."""
+    if torch.is_grad_enabled() or not x.requires_grad:
+        return
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            kind = frame.f_locals.get("cls", torch.autograd.Function)
+            raise OwnBackward(
+                f"{kind.__name__}.apply was given an activation of which each rank has a part, and its backward would "
+                f"be given a part of the gradient; in {TENSOR_PLAN} give {_named(x)} the style colwise_gather_output",
+                x.split_dim.sources,
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+class OwnBackward(ValueError):
+    """A function with a backward of its own was given a part of an activation."""
+
+    def __init__(self, message: str, sources: frozenset[str]) -> None:
+        super().__init__(message)
+        self.sources = sources

@@ -1,0 +1,317 @@
+"""Rules for functions that view, cut and join parts of activations: what becomes of the dim that is split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeromesh.tensor.split_activation import Axis, SplitActivation, SplitDim, whole_shape
+from zeromesh.tensor.split_rules import Args, Kwargs, as_parts, beside, is_split, rule, same_dim
+
+MOST_SECTIONS = 4096  # of one dim
+
+
+@rule("reshape_as", "view_as", "expand_as")
+def _like(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, other = (*args, *kwargs.values())
+    shape = whole_shape(other) if isinstance(other, SplitActivation) else other.shape
+    if func is Tensor.expand_as:
+        return _expand(Tensor.expand, (x, *shape), {})
+    return _view(Tensor.view if func is Tensor.view_as else Tensor.reshape, (x, *shape), {})
+
+
+def _sizes(args: Args, kwargs: Kwargs, name: str) -> list[int] | None:
+    """Return sizes that are given one by one, or as one list; None for anything else, such as a dtype."""
+    given = args if args else tuple(kwargs[key] for key in (name, "shape", "size", "sizes") if key in kwargs)
+    if len(given) == 1 and isinstance(given[0], list | tuple):
+        given = tuple(given[0])
+    return list(given) if all(isinstance(one, int) for one in given) else None
+
+
+@rule("view", "reshape")
+def _view(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, sizes = args[0], _sizes(args[1:], kwargs, "shape")
+    if not isinstance(x, SplitActivation) or sizes is None:
+        return NotImplemented
+    old, split_dim = whole_shape(x), x.split_dim
+    if sizes.count(-1) == 1 and old.numel():
+        known = -prod(sizes)
+        sizes[sizes.index(-1)] = old.numel() // known if known else -1
+    if prod(sizes) != old.numel() or min(sizes, default=0) < 1:
+        return NotImplemented
+    moved = _reshaped(old, split_dim, sizes, x.axis)
+    if moved is None:
+        return NotImplemented
+    sizes[moved.dim] //= x.axis.size
+    try:
+        part = func(x, sizes)
+    except RuntimeError:  # strides of a part may not allow what those of the whole do
+        part = x.reshape(sizes)
+    return as_parts(part, moved, x.axis)
+
+
+def _reshaped(old: Sequence[int], split_dim: SplitDim, new: Sequence[int], axis: Axis) -> SplitDim | None:
+    """Return the split_dim after a view; None where what ranks hold would not be parts of one dim."""
+    before, sections = prod(old[: split_dim.dim]), split_dim.sections
+    # The dim at this place covers the split one. ``outer``: how many entries of the dims before are merged into it.
+    place = next(place for place in range(len(new)) if prod(new[: place + 1]) > before)
+    outer, rest = divmod(before, prod(new[:place]))
+    if rest or new[place] % outer:
+        return None
+    here = new[place] // outer
+    found = _scaled(sections, here, split_dim.size, axis.size)
+    if found is not None:
+        return replace(split_dim, dim=place, sections=found * outer) if len(found) * outer <= MOST_SECTIONS else None
+    if outer == 1 and here > 1 and split_dim.size % here == 0:
+        # Queries, keys and values get a dim of their own; each of them is split.
+        each = split_dim.size // here
+        if set(sections) == {each}:
+            return _reshaped([*new[: place + 1], each, 1], SplitDim(place + 1, (each,), split_dim.sources), new, axis)
+        axis.wish(split_dim, [each] * here)
+    return None
+
+
+def _scaled(sections: tuple[int, ...], here: int, size: int, ranks: int) -> tuple[int, ...] | None:
+    """Return sections where a dim of a length takes in more dims, or is broken into several."""
+    if here % size == 0:
+        return tuple(section * (here // size) for section in sections)
+    each = size // here
+    if size % here or any(section % each or section // each % ranks for section in sections):
+        return None
+    return tuple(section // each for section in sections)
+
+
+@rule("flatten")
+def _flatten(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x = args[0]
+    start = kwargs.get("start_dim", args[1] if len(args) > 1 else 0)
+    end = kwargs.get("end_dim", args[2] if len(args) > 2 else -1)
+    if not (isinstance(start, int) and isinstance(end, int)) or "dims" in kwargs:
+        return NotImplemented
+    shape, start, end = whole_shape(x), start % x.ndim, end % x.ndim
+    return _view(Tensor.reshape, (x, [*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]]), {})
+
+
+@rule("unflatten")
+def _unflatten(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x = args[0]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    sizes = kwargs.get("sizes", args[2] if len(args) > 2 else None)
+    if not isinstance(dim, int) or not isinstance(sizes, list | tuple):
+        return NotImplemented
+    shape, dim = whole_shape(x), dim % x.ndim
+    sizes = [-shape[dim] // prod(sizes) if size == -1 else size for size in sizes]
+    return _view(Tensor.view, (x, [*shape[:dim], *sizes, *shape[dim + 1 :]]), {})
+
+
+@rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint", ".mT", ".T", ".mH", ".H")
+def _permute(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x = args[0]
+    # The lengths of this tensor tell its dims.
+    shown = func(torch.empty([*range(1, x.ndim + 1)], device="meta"), *args[1:], **kwargs)
+    return as_parts(func(*args, **kwargs), replace(x.split_dim, dim=shown.shape.index(x.split_dim.dim + 1)), x.axis)
+
+
+@rule("unsqueeze")
+def _unsqueeze(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0) % (args[0].ndim + 1)
+    return as_parts(func(x, dim), replace(x.split_dim, dim=x.split_dim.dim + (dim <= x.split_dim.dim)), x.axis)
+
+
+@rule("squeeze")
+def _squeeze(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, shape = args[0], whole_shape(args[0])
+    asked: Any = kwargs.get("dim", args[1] if len(args) > 1 else tuple(range(x.ndim)))
+    dims = tuple(dim % x.ndim for dim in ((asked,) if isinstance(asked, int) else asked))
+    dims = tuple(dim for dim in dims if shape[dim] == 1)
+    return as_parts(
+        func(x, dims), replace(x.split_dim, dim=x.split_dim.dim - sum(d < x.split_dim.dim for d in dims)), x.axis
+    )
+
+
+@rule("expand")
+def _expand(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, sizes = args[0], _sizes(args[1:], kwargs, "size")
+    if sizes is None:
+        return NotImplemented
+    place = x.split_dim.dim + len(sizes) - x.ndim
+    if sizes[place] not in (-1, x.split_dim.size):
+        return NotImplemented
+    sizes[place] = -1
+    return as_parts(func(x, sizes), replace(x.split_dim, dim=place), x.axis)
+
+
+@rule("repeat")
+def _repeat(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, sizes = args[0], _sizes(args[1:], kwargs, "repeats")
+    if sizes is None or sizes[x.split_dim.dim + len(sizes) - x.ndim] != 1:
+        return NotImplemented
+    return as_parts(func(x, sizes), replace(x.split_dim, dim=x.split_dim.dim + len(sizes) - x.ndim), x.axis)
+
+
+@rule("repeat_interleave")
+def _repeat_interleave(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x = args[0]
+    count = kwargs.get("repeats", args[1] if len(args) > 1 else None)
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
+    if not isinstance(count, int) or not isinstance(dim, int) or count < 1:
+        return NotImplemented
+    many = count if dim % x.ndim == x.split_dim.dim else 1
+    sections = tuple(section * many for section in x.split_dim.sections)
+    return as_parts(func(x, count, dim), replace(x.split_dim, sections=sections), x.axis)
+
+
+@rule("chunk", "split", "split_with_sizes", "tensor_split")
+def _split(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x = args[0]
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    how = args[1] if len(args) > 1 else next((value for key, value in kwargs.items() if key != "dim"), None)
+    if isinstance(how, Tensor) or not isinstance(dim, int):
+        return NotImplemented
+    if dim % x.ndim != x.split_dim.dim:
+        return as_parts(func(*args, **kwargs), x.split_dim, x.axis)
+    shown = func(torch.empty(x.split_dim.size, device="meta"), how, 0)
+    return _pieces(x, [len(one) for one in shown])
+
+
+def _pieces(x: SplitActivation, lengths: Sequence[int]) -> Any:
+    """Return consecutive pieces of the split dim, each of which is some sections."""
+    split_dim = x.split_dim
+    left, made, begin = list(split_dim.sections), [], 0
+    for length in lengths:
+        sections: list[int] = []
+        while left and sum(sections) < length:
+            sections.append(left.pop(0))
+        if sum(sections) != length or not sections:
+            x.axis.wish(split_dim, list(lengths))
+            return NotImplemented
+        count = length // x.axis.size
+        made.append(
+            as_parts(x.narrow(split_dim.dim, begin, count), replace(split_dim, sections=tuple(sections)), x.axis)
+        )
+        begin += count
+    return tuple(made)
+
+
+@rule("glu")
+def _glu(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else -1)
+    if dim % x.ndim != x.split_dim.dim:
+        return as_parts(func(x, dim), x.split_dim, x.axis)
+    halves = _pieces(x, [x.split_dim.size // 2] * 2)
+    if halves is NotImplemented:
+        return NotImplemented
+    return as_parts(halves[0] * halves[1].sigmoid(), halves[0].split_dim, x.axis)
+
+
+@rule("narrow")
+def _narrow(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x = args[0]
+    if len(args) != 4 or isinstance(args[2], Tensor):
+        return NotImplemented
+    dim, start, length = args[1] % x.ndim, args[2], args[3]
+    if dim != x.split_dim.dim:
+        return as_parts(func(*args), x.split_dim, x.axis)
+    return _slice(x, start % (x.split_dim.size + 1), start % (x.split_dim.size + 1) + length)
+
+
+def _slice(x: SplitActivation, start: int, stop: int) -> Any:
+    """Return a range of the split dim that is some sections."""
+    size = x.split_dim.size
+    lengths = [start, stop - start, size - stop]
+    pieces = _pieces(x, [length for length in lengths if length > 0])
+    return NotImplemented if pieces is NotImplemented else pieces[start > 0]
+
+
+@rule("select")
+def _select(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if not isinstance(dim, int) or dim % x.ndim == x.split_dim.dim:
+        return NotImplemented
+    return as_parts(
+        func(*args, **kwargs), replace(x.split_dim, dim=x.split_dim.dim - (dim % x.ndim < x.split_dim.dim)), x.axis
+    )
+
+
+@rule("index_select")
+def _index_select(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if any(map(is_split, args[1:])) or dim is None or dim % x.ndim == x.split_dim.dim:
+        return NotImplemented
+    return as_parts(func(*args, **kwargs), x.split_dim, x.axis)
+
+
+@rule("__getitem__")
+def _getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, index = args
+    items = list(index) if isinstance(index, tuple) else [index]
+    if not all(one is None or one is ... or type(one) in (int, slice) for one in items):
+        return NotImplemented
+    used = sum(type(one) in (int, slice) for one in items)
+    if ... not in items:
+        items.append(...)
+    place = items.index(...)
+    items[place : place + 1] = [slice(None)] * (x.ndim - used)
+    dim, here, slicing = 0, 0, slice(None)
+    for number, one in enumerate(items):
+        if one is None:
+            here += dim <= x.split_dim.dim
+            continue
+        if dim == x.split_dim.dim:
+            if not isinstance(one, slice):
+                return NotImplemented
+            slicing, items[number] = one, slice(None)
+            split_dim = replace(x.split_dim, dim=here)
+        elif dim < x.split_dim.dim:
+            here += isinstance(one, slice)
+        dim += 1
+    part = as_parts(func(x, tuple(items)), split_dim, x.axis)
+    start, stop, step = slicing.indices(split_dim.size)
+    if (start, stop, step) == (0, split_dim.size, 1):
+        return part
+    return _slice(part, start, stop) if step == 1 and stop > start else NotImplemented
+
+
+@rule("cat", "concat", "concatenate", "stack", anywhere=True)
+def _cat(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    tensors = args[0] if args else kwargs.get("tensors")
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if not isinstance(tensors, list | tuple) or "out" in kwargs or not isinstance(dim, int):
+        return NotImplemented
+    parts = [one for one in tensors if isinstance(one, SplitActivation)]
+    if not parts or len({one.ndim for one in tensors}) > 1:
+        return NotImplemented
+    first, stacks = parts[0], func is torch.stack
+    dim %= first.ndim + stacks
+    if not stacks and dim == first.split_dim.dim:
+        if len(parts) < len(tensors) or any(one.split_dim.dim != dim for one in parts):
+            return NotImplemented
+        sections = tuple(section for one in parts for section in one.split_dim.sections)
+        sources = frozenset().union(*(one.split_dim.sources for one in parts))
+        return as_parts(func(tensors, dim), SplitDim(dim, sections, sources), first.axis)
+    joint = same_dim(parts)
+    if joint is None:
+        return NotImplemented
+    place, split_dim = joint
+    own = [one if is_split(one) else beside(one, place, split_dim, first.axis) for one in tensors]
+    if any(one is None or one.shape[place] != first.shape[place] for one in own):
+        return NotImplemented
+    return as_parts(
+        func(own, dim), replace(split_dim, dim=split_dim.dim + (stacks and dim <= split_dim.dim)), first.axis
+    )
+
+
+@rule("pad")
+def _pad(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x = args[0]
+    pads: Any = kwargs.get("pad", args[1] if len(args) > 1 else ())
+    mode = kwargs.get("mode", args[2] if len(args) > 2 else "constant")
+    place = 2 * (x.ndim - 1 - x.split_dim.dim)
+    if mode != "constant" or any(pads[place : place + 2]):
+        return NotImplemented
+    return as_parts(func(*args, **kwargs), x.split_dim, x.axis)

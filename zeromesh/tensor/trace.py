@@ -1,0 +1,323 @@
+"""Styles of layers in code that nobody knows, found by following what is made of their outputs in one forward."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import arg_tree_leaves
+
+from zeromesh.model.imitation import META, WithoutMemory, imitated, undisturbed
+from zeromesh.model.samples import ModelInput, guesses_of, samples_of
+from zeromesh.tensor import split_views as split_views  # which registers rules
+from zeromesh.tensor.plan import PlanRule, pattern_of
+from zeromesh.tensor.split_activation import OwnBackward, SplitActivation, SplitDim, part_of, whole
+from zeromesh.tensor.split_rules import as_split
+
+# A layer that is given a whole activation is split by columns, and its output stays a part as long as rules allow; one
+# that is given a part is split by rows. Only the number of bytes depends on these choices, and never the result, so
+# choices are compared by bytes: those of forward and backward of one rank, for one input.
+
+MOST_RUNS = 40
+MOST_OPERATORS = 300_000  # of all runs: some models go through texts in a loop of Python
+
+BY_COLUMNS, BY_ROWS, GATHERED = "colwise_parts", "rowwise_parts", "colwise_gather_output"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Choices for one run, by pattern of the layers' names, so that all blocks do the same."""
+
+    sections: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the outputs of fused layers
+    gathered: frozenset[str] = frozenset()  # layers whose outputs are gathered at once
+    by_columns: frozenset[str] = frozenset()  # layers whose inputs are gathered, though they are parts
+
+
+@dataclass(frozen=True)
+class Found:
+    """Findings of one run."""
+
+    rules: dict[str, PlanRule]  # of layers, by name; others stay whole
+    sent: float  # bytes of a rank
+    gathered: set[str]  # patterns of layers whose outputs were needed whole
+    wishes: dict[str, tuple[int, ...]]  # sections that would avoid that
+    read: set[str]  # names of layers whose weights are used by other code
+
+
+def traced_plan(
+    model: nn.Module, layers: Mapping[str, bool], ranks: int, sample: Callable[[], ModelInput | None] = lambda: None
+) -> tuple[dict[str, PlanRule] | None, list[str]]:
+    """Return rules for linear layers by name, None if the model cannot be traced, and lines on what is not split well.
+
+    Args:
+        model: model, of which a copy without memory is run.
+        layers: names of the layers, and whether each is large enough to be split though its output is gathered.
+        ranks: number of ranks of the tensor axis.
+        sample: returns an input of the run, which is tried before guessed ones.
+    """
+    kinds = {name: type(model.get_submodule(name)).__name__ for name in layers}
+    reason = f"it is not known what inputs {type(model).__name__} takes"
+    try:
+        copied, copies = imitated(model)
+    except Exception as error:  # a model may have what cannot be copied
+        return None, [_UNTRACED.format(_one_line(error))]
+    runs = _Runs(copied, {id(copies[id(p)]): name for name, p in _weights(model, layers)}, dict(layers), ranks)
+    own = sample()
+    with undisturbed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for one in chain([] if own is None else [own], samples_of(model), guesses_of(model)):
+            for guess in (False, True):  # a condition on values is tried both ways
+                try:
+                    found = runs.search(one, guess)
+                except Exception as error:
+                    _log.debug("%s cannot be traced", type(model).__name__, exc_info=True)
+                    reason = _one_line(error)
+                    if not runs.guessed:
+                        break
+                    continue
+                finally:
+                    _forget(model)
+                notes = [_READ.format(pattern_of(name), kinds[name]) for name in found.read]
+                gathers = [name for name, rule in found.rules.items() if rule.style == GATHERED]
+                return found.rules, notes + [_GATHERS.format(pattern_of(name), kinds[name]) for name in gathers]
+    return None, [_UNTRACED.format(reason)]
+
+
+_UNTRACED = "layers in classes that are not known are split by themselves, with what they give gathered, as: {}"
+_READ = "{} ({}) stays whole on all ranks, as its weight is read by other code than its own"
+_GATHERS = (
+    "{} ({}) is split by itself, with what it gives gathered, as the code that follows needs the whole; a plan may say "
+    "better"
+)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _weights(model: nn.Module, layers: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:
+    for name in layers:
+        yield from ((name, parameter) for parameter in model.get_submodule(name).parameters())
+
+
+def _forget(model: nn.Module) -> None:
+    """Clear the caches of functions in the files of the model's classes, which may hold tensors of the runs."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    for file in {kind.__module__ for kind in kinds}:
+        if file.partition(".")[0] in ("torch", "builtins"):
+            continue
+        for value in list(vars(sys.modules.get(file, object())).values()) if file in sys.modules else []:
+            if callable(clear := getattr(value, "cache_clear", None)):
+                clear()
+
+
+class _Runs:
+    """Runs of a copy of a model, and the search among choices."""
+
+    def __init__(self, copied: nn.Module, weights: dict[int, str], layers: dict[str, bool], ranks: int) -> None:
+        self.guessed = False  # true once code has asked for a value
+        self._copied, self._weights, self._layers, self._ranks = copied, weights, layers, ranks
+        self._dtype = next((p.dtype for p in copied.parameters() if p.is_floating_point()), torch.float32)
+        self._left = MOST_OPERATORS
+        self._run: _Run | None = None
+        for name in layers:
+            layer = copied.get_submodule(name)
+            setattr(layer, "forward", partial(self._call, name, layer, layer.forward))  # noqa: B010
+
+    def _call(self, name: str, layer: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self._run is not None
+        return self._run.call(name, layer, forward, *args, **kwargs)
+
+    def search(self, sample: ModelInput, guess: bool) -> Found:
+        """Return what the choices that send the fewest bytes give; ``guess`` stands for every value."""
+        self._sample, self._guess = sample, guess
+        forced: frozenset[str] = frozenset()
+        choices, best = Choices(), None
+        for _ in range(MOST_RUNS):
+            try:
+                found = self._try(choices)
+            except OwnBackward as error:
+                forced |= {pattern_of(name) for name in error.sources}
+                choices = replace(choices, gathered=choices.gathered | forced)
+                continue
+            if wishes := {name: one for name, one in found.wishes.items() if name not in choices.sections}:
+                choices = replace(choices, sections={**choices.sections, **wishes})
+                continue
+            if best is None or found.sent <= best[1].sent:
+                best = choices, found
+            if found.gathered <= choices.gathered:
+                break
+            choices = replace(choices, gathered=choices.gathered | found.gathered)
+        assert best is not None
+        choices, found = best
+        for name in dict.fromkeys(pattern_of(name) for name, rule in found.rules.items() if rule.style == BY_ROWS):
+            try:
+                other = replace(choices, by_columns=choices.by_columns | {name})
+                flipped = self._try(other)
+            except OwnBackward:
+                continue
+            if flipped.sent < found.sent and not flipped.wishes.keys() - choices.sections.keys():
+                choices, found = other, flipped
+        return found
+
+    def _try(self, choices: Choices) -> Found:
+        self._run = run = _Run(self._weights, self._layers, self._ranks, choices, self._guess, self._left)
+        sample = self._sample.map(lambda x: x.to(META, self._dtype if x.is_floating_point() else x.dtype))
+        ended = False
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal ended
+            output = whole(self._copied(*args, **kwargs))
+            ended = True
+            return output
+
+        try:
+            with torch.enable_grad(), run:
+                sample.call(sample.batch, forward)
+        except Exception:
+            if not ended:  # else it was the loss, which is outside of the model
+                raise
+        finally:
+            self.guessed, self._left = run.guessed, run.left
+        return run.found()
+
+
+class _Run(WithoutMemory):
+    """One forward, as the axis on which its activations are split."""
+
+    def __init__(
+        self, weights: dict[int, str], layers: dict[str, bool], ranks: int, choices: Choices, guess: bool, left: int
+    ) -> None:
+        super().__init__(guess)
+        self.size, self.left = ranks, left
+        self._rules: dict[str, PlanRule] = {}
+        self._sent = 0.0
+        self._gathered: set[str] = set()
+        self._wishes: dict[str, tuple[int, ...]] = {}
+        self._read: set[str] = set()
+        self._weights, self._layers, self._choices = weights, layers, choices
+        self._inside: list[str] = []
+        self._known: dict[str, tuple[str, tuple[int, ...]]] = {}  # style and sections of the layers called so far
+        self._entered: dict[tuple[str, int], Tensor] = {}
+
+    def found(self) -> Found:
+        """Return what the run showed."""
+        return Found(self._rules, self._sent, self._gathered, self._wishes, self._read)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note who reads weights and parts; torch calls it for every operator."""
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("it takes too many operators")
+        kwargs = kwargs or {}
+        for x in arg_tree_leaves(*args, **kwargs):
+            name = self._weights.get(id(x))
+            if name is not None and name not in self._inside:
+                self._read.add(name)
+                self._rules.pop(name, None)
+            if isinstance(x, SplitActivation) and torch._C._is_torch_function_enabled():
+                # No rule was asked, so the code computes on a part without knowing.
+                raise OwnBackward("code outside of Python was given a part", x.split_dim.sources)
+        return self.compute(func, args, kwargs)
+
+    def call(self, name: str, layer: Any, forward: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute what a layer gives, and decide how it is split when it is called for the first time."""
+        self._inside.append(name)
+        try:
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                return forward(x, *args, **kwargs)
+            style, sections = self._known.setdefault(name, self._style(name, layer, x))
+            if style and name not in self._read:
+                self._rules[name] = PlanRule(style, sections if len(sections) > 1 else ())
+            if style == BY_ROWS:
+                return self._by_rows(forward, x, sections, *args, **kwargs)
+            x = whole(x)
+            if style and x.requires_grad and (name.rpartition(".")[0], id(x)) not in self._entered:
+                self._entered[name.rpartition(".")[0], id(x)] = x
+                self._send(x, 2)
+            y = forward(x, *args, **kwargs)
+            if style == GATHERED:
+                self._send(y)
+            if style != BY_COLUMNS:
+                return y
+            split_dim = SplitDim(y.ndim - 1, sections, frozenset([name]))
+            return as_split(y.narrow(-1, 0, y.shape[-1] // self.size), split_dim, self)
+        finally:
+            self._inside.pop()
+
+    def _style(self, name: str, layer: Any, x: Tensor) -> tuple[str, tuple[int, ...]]:
+        pattern, choices = pattern_of(name), self._choices
+        if isinstance(x, SplitActivation) and pattern not in choices.by_columns:
+            split_dim = x.split_dim
+            if split_dim.dim == x.ndim - 1:
+                return BY_ROWS, split_dim.sections
+        base = getattr(layer, "base_layer", layer)
+        outputs = sum(base.weight.shape) - x.shape[-1]
+        sections = choices.sections.get(pattern, (outputs,))
+        if pattern in choices.gathered or any(section % self.size for section in sections):
+            return (GATHERED, ()) if self._layers[name] else ("", ())
+        return BY_COLUMNS, sections
+
+    def _by_rows(self, forward: Any, x: Tensor, sections: tuple[int, ...], *args: Any, **kwargs: Any) -> Tensor:
+        is_part = isinstance(x, SplitActivation) and x.split_dim.dim == x.ndim - 1
+        if isinstance(x, SplitActivation) and is_part and x.split_dim.sections == sections:
+            with torch._C.DisableTorchFunctionSubclass():
+                x = torch.cat([part_of(x)] * self.size, -1)
+        else:
+            x = whole(x)
+            self._send(x, x.requires_grad)
+        y: Tensor = forward(x, *args, **kwargs)
+        self._send(y, 2)
+        return y
+
+    def _send(self, x: Tensor, times: float = 1) -> None:
+        """Count the messages of an all-gather, or twice of an all-reduce, of a whole activation."""
+        self._sent += times * x.numel() * x.itemsize * (self.size - 1) / self.size
+
+    def gather(self, part: Tensor, split_dim: SplitDim) -> Tensor:
+        """Return a whole of the right shape."""
+        self._gathered |= {pattern_of(name) for name in split_dim.sources}
+        joined = torch.cat([part] * self.size, split_dim.dim)
+        self._send(joined)
+        return joined
+
+    def take(self, whole: Tensor, split_dim: SplitDim) -> Tensor:
+        """Return a part of the right shape."""
+        self._send(whole, whole.requires_grad and torch.is_grad_enabled())
+        return whole.narrow(split_dim.dim, 0, split_dim.size // self.size)
+
+    def copy(self, whole: Tensor) -> Tensor:
+        """Count the sum of the gradient."""
+        self._send(whole, 2)
+        return whole
+
+    def sum(self, share: Tensor) -> Tensor:
+        """Count the sum."""
+        self._send(share, 2)
+        return share
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Do nothing: there are no values."""
+        return nullcontext()
+
+    def wish(self, split_dim: SplitDim, lengths: list[int]) -> None:
+        """Note sections of the one layer that the part was made by."""
+        if len(split_dim.sources) != 1 or not all(lengths):
+            return
+        (name,) = split_dim.sources
+        _, sections = self._known[name]
+        scale, rest = divmod(sum(sections), sum(lengths))
+        wished = tuple(length * scale for length in lengths)
+        if not rest and len(sections) == 1 and not any(length % self.size for length in wished):
+            self._wishes.setdefault(pattern_of(name), wished)
