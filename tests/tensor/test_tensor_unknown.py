@@ -107,7 +107,6 @@ MODES = {
     "stages": {"mesh": {"tensor": 2, "pipeline": 2}},
     "stages and sequence": {"mesh": {"tensor": 2, "pipeline": 2}, **SPREAD},
     "context": {"mesh": {"tensor": 2, "context": 2}},
-    "stages of single layers": {"mesh": {"tensor": 2, "pipeline": 2}, "pipeline": {"blocks": ["h.0.mlp", "h.1.mlp"]}},
 }
 
 

@@ -104,7 +104,7 @@ class _Interception(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         # Parts of activations come back here as plain tensors, once it is known what heads they have.
-        if (kind := next((kind for kind in types if hasattr(kind, "split_dim")), None)) is not None:
+        if (kind := next((kind for kind in types if getattr(kind, "stands_for_whole", False)), None)) is not None:
             with self:
                 return kind.__torch_function__(func, types, args, kwargs)
         return (_inside.get() or self)._attend(*args, **(kwargs or {}))

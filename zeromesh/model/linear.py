@@ -203,7 +203,9 @@ class Product(torch.autograd.Function):
         keeps = ctx.needs_input_grad[2] or ticket is not None
         ctx.save_for_backward(x if keeps else None, weight, *kept)
         ctx.settings = ticket, transposed, arithmetic
-        return y
+        # A view that was made here could not be written to, as activations are by ReLU(inplace=True).
+        made: Tensor = y.data if y._is_view() else y  # type: ignore[no-untyped-call]
+        return made
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

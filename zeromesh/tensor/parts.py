@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +72,10 @@ def join_parts(
     # Code outside of a pipeline's blocks hands its values to several stages.
     outside = [name for name in layers if blocks and not any(f"{name}.".startswith(f"{one}.") for one in blocks)]
     around = [_block_around(name, modules) for name in layers]
+    for name in dict.fromkeys(around):
+        # torch's compiler takes the shape of a part for that of the whole.
+        module: Any = modules[name]
+        module.forward = partial(torch.compiler.disable(_run), module.forward)
     for name in dict.fromkeys([*blocks, *ends, *outside, *around]):
         modules[name].register_forward_hook(torch.compiler.disable(_whole_output))
     for member in resolved.members:
@@ -84,6 +89,10 @@ def _block_around(name: str, modules: dict[str, nn.Module]) -> str:
     while "." in around and not isinstance(modules[around.rpartition(".")[0]], CONTAINERS):
         around = around.rpartition(".")[0]
     return around
+
+
+def _run(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def _whole_output(module: nn.Module, args: Any, output: Any) -> Any:

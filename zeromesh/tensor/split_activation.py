@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zeromesh.comm.collectives import Group
 from zeromesh.config.keys import TENSOR_PLAN
-from zeromesh.model.containers import map_tensors
+from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.streams import RandomStreams
 
@@ -120,6 +120,7 @@ RULES: dict[Any, Rule] = {}
 class SplitActivation(Tensor):
     """Part of an activation, which answers as the whole: ``shape`` is that of the whole, and so are all results."""
 
+    stands_for_whole = True
     split_dim: SplitDim
     axis: Axis
     _known: tuple[Any, ref[Tensor]] | None = None
@@ -132,6 +133,8 @@ class SplitActivation(Tensor):
         more = dict(kwargs or {})
         # In this context functions compute on the parts as on any tensor.
         with torch._C.DisableTorchFunctionSubclass():
+            if not torch.is_grad_enabled():
+                _require_plain_code(tensors_of((args, more)))
             rule = RULES.get(func)
             if rule is not None and args:
                 result = rule(func, args, more)
@@ -142,7 +145,6 @@ class SplitActivation(Tensor):
     def gathered(self) -> Tensor:
         """Return the whole; gathered once, as long as somebody holds it and neither has been written to."""
         with torch._C.DisableTorchFunctionSubclass():
-            _require_plain_code(self)
             now = self._version, torch.is_grad_enabled()
             if self._known is not None:
                 (before, version), known = self._known[0], self._known[1]()
@@ -209,20 +211,20 @@ def _named(value: Any) -> str:
     return " and ".join(sorted(set().union(*(x.split_dim.sources for x in found)))) or "the layer it comes from"
 
 
-def _require_plain_code(x: SplitActivation) -> None:
+def _require_plain_code(values: list[Tensor]) -> None:
     """Refuse functions with a backward of their own, which would be given parts of gradients there."""
-    if torch.is_grad_enabled() or not x.requires_grad:
-        return
-    frame = sys._getframe(1)
-    while frame is not None:
+    found = next((x for x in values if isinstance(x, SplitActivation) and x.requires_grad), None)
+    frame = None if found is None else sys._getframe(1)
+    while frame is not None and found is not None:
         if frame.f_code is _APPLY:
             kind = frame.f_locals.get("cls", torch.autograd.Function)
             raise OwnBackward(
                 f"{kind.__name__}.apply was given an activation of which each rank has a part, and its backward would "
-                f"be given a part of the gradient; in {TENSOR_PLAN} give {_named(x)} the style colwise_gather_output",
-                x.split_dim.sources,
+                f"be given a part of the gradient; in {TENSOR_PLAN} give {_named(found)} the style "
+                "colwise_gather_output",
+                found.split_dim.sources,
             )
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]

@@ -57,10 +57,12 @@ def rule(*names: str, anywhere: bool = False) -> Callable[[Rule], Rule]:
 
 
 def as_split(part: Tensor, split_dim: SplitDim, axis: Axis) -> Tensor:
-    """Return a part as an activation that answers as the whole."""
-    made = part.as_subclass(SplitActivation)
+    """Make a new tensor, which nobody else has, answer as the whole of which it is a part."""
+    # Another class, and no other tensor: of views, autograd records more, and forbids some to be written to.
+    made: Any = part
+    made.__class__ = SplitActivation
     made.split_dim, made.axis = split_dim, axis
-    return made
+    return part
 
 
 def is_split(value: Any) -> bool:
