@@ -6,11 +6,13 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, HEADS, HEAD, KEYS = 32, 4, 8, 2
 Maker = Callable[[], nn.Module]
@@ -334,6 +336,30 @@ class BertAttention(nn.Module):
         return self.outer(self.inner(x), x)
 
 
+class Scaled(torch.autograd.Function):
+    """A function with a backward of its own, which sums over all of what it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * x).sum().reshape(1)
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x) / x.shape[-1]
+
+
+@lru_cache
+def ramp(length: int, device: torch.device) -> Tensor:
+    return torch.arange(length, device=device) / length
+
+
 class Odd(nn.Module):
     """Two layers with something between that needs all of the width."""
 
@@ -351,6 +377,10 @@ class Odd(nn.Module):
             self.dropout = nn.Dropout(0.5)
         elif kind == "running mean":
             self.register_buffer("mean", torch.zeros(WIDTH))
+        elif kind == "own backward":
+            self.scale = nn.Parameter(torch.ones(1))
+        elif kind == "hook of a layer":
+            self.one.register_forward_hook(lambda _, args, output: output - output.mean())
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.one(x)
@@ -385,6 +415,32 @@ class Odd(nn.Module):
             y = y.softmax(-1)
         elif self.kind == "loss of its own":
             self.aux = y.abs().mean()
+        elif self.kind == "own backward":
+            y = Scaled.apply(y, self.scale)
+        elif self.kind == "script":
+            y = scripted(y)
+        elif self.kind == "vmap":
+            y = torch.func.vmap(lambda row: row / row.abs().sum())(y.reshape(-1, WIDTH)).view_as(y)
+        elif self.kind == "cached table":
+            y = y * ramp(WIDTH, y.device).type_as(y)
+        elif self.kind == "a value as a number":
+            y = y * (1 + y.mean().item())
+        elif self.kind == "checkpoint":
+            y = checkpoint(lambda z: F.gelu(z) * z.shape[-1] ** -0.5, y, use_reentrant=False)
+        elif self.kind == "reentrant checkpoint":
+            y = checkpoint(lambda z: F.gelu(z) * z.shape[-1] ** -0.5, y, use_reentrant=True)
+        elif self.kind == "in place":
+            y = F.relu(y, inplace=True).mul_(2)
+        elif self.kind == "written at places":
+            y = y.clone()
+            y[..., 0] = 0
+            y[..., 10:20] += 1
+        elif self.kind == "data written":
+            y.data.mul_(0.5)
+        elif self.kind == "hook of a gradient":
+            y.register_hook(lambda gradient: gradient / (1 + gradient.norm()))
+        elif self.kind == "largest of all":
+            y = y * (y >= y.topk(8, -1).values[..., -1:])
         elif self.kind == "weight read":
             return F.linear(F.relu(y), self.two.weight, self.two.bias)
         return x + self.two(F.relu(y))
@@ -477,6 +533,19 @@ ROWS: dict[str, Row] = {
             "skipped at random": PAIR,
             "running mean": PAIR,
             "loss of its own": PAIR,
+            "own backward": APART,
+            "script": APART,
+            "vmap": APART,
+            "cached table": PAIR,
+            "a value as a number": PAIR,
+            "checkpoint": PAIR,
+            "reentrant checkpoint": APART,
+            "in place": PAIR,
+            "written at places": APART,
+            "data written": PAIR,
+            "hook of a gradient": PAIR,
+            "hook of a layer": PAIR,
+            "largest of all": PAIR,
             "weight read": {"one": G},
         }.items()
     },

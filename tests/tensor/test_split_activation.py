@@ -256,7 +256,10 @@ def test_attention_of_heads_needs_no_message(name: str) -> None:
 # Functions that need the whole -> number of messages in the forward.
 WHOLE: dict[str, tuple[Function, tuple[Tensor, ...], int]] = {
     "softmax": (lambda x: x.softmax(-1), (), 1),
-    "norm": (lambda x, w: F.layer_norm(x, (8,), w), (numbers(8),), 1),
+    "norm": (lambda x, w, b: F.layer_norm(x, (8,), w, b, 1e-3), (numbers(8), numbers(8, seed=1)), 2),
+    "norm without a mean": (lambda x, w: F.rms_norm(x, [8], weight=w), (numbers(8),), 1),
+    "norm by names": (lambda x, b: F.layer_norm(x, normalized_shape=(8,), bias=b), (numbers(8),), 2),
+    "norm of two dims": (lambda x: F.layer_norm(x, (4, 8)), (), 1),
     "mean": (lambda x: x - x.mean(-1, keepdim=True), (), 1),
     "norm written out": (lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1) * w, (numbers(8),), 1),
     "sum of everything": (lambda x: x.sum(), (), 1),

@@ -129,7 +129,7 @@ def test_operations_that_need_all_of_the_split_dim_are_refused(kind: str) -> Non
     plan, said = SPLIT, rf"blocks\.0\.second is split by rows, but.*({WRONG.get(kind)})"
     if kind == "nothing":  # columns that are not gathered before a layer that splits its input
         plan = {"blocks.*.first": "colwise", "blocks.*.second": "rowwise_split_input"}
-        said = "rowwise_split_input reads 64 entries, but was given 32"
+        said = "rowwise_split_input, reads 64 entries, but was given 32"
     with pytest.raises(ValueError, match=said):
         train_on_engine(build(kind).double(), sequences, split(2, plan))
 

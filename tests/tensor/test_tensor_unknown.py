@@ -42,7 +42,8 @@ def test_the_derived_plan_is_that_of_an_expert(name: str, ranks: int) -> None:
     if ranks <= row.most:
         assert found == parse({f"blocks.*.{path}": rule for path, rule in row.plan.items()})
     gathers = [path for path, rule in found.items() if rule.style == G]
-    assert all(any(note.startswith(path) for note in notes) for path in gathers if "*.*" not in path)
+    alone = any(note.startswith("layers in classes that are not known") for note in notes)
+    assert alone or all(any(note.startswith(path) for note in notes) for path in gathers if "*.*" not in path)
 
 
 def trained(tensor: int, stage: int, names: Sequence[str], **options: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from zeromesh.tensor.linear import Layer, enter, leave
 from zeromesh.tensor.logits import Logits, Using
 from zeromesh.tensor.loss import Vocabulary, require_known
 from zeromesh.tensor.operators import move
-from zeromesh.tensor.parts import LeavingParts, TakingParts, join_parts
+from zeromesh.tensor.parts import LeavingParts, TakingParts, join_parts, replace_forward
 from zeromesh.tensor.plan import Member, SplitPlan
 from zeromesh.tensor.sequence import Stack
 from zeromesh.tensor.split_activation import TensorAxis, whole
@@ -85,7 +85,7 @@ def apply(
             memory = isinstance(modules[decoder], nn.TransformerDecoderLayer) and child == "multihead_attn"
             spreads = place.spreads(member.name)
             attention = SplitAttention(group, place.streams, tag, spreads, member.name, memory)
-            _replace_forward(member.module, _eager(attention, member.module))
+            replace_forward(member.module, _eager(attention, member.module))
             tag += SplitAttention.TAGS
         else:
             _hooks(member, resolved, place, tag)
@@ -247,11 +247,7 @@ def _linear(
         width = _rotary_width(modules[member.container], modules[""])
         module.register_forward_hook(_eager(_sum_rotary, place=place, tag=tag, width=width))
         return
-    _replace_forward(module, forward)
-
-
-def _replace_forward(module: nn.Module, forward: Any) -> None:
-    module.forward = forward
+    replace_forward(module, forward)
 
 
 def _require_slow_paths(resolved: SplitPlan, modules: dict[str, nn.Module]) -> None:
@@ -306,7 +302,7 @@ def chunk_losses(model: nn.Module, heads: Iterable[str], using: Using) -> None:
             continue
         size = int(module.weight.shape[1 if is_transposed(module) else 0])
         forward = _eager(_by_vocabulary, module, vocabulary=Vocabulary(0, size), tag=0, using=using)
-        _replace_forward(module, forward)
+        replace_forward(module, forward)
 
 
 def _by_rows(

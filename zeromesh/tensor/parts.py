@@ -62,6 +62,11 @@ class TakingParts:
         return move(pad(x, (0, self._padding)), "split", self._axis.group, self._axis.tag, -1)
 
 
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Have a module compute by another function; the module, which users and the engine hold, stays the same object."""
+    module.forward = forward
+
+
 def join_parts(
     resolved: SplitPlan, modules: dict[str, nn.Module], blocks: Collection[str], ends: Iterable[str]
 ) -> None:
@@ -74,8 +79,7 @@ def join_parts(
     around = [_block_around(name, modules) for name in layers]
     for name in dict.fromkeys(around):
         # torch's compiler takes the shape of a part for that of the whole.
-        module: Any = modules[name]
-        module.forward = partial(torch.compiler.disable(_run), module.forward)
+        replace_forward(modules[name], partial(torch.compiler.disable(_run), modules[name].forward))
     for name in dict.fromkeys([*blocks, *ends, *outside, *around]):
         modules[name].register_forward_hook(torch.compiler.disable(_whole_output))
     for member in resolved.members:

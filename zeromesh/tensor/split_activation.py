@@ -142,6 +142,10 @@ class SplitActivation(Tensor):
                     return result
             return _on_whole(func, args, more)
 
+    def stand_for(self, split_dim: SplitDim, axis: Axis) -> None:
+        """Answer as the whole of which this is a part."""
+        self.split_dim, self.axis = split_dim, axis
+
     def gathered(self) -> Tensor:
         """Return the whole; gathered once, as long as somebody holds it and neither has been written to."""
         with torch._C.DisableTorchFunctionSubclass():

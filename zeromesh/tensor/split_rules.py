@@ -61,7 +61,7 @@ def as_split(part: Tensor, split_dim: SplitDim, axis: Axis) -> Tensor:
     # Another class, and no other tensor: of views, autograd records more, and forbids some to be written to.
     made: Any = part
     made.__class__ = SplitActivation
-    made.split_dim, made.axis = split_dim, axis
+    made.stand_for(split_dim, axis)
     return part
 
 
@@ -270,11 +270,42 @@ def along_dims(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @rule("layer_norm", "rms_norm")
 def _norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    x, shape = args[0], args[1] if len(args) > 1 else kwargs["normalized_shape"]
+    names = ("normalized_shape", "weight", "bias", "eps") if func.__name__ == "layer_norm" else _OF_RMS
+    x, given = args[0], dict(zip(names, args[1:], strict=False)) | kwargs
+    shape: Any = given["normalized_shape"]
     count = 1 if isinstance(shape, int) else len(shape)
-    if x.split_dim.dim >= x.ndim - count:
+    if x.split_dim.dim < x.ndim - count:
+        return _with_copies(func, args, kwargs, x)
+    if count > 1 or whole_shape(x)[-1:] != torch.Size([shape] if isinstance(shape, int) else shape):
         return NotImplemented
-    return _with_copies(func, args, kwargs, x)
+    return _norm_of_all(x, func.__name__ == "layer_norm", given)
+
+
+_OF_RMS = ("normalized_shape", "weight", "eps")
+
+
+def _norm_of_all(x: SplitActivation, centers: bool, given: Kwargs) -> Any:
+    """Normalize over the dim that is split; ranks exchange a sum of each token, or two."""
+    axis, split_dim = x.axis, x.split_dim
+    eps = given.get("eps", 1e-5 if centers else None)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+
+    def mean(share: Tensor) -> Tensor:
+        total = axis.sum(share.sum(-1, keepdim=True)) / split_dim.size
+        return axis.copy(total) if _needs_gradient(total) else total
+
+    wide = part_of(x).to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide - mean(wide) if centers else wide
+    y = wide * torch.rsqrt(mean(wide.square()) + eps)
+    own = {name: given.get(name) for name in ("weight", "bias")}
+    parts = {
+        name: None if one is None else axis.take(whole(one), replace(split_dim, dim=0)) for name, one in own.items()
+    }
+    if parts["weight"] is not None:
+        y = y * parts["weight"]
+    if parts["bias"] is not None:
+        y = y + parts["bias"]
+    return as_parts(y.to(x.dtype), split_dim, axis)
 
 
 def _with_copies(func: Any, args: Args, kwargs: Kwargs, x: SplitActivation) -> Any:
