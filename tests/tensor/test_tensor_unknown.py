@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zeromesh
 from harness import run_ranks
@@ -98,13 +99,24 @@ def trained_decoder(kind: str, settings: dict[str, Any]) -> Any:
             yield {"tokens": ids, "positions": torch.arange(8).expand(2, -1), "labels": ids.roll(-1, 1)}
 
     losses = [float(engine.train_batch(given(step))) for step in range(STEPS)]
-    return losses, {name: value.clone() for name, value in engine.state_dict().items()}, engine.traffic_report()
+    report = engine.traffic_report()
+    return losses, {name: value.clone() for name, value in engine.state_dict().items()}, report
 
 
 SPREAD = {"tensor_parallel": {"sequence": True}}
 MODES = {
     "sequence": {"mesh": {"tensor": 2}, **SPREAD},
     "recomputation": {"mesh": {"tensor": 2}, "activation_checkpointing": {"enabled": True}},
+    "products kept": {
+        "mesh": {"tensor": 2},
+        "activation_checkpointing": {"enabled": True, "granularity": "selective"},
+    },
+    "inputs on the host": {
+        "mesh": {"tensor": 2},
+        "activation_checkpointing": {"enabled": True, "cpu_checkpointing": True},
+    },
+    "host": {"mesh": {"tensor": 2}, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+    "compiled": {"mesh": {"tensor": 2}, "compile": {"enabled": True, "backend": "aot_eager"}},
     "stages": {"mesh": {"tensor": 2, "pipeline": 2}},
     "stages and sequence": {"mesh": {"tensor": 2, "pipeline": 2}, **SPREAD},
     "context": {"mesh": {"tensor": 2, "context": 2}},
@@ -130,3 +142,63 @@ def test_other_ways_to_spread_the_work_combine_with_it(kind: str, mode: str) -> 
     for losses, state, _ in run_ranks(trained_decoder, prod(settings["mesh"].values()), kind, settings, timeout=LIMIT):
         assert losses == pytest.approx(expected[0], rel=1e-9)
         assert_close(state, expected[1], 1e-7)
+
+
+class Chain(nn.Module):
+    """Layers one after the other, each of which is a block of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (32, 64, 48, 64, 32)
+        layers = [(nn.Linear(one, other), nn.ReLU(inplace=True)) for one, other in pairwise(sizes)]
+        self.layers = nn.Sequential(*(layer for pair in layers for layer in pair))
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        return (self.layers(x) - wanted).square().mean()
+
+
+def trained_chain(settings: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    micro = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    engine = zeromesh.initialize(model=Chain().double(), config={**config(1), **micro, **settings})[0]
+
+    def given(step: int) -> Iterator[Any]:
+        for number in range(2):
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(2 * step + number), dtype=torch.float64)
+            yield x[:2], x[2:]
+
+    losses = [float(engine.train_batch(given(step))) for step in range(STEPS)]
+    return losses, {name: value.clone() for name, value in engine.state_dict().items()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tensor": 2, "pipeline": 2}, {"tensor": 4, "pipeline": 1}])
+def test_chains_of_layers_are_split_also_between_stages(mesh: dict[str, int]) -> None:
+    expected = run_ranks(trained_chain, 1, {}, timeout=LIMIT)[0]
+    for losses, state in run_ranks(trained_chain, prod(mesh.values()), {"mesh": mesh}, timeout=LIMIT):
+        assert losses == pytest.approx(expected[0], rel=1e-9)
+        assert_close(state, expected[1], 1e-7)
+
+
+def of_tensor(report: dict[str, Any]) -> int:
+    return sum(row["bytes"] for kind, row in report.items() if kind.endswith("/tensor"))
+
+
+def measured(kind: str, tensor: int) -> dict[str, int]:
+    paths = [path for path, m in decoder(kind).named_modules() if isinstance(m, nn.Linear) and path.startswith("h.")]
+    plans = {"derived": {}, "whole": dict.fromkeys(paths, "replicate"), "apart": dict.fromkeys(paths, G)}
+    mesh = {"mesh": {"tensor": tensor}}
+    return {
+        name: of_tensor(trained_decoder(kind, mesh | {"tensor_parallel": {"plan": plan}})[2])
+        for name, plan in plans.items()
+    }
+
+
+@pytest.mark.parametrize(("kind", "tensor"), [("Llama", 2), pytest.param("nanoGPT", 4, marks=pytest.mark.full)])
+def test_it_sends_what_an_experts_plan_sends(kind: str, tensor: int) -> None:
+    # Four all-reduces of an activation in each of two blocks: of (2 samples, 8 tokens, 32 entries) of 8 bytes.
+    reduced = 2 * 4 * 2 * 8 * 32 * 8
+    sent = round(reduced * 2 * (tensor - 1) / tensor)
+    for found in run_ranks(measured, tensor, kind, tensor, timeout=LIMIT):
+        assert found["derived"] - found["whole"] == STEPS * 2 * sent
+        assert found["derived"] < found["apart"]
