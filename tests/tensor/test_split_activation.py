@@ -290,3 +290,63 @@ WHOLE: dict[str, tuple[Function, tuple[Tensor, ...], int]] = {
 def test_what_needs_the_whole_gets_it(name: str) -> None:
     function, others, sends = WHOLE[name]
     check(function, X, -1, others=others, sends=sends)
+
+
+def part(group: ThreadGroup) -> Tensor:
+    axis = TensorAxis(group, RandomStreams(torch.device("cpu"), group.rank), 1)
+    split_dim = SplitDim(2, (8,), frozenset(["blocks.0.up"]))
+    return as_split(axis.take(X, split_dim).clone().requires_grad_() * 1, split_dim, axis)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+def test_errors_name_the_layer_and_the_style() -> None:
+    def run(group: ThreadGroup) -> list[str]:
+        said = []
+        for call in (Doubled.apply, lambda x: torch.add(torch.ones_like(x), 1, out=x.detach())):
+            with pytest.raises(ValueError, match=r"give blocks\.0\.up the style colwise_gather_output") as error:
+                call(part(group))
+            said.append(str(error.value))
+        return said
+
+    for said in on_ranks(run):
+        assert said[0].startswith("Doubled.apply was given an activation of which each rank has a part")
+        assert said[1].startswith("add writes to SplitActivation(shape=(3, 4, 8), dtype=torch.float64, dim 2 is split)")
+
+
+def test_a_part_is_described_without_messages() -> None:
+    def run(group: ThreadGroup) -> tuple[str, list[str]]:
+        x = part(group)
+        told = f"{x!r} {x} {tuple(x.shape)} {x.size(-1)} {x.numel()} {len(x)} {x.ndim} {x.dtype} {x.requires_grad}"
+        return told, group.sent
+
+    (told, sent), other = on_ranks(run)
+    shown = "SplitActivation(shape=(3, 4, 8), dtype=torch.float64, dim 2 is split)"
+    assert told == f"{shown} {shown} (3, 4, 8) 8 96 3 3 torch.float64 True"
+    assert not sent
+    assert other == (told, [])
+
+
+def test_the_whole_is_gathered_once_until_something_is_written_to() -> None:
+    def run(group: ThreadGroup) -> list[int]:
+        x, counts = part(group).detach(), []
+        kept = whole(x)
+        assert whole(x) is kept
+        counts.append(len(group.sent))
+        x.mul_(2)
+        kept = whole(x)
+        counts.append(len(group.sent))
+        kept.add_(1)
+        torch.testing.assert_close(whole(x), 2 * X)
+        counts.append(len(group.sent))
+        return counts
+
+    assert on_ranks(run) == [[1, 2, 3]] * RANKS

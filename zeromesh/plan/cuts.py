@@ -12,7 +12,7 @@ from zeromesh.tensor.plan import SplitPlan, resolve
 def cuts_of(model: nn.Module) -> dict[str, ParameterCut]:
     """Return the dims in which parameters are cut over tensor ranks, by name; none where the model cannot be split."""
     try:
-        resolved: SplitPlan = resolve(model, {}, derive(model, 1)[0], 0, 1)
+        resolved: SplitPlan = resolve(model, {}, derive(model, 2)[0], 0, 1)  # what two ranks would split
     except ValueError:
         return {}
     cuts: dict[str, ParameterCut] = {}

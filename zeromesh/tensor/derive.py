@@ -97,9 +97,8 @@ def derive(
         inside = kind_of(modules[parent]) == "attention" and parent in plan
         if kind_of(module) == "linear" and name not in plan and _in_block(name) and not inside:
             whole.append(f"{pattern_of(name)} ({type(module).__name__}) stays whole on all ranks")
-    if unknown:
-        # For one rank a plan says what several would split.
-        traced, more = traced_plan(model, unknown, max(ranks, 2), sample)
+    if unknown and ranks > 1:
+        traced, more = traced_plan(model, unknown, ranks, sample)
         plan = plan if traced is None else {name: rule for name, rule in plan.items() if name not in unknown} | traced
         notes += more
         whole = [line for line in whole if line.partition(" ")[0] not in map(pattern_of, traced or ())]
