@@ -430,7 +430,7 @@ class Odd(nn.Module):
         elif self.kind == "reentrant checkpoint":
             y = checkpoint(lambda z: F.gelu(z) * z.shape[-1] ** -0.5, y, use_reentrant=True)
         elif self.kind == "in place":
-            y = F.relu(y, inplace=True).mul_(2)
+            y = F.relu(y.mul_(2), inplace=True)
         elif self.kind == "written at places":
             y = y.clone()
             y[..., 0] = 0

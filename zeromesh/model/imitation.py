@@ -32,6 +32,13 @@ def undisturbed(device: torch.device | None = None) -> Iterator[None]:
         numpy.random.set_state(state[1])
 
 
+def seed_all() -> None:
+    """Give the random generators of the CPU the same states in all processes."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed changes those of devices, too
+
+
 class WithoutMemory(TorchDispatchMode):
     """Context in which operators compute shapes and dtypes only, on the meta device."""
 

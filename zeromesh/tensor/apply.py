@@ -286,7 +286,8 @@ def _by_columns(
     x, layer = entrance.admit(x, index, module.training)
     y = multiply(x, columns_of(module)) if layer is None else layer(x)
     # A hook of the user's may look at the output on some ranks only, and so must find it whole.
-    return y if leaves is None else leaves(y, at_once=bool(module._forward_hooks))
+    hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+    return y if leaves is None else leaves(y, at_once=bool(hooks))
 
 
 def _by_vocabulary(module: Any, x: Tensor, vocabulary: Vocabulary, tag: int, using: Using) -> Tensor:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from zeromesh.comm.collectives import Group
 from zeromesh.config.keys import TENSOR_PLAN
 from zeromesh.model.containers import map_tensors, tensors_of
+from zeromesh.model.in_place import version, writes
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.streams import RandomStreams
 
@@ -123,7 +123,6 @@ class SplitActivation(Tensor):
     stands_for_whole = True
     split_dim: SplitDim
     axis: Axis
-    _known: tuple[Any, ref[Tensor]] | None = None
 
     @classmethod
     def __torch_function__(
@@ -135,7 +134,11 @@ class SplitActivation(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if not torch.is_grad_enabled():
                 _require_plain_code(tensors_of((args, more)))
-            rule = RULES.get(func)
+            if GatheredView in types:
+                _require_fresh(func, (args, more))
+            if not args and (first := next((name for name in _FIRST if name in more), None)):
+                args = (more.pop(first),)
+            rule = None if _ALIASES & more.keys() else RULES.get(func)
             if rule is not None and args:
                 result = rule(func, args, more)
                 if result is not NotImplemented:
@@ -147,16 +150,10 @@ class SplitActivation(Tensor):
         self.split_dim, self.axis = split_dim, axis
 
     def gathered(self) -> Tensor:
-        """Return the whole; gathered once, as long as somebody holds it and neither has been written to."""
+        """Return the whole."""
+        # Each time anew: whether somebody still holds an earlier one may differ between ranks.
         with torch._C.DisableTorchFunctionSubclass():
-            now = self._version, torch.is_grad_enabled()
-            if self._known is not None:
-                (before, version), known = self._known[0], self._known[1]()
-                if known is not None and before == now and known._version == version:
-                    return known
-            made = self.axis.gather(part_of(self), self.split_dim)
-            self._known = (now, made._version), ref(made)
-            return made
+            return self.axis.gather(part_of(self), self.split_dim)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe it without its values, which would take messages to print."""
@@ -184,30 +181,120 @@ def whole(value: Any) -> Any:
 
 
 def _whole(x: Tensor) -> Tensor:
+    if isinstance(x, GatheredView):
+        with torch._C.DisableTorchFunctionSubclass():
+            _require_fresh(Tensor.as_subclass, x)
+            return x.as_subclass(Tensor)
     return x.gathered() if isinstance(x, SplitActivation) else x
 
 
+_FIRST = ("input", "query", "tensors", "self")  # names of first arguments
+_ALIASES = {"axis", "axes", "keepdims"}  # names of NumPy's arguments, which torch takes, and rules do not read
+
+
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = getattr(func, "__name__", "")
-    writes = (name.endswith("_") and not name.endswith("__")) or name in _WRITING or kwargs.get("inplace") is True
-    target = args[0] if args and isinstance(args[0], SplitActivation) and writes else None
-    outputs = kwargs.get("out")
-    if any(isinstance(one, SplitActivation) for one in (outputs if isinstance(outputs, tuple) else (outputs,))):
+    parts = tensors_of((args, kwargs))
+    outputs = [one for one in tensors_of(kwargs.get("out")) if isinstance(one, SplitActivation)]
+    if outputs:
         raise ValueError(
-            f"{name} writes to {outputs!r} by out=, of which each rank has a part; leave out= away, or in "
-            f"{TENSOR_PLAN} give {_named(outputs)} the style colwise_gather_output"
+            f"{func.__name__} writes to {outputs[0]!r} by out=, of which each rank has a part; leave out= away, or in "
+            f"{TENSOR_PLAN} give {_named(outputs[0])} the style colwise_gather_output"
         )
-    before = args[0] if target is None else target.axis.gather(part_of(target), target.split_dim)
-    given = whole(args) if target is None else (before, *whole(args[1:]))
-    result = func(*given, **whole(kwargs))
-    if target is None:
-        return result
-    target.copy_(target.axis.take(before, target.split_dim))
-    return target if result is before else result
+    if func in _REFUSED or str(getattr(func, "__module__", "")).startswith("torch.distributed"):
+        _refuse(func, parts)
+    given, more = whole((args, kwargs))
+    wholes = tensors_of((given, more))
+    before = [version(one) for one in wholes]
+    result = func(*given, **more)
+    sources, written = {}, {}
+    for place, (x, one, known) in enumerate(zip(parts, wholes, before, strict=True)):
+        if not isinstance(x, SplitActivation):
+            continue
+        sources[_memory(one)] = x
+        if version(one) != known or (place == 0 and writes(func, kwargs)):
+            if one.shape != whole_shape(x):
+                _refuse(func, [x])
+            x.copy_(x.axis.take(one, x.split_dim))
+            written[id(one)] = x
+    return map_tensors(result, lambda x: written[id(x)] if id(x) in written else _read_only(x, sources))
 
 
-_WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__", "__iand__",
-            "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__ifloordiv__", "__imod__")  # fmt: skip
+_SETTERS: list[Any] = [Tensor.data, Tensor.grad]
+_REFUSED = {torch.autograd.grad, torch.autograd.backward, Tensor.backward, Tensor.retain_grad, Tensor.as_strided,
+    torch.as_strided, torch.as_tensor, torch.asarray, *(one.__set__ for one in _SETTERS)}  # fmt: skip
+
+
+def _refuse(func: Any, values: list[Tensor]) -> None:
+    """Raise an error for a function that can neither compute on parts nor be given the whole."""
+    found = [x for x in values if isinstance(x, SplitActivation)]
+    sources = frozenset[str]().union(*(x.split_dim.sources for x in found))
+    raise NeedsWhole(
+        f"{getattr(func, '__name__', func)} was given an activation of which each rank has a part; in {TENSOR_PLAN} "
+        f"give {_named(tuple(found))} the style colwise_gather_output",
+        sources,
+    )
+
+
+def _require_fresh(func: Any, values: Any, writes: bool = False) -> None:
+    """Refuse views of gathered wholes that are written to, or whose parts were."""
+    views = [x for x in tensors_of(values) if isinstance(x, GatheredView)]
+    if not writes and not any(x.is_stale for x in views):
+        return
+    sources = frozenset[str]().union(*(x.part.split_dim.sources for x in views))
+    raise NeedsWhole(
+        f"{getattr(func, '__name__', func)} was given a view that was gathered of an activation of which each rank has "
+        f"a part, and one of both is written to, which would not change the other; in {TENSOR_PLAN} give "
+        f"{' and '.join(sorted(sources))} the style colwise_gather_output",
+        sources,
+    )
+
+
+def _memory(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _read_only(x: Tensor, sources: Mapping[int, SplitActivation]) -> Tensor:
+    """Return a result that shares memory with a gathered whole as one that cannot be written to."""
+    if isinstance(x, SplitActivation) or _memory(x) not in sources:
+        return x
+    view = x.as_subclass(GatheredView)
+    view.follow(sources[_memory(x)])
+    return view
+
+
+class GatheredView(Tensor):
+    """View of a gathered activation: what is written to it, or to the parts, would not reach the other."""
+
+    part: SplitActivation
+    _version_of_part: int
+
+    def follow(self, part: SplitActivation) -> None:
+        """Remember the part that it is a view of, as it is now."""
+        self.part, self._version_of_part = part, version(part)
+
+    @property
+    def is_stale(self) -> bool:
+        """True if the part was written to since."""
+        return version(self.part) != self._version_of_part
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Apply a function of torch, unless it writes to the view."""
+        more = dict(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            views = [x for x in tensors_of((args, more)) if isinstance(x, GatheredView)]
+            written = tensors_of((more.get("out"), args[0] if args and writes(func, more) else None))
+            _require_fresh(func, (args, more), any(isinstance(x, GatheredView) for x in written))
+            if SplitActivation in types:
+                return NotImplemented  # it takes the view as a whole
+            before = [version(x) for x in views]
+            result = func(*args, **more)
+            if before != [version(x) for x in views]:
+                _refuse(func, [x.part for x in views])
+            known = {_memory(x): x.part for x in views}
+            return map_tensors(result, lambda x: _read_only(x, known))
 
 
 def _named(value: Any) -> str:
@@ -217,12 +304,12 @@ def _named(value: Any) -> str:
 
 def _require_plain_code(values: list[Tensor]) -> None:
     """Refuse functions with a backward of their own, which would be given parts of gradients there."""
-    found = next((x for x in values if isinstance(x, SplitActivation) and x.requires_grad), None)
+    found = next((x for x in values if isinstance(x, SplitActivation)), None)
     frame = None if found is None else sys._getframe(1)
     while frame is not None and found is not None:
-        if frame.f_code is _APPLY:
+        if frame.f_code is _APPLY and any(x.requires_grad for x in tensors_of(frame.f_locals.get("args"))):
             kind = frame.f_locals.get("cls", torch.autograd.Function)
-            raise OwnBackward(
+            raise NeedsWhole(
                 f"{kind.__name__}.apply was given an activation of which each rank has a part, and its backward would "
                 f"be given a part of the gradient; in {TENSOR_PLAN} give {_named(found)} the style "
                 "colwise_gather_output",
@@ -234,8 +321,8 @@ def _require_plain_code(values: list[Tensor]) -> None:
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
-class OwnBackward(ValueError):
-    """A function with a backward of its own was given a part of an activation."""
+class NeedsWhole(ValueError):
+    """Code does with an activation what can only be done with the whole."""
 
     def __init__(self, message: str, sources: frozenset[str]) -> None:
         super().__init__(message)

@@ -34,9 +34,10 @@ _OWNERS: tuple[Any, ...] = (torch, Tensor, functional, torch._C._nn, torch.speci
 
 
 def rule(*names: str, anywhere: bool = False) -> Callable[[Rule], Rule]:
-    """Register a rule for the functions of these names, wherever torch has them; a property is written ``.name``.
+    """Register a rule for the functions of these names, wherever torch has them.
 
-    The part is the first argument, unless it may be ``anywhere``.
+    A property is written ``.name``, and ``=name`` where it is set. The part is the first argument, unless it may be
+    ``anywhere``.
     """
 
     def register(function: Rule) -> Rule:
@@ -48,6 +49,8 @@ def rule(*names: str, anywhere: bool = False) -> Callable[[Rule], Rule]:
             if name.startswith("."):
                 if hasattr(Tensor, name[1:]):
                     RULES[getattr(Tensor, name[1:]).__get__] = kept
+            elif name.startswith("="):
+                RULES[getattr(Tensor, name[1:]).__set__] = kept
             else:
                 found = [getattr(owner, name, None) for owner in _OWNERS]
                 RULES.update({one: kept for one in found if callable(one) and not isinstance(one, type)})
@@ -115,7 +118,8 @@ def beside(x: Tensor, place: int, split_dim: SplitDim, axis: Axis, most: float =
 # Functions that answer for a part as they would for the whole, or make tensors that have nothing to do with it.
 @rule(
     "dim", "ndimension", "is_floating_point", "is_complex", "is_contiguous", "element_size", "get_device", "__hash__",
-    "requires_grad_", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "is_signed", "is_inference",
+    "requires_grad_", "new_zeros", "new_ones", "new_full", "new_empty", "is_signed", "is_inference",
+    "=requires_grad",
     ".ndim", ".dtype", ".device", ".requires_grad", ".grad_fn", ".is_leaf", ".is_cuda", ".is_meta", ".is_cpu",
     ".layout", ".is_sparse", ".is_quantized", ".is_nested", ".is_mkldnn", ".itemsize", "._version", ".names",
     ".is_xpu", ".is_mps", ".is_sparse_csr", ".output_nr", "._backward_hooks",
@@ -139,13 +143,19 @@ def _describe(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return SplitActivation.__repr__(args[0])
 
 
+@rule(".grad")
+def _grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, gradient = args[0], func(*args, **kwargs)
+    return None if gradient is None else as_split(gradient.view_as(gradient), x.split_dim, x.axis)
+
+
 @rule("register_hook")
 def _hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, hook, *rest = args
     split_dim, axis = x.split_dim, x.axis
 
     def on_gradient(gradient: Tensor) -> Tensor | None:
-        found = hook(as_split(gradient, split_dim, axis))
+        found = hook(as_split(gradient.view_as(gradient), split_dim, axis))
         if found is None:
             return None
         same = isinstance(found, SplitActivation) and found.split_dim.sections == split_dim.sections
@@ -166,7 +176,7 @@ _WITH_SELF = ("add", "sub", "mul", "div", "true_divide", "divide", "floor_divide
 _ENTRY_BY_ENTRY = (*_WITH_SELF, *(f"{name}_" for name in _WITH_SELF), "rsub", "where", "maximum", "minimum", "fmax",
     "fmin", "isnan", "isinf", "isfinite", "isclose", "gelu", "silu", "mish", "softplus", "softsign", "logsigmoid",
     "tanhshrink", "hardshrink", "softshrink", "hardsigmoid", "hardswish", "relu6", "float", "half", "double",
-    "bfloat16", "int", "long", "bool", "type", "contiguous", "clone", "detach", "alias", "zeros_like", "ones_like",
+    "bfloat16", "int", "long", "bool", "type", "clone", "detach", "alias", "zeros_like", "ones_like",
     "full_like", "empty_like", "polar", "complex", "conj", "angle", "positive", "cpu", "cuda", "logaddexp", "erfinv",
     "__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__", "__rpow__", "__pow__", "__ipow__", "__rfloordiv__",
     "__floordiv__", "__mod__", "__rmod__", "__and__", "__or__", "__xor__", "__rand__", "__ror__", "__rxor__",
@@ -244,13 +254,14 @@ def along_dims(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(x, SplitActivation) or any(isinstance(one, Tensor) for one in rest) or "out" in kwargs:
         return NotImplemented
     key = _OTHER_NAMES.get(name, "dim")
-    dims = kwargs.get(key, args[place] if len(args) > place else default)
+    dims: Any = kwargs.get(key, args[place] if len(args) > place else default)
     if name == "flip" and len(args) > 2:
         dims = args[1:]
     if isinstance(dims, int):
         dims = (dims,)
     # std and var take flags at the place of the dims.
-    if dims is None or not all(type(dim) is int for dim in dims):
+    no_dims = not isinstance(dims, list | tuple | torch.Size) or (not dims and name != "view_as_real")
+    if no_dims or not all(type(dim) is int for dim in dims):
         return NotImplemented
     reduced, split_dim = {dim % x.ndim for dim in dims}, x.split_dim
     if split_dim.dim in reduced:
@@ -314,8 +325,7 @@ def _with_copies(func: Any, args: Args, kwargs: Kwargs, x: SplitActivation) -> A
     def copied(value: Any) -> Any:
         return x.axis.copy(value) if isinstance(value, Tensor) and value is not x and _needs_gradient(value) else value
 
-    others = [one for one in (*args, *kwargs.values()) if one is not x]
-    if any(is_split(one) for one in others):
+    if sum(is_split(one) for one in (*args, *kwargs.values())) > 1:
         return NotImplemented
     result = func(*map(copied, args), **{key: copied(value) for key, value in kwargs.items()})
     return as_parts(result, x.split_dim, x.axis)
@@ -341,8 +351,9 @@ def _matmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if places == [-1, -2] and same:
             return axis.sum(func(*map(part_of, args)))
         if not same or places[0] != places[1] or places[0] > -3:
-            smaller = min(parts, key=Tensor.numel)
-            return _matmul(func, tuple(whole(one) if one is smaller else one for one in args), kwargs)
+            # The one over whose split dim the product sums, else the smaller one.
+            sums = places[1] == -2 or (places[0] != -1 and args[0].numel() > args[1].numel())
+            return _matmul(func, tuple(whole(one) if n == sums else one for n, one in enumerate(args)), kwargs)
     place = places[0]
     if len(parts) == 1 and place == (-1 if is_split(args[0]) else -2):
         return NotImplemented  # the sum would be over the split dim

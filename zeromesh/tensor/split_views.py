@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -47,12 +47,35 @@ def _view(func: Any, args: Args, kwargs: Kwargs) -> Any:
     moved = _reshaped(old, split_dim, sizes, x.axis)
     if moved is None:
         return NotImplemented
+    shape = [*sizes]
     sizes[moved.dim] //= x.axis.size
     try:
         part = func(x, sizes)
     except RuntimeError:  # strides of a part may not allow what those of the whole do
         part = x.reshape(sizes)
+    if func is not Tensor.view and part.data_ptr() == x.data_ptr() and copies(x, lambda whole: whole.reshape(shape)):
+        part = part.clone()
     return as_parts(part, moved, x.axis)
+
+
+@rule("contiguous")
+def _contiguous(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x = args[0]
+    part = func(*args, **kwargs)
+    if part is x and copies(x, lambda whole: func(whole, *args[1:], **kwargs)):
+        part = x.clone(memory_format=torch.contiguous_format)
+    return as_parts(part, x.split_dim, x.axis)
+
+
+def copies(x: SplitActivation, function: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether a function of the whole gives new memory where that of the part may not."""
+    # Only where the part has one entry is its stride not seen; the dims outside of it have larger ones in the whole.
+    dim, ranks = x.split_dim.dim, x.axis.size
+    if x.shape[dim] > 1:
+        return False
+    strides = [step * ranks if n != dim and step >= x.stride(dim) else step for n, step in enumerate(x.stride())]
+    whole = torch.empty_strided(whole_shape(x), strides, device="meta")
+    return function(whole)._base is None and function(whole) is not whole
 
 
 def _reshaped(old: Sequence[int], split_dim: SplitDim, new: Sequence[int], axis: Axis) -> SplitDim | None:
@@ -204,7 +227,7 @@ def _glu(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if dim % x.ndim != x.split_dim.dim:
         return as_parts(func(x, dim), x.split_dim, x.axis)
     halves = _pieces(x, [x.split_dim.size // 2] * 2)
-    if halves is NotImplemented:
+    if halves is NotImplemented or halves[0].split_dim != halves[1].split_dim:
         return NotImplemented
     return as_parts(halves[0] * halves[1].sigmoid(), halves[0].split_dim, x.axis)
 
@@ -217,7 +240,8 @@ def _narrow(func: Any, args: Args, kwargs: Kwargs) -> Any:
     dim, start, length = args[1] % x.ndim, args[2], args[3]
     if dim != x.split_dim.dim:
         return as_parts(func(*args), x.split_dim, x.axis)
-    return _slice(x, start % (x.split_dim.size + 1), start % (x.split_dim.size + 1) + length)
+    start += x.split_dim.size if start < 0 else 0
+    return _slice(x, start, start + length) if length else NotImplemented
 
 
 def _slice(x: SplitActivation, start: int, stop: int) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -16,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import arg_tree_leaves
 
-from zeromesh.model.imitation import META, WithoutMemory, imitated, undisturbed
+from zeromesh.model.imitation import META, WithoutMemory, imitated, seed_all, undisturbed
 from zeromesh.model.samples import ModelInput, guesses_of, samples_of
 from zeromesh.tensor import split_views as split_views  # which registers rules
 from zeromesh.tensor.plan import PlanRule, pattern_of
-from zeromesh.tensor.split_activation import OwnBackward, SplitActivation, SplitDim, part_of, whole
+from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation, SplitDim, part_of, whole
 from zeromesh.tensor.split_rules import as_split
 
 # A layer that is given a whole activation is split by columns, and its output stays a part as long as rules allow; one
@@ -28,6 +31,7 @@ from zeromesh.tensor.split_rules import as_split
 # choices are compared by bytes: those of forward and backward of one rank, for one input.
 
 MOST_RUNS = 40
+SECONDS = 60  # of all runs
 MOST_OPERATORS = 300_000  # of all runs: some models go through texts in a loop of Python
 
 BY_COLUMNS, BY_ROWS, GATHERED = "colwise_parts", "rowwise_parts", "colwise_gather_output"
@@ -53,6 +57,7 @@ class Found:
     gathered: set[str]  # patterns of layers whose outputs were needed whole
     wishes: dict[str, tuple[int, ...]]  # sections that would avoid that
     read: set[str]  # names of layers whose weights are used by other code
+    called: set[str]
 
 
 def traced_plan(
@@ -67,31 +72,24 @@ def traced_plan(
         sample: returns an input of the run, which is tried before guessed ones.
     """
     kinds = {name: type(model.get_submodule(name)).__name__ for name in layers}
-    reason = f"it is not known what inputs {type(model).__name__} takes"
+    odd = next((name for name, module in model.named_modules() if _is_odd(module)), None)
     try:
+        if odd is not None:
+            raise ValueError(f"{odd or 'the model'} has another forward than its class, or hooks of its backward")
         copied, copies = imitated(model)
     except Exception as error:  # a model may have what cannot be copied
         return None, [_UNTRACED.format(_one_line(error))]
     runs = _Runs(copied, {id(copies[id(p)]): name for name, p in _weights(model, layers)}, dict(layers), ranks)
-    own = sample()
-    with undisturbed(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for one in chain([] if own is None else [own], samples_of(model), guesses_of(model)):
-            for guess in (False, True):  # a condition on values is tried both ways
-                try:
-                    found = runs.search(one, guess)
-                except Exception as error:
-                    _log.debug("%s cannot be traced", type(model).__name__, exc_info=True)
-                    reason = _one_line(error)
-                    if not runs.guessed:
-                        break
-                    continue
-                finally:
-                    _forget(model)
-                notes = [_READ.format(pattern_of(name), kinds[name]) for name in found.read]
-                gathers = [name for name, rule in found.rules.items() if rule.style == GATHERED]
-                return found.rules, notes + [_GATHERS.format(pattern_of(name), kinds[name]) for name in gathers]
-    return None, [_UNTRACED.format(reason)]
+    try:
+        with undisturbed(), warnings.catch_warnings(), _left_as_they_are(model), _limited(SECONDS):
+            warnings.simplefilter("ignore")
+            found = runs.first(chain(filter(None, [sample()]), samples_of(model), guesses_of(model)))
+    except Exception as error:
+        return None, [_UNTRACED.format(_one_line(error))]
+    found = _with_others(found, layers)
+    notes = [_READ.format(pattern_of(name), kinds[name]) for name in found.read]
+    gathers = [name for name, rule in found.rules.items() if rule.style == GATHERED]
+    return found.rules, notes + [_GATHERS.format(pattern_of(name), kinds[name]) for name in gathers]
 
 
 _UNTRACED = "layers in classes that are not known are split by themselves, with what they give gathered, as: {}"
@@ -111,15 +109,76 @@ def _weights(model: nn.Module, layers: Collection[str]) -> Iterator[tuple[str, n
         yield from ((name, parameter) for parameter in model.get_submodule(name).parameters())
 
 
-def _forget(model: nn.Module) -> None:
-    """Clear the caches of functions in the files of the model's classes, which may hold tensors of the runs."""
+def _is_odd(module: nn.Module) -> bool:
+    """Return whether a copy of a module would run the module itself, or hooks see gradients between layers."""
+    return "forward" in vars(module) or bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def _with_others(found: Found, layers: Mapping[str, bool]) -> Found:
+    """Return rules also for layers that the run did not call: those of layers of the same pattern, or of the large."""
+    rules = {pattern_of(name): rule for name, rule in found.rules.items()}
+    more: dict[str, PlanRule] = {}
+    for name in layers.keys() - found.called - found.read:
+        rule = rules.get(pattern_of(name), PlanRule(GATHERED) if layers[name] else None)
+        if rule is not None:
+            more[name] = rule
+    return replace(found, rules=found.rules | more)
+
+
+@contextmanager
+def _left_as_they_are(model: nn.Module) -> Iterator[None]:
+    """Restore what the classes of the model, and the files that they are in, hold; clear caches of their functions."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    for file in {kind.__module__ for kind in kinds}:
-        if file.partition(".")[0] in ("torch", "builtins"):
-            continue
-        for value in list(vars(sys.modules.get(file, object())).values()) if file in sys.modules else []:
-            if callable(clear := getattr(value, "cache_clear", None)):
+    kinds = {kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
+    files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
+    values = [value for owner in (*kinds, *files) for name, value in vars(owner).items() if not name.startswith("__")]
+    attributes = {kind: dict(vars(kind)) for kind in kinds}
+    held = [(value, copy(value)) for value in values if type(value) in (dict, list, set)]
+    try:
+        yield
+    finally:
+        for kind, earlier in attributes.items():
+            for name, value in dict(vars(kind)).items():
+                if name not in earlier:
+                    delattr(kind, name)
+                elif value is not earlier[name] and not name.startswith("__"):
+                    setattr(kind, name, earlier[name])
+        for value, before in held:
+            if _identities(value) != _identities(before):
+                value.clear()
+                value.extend(before) if isinstance(value, list) else value.update(before)
+        for value in values:
+            clear = getattr(getattr(value, "__func__", value), "cache_clear", None)
+            if callable(clear):
                 clear()
+
+
+def _identities(value: Any) -> Any:
+    return [(key, id(one)) for key, one in value.items()] if isinstance(value, dict) else [id(one) for one in value]
+
+
+class _TooLong(BaseException):
+    """The runs take too long; no exception of the kind that users' code may catch."""
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError if code takes longer: with guessed values, a loop may never end."""
+    ended, here = threading.Event(), threading.get_ident()
+
+    def wait() -> None:
+        if not ended.wait(seconds):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(here), ctypes.py_object(_TooLong))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    try:
+        yield
+    except _TooLong:
+        raise TimeoutError(f"its forward took more than {seconds} s on tensors without memory") from None
+    finally:
+        ended.set()
+        thread.join()
 
 
 class _Runs:
@@ -139,6 +198,27 @@ class _Runs:
         assert self._run is not None
         return self._run.call(name, layer, forward, *args, **kwargs)
 
+    def first(self, samples: Iterable[ModelInput]) -> Found:
+        """Return what a search with the first input shows that the model takes; raise its error if none."""
+        failure: Exception | None = None
+        for sample in samples:
+            best: Found | None = None
+            for guess in (False, True):  # a condition on values is tried both ways
+                try:
+                    found = self.search(sample, guess)
+                except Exception as error:
+                    _log.debug("the model cannot be traced", exc_info=True)
+                    failure = failure or error
+                else:
+                    best = found if best is None or len(found.called) > len(best.called) else best
+                    if best.called >= self._layers.keys():
+                        break
+                if not self.guessed:
+                    break
+            if best is not None:
+                return best
+        raise failure or ValueError("it is not known what inputs the model takes")
+
     def search(self, sample: ModelInput, guess: bool) -> Found:
         """Return what the choices that send the fewest bytes give; ``guess`` stands for every value."""
         self._sample, self._guess = sample, guess
@@ -147,7 +227,7 @@ class _Runs:
         for _ in range(MOST_RUNS):
             try:
                 found = self._try(choices)
-            except OwnBackward as error:
+            except NeedsWhole as error:
                 forced |= {pattern_of(name) for name in error.sources}
                 choices = replace(choices, gathered=choices.gathered | forced)
                 continue
@@ -165,7 +245,7 @@ class _Runs:
             try:
                 other = replace(choices, by_columns=choices.by_columns | {name})
                 flipped = self._try(other)
-            except OwnBackward:
+            except NeedsWhole:
                 continue
             if flipped.sent < found.sent and not flipped.wishes.keys() - choices.sections.keys():
                 choices, found = other, flipped
@@ -175,6 +255,7 @@ class _Runs:
         self._run = run = _Run(self._weights, self._layers, self._ranks, choices, self._guess, self._left)
         sample = self._sample.map(lambda x: x.to(META, self._dtype if x.is_floating_point() else x.dtype))
         ended = False
+        seed_all()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal ended
@@ -213,7 +294,7 @@ class _Run(WithoutMemory):
 
     def found(self) -> Found:
         """Return what the run showed."""
-        return Found(self._rules, self._sent, self._gathered, self._wishes, self._read)
+        return Found(self._rules, self._sent, self._gathered, self._wishes, self._read, set(self._known))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note who reads weights and parts; torch calls it for every operator."""
@@ -228,7 +309,7 @@ class _Run(WithoutMemory):
                 self._rules.pop(name, None)
             if isinstance(x, SplitActivation) and torch._C._is_torch_function_enabled():
                 # No rule was asked, so the code computes on a part without knowing.
-                raise OwnBackward("code outside of Python was given a part", x.split_dim.sources)
+                raise NeedsWhole("code outside of Python was given a part", x.split_dim.sources)
         return self.compute(func, args, kwargs)
 
     def call(self, name: str, layer: Any, forward: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
