@@ -34,7 +34,7 @@ bench-tensor: .venv/.plots.done
 	.venv/bin/python benchmarks/bench.py --ranks 2 --name tensor --cases $(or $(CASES),compute-bf16) \
 		--rounds $(or $(ROUNDS),5) $(if $(OUT),--out $(OUT)) --variants floor DDP "torch tensor parallel" \
 		"ZeroMesh tensor parallel" "ZeroMesh tensor parallel, sequence" "ZeroMesh tensor parallel, mpi" \
-		"ZeroMesh tensor parallel, sequence, mpi"
+		"ZeroMesh tensor parallel, sequence, mpi" "ZeroMesh tensor parallel, traced"
 	.venv/bin/python benchmarks/tensor_memory.py $(if $(OUT),--out $(OUT))
 
 # Pipelines: stages that sleep, against the formulas; and step time beside torch's and DeepSpeed's.
