@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from itertools import chain
 from typing import Any
 
@@ -148,9 +148,9 @@ def _left_as_they_are(model: nn.Module) -> Iterator[None]:
                 value.clear()
                 value.extend(before) if isinstance(value, list) else value.update(before)
         for value in values:
-            clear = getattr(getattr(value, "__func__", value), "cache_clear", None)
-            if callable(clear):
-                clear()
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if isinstance(function, _lru_cache_wrapper):
+                function.cache_clear()
 
 
 def _identities(value: Any) -> Any:
