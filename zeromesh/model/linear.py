@@ -204,8 +204,7 @@ class Product(torch.autograd.Function):
         ctx.save_for_backward(x if keeps else None, weight, *kept)
         ctx.settings = ticket, transposed, arithmetic
         # A view that was made here could not be written to, as activations are by ReLU(inplace=True).
-        made: Tensor = y.data if y._is_view() else y
-        return made
+        return y.data if not torch.compiler.is_compiling() and y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
