@@ -38,6 +38,26 @@ class Hub:
         return [other[1] for other in met]
 
 
+def in_threads(hub: Hub, run: Callable[[int], None]) -> None:
+    """Run a function of each rank in a thread; raise the first error that is not of a rank that waited in vain."""
+    errors: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            run(rank)
+        except BaseException as error:
+            errors.append(error)
+            hub.barrier.abort()
+
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(hub.ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+
+
 @dataclass
 class ThreadExchange:
     """A PieceExchange among threads."""
@@ -110,28 +130,17 @@ def train_on_ranks(
     ranges, hub = cut(shapes, layout, ranks), Hub(ranks)
     pieces = [make_pieces(values, ranges[rank]) for rank in range(ranks)]
     optimizers = [make(pieces[rank], ThreadExchange(hub, rank, layout, shapes, ranges)) for rank in range(ranks)]
-    errors: list[BaseException] = []
 
     def run(rank: int) -> None:
-        try:
-            for step in gradients:
-                for name, piece in pieces[rank].items():
-                    gradient = step[name]
-                    own = None if gradient is None else gradient.flatten()[piece.start : piece.stop].clone()
-                    piece.parameter.grad = None if own is None else own.view_as(piece.parameter)
-                optimizers[rank].step()
-                after_step(optimizers[rank])
-        except BaseException as error:
-            errors.append(error)
-            hub.barrier.abort()
+        for step in gradients:
+            for name, piece in pieces[rank].items():
+                gradient = step[name]
+                own = None if gradient is None else gradient.flatten()[piece.start : piece.stop].clone()
+                piece.parameter.grad = None if own is None else own.view_as(piece.parameter)
+            optimizers[rank].step()
+            after_step(optimizers[rank])
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+    in_threads(hub, run)
     whole = {name: torch.full((value.numel(),), float("nan"), dtype=value.dtype) for name, value in values.items()}
     for held in pieces:
         for name, piece in held.items():

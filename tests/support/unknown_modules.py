@@ -236,7 +236,7 @@ class ImageAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Of diffusion models: keys and values are of another sequence; the output is a sequence of layers."""
+    """Attention of a diffusion model: keys and values come from another sequence; the output is two layers."""
 
     def __init__(self, context: int = 24) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class CrossAttention(nn.Module):
 
 
 class GridAttention(nn.Module):
-    """Of a U-Net: the sequence is that of all places of an image."""
+    """Attention of a U-Net, over all places of an image."""
 
     def __init__(self) -> None:
         super().__init__()

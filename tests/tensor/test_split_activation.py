@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from simulated_ranks import Hub
+from simulated_ranks import Hub, in_threads
 from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.tensor import split_views as split_views  # registers its rules
 from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation, SplitDim, TensorAxis, part_of, whole
@@ -54,22 +53,12 @@ class ThreadGroup:
 
 def on_ranks(function: Callable[[ThreadGroup], Any], ranks: int = RANKS) -> list[Any]:
     """Run a function as several ranks, and return what each returned."""
-    hub, found, errors = Hub(ranks), [None] * ranks, []
+    hub, found = Hub(ranks), [None] * ranks
 
     def run(rank: int) -> None:
-        try:
-            found[rank] = function(ThreadGroup(hub, rank))
-        except BaseException as error:
-            errors.append(error)
-            hub.barrier.abort()
+        found[rank] = function(ThreadGroup(hub, rank))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+    in_threads(hub, run)
     return found
 
 

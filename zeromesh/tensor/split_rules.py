@@ -7,6 +7,7 @@ the table, or is called in a way that its rule does not know, is slower, and nev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -221,7 +222,9 @@ def _to(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @rule("dropout", "dropout_")
 def _dropout(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    with args[0].axis.apart():
+    given = dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
+    drops = given.get("p", 0.5) and given.get("training", given.get("train", True))
+    with args[0].axis.apart() if drops else nullcontext():
         return entry_by_entry(func, args, kwargs)
 
 
@@ -308,14 +311,9 @@ def _norm_of_all(x: SplitActivation, centers: bool, given: Kwargs) -> Any:
     wide = part_of(x).to(torch.promote_types(x.dtype, torch.float32))
     wide = wide - mean(wide) if centers else wide
     y = wide * torch.rsqrt(mean(wide.square()) + eps)
-    own = {name: given.get(name) for name in ("weight", "bias")}
-    parts = {
-        name: None if one is None else axis.take(whole(one), replace(split_dim, dim=0)) for name, one in own.items()
-    }
-    if parts["weight"] is not None:
-        y = y * parts["weight"]
-    if parts["bias"] is not None:
-        y = y + parts["bias"]
+    for name, joined in (("weight", torch.mul), ("bias", torch.add)):
+        if given.get(name) is not None:
+            y = joined(y, axis.take(whole(given[name]), replace(split_dim, dim=0)))
     return as_parts(y.to(x.dtype), split_dim, axis)
 
 
