@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from zeromesh.observe.machine import memory, peak_bytes, synchronize
 from zeromesh.observe.spans import PREFIX
 from zeromesh.observe.units import bytes_text
 from zeromesh.plan.convert import layout_from
+from zeromesh.plan.here import with_host
 from zeromesh.plan.memory import memory_of
 from zeromesh.plan.passes import TraceOptions
 from zeromesh.plan.presets import cluster
@@ -133,14 +134,13 @@ class Planner:
         self._machine = None
         if self._kernels == "cuda":
             with suppress(ValueError):  # a GPU that the planner does not know: memory is foreseen all the same
-                self._machine = cluster(gpu=torch.cuda.get_device_name(), gpus=1)
+                self._machine = with_host(cluster(gpu=torch.cuda.get_device_name(), gpus=1))
         self._costs: dict[int, TracedCost] = {}
 
     def foresee(self, layers: int, ratio: float | None, timed: bool = False) -> dict[str, float]:
         """Return bytes by tier and, if asked for and on a known GPU, seconds of an update."""
         settings = Settings.load(configuration(self._options, self._folder, ratio))
         layout, _ = layout_from(settings, 1)
-        layout = replace(layout, widths=replace(layout.widths, states=self._options.get("state_bytes", 8)))
         sequence = self._options["sequence"]
         if layers not in self._costs:
             with torch.device("meta"):
@@ -271,6 +271,7 @@ def train(options: Options, job: Options) -> Figures:
         losses.append(update(engine, options, batch))
     synchronize(device)
     marks.append(time.perf_counter())
+    tell(job, found | {"warmup": marks[0] - began - found["build"]})
     for _ in range(steps):
         losses.append(update(engine, options, batch))
         marks.append(time.perf_counter())

@@ -15,8 +15,10 @@ from harness import run_ranks
 from zeromesh.config.automatic import MESH, MICRO, OFFLOAD, STAGE, asked_of_planner
 from zeromesh.config.keys import MACHINE
 from zeromesh.config.train import ModelShape
-from zeromesh.plan.here import machine_here
+from zeromesh.observe import machine as observed
+from zeromesh.plan.here import machine_here, with_host
 from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
+from zeromesh.plan.presets import cluster
 from zeromesh.train.architectures.decoder import Decoder
 
 BASE: dict[str, Any] = {
@@ -126,6 +128,16 @@ def test_a_machine_file_that_is_wrong_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv(MACHINE, str(tmp_path / "none.json"))
     with pytest.raises(ValueError, match="no such file"):
         trained(BASE | {"mesh": "auto"})
+
+
+def test_a_known_gpu_has_the_host_that_it_is_in() -> None:
+    usual = cluster(gpu="h100", gpus=2)
+    ((found, count),) = with_host(usual).nodes
+    ((node, _),) = usual.nodes
+    assert (found.device, found.devices, found.host, count) == (node.device, 2, node.host, 1)
+    total = observed.memory()["total_bytes"]
+    assert total is None or 0 < found.host_memory <= total
+    assert found.cores == observed.processor()["cores"]
 
 
 def test_a_run_on_fewer_ranks_has_a_part_of_a_described_machine(

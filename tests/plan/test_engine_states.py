@@ -10,7 +10,9 @@ from torch import nn
 import zeromesh
 from harness import on_ranks
 from zeromesh.comm.sums import SumPlace
+from zeromesh.config.settings import Settings
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
+from zeromesh.plan.convert import layout_from
 from zeromesh.plan.cost import Divided, ModelCost, UnitCost
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.memory import memory_of
@@ -84,6 +86,14 @@ CASES: dict[str, tuple[dict[str, Any], PlacementRow]] = {
         {"stage": 2, "offload_optimizer": {**HOST, "ratio": 0.5}},
         PlacementRow(*[ROWS[2].parameter, *[ROWS[2].gradient] * 2], Tier.DEVICE, Tier.HOST, Tier.HOST, offloaded=0.5),
     ),
+    "a share of all on the host": (
+        {"stage": 3, "offload_param": HOST, "offload_optimizer": {**HOST, "ratio": 0.5}},
+        PlacementRow(*[ROWS[3].parameter] * 3, Tier.HOST, Tier.HOST, Tier.HOST, offloaded=0.5),
+    ),
+    "a share of all on the host, split": (
+        {"stage": 3, "offload_param": HOST, "offload_optimizer": {**HOST, "ratio": 0.5, "split_master": True}},
+        PlacementRow(*[ROWS[3].parameter] * 3, Tier.HOST, Tier.HOST, Tier.HOST, offloaded=0.5, split=True),
+    ),
     "optimizer on disk": (
         {"stage": 3, "offload_optimizer": {"device": "nvme"}},
         PlacementRow(*[ROWS[3].parameter] * 3, Tier.DEVICE, Tier.HOST, Tier.NVME),
@@ -95,19 +105,34 @@ CASES: dict[str, tuple[dict[str, Any], PlacementRow]] = {
 }
 
 
-def reported(zero: dict[str, Any], steps: int, folder: Path) -> tuple[dict[tuple[str, str], int], SumPlace]:
-    """Return the bytes of states by state and tier, and where gradients are summed."""
+ADAMW: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+WIDTHS: dict[str, dict[str, Any]] = {
+    **{name: {"optimizer": {"type": name, "params": {"lr": 1e-3}}} for name in ("lion", "adagrad", "sgd", "lamb")},
+    "momentum": {"optimizer": {"type": "sgd", "params": {"lr": 1e-3, "momentum": 0.9}}},
+    "centred RMSprop": {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3, "centered": True, "momentum": 0.9}}},
+    "sums in bf16": {**ADAMW, "data_types": {"grad_accum_dtype": "bf16"}},
+    "messages in fp32": {**ADAMW, "communication_data_type": "fp32"},
+}
+
+
+def configuration(zero: dict[str, Any], steps: int, folder: Path, more: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with these sections."""
     for key in ("offload_param", "offload_optimizer"):
         if zero.get(key, {}).get("device") == "nvme":
             zero = zero | {key: {**zero[key], "nvme_path": str(folder)}}
-    config = {
+    return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": steps,
         "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "bf16": {"enabled": True},
         "units": ["Block"],
+        **more,
     }
+
+
+def reported(config: dict[str, Any]) -> tuple[dict[tuple[str, str], int], SumPlace]:
+    """Return the bytes of states by state and tier, and where gradients are summed."""
+    steps = config["gradient_accumulation_steps"]
     engine = zeromesh.initialize(model=Decoder(), config=config)[0]
     for _ in range(steps):
         engine.backward(engine(torch.arange(8).view(1, 8)))
@@ -132,7 +157,7 @@ def check(folder: Path, ranks: int, names: list[str], accumulations: tuple[int, 
         zero, row = CASES[name]
         for steps in accumulations:
             layout = ParallelLayout(data=ranks, row=row, accumulation=steps)
-            found, sums = reported(zero, steps, folder)
+            found, sums = reported(configuration(zero, steps, folder, ADAMW))
             (rank,) = memory_of(Cost(), 8, layout, sums=sums)
             assert found == {key: size for key, size in rank.states.items() if size}, (name, steps)
 
@@ -152,3 +177,13 @@ def test_states_of_two_ranks(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_states_of_some_rows(tmp_path: Path) -> None:
     check(tmp_path, 2, ["row 1", "all on disk"], (3,))
+
+
+@on_ranks(2)
+def test_states_of_configurations() -> None:
+    for name, more in WIDTHS.items():
+        config = configuration({"stage": 3, "offload_optimizer": {**HOST, "ratio": 0.5}}, 2, Path(), more)
+        layout, _ = layout_from(Settings.load(config), 2)
+        found, sums = reported(config)
+        (rank,) = memory_of(Cost(), 8, layout, sums=sums)
+        assert found == {key: size for key, size in rank.states.items() if size}, name

@@ -60,6 +60,24 @@ def test_update_on_the_host():
     assert clock.waits["host"] == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize(
+    ("add", "accumulation", "end", "waits"),
+    [
+        # The sums of the first micro-batch, which ends at 6, are not added to others.
+        (3.0, 1, 6.0, 0.0),
+        # Backward b 8-10 and a 10-12; additions 10-13 and 13-16.
+        (3.0, 2, 16.0, 4.0),
+        # Additions 10-15 and 15-20, then 20-25 and 25-30: at the end of backward a, at 18, two sums are under way, and
+        # it waits for the first of them, until 20.
+        (5.0, 3, 30.0, 12.0),
+    ],
+)
+def test_sums_of_micro_batches_are_added_on_the_host(add: float, accumulation: int, end: float, waits: float) -> None:
+    units = [unit._replace(host_add=add, gather=0.0, reduce=0.0) for unit in TWO]
+    seconds, clock = run(units, replace(KEPT, split=False, reduces_each=True, accumulation=accumulation))
+    assert (seconds, clock.waits.get("host", 0.0)) == pytest.approx((end, waits))
+
+
 def test_states_on_a_disk_are_read_ahead():
     units = [
         unit._replace(host_update=1.0, states_read=2.0, states_written=0.5, gather=0.0, reduce=0.0) for unit in TWO

@@ -23,7 +23,7 @@ class OffloadOptimizer(Section):
     ratio: Fraction = key(
         1.0,
         "Share of the optimizer states to offload, in whole units. The units whose gradients come last stay on the "
-        "device.",
+        "device; with several micro-batches, units that are spread over the model.",
     )
     update_during_backward: Fraction | None = key(
         None,

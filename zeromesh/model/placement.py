@@ -6,6 +6,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 
@@ -34,14 +35,14 @@ class PlacementRow:
     parameter_tier: Tier = Tier.DEVICE
     gradient_tier: Tier = Tier.DEVICE  # of the sum; a full gradient is on the device until it is reduced
     optimizer_tier: Tier = Tier.DEVICE
-    offloaded: float = 1.0  # share of the model, in whole units, whose gradients and optimizer state are on their tiers
+    offloaded: float = 1.0  # share of the model, in whole units, whose states are on their tiers
     pinned: bool = True  # whether host memory is page-locked
     split: bool = False  # whether masters off the device are halves, of which one is their bf16 parameter
 
     @property
     def on_device(self) -> PlacementRow:
-        """The same with gradients and optimizer state on the device."""
-        return replace(self, gradient_tier=Tier.DEVICE, optimizer_tier=Tier.DEVICE)
+        """The same with all states on the device, where sharded parameters take no memory beside their masters."""
+        return replace(self, parameter_tier=Tier.DEVICE, gradient_tier=Tier.DEVICE, optimizer_tier=Tier.DEVICE)
 
     def __post_init__(self) -> None:
         # What is communicated follows from neighbouring cells, which have no collective for the other order.
@@ -74,3 +75,22 @@ ROWS: dict[int, PlacementRow] = {
     3: PlacementRow(_SHARDED, _SHARDED, _SHARDED),
 }
 """Rows by their ZeRO number, tiers on the device."""
+
+
+def offloaded_units(sizes: Sequence[float], row: PlacementRow, accumulates: bool) -> list[bool]:
+    """Return which units have their states on the tiers of the row, by their elements; the first one is the root.
+
+    The others stay on the device, as far as their share of the model goes. Without accumulation these are the first
+    ones: their gradients come last, so their update could not run beside the backward. Otherwise they are spread over
+    the model: while such a unit computes, the host adds another's gradients to their sum.
+    """
+    budget, rest = (1 - row.offloaded) * sum(sizes), sum(sizes[1:])
+    found, kept, passed = [], 0.0, 0.0
+    for place, size in enumerate(sizes):
+        if place == 1:  # what the root leaves
+            budget, kept = budget - kept, 0.0
+        passed += size if place else 0.0
+        due = budget * passed / rest if accumulates and place and rest else budget
+        found.append(kept + size > due * (1 + 1e-9))
+        kept += 0.0 if found[-1] else size
+    return found

@@ -30,8 +30,8 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 ) | {Lion}
 
-# Optimizers that get the parts of whole parameters from other ranks.
-_EXCHANGING: frozenset[type[Optimizer]] = frozenset({Lamb, Muon})
+# Optimizers that get the parts of whole parameters from other ranks, and bytes of their states (Muon's of matrices).
+_EXCHANGING: dict[type[Optimizer], int] = {Lamb: 8, Muon: 4}
 
 _NEVER: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: "it evaluates the loss several times per step; use it without an engine",
@@ -111,23 +111,15 @@ def build(
         allow_untested: take classes not known to be right on pieces.
         matrices: names of the parameters that Muon is to update as matrices.
     """
-    given = without_auto(params)
-    ours = {cls.__name__.lower(): cls for cls in (Lamb, Lion, Muon)}
-    classes: dict[str, Any] = public_classes(torch.optim, Optimizer) | ours
-    cls, defaults = classes[type.lower()], {}
-    # DeepSpeed's Adam has decoupled weight decay unless it is told otherwise, and none by default.
-    if type.lower() == "adam" and given.get("adam_w_mode", True):
-        cls, defaults = torch.optim.AdamW, {"weight_decay": 0.0}
+    cls, defaults = _class(type, params)
     _check_class(cls, sharded, allow_untested)
     # What the configuration does not say: our own optimizers get it beside their parameters.
     context: dict[str, Any] = {"exchange": exchange, "pieces": [piece for group in groups for piece in group.pieces]}
     if cls is Muon:
         context["matrices"] = matrices
-    declared = inspect.signature(cls).parameters
-    accepted = {key: declared[key] for key in declared if key not in {"params", "groups", *context}}
-    arguments = defaults | _accept(type, given, accepted)
+    arguments = defaults | _accept(type, without_auto(params), _accepted(cls))
     # It may look at shapes, and whole parameters can have theirs.
-    if not sharded and cls not in _ELEMENTWISE | _EXCHANGING:
+    if not sharded and cls not in _ELEMENTWISE | _EXCHANGING.keys():
         _give_shapes(piece for group in groups for piece in group.pieces)
     param_groups = [
         {"params": [piece.parameter for piece in group.pieces]}
@@ -137,9 +129,41 @@ def build(
     try:
         optimizer: Optimizer = cls(param_groups, **(context if cls in _EXCHANGING else {}), **arguments)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"optimizer {type} with {OPTIMIZER_PARAMS} = {dict(given)}: {error}") from error
+        raise ValueError(f"optimizer {type} with {OPTIMIZER_PARAMS} = {without_auto(params)}: {error}") from error
     _fuse(optimizer)
     return optimizer
+
+
+def _class(type: str, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the class that a config names, and defaults that it has here."""
+    ours = {cls.__name__.lower(): cls for cls in (Lamb, Lion, Muon)}
+    classes: dict[str, Any] = public_classes(torch.optim, Optimizer) | ours
+    # DeepSpeed's Adam has decoupled weight decay unless it is told otherwise, and none by default.
+    if type.lower() == "adam" and params.get("adam_w_mode", True):
+        return torch.optim.AdamW, {"weight_decay": 0.0}
+    return classes[type.lower()], {}
+
+
+def _accepted(cls: type[Optimizer]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a class that a config may give."""
+    own = {"params", "groups", "exchange", "pieces", "matrices"}
+    return {key: value for key, value in inspect.signature(cls).parameters.items() if key not in own}
+
+
+def state_bytes(type: str, params: Mapping[str, Any]) -> int:
+    """Return the bytes of states that the named optimizer keeps for an element of an fp32 parameter.
+
+    One update of a small matrix tells: names of states differ, and options such as ``momentum`` add some.
+    """
+    cls, _ = _class(type, params)
+    if cls in _EXCHANGING or cls in _NEVER:
+        return _EXCHANGING.get(cls, 0)
+    weight = nn.Parameter(torch.zeros(8, 8, device="cpu", dtype=torch.float32))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = cls([weight], **_accept(type, without_auto(params), _accepted(cls)))
+    optimizer.step()
+    states = [value for value in optimizer.state[weight].values() if torch.is_tensor(value)]
+    return sum(value.element_size() for value in states if value.shape == weight.shape)
 
 
 def adopt(
@@ -155,7 +179,7 @@ def adopt(
     """
     cls = update_class(type(optimizer))
     check_users(optimizer, pieces_by_parameter, sharded, allow_untested)
-    if not sharded and cls not in _ELEMENTWISE | _EXCHANGING:
+    if not sharded and cls not in _ELEMENTWISE | _EXCHANGING.keys():
         _give_shapes(piece for piece in pieces_by_parameter.values() if piece is not None)
     # The same group objects, since a scheduler may already hold them.
     for group in optimizer.param_groups:
@@ -237,7 +261,7 @@ def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool) -> N
         raise ValueError(f"{cls.__name__} cannot be used: {_NEVER[cls]}")
     if sharded and cls in _WHOLE:
         raise ValueError(f"{cls.__name__} would be wrong on sharded parameters: {_WHOLE[cls]}")
-    if sharded and not (allow_untested or cls in _ELEMENTWISE | _EXCHANGING):
+    if sharded and not (allow_untested or cls in _ELEMENTWISE | _EXCHANGING.keys()):
         raise ValueError(
             f"{cls.__name__} is not known to update each element by itself, as it must where parameters are sharded; "
             f"use {UNSHARDED}, or set `{UNTESTED_OPTIMIZER}` to true if it does"

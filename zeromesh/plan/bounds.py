@@ -240,7 +240,7 @@ class TimeBound:
         moves = self._moves[key]
         return moves if share == 1 else moves._replace(
             host_update=share * moves.host_update, states_read=share * moves.states_read,
-            states_written=share * moves.states_written,
+            states_written=share * moves.states_written, fetch=share * moves.fetch, read=share * moves.read,
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from zeromesh.config.settings import TIERS, Settings
 from zeromesh.config.written import WrittenRun, document_of
 from zeromesh.model.placement import Placement, Tier
+from zeromesh.optim.factory import state_bytes
 from zeromesh.pipeline.schedule.files import read_costs
 from zeromesh.pipeline.schedule.generators import ROWS as SCHEDULES
 from zeromesh.plan.cost import Recompute
@@ -60,7 +61,6 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
     precision = "bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32"
     # Norms and biases, which are few, still travel in 16 bits, and the head mostly computes in them.
     recomputed, float8 = settings.activation_checkpointing, settings.float8
-    widths = replace(PRECISIONS[precision], gathered=1 if float8.gather else 0)
     chosen = settings.pipeline.schedule if sizes["pipeline"] > 1 else "1f1b"
     # A file is no name that the planner can time; it says so where it is asked to.
     name = chosen if isinstance(chosen, str) else chosen.file
@@ -74,9 +74,21 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
         activations_on_host=recomputed.enabled and recomputed.cpu_checkpointing,
         sequence=settings.tensor_parallel.sequence, parameter_slots=settings.slots.parameter or 2,
         gradient_slots=settings.slots.gradient or 2, early=settings.zero_optimization.early_share or 0.0,
-        widths=widths, tables=tables_from(settings), products="fp8" if float8.enabled else "",
+        widths=widths_from(settings, precision), tables=tables_from(settings), products="fp8" if float8.enabled else "",
     )  # fmt: skip
     return layout, precision
+
+
+def widths_from(settings: Settings, precision: str) -> Widths:
+    """Return the widths of a configuration; the states of an optimizer that it does not name are those of Adam."""
+    found, dtypes, optimizer = PRECISIONS[precision], settings.precision, settings.optimizer
+    return replace(
+        found,
+        gradient=dtypes.accumulate.itemsize if dtypes.accumulate is not None else found.gradient,
+        wire=dtypes.communicate.itemsize if dtypes.communicate is not None else found.wire,
+        states=found.states if optimizer is None else state_bytes(optimizer.type, optimizer.params),
+        gathered=1 if settings.float8.gather else 0,
+    )
 
 
 def tables_from(settings: Settings) -> TableLayout:

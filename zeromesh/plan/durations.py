@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zeromesh.model.placement import Placement, Tier
+from zeromesh.model.placement import Placement, Tier, offloaded_units
 from zeromesh.plan.collectives import Fabric, Wire, fabric, wire
 from zeromesh.plan.cost import KernelWork, ModelCost, Recompute, UnitCost, WorkKind
 from zeromesh.plan.layout import ParallelLayout
@@ -42,6 +42,7 @@ class UnitTime(NamedTuple):
     states_read: float = 0.0  # of its optimizer state from the disk
     states_written: float = 0.0
     gradient_out: float = 0.0  # copy of its gradients' shard to the host
+    host_add: float = 0.0  # addition of them to the sum over micro-batches on the host
     parameter_in: float = 0.0  # copy of its updated parameters' shard to the device
     saved_out: float = 0.0  # copy of its activations to the host; as long back
 
@@ -93,12 +94,12 @@ class Durations:
 
     def units(self, cost: ModelCost) -> list[UnitTime]:
         """Return the seconds of all units, in the order of the forward."""
-        total = sum(unit.parameters.on() for unit in cost.units)
-        done, found = 0.0, []
+        outside = sum(unit.parameters.on() for unit in cost.units if not unit.block)
+        sizes = [outside, *(unit.parameters.on() for unit in cost.units if unit.block)]
+        of_root, *of_blocks = offloaded_units(sizes, self.layout.row, self.layout.accumulation > 1)
+        blocks, found = iter(of_blocks), []
         for unit in cost.units:
-            # The first units, up to the share of the model that is offloaded, have their states off the device.
-            away = done < self.layout.row.offloaded * total
-            done += unit.parameters.on()
+            away = next(blocks) if unit.block else of_root
             # Blocks of a stack share their tuples of kernels; one of them is computed.
             amounts = unit.parameters, unit.frozen, unit.joins, unit.output, unit.tables
             key = (id(unit.forward), id(unit.weight), *amounts, away)
@@ -184,7 +185,7 @@ class Durations:
         found["replicas"] = self.replicas.all_reduce(own * widths.wire)
         sharing = min(node.devices, layout.ranks)
         if self.sharded and row.parameter_tier is not Tier.DEVICE:
-            size = (elements * widths.parameter + frozen) / self.shard.size
+            size = (away * elements * widths.parameter + frozen) / self.shard.size
             found["fetch"] = self._copy(size)
             if row.parameter_tier is Tier.NVME:
                 found["read"] = _disk(node.disk_read, size * sharing, node.name)
@@ -197,6 +198,8 @@ class Durations:
         moved = own * (widths.wire + 2 * state + widths.parameter)
         found["host_update"] = moved * sharing / node.host_bandwidth
         found["gradient_out"] = self._copy(own * widths.wire)
+        if layout.accumulation > 1 and self.reduces_each and not node.device.processor:
+            found["host_add"] = own * (widths.wire + 2 * widths.gradient) * sharing / node.host_bandwidth
         if row.parameter_tier is Tier.DEVICE:
             found["parameter_in"] = self._copy(own * widths.parameter)
         if row.optimizer_tier is Tier.NVME:

@@ -54,10 +54,27 @@ def machine_here(ranks: int, nodes: int) -> Machine:
         return _part(Machine.load(path), ranks, nodes, path)
     if torch.cuda.is_available():
         try:
-            return cluster(gpu=torch.cuda.get_device_name(), gpus=ranks, nodes=nodes)
+            return with_host(cluster(gpu=torch.cuda.get_device_name(), gpus=ranks, nodes=nodes))
         except ValueError as error:
             _log.warning("the planner does not know this GPU: %s", error)
     return _measured(ranks, nodes)
+
+
+def with_host(machine: Machine) -> Machine:
+    """Return a machine of tables with the memory and the cores of this host, which may be a part of a usual one."""
+    whole, bandwidth, cores = _host()
+
+    def here(node: Node) -> Node:
+        return replace(node, host_memory=whole, host_bandwidth=bandwidth, cores=cores)
+
+    return replace(machine, nodes=tuple((here(node), count) for node, count in machine.nodes))
+
+
+def _host() -> tuple[float, float, int]:
+    """Return bytes of this host's free memory, bytes per second that its cores move together, and their number."""
+    host, cores = memory(), processor()["cores"]
+    whole = min(size for size in (host["available_bytes"], host["limit_bytes"]) if size is not None)
+    return whole, memory_bandwidth(cores), cores
 
 
 def _part(machine: Machine, ranks: int, nodes: int, path: str) -> Machine:
@@ -76,9 +93,7 @@ def _part(machine: Machine, ranks: int, nodes: int, path: str) -> Machine:
 def _measured(ranks: int, nodes: int) -> Machine:
     """Return a machine of what one process measures quickly; its links are those of ranks that share a host."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    host, cores = memory(), processor()["cores"]
-    bandwidth = memory_bandwidth(cores)
-    whole = min(size for size in (host["available_bytes"], host["limit_bytes"]) if size is not None)
+    whole, bandwidth, cores = _host()
     flops = {name: measured_flops(device, dtype, 0.1) for name, dtype in DTYPES.items()}
     found = devices()
     own = float(found[0]["memory_bytes"] or whole) if found else whole / ranks

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import ceil
 from typing import NamedTuple
 
 from zeromesh.comm.sums import SumPlace
-from zeromesh.model.placement import Placement, PlacementRow, Tier
+from zeromesh.model.placement import Placement, PlacementRow, Tier, offloaded_units
 from zeromesh.plan.conventions import Convention
 from zeromesh.plan.layout import ParallelLayout, Widths
 from zeromesh.shard.gradient_pools import FullGradient, PoolRules, bytes_of, gradient_pools, largest
@@ -97,20 +98,16 @@ def states_of(
     return RankStates(resting, gathered * widths.parameter, working=working)
 
 
-def _rows(units: Sequence[UnitElements], row: PlacementRow) -> list[tuple[UnitElements, PlacementRow]]:
-    """Return units with their rows; the first ones stay on the device where a share is offloaded."""
-    stays = (1 - row.offloaded) * sum(unit.size * unit.number for unit in units)
-    found = []
+def _rows(units: Sequence[UnitElements], layout: ParallelLayout) -> list[tuple[UnitElements, PlacementRow]]:
+    """Return units with their rows; those that are alike and partly off the device are there twice."""
+    row, found = layout.row, []
+    away = iter(offloaded_units([u.size for u in units for _ in range(u.number)], row, layout.accumulation > 1))
     for unit in units:
-        size, count = unit.size, unit.number
-        if not size:
-            continue
-        here = min(count, int(stays // size + 1e-9)) if row.offloaded < 1 else 0
-        stays -= here * size
-        if here > 0:
-            found.append((unit._replace(number=here), row.on_device))
-        if here < count:
-            found.append((unit._replace(number=count - here), row))
+        gone = sum(islice(away, unit.number))
+        if unit.size and gone < unit.number:
+            found.append((unit._replace(number=unit.number - gone), row.on_device))
+        if unit.size and gone:
+            found.append((unit._replace(number=gone), row))
     return found
 
 
@@ -131,7 +128,7 @@ def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, sums: 
     files: list[tuple[float, int]] = []  # bytes of units in files: states, and parameters
     stored: list[tuple[float, int]] = []
     sizes = []
-    for unit, own_row in _rows(units, row):
+    for unit, own_row in _rows(units, layout):
         count, size = unit.number, _pad(unit.size, widths.parameter, ranks)
         sizes.append((unit._replace(size=size), own_row))
         own = unit.size / ranks if row.optimizer is Placement.SHARDED else unit.size

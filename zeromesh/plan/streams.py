@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zeromesh.plan.durations import UnitTime
+from zeromesh.shard.arrivals import ARRIVALS
 
 COMPUTE, DATA, OUT, IN, HOST, READ, WRITE = (
     "compute", "data links", "to host", "from host", "host", "disk reads", "disk writes",
@@ -114,8 +115,9 @@ class _Stream:
         self.slots = max(1, min(rules.parameter_slots, len(self.blocks))) if self.blocks else 1
         self.gathered: dict[int, tuple[float, str]] = {}  # by the unit's place: end of its gather, and its cause
         self.reduced: list[float] = []  # ends of reductions, the newest last
-        self.landed = 0.0  # the last copy of gradients to the host
+        self.added: list[float] = []  # ends of additions on the host, the newest last
         self.saved: dict[int, float] = {}
+        self.first = True
 
     # The update, and the gathers of what it has changed.
 
@@ -153,6 +155,7 @@ class _Stream:
     def micro_batch(self, first: bool, last: bool) -> None:
         """Compute the forward and the backward of a micro-batch."""
         clock, rules, units = self.clock, self.rules, self.units
+        self.first = first
         blocks = [place for place, unit in enumerate(units) if unit.block]
         count = len(blocks)
         # Uses of blocks in the order of the forward and the backward. Units that were used last stay in their slots.
@@ -228,6 +231,11 @@ class _Stream:
         end = clock.use(DATA, unit.reduce, clock.now, f"reduce {unit.name}")
         if unit.gradient_out:
             end = clock.use(OUT, unit.gradient_out, end, f"gradient {unit.name}")
+        if unit.host_add and not self.first:  # the sums of the first micro-batch are copied to where they stay
+            # The host adds a sum when it has no more memory for others.
+            if len(self.added) >= ARRIVALS:
+                clock.wait(self.added[-ARRIVALS], HOST)
+            self.added.append(clock.use(HOST, unit.host_add, end, f"add {unit.name}"))
         if not self.rules.reduces_early:
             clock.wait(end, DATA)
         self.reduced.append(end)
@@ -240,3 +248,4 @@ class _Stream:
         if replicas:
             clock.wait(clock.use(REPLICAS, replicas, clock.now, "sum over replicas"), REPLICAS)
         clock.wait(clock.free.get(OUT, 0.0), OUT)
+        clock.wait(max(self.added, default=0.0), HOST)

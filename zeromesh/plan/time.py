@@ -216,7 +216,7 @@ def _stage(units: Sequence[UnitTime], durations: Durations, blocks: int, release
     elif durations.reduces_each:
         back = max(back, sum(unit.reduce for unit in own) - weight)
     if durations.reduces_each:
-        back = max(back, sum(unit.gradient_out for unit in own) - weight)
+        back = max(back, sum(max(unit.gradient_out, unit.host_add) for unit in own) - weight)
     saved = sum(unit.saved_out for unit in own)
     forward, back = max(forward, saved), max(back, saved - weight)
     if (durations.habits.messages_block or durations.node.device.processor) and message:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeromesh.comm.mesh import Mesh
-from zeromesh.model.placement import PlacementRow
+from zeromesh.model.placement import PlacementRow, offloaded_units
 from zeromesh.model.precision import Precision
 from zeromesh.model.quantized import is_wrapper, parts
 from zeromesh.model.split import Held
@@ -71,23 +71,29 @@ def make_units(model: nn.Module, targets: Sequence[str], tables: Collection[str]
 
 
 def lay_out(
-    units: Sequence[Unit], mesh: Mesh, sharding: Sharding, part: ModelPart
+    units: Sequence[Unit], mesh: Mesh, sharding: Sharding, part: ModelPart, accumulates: bool
 ) -> list[tuple[Unit, list[Flat], PlacementRow]]:
-    """Settle where each parameter of every unit will lie, in flat buffers that have no memory yet."""
+    """Settle where each parameter of every unit will lie, in flat buffers that have no memory yet.
+
+    ``accumulates`` as for ``offloaded_units``.
+    """
     tensor = mesh.group("tensor")
     owned = assign(units[0].module, [*(unit.name for unit in units[1:]), *sharding.tables.modules])
-    rows = _rows([sum(parameter.numel() for _, parameter in owned[unit.name]) for unit in units], sharding.row)
+    sizes = [sum(p.numel() for _, p in owned[unit.name] if p.requires_grad) for unit in units]
+    away = offloaded_units(sizes, sharding.row, accumulates)
     found: list[tuple[Unit, list[Flat], PlacementRow]] = []
     number = 0
-    for unit, row in zip(units, rows, strict=True):
-        flats = []
+    for unit, is_away in zip(units, away, strict=True):
+        row, flats = sharding.row if is_away else sharding.row.on_device, []
         kinds = _kinds(unit.module, owned[unit.name], sharding, part.tied)
         for (dtype, trainable, tied_stages, narrow), members in kinds.items():
             shapes = [(name, parameter.shape) for name, parameter in members]
             whole = {name: Held(tuple(shape), rank=tensor.rank, ranks=tensor.size) for name, shape in shapes}
             held = {name: part.split.get(name) or whole[name] for name in whole}
             layout = Layout.build(shapes, dtype, trainable, mesh.shard.size, held)
-            flat = Flat(layout, [parameter for _, parameter in members], number, row, mesh, tied_stages)
+            # What is frozen has no master that it could rest in.
+            its_row = row if trainable else sharding.row
+            flat = Flat(layout, [parameter for _, parameter in members], number, its_row, mesh, tied_stages)
             if narrow:
                 flat.narrow = NarrowGather(layout, flat.shard_range)
             if trainable:
@@ -101,15 +107,6 @@ def lay_out(
             number += 1
         found.append((unit, flats, row))
     return found
-
-
-def _rows(sizes: Sequence[int], row: PlacementRow) -> list[PlacementRow]:
-    # The first units stay on the device: their gradients come last, so their update could not run beside the backward.
-    rows, stays = [], (1 - row.offloaded) * sum(sizes)
-    for size in sizes:
-        rows.append(row.on_device if size <= stays else row)
-        stays -= size if size <= stays else 0
-    return rows
 
 
 def _kinds(

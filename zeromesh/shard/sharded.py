@@ -71,7 +71,8 @@ class ShardedModel:
         # Everything is laid out before anything gets memory, so that what does not fit is refused first.
         self.units = make_units(model, sharding.targets, sharding.tables.modules)
         mixed = precision.compute is not None
-        laid_out = lay_out(self.units, mesh, sharding, part)
+        self.accumulation = accumulation or Accumulation(1)
+        laid_out = lay_out(self.units, mesh, sharding, part, self.accumulation.steps > 1)
         self.root, rest = self.units[0], self.units[1:]
         of_units = [flat for _, flats, _ in laid_out for flat in flats]
         self.tables = Tables(sharding.tables, mesh, max(len(of_units), len(self.units)), precision)
@@ -83,7 +84,6 @@ class ShardedModel:
         )  # fmt: skip
         self.link = Link(mesh.device)
         gradients = [flat.gradient for flat in self.flats if flat.gradient]
-        self.accumulation = accumulation or Accumulation(1)
         self.reducer = Reducer(gradients, policy, mesh, self.accumulation.steps > 1, self.link, self.tables)
         early = [flat for flat in of_units if can_begin_early(flat, mesh)]
         in_memory = [flat for flat in self.tables.flats if flat.parameter_tier is not Tier.NVME]
