@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from zeromesh.checkpoint.background import BackgroundSaves
 from zeromesh.computation import Computation
 from zeromesh.observe.observer import Observer
+from zeromesh.optim.spikes import SpikeWatch
 from zeromesh.reports import Before
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.update import Update
@@ -94,8 +95,13 @@ class EngineState:
 
     @property
     def skipped_steps(self) -> int:
-        """Number of updates that were skipped because a gradient was not finite."""
+        """Number of updates that were left out because a gradient was not finite, or as spikes."""
         return self._update.skipped
+
+    @property
+    def spikes(self) -> SpikeWatch:
+        """Comparison of updates with those before them; ``spikes.last`` is the last update if it was a spike."""
+        return self._update.spikes
 
     def train_batch_size(self) -> int:
         """Samples per update over all ranks."""

@@ -17,6 +17,7 @@ from zeromesh.comm.stragglers import Stragglers
 from zeromesh.observe.spans import span
 from zeromesh.optim.bound import answer
 from zeromesh.optim.host import HostSteps
+from zeromesh.optim.spikes import SpikeWatch
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.replicas import require_equal_replicas
 from zeromesh.shard.sharded import Agreement, ShardedModel
@@ -47,7 +48,8 @@ class Update:
         self.mean_loss: float | None = None  # of the last update, over ranks; None where no rank knows one
         self.asked = 0  # largest number that any rank passed to ``ask`` before the last update
         self.save_failed = False  # whether a rank's asynchronous save had failed before the last update
-        self.skipped = 0  # updates so far that were skipped because a gradient was not finite
+        self.skipped = 0  # updates so far that were left out: a gradient was not finite, or they were spikes
+        self.spikes = SpikeWatch(config.spikes)
         self.runs = False  # whether the optimizer's own step runs as a part of an update
         self._sharded, self._config, self._optimizer = sharded, config, optimizer
         self._mesh, self._accumulation = sharded.mesh, sharded.accumulation
@@ -97,7 +99,7 @@ class Update:
         """Update the parameters; return False if the update is skipped instead, on all ranks."""
         optimizer, factor = self._optimizer, self.factor  # before the loss scale changes
         assert optimizer is not None
-        skips = self._must_skip(agreement, number)
+        skips = self._must_skip(agreement, number) or self._is_left_out(agreement, number)
         answer(optimizer, self.loss_scale, skips)
         if not skips:
             self._update(optimizer, factor)
@@ -105,8 +107,7 @@ class Update:
 
     def finish(self, agreement: Agreement) -> None:
         """Note the mean loss."""
-        total, count = agreement.notes[:, 1:3].sum(0).tolist()
-        self.mean_loss = total / count if count else None  # nothing is known of losses whose backward the user called
+        self.mean_loss = _mean_loss(agreement)
 
     def _update(self, optimizer: Optimizer, factor: float) -> None:
         """Let the optimizer update the masters by the gradients times ``factor``, and send the new parameters."""
@@ -189,9 +190,26 @@ class Update:
                     "activations of spread sequences: outside of their layers they are parts (docs/tensor.md)"
                 )
 
+    def _is_left_out(self, agreement: Agreement, number: int) -> bool:
+        """Return whether the update is a spike that is to be left out."""
+        assert self.norm is not None
+        try:
+            spike = self.spikes.look(number, _mean_loss(agreement), self.norm)
+        except BaseException:
+            self._sharded.forget_gradients()
+            raise
+        if spike is None:
+            return False
+        if self._mesh.rank == 0:
+            _log.warning("%s", spike)
+        if spike.skipped:
+            self.skipped += 1
+            self._sharded.forget_gradients()
+        return spike.skipped
+
     def _must_skip(self, agreement: Agreement, number: int) -> bool:
         """Return whether the gradients cannot be used; the answer is the same on all ranks."""
-        bad = agreement.notes[:, 0]
+        bad, self.spikes.last = agreement.notes[:, 0], None
         if not bool(bad.any()) and isfinite(agreement.norm):
             self._skipped_in_a_row = 0
             if self.scaler is not None:
@@ -224,6 +242,12 @@ class Update:
                 f"{culprit}; lower the learning rate, or clip gradients"
             )
         return True
+
+
+def _mean_loss(agreement: Agreement) -> float | None:
+    """Return the mean over ranks and micro-batches; None where the user called the backward of the losses."""
+    total, count = agreement.notes[:, 1:3].sum(0).tolist()
+    return total / count if count else None
 
 
 def _host_steps(update: weakref.ref[Update]) -> HostSteps | None:

@@ -22,6 +22,7 @@ from zeromesh.model.placement import Tier
 from zeromesh.model.quantized import fingerprint, layers, states
 from zeromesh.model.split import Held
 from zeromesh.optim.schedules import RateSchedule
+from zeromesh.optim.spikes import SpikeWatch
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import ShardedModel
@@ -50,7 +51,11 @@ class RunState(Protocol):
 
     @property
     def skipped_steps(self) -> int:
-        """Number of updates that were skipped because a gradient was not finite."""
+        """Number of updates that were left out because a gradient was not finite, or as spikes."""
+
+    @property
+    def spikes(self) -> SpikeWatch:
+        """Comparison of updates with those before them."""
 
     def train_batch_size(self) -> int:
         """Samples per update over all ranks."""

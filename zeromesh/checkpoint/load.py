@@ -288,6 +288,7 @@ def _load_progress(engine: RunState, reader: Reader, scheduler_states: bool) -> 
         share_random_state(mesh.group("pipeline"))  # or they would draw different samples
     samples = state.get("global_samples", state["global_steps"] * engine.train_batch_size())
     engine.resume(state["global_steps"], samples, state["micro_steps"], state["skipped_steps"])
+    engine.spikes.load(state.get("spikes", {}))
     if engine.loss_scaler is not None and state["loss_scaler"]:
         engine.loss_scaler.load_state_dict(state["loss_scaler"])
     if engine.lr_scheduler is not None and scheduler_states and state["scheduler"]:

@@ -231,6 +231,7 @@ def _state(engine: RunState, client_state: dict[str, Any]) -> dict[str, Any]:
         "train_batch_size": engine.train_batch_size(),
         "micro_steps": engine.micro_steps,
         "skipped_steps": engine.skipped_steps,
+        "spikes": engine.spikes.state(),
         "data": None if loader is None or engine.data_position is None else loader.state(engine.data_position),
         "loss_scaler": engine.loss_scaler.state_dict() if engine.loss_scaler else None,
         "scheduler": _scheduler_state(engine),

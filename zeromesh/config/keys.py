@@ -8,6 +8,8 @@ OPTIMIZER_PARAMS = "optimizer.params"
 SCHEDULER_PARAMS = "scheduler.params"
 UNTESTED_OPTIMIZER = "zero_allow_untested_optimizer"
 CLIPPING = "gradient_clipping"
+SPIKES_ACTION = "spikes.action"
+SPIKE_LIMITS = "spikes.loss and spikes.norm"
 FP16 = '"fp16": {"enabled": true}'
 MIN_LOSS_SCALE = "fp16.min_loss_scale"
 SCALE_POWER = "fp16.initial_scale_power"
@@ -98,6 +100,8 @@ OTHER_OUTPUT = f"choose another folder with --set {OUTPUT}=FOLDER"
 RESUME = "run.resume"
 STEPS = "run.steps"
 SAVE_EVERY = "run.save_every"
+LOG_EVERY = "run.log_every"
+ROLL_BACK = "run.roll_back"
 PROMPTS = "run.sample.prompts"
 OPTIMIZER_ENTRY = '"optimizer": {"type": "AdamW", "params": {"lr": ...}}'
 BLEND_ENTRY = f'{SOURCES} as {{"source": ..., "weight": ...}}'

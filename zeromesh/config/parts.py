@@ -405,6 +405,23 @@ class ReplicaCheck(Section):
     at_saves: bool = key(True, "Also compare before each checkpoint. If copies differ, the checkpoint is not written.")
 
 
+class Spikes(Section):
+    """Updates whose loss or gradient norm is far above those before them."""
+
+    action: Literal["warn", "skip"] = key(
+        "warn", "warn: log them. skip: also leave them out, on all ranks, as updates whose gradients are not finite."
+    )
+    loss: PositiveFloat | None = key(
+        None,
+        "Multiple of the median loss of the last updates above which an update is a spike. Null: do not look.",
+        gt=1,
+    )
+    norm: PositiveFloat | None = key(
+        None, "The same for the norm of the gradient before clipping. Null: do not look.", gt=1
+    )
+    window: PositiveInt = key(50, "Number of the last updates. The first 10 updates of a run are never spikes.")
+
+
 class Debug(Section):
     """Slow checks that find out why a program hangs."""
 

@@ -137,6 +137,7 @@ class Settings(Section):
     wall_clock_breakdown: bool = key(False, "Log the time by phase, every steps_per_print updates (default: 10).")
     profile: parts.TraceSettings = parts.TraceSettings()
     replica_check: parts.ReplicaCheck = parts.ReplicaCheck()
+    spikes: parts.Spikes = parts.Spikes()
     debug: parts.Debug = parts.Debug()
     tensorboard: parts.TensorBoard = parts.TensorBoard()
     wandb: parts.Wandb = parts.Wandb()

@@ -40,6 +40,7 @@ OURS: tuple[str, ...] = (
     "tensor_parallel.sequence",
     "profile",
     "replica_check",
+    "spikes",
     "debug",
     "checkpoint.asynchronous",
     "checkpoint.keep_last",

@@ -252,5 +252,10 @@ class RunSettings(Section):
     )
     ranks: PositiveInt = key(1, "Number of ranks to start. Ignored under a launcher.")
     threads: PositiveInt | None = key(None, "Threads per rank. Null: the cores divided by the ranks.")
+    roll_back: CountInt | None = key(
+        None,
+        "After an update that `spikes` leaves out: go back to the last checkpoint that is at least so many updates "
+        "older, and leave out the samples since. Null: go on with the next samples.",
+    )
     log_every: PositiveInt = key(10, "Steps between two lines in the log.")
     sample: SampleSettings = key(SampleSettings(), "Texts to generate at the end of the run.")

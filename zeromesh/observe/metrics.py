@@ -14,13 +14,27 @@ class MetricsLog:
     """Append records to a file; the run continues after ``last_step``."""
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
+        self._path = path
+        self._open(last_step)
+
+    def _open(self, last_step: int) -> None:
         # What lies beyond are steps that were taken after the last checkpoint, and are taken again.
-        kept = [record for record in read_metrics(path) if record["step"] <= last_step]
-        part = path.with_name(path.name + ".part")
+        kept = [one for one in read_metrics(self._path) if one["step"] <= last_step or one.get("noted")]
+        part = self._path.with_name(self._path.name + ".part")
         part.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        part.replace(path)  # whole, whenever the process is killed
+        part.replace(self._path)  # whole, whenever the process is killed
         self._written = {(record["kind"], record["step"]) for record in kept}
-        self._file = path.open("a")
+        self._file = self._path.open("a")
+
+    def forget(self, last_step: int) -> None:
+        """Leave out the records of steps beyond ``last_step``, which are taken again, but not notes."""
+        self._file.close()
+        self._open(last_step)
+
+    def note(self, kind: str, step: int, **values: Any) -> None:
+        """Append the record of an event, which is kept whatever becomes of its step."""
+        self._file.write(json.dumps({"kind": kind, "step": step, "noted": True, **values}) + "\n")
+        self._file.flush()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append the record of a kind, such as "train" or "validation", for a step, unless it is there."""

@@ -36,6 +36,7 @@ FREE = frozenset(
         "zero_optimization",
         "activation_checkpointing",
         "checkpoint",
+        "spikes",  # which may be why the run is resumed
         "steps_per_print",
         "wall_clock_breakdown",
         "profile",
@@ -111,6 +112,11 @@ def check(settings: Settings) -> Job:
     resolved = _resolved(job)
     if job.run.resume and job.folder.config.is_file():
         job.folder.require_base()  # before the model is built from that folder
+    if job.run.roll_back is not None and (settings.spikes.action != "skip" or not job.run.save_every):
+        raise ValueError(
+            f"{keys.ROLL_BACK} = {job.run.roll_back} goes back to a checkpoint after an update that was left out; set "
+            f'{keys.SPIKES_ACTION} to "skip", and {keys.SAVE_EVERY} to a number, or leave {keys.ROLL_BACK} out'
+        )
     # The model has no memory here, and a rank is started only if everything fits together.
     try_out(build_model(job), resolved, sizes)
     job.folder.check(bool(job.run.resume))

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from zeromesh.checkpoint.folder import latest
-from zeromesh.checkpoint.manifest import MANIFEST
+from zeromesh.checkpoint.folder import DRAFT, OLD, latest
+from zeromesh.checkpoint.manifest import MANIFEST, read_manifest
 from zeromesh.config.keys import MODEL_FOLDER, OTHER_OUTPUT, OUTPUT
 from zeromesh.config.settings import Resolved
 from zeromesh.pretrained import is_model_id
@@ -50,6 +50,14 @@ class RunFolder:
         if not self.checkpoints.is_dir() or not any(self.checkpoints.glob(f"*/{MANIFEST}")):
             return None
         return latest(self.checkpoints)
+
+    def tags(self) -> dict[int, str]:
+        """Return the tags of the run's checkpoints by their steps, in order."""
+        found = {}
+        for manifest in self.checkpoints.glob(f"*/{MANIFEST}"):
+            if not manifest.parent.name.endswith((DRAFT, OLD)):
+                found[int(read_manifest(manifest.parent)["global_steps"])] = manifest.parent.name
+        return dict(sorted(found.items()))
 
     def settings(self) -> Resolved:
         """Return the settings of the run; raise ValueError if no run wrote the file."""

@@ -72,6 +72,11 @@ class TimeLog:
         seconds = {kind: round(seconds, 3) for kind, seconds in self._seconds.items() if seconds}
         self._append({"at": time.time(), "step": step, "seconds": seconds, "ends": ends})
 
+    def go_back(self, step: int, back: int) -> None:
+        """Write that the run goes on from ``back``, and takes the steps from there to ``step`` again."""
+        self.record(step)
+        self._append({"back": back})
+
     def _switch(self, kind: Spent) -> Spent:
         now, before = time.monotonic(), self._kind
         self._seconds[before] += now - self._since
@@ -112,6 +117,13 @@ class Attempt:
         self.ends = record["ends"]
         return now
 
+    def take_again(self, step: int) -> None:
+        """Count the steps beyond ``step`` as lost."""
+        for stretch in self.stretches:
+            if stretch.step > step:
+                lost = stretch.seconds.pop(Spent.STEPS, 0.0)
+                stretch.seconds[Spent.REDONE] = stretch.seconds.get(Spent.REDONE, 0.0) + lost
+
     @property
     def last(self) -> float:
         """Time of the last record."""
@@ -126,12 +138,12 @@ def read_attempts(path: Path) -> list[Attempt]:
         if "began" in record:
             before = {}
             found.append(Attempt(max(record["began"], found[-1].last if found else 0.0), record["step"]))
+        elif found and "back" in record:
+            found[-1].take_again(record["back"])
         elif found:
             before = found[-1].add(record, before)
     for attempt, later in pairwise(found):
-        for stretch in attempt.stretches:
-            if stretch.step > later.step:
-                stretch.seconds[Spent.REDONE] = stretch.seconds.pop(Spent.STEPS, 0.0)
+        attempt.take_again(later.step)
         if not attempt.ends:
             down = {Spent.DOWN: later.began - attempt.last}
             attempt.stretches.append(Stretch(attempt.last, later.began, later.step, down))

@@ -6,12 +6,15 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from zeromesh import Engine
+from zeromesh.comm.agreement import texts
+from zeromesh.config.errors import counted
+from zeromesh.config.keys import SPIKE_LIMITS
 from zeromesh.observe.machine import peak_bytes, peak_flops
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display, Figures
@@ -20,6 +23,8 @@ from zeromesh.train.data.loader import Batch, Share
 from zeromesh.train.goodput import Spent, TimeLog
 from zeromesh.train.loss import HeldOut, Score, weighted
 from zeromesh.train.signals import Ended, Request, mark_saved
+
+MOST_ROLLBACKS = 3  # to one checkpoint; the samples between it and a spike are others each time
 
 _log = logging.getLogger("zeromesh")
 
@@ -45,9 +50,14 @@ class Loop:
     metrics: MetricsLog | None
     display: Display
     times: TimeLog
+    went_back: list[str] = field(default_factory=list)  # checkpoints, by this attempt at the run
 
-    def run(self, batches: Iterator[Batch], start: Progress) -> Progress:
-        """Train from ``start`` to the last step, and save the last state. Collective."""
+    def run(self, batches_from: Callable[[int], Iterator[Batch]], start: Progress) -> Progress:
+        """Train from ``start`` to the last step, and save the last state. Collective.
+
+        ``batches_from`` returns this rank's micro-batches from a number of samples on.
+        """
+        batches = batches_from(start.samples)
         dtype = self.engine.config.precision.compute or self.engine.config.precision.autocast or torch.float32
         # Measured on all ranks at the same time, which may share cores or the power of a machine.
         own = torch.tensor([peak_flops(self.engine.device, dtype)], dtype=torch.float64)
@@ -60,6 +70,10 @@ class Loop:
                 loss = self._step(batches)
             seconds = progress.seconds + (time.perf_counter() - began)
             progress = Progress(progress.step + 1, progress.samples + self.share.global_batch, seconds)
+            if (back := self._after_spike(progress)) is not None:
+                progress = logged = back
+                batches = batches_from(back.samples)
+                continue
             if progress.step in (1, self.job.run.steps) or self._due(progress, self.job.run.log_every):
                 peak = self._log(progress, logged, loss, rate, peak)
                 logged = progress
@@ -89,6 +103,46 @@ class Loop:
         loss = self.engine.get_mean_loss()
         assert loss is not None
         return loss
+
+    def _after_spike(self, progress: Progress) -> Progress | None:
+        """Record a step that is a spike. Go back to a checkpoint if the run does so; return where it goes on then."""
+        spike = self.engine.spikes.last
+        if spike is None:
+            return None
+        back = self._checkpoint_before(progress.step) if spike.skipped and self.job.run.roll_back is not None else None
+        if self.metrics is not None:
+            values = {"name": spike.name, "value": spike.value, "usual": spike.usual, "skipped": spike.skipped}
+            self.metrics.note("spike", progress.step, samples=progress.samples, back=back, **values)
+        if back is None:
+            return None
+        self.engine.load_checkpoint(self.job.folder.checkpoints, tag=back)
+        reached = Progress(self.engine.global_steps, progress.samples, progress.seconds)
+        self.times.go_back(progress.step, reached.step)
+        self.display.line(f"{spike}; the run goes back to {back}, and on with sample {progress.samples}")
+        if self.metrics is not None:
+            self.metrics.forget(reached.step)
+        return reached
+
+    def _checkpoint_before(self, step: int) -> str | None:
+        """Return the tag of the checkpoint to go back to, the same on all ranks; None if none is old enough.
+
+        Raises:
+            FloatingPointError: the run has gone back to it too often.
+        """
+        self._complete_save(Progress(step))
+        older, spike = self.job.run.roll_back or 0, self.engine.spikes.last
+        fits = [tag for saved, tag in self.job.folder.tags().items() if saved <= step - older]
+        found = texts(self.engine.mesh.group("world"), fits[-1] if fits else "")[0]
+        if not found:
+            _log.warning("%s; the run goes on, as no checkpoint is %s older", spike, counted(older, "update"))
+            return None
+        if self.went_back.count(found) == MOST_ROLLBACKS:
+            raise FloatingPointError(
+                f"{spike}; the run went back to {found} {MOST_ROLLBACKS} times before; lower the learning rate, clip "
+                f"gradients, or raise {SPIKE_LIMITS}"
+            )
+        self.went_back.append(found)
+        return found
 
     def _due(self, progress: Progress, every: int) -> bool:
         """Return whether the step is a multiple of ``every``; 0 means never."""

@@ -79,7 +79,9 @@ def close(
     if isinstance(job.language, Transformer):
         job.folder.copy_tokenizer(job.folder.model)
     records = read_metrics(job.folder.metrics)
-    steps, validations = ([record for record in records if record["kind"] == kind] for kind in ("train", "validation"))
+    steps, validations, spikes = (
+        [record for record in records if record["kind"] == kind] for kind in ("train", "validation", "spike")
+    )
     curves = ([(record["step"], record["loss"]) for record in kind] for kind in (steps, validations))
     if not loss_picture(job.folder.picture, *curves):
         console.print(f"no {job.folder.picture.name}: drawing it needs matplotlib, pip install 'zeromesh[plots]'")
@@ -100,6 +102,7 @@ def close(
         "training_seconds": reached.seconds,  # in steps, of the whole run also if it was resumed
         "attempts": len(attempts),  # commands and restarts; the times are those of all
         "time": {kind.name.lower(): round(seconds, 3) for kind, seconds in times.items()},
+        "spikes": [{key: one[key] for key in ("step", "name", "value", "usual", "skipped", "back")} for one in spikes],
         "goodput": times[Spent.STEPS] / (sum(times.values()) or 1.0),  # 0 where no time could be written
         "utilization": fmean(record["utilization"] for record in steps),  # share of the peak operations per second
         "training_loss": steps[-1]["loss"],
@@ -140,6 +143,11 @@ def markdown(report: Report) -> str:
         _table(("what", "value"), _summary(report)),
         "## Time of all attempts",
         _table(("work", "time", "share"), _times(report)),
+        *(
+            ["## Spikes", _table(("step", "of", "value", "median before", "what was done"), _spikes(report))]
+            if report["spikes"]
+            else []
+        ),
         "## Memory of the first rank",
         _table(("state", "tier", "bytes"), _memory(report["memory"])),
         "## Prediction for the first rank",
@@ -152,6 +160,13 @@ def markdown(report: Report) -> str:
     if report["samples"]:
         parts += ["## Samples", *map(_block, report["samples"])]
     return "\n\n".join(parts) + "\n"
+
+
+def _spikes(report: Report) -> Iterable[Sequence[str]]:
+    for one in report["spikes"]:
+        done = "left out" if one["skipped"] else "logged"
+        done += f"; the run went back to {one['back']}" if one["back"] else ""
+        yield str(one["step"]), one["name"], f"{one['value']:.4g}", f"{one['usual']:.4g}", done
 
 
 def _block(text: str) -> str:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -126,7 +127,7 @@ def run_rank(settings: Settings, began: float) -> None:
 
 
 def _train(job: Job, prepared: PreparedData, began: float) -> None:
-    engine, cost = _engine(job)
+    engine, cost = engine_of(job)
     try:
         console = make_console(quiet=engine.mesh.rank != 0)
         changed = engine.config.model_dump(mode="json", exclude_defaults=True)
@@ -169,13 +170,13 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
             )  # fmt: skip
             length, seed = job.language.sequence_length, job.settings.seed
             with forward_signals(engine):
-                reached = loop.run(training_batches(prepared, length, loop.share, seed, start.samples), start)
+                reached = loop.run(partial(training_batches, prepared, length, loop.share, seed), start)
         close(loop, prepared, began, start, reached, console)
     finally:
         engine.destroy()
 
 
-def _engine(job: Job) -> tuple[Engine, float]:
+def engine_of(job: Job) -> tuple[Engine, float]:
     """Return the engine of the model, and the operations per token of training."""
     settings = job.settings
     torch.manual_seed(settings.seed)

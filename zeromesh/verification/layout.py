@@ -20,7 +20,7 @@ APART = frozenset(
     {
         "train_batch_size", MICRO_BATCH, ACCUMULATION, "mesh", "model", "huggingface", "lora", "data", "run",
         "curriculum_learning", "checkpoint", "steps_per_print", "wall_clock_breakdown", "profile", "flops_profiler",
-        "tensorboard", "wandb", "csv_monitor", "host_memory_limit", "sequence_parallel_size", "seed",
+        "tensorboard", "wandb", "csv_monitor", "spikes", "host_memory_limit", "sequence_parallel_size", "seed",
     }
 )  # fmt: skip
 """Keys that trials set themselves, or that change nothing of an update."""

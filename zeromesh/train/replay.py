@@ -1,0 +1,243 @@
+"""``zeromesh replay``: take steps of a run again from its checkpoint and samples, and compare them with its record."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from zeromesh import Settings, init_distributed, launch
+from zeromesh.checkpoint.manifest import read_manifest
+from zeromesh.comm.environment import shutdown
+from zeromesh.config.errors import counted
+from zeromesh.config.keys import LOG_EVERY, OUTPUT, SAVE_EVERY
+from zeromesh.observe.metrics import read_metrics
+from zeromesh.train.check import Job, prepare_text
+from zeromesh.train.data.loader import Batch, Share, training_batches, training_samples
+from zeromesh.train.data.order import Blend
+from zeromesh.train.data.tokenizer import load_tokenizer
+from zeromesh.train.folder import RunFolder
+from zeromesh.train.loss import weighted
+from zeromesh.train.run import engine_of
+from zeromesh.train.signals import ignore_requests
+
+TIMES = 2  # that the steps are taken again: errors that pass differ from one time to the next
+CLOSE = 1e-2  # relative difference of losses up to which one process agrees with several ranks
+SHOWN = 200  # characters of each sample
+
+
+@dataclass(frozen=True)
+class Begin:
+    """State from which steps are taken again."""
+
+    tag: str
+    step: int  # of the checkpoint
+    samples: int  # consumed before its next step
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A step that was taken."""
+
+    step: int
+    loss: float  # nats per label
+    norm: float  # of the gradient, before clipping
+
+
+def replay(run: Path, step: int, one_process: bool, with_text: bool, console: Console) -> bool:
+    """Take the steps from the last checkpoint up to ``step`` again, twice; print and return whether all are equal.
+
+    Args:
+        run: folder of the run, which is only read.
+        step: the last step to take.
+        one_process: on one process, with all axes of the mesh 1, instead of in the run's own layout.
+        with_text: print the beginnings of the step's samples, too.
+        console: for the table.
+
+    Raises:
+        ValueError: the folder holds no run, or no checkpoint from which the step can be reached.
+    """
+    folder = RunFolder(run)
+    if not folder.config.is_file():
+        raise ValueError(f"{str(run)!r} holds no run; name the folder that {OUTPUT} named in training")
+    settings: Settings = folder.settings()
+    records, batch = read_metrics(folder.metrics), settings.train_batch_size or 1
+    begin = beginning(folder, records, step, batch)
+    # After a spike the run may have taken steps of these numbers with other samples.
+    records = [one for one in records if one.get("samples") == begin.samples + (one["step"] - begin.step) * batch]
+    if one_process:
+        settings = on_one_process(settings)
+    assert settings.run is not None
+    own = settings.run.model_copy(update={"output": str(run), "resume": False})  # the folder may have been moved
+    job = Job.of(settings.model_copy(update={"run": own}))
+    end = begin.samples + (step - begin.step) * batch
+    console.print(
+        f"{counted(step - begin.step, 'step')} from {begin.tag}, {counted(TIMES, 'time')}, on "
+        f"{counted(job.run.ranks, 'rank')}; step {step} has the samples {end - batch} to {end - 1} of the run"
+    )
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name, "steps.json")
+        launch(replay_rank, job.run.ranks, job.settings, begin, step, str(out))
+        runs = [[Replayed(**taken) for taken in times] for times in json.loads(out.read_text())]
+    console.print(_table(runs, records))
+    verdict, equal = judge(runs, records, one_process)
+    console.print(verdict)
+    for number, text in enumerate(texts_of(job, end - batch, batch) if with_text else (), end - batch):
+        console.print(f"sample {number}: {text!r}")
+    return equal
+
+
+def beginning(folder: RunFolder, records: list[dict[str, Any]], step: int, batch: int) -> Begin:
+    """Return the newest checkpoint that led to a step, and the samples that followed it.
+
+    After a spike a run may have gone back, and on with other samples: the record of a step tells which it had. Of a
+    step that was a spike, this is that of the spike.
+    """
+    known = [one for one in records if one["step"] == step and "samples" in one]
+    known.sort(key=lambda one: bool(one["kind"] == "spike"))
+    wanted = known[-1]["samples"] if known else None
+    for saved, tag in reversed(folder.tags().items()):
+        if saved >= step:
+            continue
+        # Where the run has gone on from this checkpoint: at first, and each time that it went back to it.
+        own = read_manifest(folder.checkpoints / tag)["client_state"]["samples"]
+        starts = [own, *(one["samples"] for one in records if one["kind"] == "spike" and one["back"] == tag)]
+        for samples in reversed(starts):
+            if wanted is None or samples + (step - saved) * batch == wanted:
+                return Begin(tag, saved, samples)
+    have = ", ".join(folder.tags().values()) or "none"
+    raise ValueError(
+        f"no checkpoint in {str(folder.checkpoints)!r} leads to step {step}: it has {have}; a run that is to be "
+        f"replayed saves often enough ({SAVE_EVERY}) and keeps what it saves"
+    )
+
+
+def on_one_process(settings: Settings) -> Settings:
+    """Return the settings of a run with as many samples per step on one process."""
+    document = settings.model_dump(mode="json", exclude_unset=True)
+    document |= {"mesh": {}, "run": {**document["run"], "ranks": 1}}
+    document.pop("gradient_accumulation_steps")
+    return Settings.load(document)
+
+
+def replay_rank(settings: Settings, begin: Begin, step: int, out: str) -> None:
+    """Take the steps on one rank; the first one writes them to a file."""
+    ignore_requests()
+    job = Job.of(settings)
+    if job.run.threads is not None:
+        torch.set_num_threads(job.run.threads)
+    init_distributed()
+    try:
+        prepared = prepare_text(job, may_write=False)
+        trained = prepared.tokenizer is not None and job.data.tokenizer is None
+        job = job.with_vocabulary(prepared.vocabulary, trained)
+        engine, _ = engine_of(job)
+        rows = engine.train_micro_batch_size_per_gpu()
+        share = Share(engine.data_rank, engine.data_size, rows, engine.gradient_accumulation_steps())
+        runs = []
+        for _ in range(TIMES):
+            engine.load_checkpoint(job.folder.checkpoints, tag=begin.tag)
+            batches = training_batches(prepared, job.language.sequence_length, share, settings.seed, begin.samples)
+            runs.append([asdict(taken) for taken in _steps(engine, job, batches, share, step)])
+        if engine.mesh.rank == 0:
+            Path(out).write_text(json.dumps(runs))
+        engine.destroy()
+    finally:
+        shutdown()
+
+
+def _steps(engine: Any, job: Job, batches: Iterator[Batch], share: Share, last: int) -> Iterator[Replayed]:
+    while engine.global_steps < last:
+        micro_batches, _ = weighted(engine, job.language, list(islice(batches, share.micro_batches)))
+        engine.train_batch(iter(micro_batches))
+        yield Replayed(engine.global_steps, engine.get_mean_loss(), engine.get_global_grad_norm())
+
+
+# The answer.
+
+
+def recorded(records: list[dict[str, Any]], step: int) -> dict[str, float]:
+    """Return the loss and the norm that the run has recorded of a step; of a spike, what made it one."""
+    spikes = [one for one in records if one["kind"] == "spike" and one["step"] == step]
+    if spikes:
+        return {"loss" if spikes[-1]["name"] == "loss" else "norm": spikes[-1]["value"]}
+    steps = [one for one in records if one["kind"] == "train" and one["step"] == step]
+    return {"loss": steps[-1]["loss"], "norm": steps[-1]["gradient_norm"]} if steps else {}
+
+
+def judge(runs: list[list[Replayed]], records: list[dict[str, Any]], one_process: bool) -> tuple[str, bool]:
+    """Return what the comparison says, and whether all that was compared is equal."""
+    first, second = runs
+    for one, other in zip(first, second, strict=True):
+        if not _equal(asdict(one), asdict(other)):
+            return (
+                f"transient: step {one.step} gave other bits the second time, from the same state and samples. Look "
+                "for kernels that are not deterministic (torch.use_deterministic_algorithms), or a machine that errs "
+                "(zeromesh doctor)"
+            ), False
+    compared = 0
+    for taken in first:
+        for name, value in recorded(records, taken.step).items():
+            compared, found = compared + 1, getattr(taken, name)
+            if _equal({name: found}, {name: value}, CLOSE if one_process else 0.0):
+                continue
+            told = f"step {taken.step} had a {name} of {value!r}, and has {found!r}"
+            if one_process:
+                return f"apart: {told} on one process; compare the layouts with zeromesh verify", False
+            return (
+                f"transient: {told} now, twice with the same bits. Something passed then, unless versions or hardware "
+                "have changed since"
+            ), False
+    if not compared:
+        return f"both times gave the same bits; the run has recorded none of these steps ({LOG_EVERY})", True
+    how = f"within {CLOSE:.0%}, on one process" if one_process else "bit for bit"
+    return (
+        f"persistent: steps {first[0].step} to {first[-1].step} give what the run recorded, {how}; what they show "
+        "comes from the state and the samples"
+    ), True
+
+
+def _equal(one: dict[str, float], other: dict[str, float], close: float = 0.0) -> bool:
+    pairs = [(one[name], other[name]) for name in one]
+    return all(a == b or (isnan(a) and isnan(b)) or abs(a - b) <= close * abs(b) for a, b in pairs)
+
+
+def _table(runs: list[list[Replayed]], records: list[dict[str, Any]]) -> Table:
+    table = Table("step", "loss, recorded", *(f"replay {number + 1}" for number in range(len(runs))), "norm, recorded",
+                  *(f"replay {number + 1}" for number in range(len(runs))))  # fmt: skip
+    for taken in zip(*runs, strict=True):
+        values = recorded(records, taken[0].step)
+        cells = [
+            _number(values.get("loss")), *(_number(one.loss) for one in taken),
+            _number(values.get("norm")), *(_number(one.norm) for one in taken),
+        ]  # fmt: skip
+        table.add_row(str(taken[0].step), *cells)
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.9g}"
+
+
+def texts_of(job: Job, first: int, count: int) -> list[str]:
+    """Return the beginnings of samples of the run, by their number.
+
+    Raises:
+        ValueError: the run was trained on tokens, without a tokenizer.
+    """
+    prepared = prepare_text(job, may_write=False)
+    if prepared.tokenizer is None:
+        raise ValueError("the run was trained on tokens and has no tokenizer, so that its samples are no text")
+    parts = training_samples(prepared, job.language.sequence_length, job.settings.seed)
+    tokenizer = load_tokenizer(prepared.tokenizer)
+    chosen = Blend(prepared.weights, first).take(count)
+    return [tokenizer.decode(parts[part].sample(index).tokens.tolist())[:SHOWN] for part, index in chosen]
