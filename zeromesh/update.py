@@ -72,7 +72,7 @@ class Update:
 
     def resume(self, skipped: int) -> None:
         """Count skipped updates on from those of a checkpoint."""
-        self.skipped = skipped
+        self.skipped, self._skipped_in_a_row = skipped, 0
 
     def ask(self, number: int) -> None:
         """Let all ranks hear of ``number`` at the next update; the largest counts. A signal handler may call it."""

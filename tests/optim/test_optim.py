@@ -460,3 +460,24 @@ def test_every_torch_optimizer_is_known_to_be_right_or_refused_on_shards():
     tables = set(factory._ELEMENTWISE) | set(factory._NEVER) | set(factory._WHOLE)
     classes = {c for c in vars(torch.optim).values() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
     assert classes - {torch.optim.Optimizer} <= tables
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "expected"),
+    [
+        ("adamw", {}, 8),
+        ("adam", {"adam_w_mode": False, "amsgrad": True}, 12),
+        ("lamb", {}, 8),
+        ("lion", {}, 4),
+        ("muon", {}, 4),
+        ("sgd", {"lr": "auto"}, 0),
+        ("sgd", {"momentum": 0.9}, 4),
+        ("RMSprop", {"centered": True, "momentum": 0.9}, 12),
+        ("Adafactor", {}, 1),  # a row and a column of a small matrix
+        ("adamw", {"capturable": True, "fused": True}, 8),
+        ("adamw", {"lr": -1.0}, 8),  # which is refused at the start
+        ("LBFGS", {}, 0),
+    ],
+)
+def test_bytes_of_states_are_those_of_an_update(name: str, params: Mapping[str, Any], expected: int) -> None:
+    assert factory.state_bytes(name, params) == expected

@@ -43,6 +43,16 @@ def test_the_first_updates_are_no_spikes_and_nothing_is_watched_by_default() -> 
     assert watch().look(11, 1e9, 1e9) is None
 
 
+def test_a_loss_that_is_not_known_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    one = watch(action="skip", loss=2.0)
+    assert one.look(11, None, 2.0) is None
+    assert one.look(12, None, 2.0) is None
+    assert [record.message for record in caplog.records] == [
+        "the loss is not watched for spikes: it is not known where its backward is called; call "
+        "engine.backward(loss), or watch the gradient norm"
+    ]
+
+
 def test_a_warned_spike_counts_and_a_skipped_one_does_not() -> None:
     warned, skipped = watch(loss=2.0, window=LEAST), watch(action="skip", loss=2.0, window=LEAST)
     for one in (warned, skipped):

@@ -429,7 +429,7 @@ def test_a_folder_without_runs_is_not_exported(tmp_path: Path) -> None:
 def build_where_one_rank_cannot(folder: Path) -> str:
     values = settings(folder / str(torch.distributed.get_rank()), folder / "run")
     try:
-        train._engine(check.Job.of(Settings.load(values)))
+        train.engine_of(check.Job.of(Settings.load(values)))
     except (ValueError, RuntimeError) as error:
         return str(error)
     return "nothing was wrong"

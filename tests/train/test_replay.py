@@ -14,7 +14,10 @@ from typer.testing import CliRunner
 
 from zeromesh.cli.main import app
 from zeromesh.observe.metrics import read_metrics
+from zeromesh.train.folder import RunFolder
+from zeromesh.train.loop import Loop
 from zeromesh.train.replay import Replayed, judge
+from zeromesh.train.signals import Request
 
 STEPS, BATCH, LENGTH = 30, 4, 32
 
@@ -30,7 +33,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(text: Path, folder: Path, ranks: int = 1, **changes: Any) -> Path:
+def config(text: Path, folder: Path, ranks: int = 1, roll_back: int | None = 2, **changes: Any) -> Path:
     settings: dict[str, Any] = {
         "train_batch_size": BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-2}},
@@ -39,13 +42,18 @@ def config(text: Path, folder: Path, ranks: int = 1, **changes: Any) -> Path:
         "spikes": {"action": "skip", "loss": 2.0, "window": 5},
         "run": {
             "steps": STEPS, "output": str(folder / "run"), "ranks": ranks, "log_every": 1, "save_every": 5,
-            "evaluate_every": 0, "roll_back": 2,
+            "evaluate_every": 0, "roll_back": roll_back,
         },
+        "csv_monitor": {"enabled": True, "output_path": str(folder / "run" / "csv"), "job_name": "run"},
         **changes,
     }  # fmt: skip
     path = folder / "config.json"
     path.write_text(json.dumps(settings))
     return path
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def run(*words: str) -> tuple[int, str]:
@@ -83,7 +91,8 @@ def test_a_run_goes_back_and_leaves_out_the_samples_since(rolled: Path) -> None:
 
 
 def test_a_spike_and_a_step_after_it_are_replayed_bit_for_bit(rolled: Path) -> None:
-    before = sorted(rolled.rglob("*"))
+    before = contents(rolled)
+    assert any("csv" in str(path) for path in before)
     spike = next(one for one in read_metrics(rolled / "metrics.jsonl") if one["kind"] == "spike")
     code, output = run("replay", str(rolled), "--step", str(spike["step"]), "--samples")
     assert code == 0, output
@@ -93,7 +102,34 @@ def test_a_spike_and_a_step_after_it_are_replayed_bit_for_bit(rolled: Path) -> N
     assert output.count("sample ") == BATCH
     code, output = run("replay", str(rolled), "--step", str(STEPS - 1))
     assert (code, "persistent: " in output) == (0, True), output
-    assert sorted(rolled.rglob("*")) == before
+    assert contents(rolled) == before
+
+
+def test_a_signal_at_a_spike_saves_where_the_run_goes_on(
+    rolled: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = read_metrics(rolled / "metrics.jsonl")
+    spike = next(one for one in expected if one["kind"] == "spike")
+    step = Loop._step
+
+    def signalled(loop: Loop, batches: Any) -> float:
+        if loop.engine.global_steps == spike["step"] - 1 and not tmp_path.joinpath("sent").exists():
+            tmp_path.joinpath("sent").touch()
+            loop.engine.ask(Request.SAVE_AND_END)
+        return step(loop, batches)
+
+    monkeypatch.setattr(Loop, "_step", signalled)
+    path = config(text, tmp_path)
+    assert run("train", str(path))[0] == 75
+    assert RunFolder(tmp_path / "run").last_checkpoint == spike["back"]
+    code, output = run("train", str(path), "--resume")
+    assert code == 0, output
+    kept = ("kind", "step", "loss", "gradient_norm", "samples", "name", "value", "back")
+    found, wanted = (
+        [{key: one[key] for key in kept if key in one} for one in records]
+        for records in (read_metrics(tmp_path / "run" / "metrics.jsonl"), expected)
+    )
+    assert found == wanted
 
 
 def test_a_record_that_is_not_reproduced_is_told(rolled: Path, tmp_path: Path) -> None:
@@ -125,12 +161,47 @@ def test_a_step_without_a_checkpoint_before_it_is_refused(rolled: Path, tmp_path
     assert (code, "holds no run" in output) == (2, True)
 
 
+def test_a_step_that_no_run_has_taken_is_refused(rolled: Path) -> None:
+    code, output = run("replay", str(rolled), "--step", str(STEPS + 1))
+    assert code == 2
+    assert f"has taken {STEPS} steps so far, and not step {STEPS + 1}" in output
+
+
+def test_settings_that_were_others_are_named(rolled: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(rolled, moved)
+    settings = json.loads((moved / "config.json").read_text())
+    settings["spikes"]["action"], settings["run"]["roll_back"] = "warn", None
+    (moved / "config.json").write_text(json.dumps(settings))
+    output = run("replay", str(moved), "--step", "7")[1]
+    assert "settings of the run that were others at global_step5: spikes" in output
+
+
+def test_an_error_that_comes_each_time_is_persistent() -> None:
+    one = [Replayed(3, 1.0, 2.0), Replayed(4, float("nan"), float("nan"), "the loss is not finite")]
+    assert judge([one, one], [], False) == ("persistent: step 4 ends so both times: the loss is not finite", True)
+    assert judge([one, one[:1]], [], False)[0].startswith("transient: step 4 gave other bits the second time")
+
+
 def test_going_back_needs_checkpoints_and_updates_that_are_left_out(text: Path, tmp_path: Path) -> None:
     code, output = run("train", str(config(text, tmp_path, spikes={"loss": 2.0})))
     assert code == 2
     assert (
         "run.roll_back = 2 goes back to a checkpoint after an update that was left out; set spikes.action to" in output
     )
+
+
+def test_going_back_needs_checkpoints_that_are_kept(text: Path, tmp_path: Path) -> None:
+    code, output = run("train", str(config(text, tmp_path, roll_back=6, checkpoint={"keep_last": 2})))
+    assert code == 2
+    assert "checkpoint.keep_last = 2: the last checkpoint that is run.roll_back = 6 updates older is deleted" in output
+    assert "saved every 5; keep 3" in output
+
+
+def test_skipping_needs_something_to_watch(text: Path, tmp_path: Path) -> None:
+    code, output = run("train", str(config(text, tmp_path, spikes={"action": "skip"})))
+    assert code == 2
+    assert "no update is a spike without loss or norm; set one of them" in output
 
 
 def test_the_same_spike_again_and_again_ends_the_run(text: Path, tmp_path: Path) -> None:

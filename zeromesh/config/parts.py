@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, field_validator
+from pydantic import BeforeValidator, field_validator, model_validator
 
 from zeromesh.config.names import check_optimizer, check_partition, check_scheduler
 from zeromesh.config.section import (
@@ -419,7 +419,15 @@ class Spikes(Section):
     norm: PositiveFloat | None = key(
         None, "The same for the norm of the gradient before clipping. Null: do not look.", gt=1
     )
-    window: PositiveInt = key(50, "Number of the last updates. The first 10 updates of a run are never spikes.")
+    window: PositiveInt = key(
+        50, "Number of the last updates. No update is a spike before there are 10, or as many as this if that is fewer."
+    )
+
+    @model_validator(mode="after")
+    def _something_is_watched(self) -> Self:
+        if self.action == "skip" and self.loss is None and self.norm is None:
+            raise ValueError('action is "skip", but no update is a spike without loss or norm; set one of them')
+        return self
 
 
 class Debug(Section):

@@ -32,8 +32,11 @@ class MetricsLog:
         self._open(last_step)
 
     def note(self, kind: str, step: int, **values: Any) -> None:
-        """Append the record of an event, which is kept whatever becomes of its step."""
-        self._file.write(json.dumps({"kind": kind, "step": step, "noted": True, **values}) + "\n")
+        """Append the record of an event, which is kept whatever becomes of its step, unless it is there."""
+        record = {"kind": kind, "step": step, "noted": True, **values}
+        if any({**one, **record} == one for one in self.notes(kind)):
+            return
+        self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
@@ -43,6 +46,10 @@ class MetricsLog:
         self._written.add((kind, step))
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()  # who looks at a run, or kills it, has all
+
+    def notes(self, kind: str) -> list[dict[str, Any]]:
+        """Return the records of events of a kind so far."""
+        return [one for one in read_metrics(self._path) if one["kind"] == kind and one.get("noted")]
 
     def close(self) -> None:
         """Close the file."""

@@ -79,6 +79,11 @@ _FOREIGN: dict[str, _Foreign] = {
     "ns_method": _Foreign(frozenset({"muon"}), "both compute the same", ("standard", "gram")),
 }
 
+_IMPLEMENTATION = frozenset({"capturable", "differentiable", "foreach", "fused"})
+"""Options that change how an optimizer computes, and no state."""
+
+USUAL_BYTES = 8  # of states of an element: Adam's
+
 _ONE_BIT = "it belongs to the 1-bit optimizers, which are not offered"
 
 _REFUSED_PARAMS: dict[str, str] = {
@@ -160,10 +165,14 @@ def state_bytes(type: str, params: Mapping[str, Any]) -> int:
         return _EXCHANGING.get(cls, 0)
     weight = nn.Parameter(torch.zeros(8, 8, device="cpu", dtype=torch.float32))
     weight.grad = torch.zeros_like(weight)
-    optimizer = cls([weight], **_accept(type, without_auto(params), _accepted(cls)))
-    optimizer.step()
-    states = [value for value in optimizer.state[weight].values() if torch.is_tensor(value)]
-    return sum(value.element_size() for value in states if value.shape == weight.shape)
+    given = {key: value for key, value in without_auto(params).items() if key not in _IMPLEMENTATION}
+    try:
+        optimizer = cls([weight], **_accept(type, given, _accepted(cls)))
+        optimizer.step()
+    except (ValueError, TypeError, RuntimeError, AssertionError):  # which the start of a run tells
+        return USUAL_BYTES
+    states = [value for value in optimizer.state[weight].values() if torch.is_tensor(value) and value.ndim]
+    return round(sum(value.nbytes for value in states) / weight.numel())
 
 
 def adopt(

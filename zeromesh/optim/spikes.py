@@ -6,6 +6,7 @@ et al., "PaLM: Scaling Language Modeling with Pathways", 2022, section 5.1.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +19,13 @@ from zeromesh.config.keys import SPIKE_LIMITS
 if TYPE_CHECKING:
     from zeromesh.config.parts import Spikes
 
+_log = logging.getLogger("zeromesh")
+
 LEAST = 10  # updates before one is called usual
 MOST_SKIPPED = 10  # spikes in a row, after which the level is no spike
+
+
+IN_A_ROW = "in a row"
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class SpikeWatch:
         self._limits = {"loss": settings.loss, "gradient norm": settings.norm}
         self._seen: dict[str, deque[float]] = {name: deque(maxlen=settings.window) for name in self._limits}
         self._in_a_row = 0
+        self._warned = False  # that the loss is not known
         self.last: Spike | None = None  # what the last update was, if it was a spike
 
     def look(self, update: int, loss: float | None, norm: float) -> Spike | None:
@@ -66,6 +73,12 @@ class SpikeWatch:
         values = {"loss": loss, "gradient norm": norm}
         for name, value in values.items():
             limit, seen = self._limits[name], self._seen[name]
+            if limit is not None and value is None and not self._warned:
+                self._warned = True
+                _log.warning(
+                    "the loss is not watched for spikes: it is not known where its backward is called; call "
+                    "engine.backward(loss), or watch the gradient norm"
+                )
             if limit is None or value is None or len(seen) < min(LEAST, self._settings.window):
                 continue
             if value > limit * median(seen) > 0:
@@ -76,7 +89,7 @@ class SpikeWatch:
         if self._in_a_row >= MOST_SKIPPED:
             raise FloatingPointError(
                 f"{counted(MOST_SKIPPED, 'update')} in a row were left out as spikes, so this is a new level; "
-                f"{self.last}; go back to a checkpoint before them, lower the learning rate, or raise {SPIKE_LIMITS}"
+                f"{self.last}; raise {SPIKE_LIMITS} and resume, or start again with a lower learning rate"
             )
         if not left_out:
             for name, value in values.items():
@@ -86,11 +99,11 @@ class SpikeWatch:
 
     def state(self) -> dict[str, list[float]]:
         """Return what a checkpoint keeps, so that a run that is resumed answers as one that was not."""
-        return {name: list(values) for name, values in self._seen.items()}
+        return {name: list(values) for name, values in self._seen.items()} | {IN_A_ROW: [self._in_a_row]}
 
     def load(self, state: dict[str, Sequence[float]]) -> None:
         """Take what a checkpoint has kept; nothing is what older ones have."""
         for name, values in self._seen.items():
             values.clear()
             values.extend(state.get(name, ()))
-        self._in_a_row, self.last = 0, None
+        self._in_a_row, self.last = int(*state.get(IN_A_ROW, (0,))), None

@@ -24,6 +24,8 @@ from zeromesh.plan.trace import TracedCost, sequence_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
+USUAL_MEMORY = 16 * 2.0**30  # bytes of a host that does not tell its own
+
 _log = logging.getLogger("zeromesh")
 
 
@@ -54,27 +56,29 @@ def machine_here(ranks: int, nodes: int) -> Machine:
         return _part(Machine.load(path), ranks, nodes, path)
     if torch.cuda.is_available():
         try:
-            return with_host(cluster(gpu=torch.cuda.get_device_name(), gpus=ranks, nodes=nodes))
+            usual = cluster(gpu=torch.cuda.get_device_name(), gpus=ranks, nodes=nodes)
         except ValueError as error:
             _log.warning("the planner does not know this GPU: %s", error)
+        else:
+            return with_host(usual)
     return _measured(ranks, nodes)
 
 
 def with_host(machine: Machine) -> Machine:
     """Return a machine of tables with the memory and the cores of this host, which may be a part of a usual one."""
-    whole, bandwidth, cores = _host()
+    cores = processor()["cores"]
+    bandwidth = memory_bandwidth(cores)
 
     def here(node: Node) -> Node:
-        return replace(node, host_memory=whole, host_bandwidth=bandwidth, cores=cores)
+        return replace(node, host_memory=_free(node.host_memory), host_bandwidth=bandwidth, cores=cores)
 
     return replace(machine, nodes=tuple((here(node), count) for node, count in machine.nodes))
 
 
-def _host() -> tuple[float, float, int]:
-    """Return bytes of this host's free memory, bytes per second that its cores move together, and their number."""
-    host, cores = memory(), processor()["cores"]
-    whole = min(size for size in (host["available_bytes"], host["limit_bytes"]) if size is not None)
-    return whole, memory_bandwidth(cores), cores
+def _free(otherwise: float) -> float:
+    """Return bytes of this host's memory that are free; where the system does not say it, ``otherwise``."""
+    host = memory()
+    return min((size for size in (host["available_bytes"], host["limit_bytes"]) if size is not None), default=otherwise)
 
 
 def _part(machine: Machine, ranks: int, nodes: int, path: str) -> Machine:
@@ -93,7 +97,8 @@ def _part(machine: Machine, ranks: int, nodes: int, path: str) -> Machine:
 def _measured(ranks: int, nodes: int) -> Machine:
     """Return a machine of what one process measures quickly; its links are those of ranks that share a host."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    whole, bandwidth, cores = _host()
+    cores = processor()["cores"]
+    whole, bandwidth = _free(USUAL_MEMORY), memory_bandwidth(cores)
     flops = {name: measured_flops(device, dtype, 0.1) for name, dtype in DTYPES.items()}
     found = devices()
     own = float(found[0]["memory_bytes"] or whole) if found else whole / ranks

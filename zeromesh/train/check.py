@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ FREE = frozenset(
 )
 """Keys and sections that may change when a run is resumed: its result does not depend on them."""
 
+WATCHING = frozenset(
+    {
+        "run", "checkpoint", "steps_per_print", "wall_clock_breakdown", "profile", "flops_profiler", "tensorboard",
+        "wandb", "csv_monitor",
+    }
+)  # fmt: skip
+"""Those of them that change no bit of an update."""
+
 # The elastic solution changes these with the number of ranks, and keeps the samples of a step.
 MICRO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -92,6 +101,12 @@ class Job:
         return replace(self, settings=settings, language=language_model(settings), data=data)
 
     @property
+    def changeable(self) -> dict[str, Any]:
+        """Settings of its layout and spikes, which may be others when the run is resumed, for its checkpoints."""
+        document = self.settings.model_dump(mode="json", exclude_unset=True)
+        return {key: document[key] for key in sorted(FREE - WATCHING) if key in document}
+
+    @property
     def folder(self) -> RunFolder:
         """Folder that the run writes to."""
         return RunFolder(Path(self.run.output))
@@ -112,17 +127,29 @@ def check(settings: Settings) -> Job:
     resolved = _resolved(job)
     if job.run.resume and job.folder.config.is_file():
         job.folder.require_base()  # before the model is built from that folder
-    if job.run.roll_back is not None and (settings.spikes.action != "skip" or not job.run.save_every):
-        raise ValueError(
-            f"{keys.ROLL_BACK} = {job.run.roll_back} goes back to a checkpoint after an update that was left out; set "
-            f'{keys.SPIKES_ACTION} to "skip", and {keys.SAVE_EVERY} to a number, or leave {keys.ROLL_BACK} out'
-        )
+    _require_checkpoints_to_go_back_to(settings, job.run)
     # The model has no memory here, and a rank is started only if everything fits together.
     try_out(build_model(job), resolved, sizes)
     job.folder.check(bool(job.run.resume))
     if job.run.resume:
         require_unchanged(job.folder, resolved)
     return job
+
+
+def _require_checkpoints_to_go_back_to(settings: Settings, run: RunSettings) -> None:
+    if run.roll_back is None:
+        return
+    if settings.spikes.action != "skip" or not run.save_every:
+        raise ValueError(
+            f"{keys.ROLL_BACK} = {run.roll_back} goes back to a checkpoint after an update that was left out; set "
+            f'{keys.SPIKES_ACTION} to "skip", and {keys.SAVE_EVERY} to a number, or leave {keys.ROLL_BACK} out'
+        )
+    kept, needed = settings.checkpoint.keep_last, 1 + ceil(run.roll_back / run.save_every)
+    if kept is not None and kept < needed:
+        raise ValueError(
+            f"{keys.KEEP_LAST} = {kept}: the last checkpoint that is {keys.ROLL_BACK} = {run.roll_back} updates older "
+            f"is deleted, as one is saved every {run.save_every}; keep {needed}, or leave one of them out"
+        )
 
 
 def _mesh(job: Job) -> dict[str, int]:

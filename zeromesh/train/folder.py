@@ -6,10 +6,10 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from zeromesh.checkpoint.folder import DRAFT, OLD, latest
+from zeromesh.checkpoint.folder import DRAFT, OLD, latest, remove, write_latest
 from zeromesh.checkpoint.manifest import MANIFEST, read_manifest
 from zeromesh.config.keys import MODEL_FOLDER, OTHER_OUTPUT, OUTPUT
 from zeromesh.config.settings import Resolved
@@ -56,8 +56,20 @@ class RunFolder:
         found = {}
         for manifest in self.checkpoints.glob(f"*/{MANIFEST}"):
             if not manifest.parent.name.endswith((DRAFT, OLD)):
-                found[int(read_manifest(manifest.parent)["global_steps"])] = manifest.parent.name
+                with suppress(OSError, ValueError):  # one that is deleted, or replaced, in this moment
+                    found[int(read_manifest(manifest.parent)["global_steps"])] = manifest.parent.name
         return dict(sorted(found.items()))
+
+    def mark(self, tag: str) -> str:
+        """Return what tells a checkpoint from another that was written with the same tag later."""
+        return str(read_manifest(self.checkpoints / tag).get("sha256"))
+
+    def go_back(self, tag: str, step: int) -> None:
+        """Let the run be resumed from a checkpoint at ``step``, and delete those of later steps, which it gave up."""
+        write_latest(self.checkpoints, tag)
+        for saved, other in self.tags().items():
+            if saved > step:
+                remove(self.checkpoints / other)
 
     def settings(self) -> Resolved:
         """Return the settings of the run; raise ValueError if no run wrote the file."""

@@ -139,7 +139,8 @@ def read_attempts(path: Path) -> list[Attempt]:
             before = {}
             found.append(Attempt(max(record["began"], found[-1].last if found else 0.0), record["step"]))
         elif found and "back" in record:
-            found[-1].take_again(record["back"])
+            for attempt in found:
+                attempt.take_again(record["back"])
         elif found:
             before = found[-1].add(record, before)
     for attempt, later in pairwise(found):

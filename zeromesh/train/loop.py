@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from zeromesh import Engine
-from zeromesh.comm.agreement import texts
+from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.config.errors import counted
 from zeromesh.config.keys import SPIKE_LIMITS
 from zeromesh.observe.machine import peak_bytes, peak_flops
@@ -50,7 +52,6 @@ class Loop:
     metrics: MetricsLog | None
     display: Display
     times: TimeLog
-    went_back: list[str] = field(default_factory=list)  # checkpoints, by this attempt at the run
 
     def run(self, batches_from: Callable[[int], Iterator[Batch]], start: Progress) -> Progress:
         """Train from ``start`` to the last step, and save the last state. Collective.
@@ -72,12 +73,12 @@ class Loop:
             progress = Progress(progress.step + 1, progress.samples + self.share.global_batch, seconds)
             if (back := self._after_spike(progress)) is not None:
                 progress = logged = back
-                batches = batches_from(back.samples)
-                continue
-            if progress.step in (1, self.job.run.steps) or self._due(progress, self.job.run.log_every):
-                peak = self._log(progress, logged, loss, rate, peak)
-                logged = progress
-            saved = self._between_steps(progress)
+                batches, saved = batches_from(back.samples), False
+            else:
+                if progress.step in (1, self.job.run.steps) or self._due(progress, self.job.run.log_every):
+                    peak = self._log(progress, logged, loss, rate, peak)
+                    logged = progress
+                saved = self._between_steps(progress)
             # The engine has agreed with all ranks on the signal, so all save at the same step.
             if self.engine.asked and not saved:
                 saved = self._save(progress)
@@ -106,42 +107,56 @@ class Loop:
 
     def _after_spike(self, progress: Progress) -> Progress | None:
         """Record a step that is a spike. Go back to a checkpoint if the run does so; return where it goes on then."""
-        spike = self.engine.spikes.last
+        spike, world = self.engine.spikes.last, self.engine.mesh.group("world")
         if spike is None:
             return None
-        back = self._checkpoint_before(progress.step) if spike.skipped and self.job.run.roll_back is not None else None
+        back = self._checkpoint_before(progress.step) if spike.skipped and self.job.run.roll_back is not None else {}
         if self.metrics is not None:
             values = {"name": spike.name, "value": spike.value, "usual": spike.usual, "skipped": spike.skipped}
-            self.metrics.note("spike", progress.step, samples=progress.samples, back=back, **values)
-        if back is None:
+            where = {"back": back.get("tag"), "mark": back.get("mark")}
+            self.metrics.note("spike", progress.step, samples=progress.samples, **where, **values)
+        if not back:
             return None
-        self.engine.load_checkpoint(self.job.folder.checkpoints, tag=back)
+        with self.times.spend(Spent.CHECKPOINTS):
+            self.engine.load_checkpoint(self.job.folder.checkpoints, tag=back["tag"])
         reached = Progress(self.engine.global_steps, progress.samples, progress.seconds)
+
+        def forget() -> None:
+            if self.metrics is not None:
+                self.metrics.forget(reached.step)
+                self.job.folder.go_back(back["tag"], reached.step)
+
+        agree_run(world, "go back to a checkpoint", forget)
         self.times.go_back(progress.step, reached.step)
-        self.display.line(f"{spike}; the run goes back to {back}, and on with sample {progress.samples}")
-        if self.metrics is not None:
-            self.metrics.forget(reached.step)
+        self.display.line(f"{spike}; the run goes back to {back['tag']}, and on with sample {progress.samples}")
         return reached
 
-    def _checkpoint_before(self, step: int) -> str | None:
-        """Return the tag of the checkpoint to go back to, the same on all ranks; None if none is old enough.
+    def _checkpoint_before(self, step: int) -> dict[str, Any]:
+        """Return the checkpoint to go back to, its tag and mark, the same on all ranks; {} if none is old enough.
 
         Raises:
             FloatingPointError: the run has gone back to it too often.
         """
+        older, spike, world = self.job.run.roll_back or 0, self.engine.spikes.last, self.engine.mesh.group("world")
         self._complete_save(Progress(step))
-        older, spike = self.job.run.roll_back or 0, self.engine.spikes.last
-        fits = [tag for saved, tag in self.job.folder.tags().items() if saved <= step - older]
-        found = texts(self.engine.mesh.group("world"), fits[-1] if fits else "")[0]
+
+        def choose() -> dict[str, Any]:
+            fits = [tag for saved, tag in self.job.folder.tags().items() if saved <= step - older]
+            if self.metrics is None or not fits:
+                return {}
+            mark = self.job.folder.mark(fits[-1])
+            before = [one for one in self.metrics.notes("spike") if (one["back"], one["mark"]) == (fits[-1], mark)]
+            return {"tag": fits[-1], "mark": mark, "times": len(before)}
+
+        # One rank chooses: files of another node may be older.
+        found: dict[str, Any] = json.loads(texts(world, json.dumps(agree_run(world, "choose a checkpoint", choose)))[0])
         if not found:
-            _log.warning("%s; the run goes on, as no checkpoint is %s older", spike, counted(older, "update"))
-            return None
-        if self.went_back.count(found) == MOST_ROLLBACKS:
+            _log.warning("%s; the run goes on, as no checkpoint is at least %s older", spike, counted(older, "update"))
+        elif found["times"] >= MOST_ROLLBACKS:
             raise FloatingPointError(
-                f"{spike}; the run went back to {found} {MOST_ROLLBACKS} times before; lower the learning rate, clip "
-                f"gradients, or raise {SPIKE_LIMITS}"
+                f"{spike}; the run went back to {found['tag']} {counted(found['times'], 'time')} before; raise "
+                f"{SPIKE_LIMITS} and resume, or start a run with a lower learning rate"
             )
-        self.went_back.append(found)
         return found
 
     def _due(self, progress: Progress, every: int) -> bool:
@@ -216,7 +231,10 @@ class Loop:
 
     def _save(self, progress: Progress, last: bool = False) -> bool:
         """Write a checkpoint, or begin to (``checkpoint.asynchronous``), and return whether this succeeded."""
-        state = {"samples": progress.samples, "seconds": progress.seconds, "origins": self.job.origins}
+        state = {
+            "samples": progress.samples, "seconds": progress.seconds, "origins": self.job.origins,
+            "settings": self.job.changeable,
+        }  # fmt: skip
         save = partial(self.engine.save_checkpoint, self.job.folder.checkpoints, client_state=state)
         saved = self._succeeds(save, progress, last) and (not last or self._complete_save(progress, last))
         self.times.record(progress.step)

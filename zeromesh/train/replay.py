@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from itertools import islice
-from math import isnan
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import islice, zip_longest
+from math import isfinite, isnan, nan, prod
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from rich.table import Table
 
 from zeromesh import Settings, init_distributed, launch
 from zeromesh.checkpoint.manifest import read_manifest
+from zeromesh.comm.detect import is_launched
 from zeromesh.comm.environment import shutdown
 from zeromesh.config.errors import counted
 from zeromesh.config.keys import LOG_EVERY, OUTPUT, SAVE_EVERY
 from zeromesh.observe.metrics import read_metrics
-from zeromesh.train.check import Job, prepare_text
+from zeromesh.train.check import WATCHING, Job, prepare_text
 from zeromesh.train.data.loader import Batch, Share, training_batches, training_samples
 from zeromesh.train.data.order import Blend
 from zeromesh.train.data.tokenizer import load_tokenizer
@@ -29,6 +30,13 @@ from zeromesh.train.folder import RunFolder
 from zeromesh.train.loss import weighted
 from zeromesh.train.run import engine_of
 from zeromesh.train.signals import ignore_requests
+
+AXES = {
+    "tensor_parallel": ("autotp_size", "tensor_parallel"),
+    "pipeline": ("stages",),
+    "zero_optimization": ("mics_shard_size", "zero_hpz_partition_size"),
+}
+"""Keys of DeepSpeed for axes of the mesh, by their section."""
 
 TIMES = 2  # that the steps are taken again: errors that pass differ from one time to the next
 CLOSE = 1e-2  # relative difference of losses up to which one process agrees with several ranks
@@ -42,6 +50,7 @@ class Begin:
     tag: str
     step: int  # of the checkpoint
     samples: int  # consumed before its next step
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the layout and of spikes, when it was written
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,7 @@ class Replayed:
     step: int
     loss: float  # nats per label
     norm: float  # of the gradient, before clipping
+    error: str = ""  # that the step ended with
 
 
 def replay(run: Path, step: int, one_process: bool, with_text: bool, console: Console) -> bool:
@@ -67,18 +77,22 @@ def replay(run: Path, step: int, one_process: bool, with_text: bool, console: Co
         ValueError: the folder holds no run, or no checkpoint from which the step can be reached.
     """
     folder = RunFolder(run)
+    if is_launched():
+        raise ValueError("zeromesh replay starts the ranks itself; call it without a launcher")
     if not folder.config.is_file():
         raise ValueError(f"{str(run)!r} holds no run; name the folder that {OUTPUT} named in training")
-    settings: Settings = folder.settings()
-    records, batch = read_metrics(folder.metrics), settings.train_batch_size or 1
+    records, batch = read_metrics(folder.metrics), folder.settings().train_batch_size
+    known = max([*folder.tags(), *(one["step"] for one in records)], default=0)
+    if step > known:
+        raise ValueError(f"the run in {str(run)!r} has taken {counted(known, 'step')} so far, and not step {step}")
     begin = beginning(folder, records, step, batch)
+    settings = replayed_settings(folder, one_process)
     # After a spike the run may have taken steps of these numbers with other samples.
     records = [one for one in records if one.get("samples") == begin.samples + (one["step"] - begin.step) * batch]
-    if one_process:
-        settings = on_one_process(settings)
-    assert settings.run is not None
-    own = settings.run.model_copy(update={"output": str(run), "resume": False})  # the folder may have been moved
-    job = Job.of(settings.model_copy(update={"run": own}))
+    job = Job.of(settings)
+    changed = [key for key, value in job.changeable.items() if value != begin.settings.get(key, value)]
+    if changed and not one_process:
+        console.print(f"settings of the run that were others at {begin.tag}: {', '.join(changed)}")
     end = begin.samples + (step - begin.step) * batch
     console.print(
         f"{counted(step - begin.step, 'step')} from {begin.tag}, {counted(TIMES, 'time')}, on "
@@ -109,11 +123,12 @@ def beginning(folder: RunFolder, records: list[dict[str, Any]], step: int, batch
         if saved >= step:
             continue
         # Where the run has gone on from this checkpoint: at first, and each time that it went back to it.
-        own = read_manifest(folder.checkpoints / tag)["client_state"]["samples"]
-        starts = [own, *(one["samples"] for one in records if one["kind"] == "spike" and one["back"] == tag)]
-        for samples in reversed(starts):
+        manifest = read_manifest(folder.checkpoints / tag)
+        state, this = manifest["client_state"], (tag, manifest.get("sha256"))
+        spikes = [one for one in records if one["kind"] == "spike" and (one["back"], one["mark"]) == this]
+        for samples in reversed([state["samples"], *(one["samples"] for one in spikes)]):
             if wanted is None or samples + (step - saved) * batch == wanted:
-                return Begin(tag, saved, samples)
+                return Begin(tag, saved, samples, state.get("settings", {}))
     have = ", ".join(folder.tags().values()) or "none"
     raise ValueError(
         f"no checkpoint in {str(folder.checkpoints)!r} leads to step {step}: it has {have}; a run that is to be "
@@ -121,12 +136,21 @@ def beginning(folder: RunFolder, records: list[dict[str, Any]], step: int, batch
     )
 
 
-def on_one_process(settings: Settings) -> Settings:
-    """Return the settings of a run with as many samples per step on one process."""
-    document = settings.model_dump(mode="json", exclude_unset=True)
-    document |= {"mesh": {}, "run": {**document["run"], "ranks": 1}}
-    document.pop("gradient_accumulation_steps")
-    return Settings.load(document)
+def replayed_settings(folder: RunFolder, one_process: bool) -> Settings:
+    """Return the settings of a run as it is to be replayed: with its ranks, and without its monitors' files."""
+    own = folder.settings()
+    assert own.run is not None
+    document = own.model_dump(mode="json", exclude_unset=True)
+    # The folder may have been moved, and a launcher may have started other ranks than the settings say.
+    run = {"output": str(folder.path), "resume": False, "ranks": prod(own.mesh.model_dump().values())}
+    document["run"] = {**document["run"], **run}
+    gone = {"checkpoint", "steps_per_print", *WATCHING} - {"run"}
+    if one_process:
+        document["mesh"], document["run"]["ranks"] = {}, 1
+        gone |= {"gradient_accumulation_steps", "sequence_parallel_size"}
+        for section, keys in AXES.items():
+            document[section] = {key: value for key, value in document.get(section, {}).items() if key not in keys}
+    return Settings.load({key: value for key, value in document.items() if key not in gone})
 
 
 def replay_rank(settings: Settings, begin: Begin, step: int, out: str) -> None:
@@ -157,9 +181,14 @@ def replay_rank(settings: Settings, begin: Begin, step: int, out: str) -> None:
 
 def _steps(engine: Any, job: Job, batches: Iterator[Batch], share: Share, last: int) -> Iterator[Replayed]:
     while engine.global_steps < last:
+        number = engine.global_steps + 1
         micro_batches, _ = weighted(engine, job.language, list(islice(batches, share.micro_batches)))
-        engine.train_batch(iter(micro_batches))
-        yield Replayed(engine.global_steps, engine.get_mean_loss(), engine.get_global_grad_norm())
+        try:
+            engine.train_batch(iter(micro_batches))
+        except FloatingPointError as error:  # on all ranks
+            yield Replayed(number, nan, nan, str(error))
+            return
+        yield Replayed(number, engine.get_mean_loss(), engine.get_global_grad_norm())
 
 
 # The answer.
@@ -177,16 +206,16 @@ def recorded(records: list[dict[str, Any]], step: int) -> dict[str, float]:
 def judge(runs: list[list[Replayed]], records: list[dict[str, Any]], one_process: bool) -> tuple[str, bool]:
     """Return what the comparison says, and whether all that was compared is equal."""
     first, second = runs
-    for one, other in zip(first, second, strict=True):
-        if not _equal(asdict(one), asdict(other)):
+    for one, other in zip_longest(first, second):
+        if one is None or other is None or one.error != other.error or not _equal(_numbers(one), _numbers(other)):
             return (
-                f"transient: step {one.step} gave other bits the second time, from the same state and samples. Look "
-                "for kernels that are not deterministic (torch.use_deterministic_algorithms), or a machine that errs "
-                "(zeromesh doctor)"
+                f"transient: step {(one or other).step} gave other bits the second time, from the same state and "
+                "samples. Look for kernels that are not deterministic (torch.use_deterministic_algorithms), or a "
+                "machine that errs (zeromesh doctor)"
             ), False
     compared = 0
     for taken in first:
-        for name, value in recorded(records, taken.step).items():
+        for name, value in ({} if taken.error else recorded(records, taken.step)).items():
             compared, found = compared + 1, getattr(taken, name)
             if _equal({name: found}, {name: value}, CLOSE if one_process else 0.0):
                 continue
@@ -194,9 +223,11 @@ def judge(runs: list[list[Replayed]], records: list[dict[str, Any]], one_process
             if one_process:
                 return f"apart: {told} on one process; compare the layouts with zeromesh verify", False
             return (
-                f"transient: {told} now, twice with the same bits. Something passed then, unless versions or hardware "
-                "have changed since"
+                f"transient: {told} now, twice with the same bits. Something passed then, unless versions, hardware or "
+                "settings have changed since"
             ), False
+    if first[-1].error:
+        return f"persistent: step {first[-1].step} ends so both times: {first[-1].error}", True
     if not compared:
         return f"both times gave the same bits; the run has recorded none of these steps ({LOG_EVERY})", True
     how = f"within {CLOSE:.0%}, on one process" if one_process else "bit for bit"
@@ -208,13 +239,17 @@ def judge(runs: list[list[Replayed]], records: list[dict[str, Any]], one_process
 
 def _equal(one: dict[str, float], other: dict[str, float], close: float = 0.0) -> bool:
     pairs = [(one[name], other[name]) for name in one]
-    return all(a == b or (isnan(a) and isnan(b)) or abs(a - b) <= close * abs(b) for a, b in pairs)
+    return all(a == b or (isnan(a) and isnan(b)) or (isfinite(b) and abs(a - b) <= close * abs(b)) for a, b in pairs)
+
+
+def _numbers(one: Replayed) -> dict[str, float]:
+    return {"loss": one.loss, "norm": one.norm}
 
 
 def _table(runs: list[list[Replayed]], records: list[dict[str, Any]]) -> Table:
     table = Table("step", "loss, recorded", *(f"replay {number + 1}" for number in range(len(runs))), "norm, recorded",
                   *(f"replay {number + 1}" for number in range(len(runs))))  # fmt: skip
-    for taken in zip(*runs, strict=True):
+    for taken in zip(*runs, strict=False):
         values = recorded(records, taken[0].step)
         cells = [
             _number(values.get("loss")), *(_number(one.loss) for one in taken),
