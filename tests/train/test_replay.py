@@ -100,6 +100,7 @@ def test_a_spike_and_a_step_after_it_are_replayed_bit_for_bit(rolled: Path) -> N
     assert "persistent: " in output
     assert "give what the run recorded, bit for bit" in output
     assert output.count("sample ") == BATCH
+    assert "were others" not in output
     code, output = run("replay", str(rolled), "--step", str(STEPS - 1))
     assert (code, "persistent: " in output) == (0, True), output
     assert contents(rolled) == before
@@ -220,3 +221,4 @@ def test_a_run_on_two_ranks_is_replayed_as_it_was_and_on_one(text: Path, tmp_pat
     for words, told in (([], "bit for bit"), (["--one-process"], "within 1%, on one process")):
         code, output = run("replay", str(tmp_path / "run"), "--step", "19", *words)
         assert (code, told in output) == (0, True), output
+        assert "were others" not in output

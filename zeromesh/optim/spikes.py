@@ -23,8 +23,6 @@ _log = logging.getLogger("zeromesh")
 
 LEAST = 10  # updates before one is called usual
 MOST_SKIPPED = 10  # spikes in a row, after which the level is no spike
-
-
 IN_A_ROW = "in a row"
 
 

@@ -63,6 +63,11 @@ WATCHING = frozenset(
 MICRO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
+def changeable(settings: Settings) -> dict[str, Any]:
+    """Return the settings of layout and spikes, which may be others when a run is resumed, for its checkpoints."""
+    return {key: value for key, value in settings.model_dump(mode="json").items() if key in FREE - WATCHING}
+
+
 @dataclass(frozen=True)
 class Job:
     """A training run as configured, with all its sections."""
@@ -99,12 +104,6 @@ class Job:
         data = self.data.model_copy(update={"vocabulary_size": size}) if trained else self.data
         settings = self.settings.model_copy(update={"model": model, "data": data})
         return replace(self, settings=settings, language=language_model(settings), data=data)
-
-    @property
-    def changeable(self) -> dict[str, Any]:
-        """Settings of its layout and spikes, which may be others when the run is resumed, for its checkpoints."""
-        document = self.settings.model_dump(mode="json", exclude_unset=True)
-        return {key: document[key] for key in sorted(FREE - WATCHING) if key in document}
 
     @property
     def folder(self) -> RunFolder:

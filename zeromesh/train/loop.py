@@ -20,7 +20,7 @@ from zeromesh.config.keys import SPIKE_LIMITS
 from zeromesh.observe.machine import peak_bytes, peak_flops
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display, Figures
-from zeromesh.train.check import Job
+from zeromesh.train.check import Job, changeable
 from zeromesh.train.data.loader import Batch, Share
 from zeromesh.train.goodput import Spent, TimeLog
 from zeromesh.train.loss import HeldOut, Score, weighted
@@ -233,7 +233,7 @@ class Loop:
         """Write a checkpoint, or begin to (``checkpoint.asynchronous``), and return whether this succeeded."""
         state = {
             "samples": progress.samples, "seconds": progress.seconds, "origins": self.job.origins,
-            "settings": self.job.changeable,
+            "settings": changeable(self.engine.config),
         }  # fmt: skip
         save = partial(self.engine.save_checkpoint, self.job.folder.checkpoints, client_state=state)
         saved = self._succeeds(save, progress, last) and (not last or self._complete_save(progress, last))

@@ -22,7 +22,7 @@ from zeromesh.comm.environment import shutdown
 from zeromesh.config.errors import counted
 from zeromesh.config.keys import LOG_EVERY, OUTPUT, SAVE_EVERY
 from zeromesh.observe.metrics import read_metrics
-from zeromesh.train.check import WATCHING, Job, prepare_text
+from zeromesh.train.check import WATCHING, Job, changeable, prepare_text
 from zeromesh.train.data.loader import Batch, Share, training_batches, training_samples
 from zeromesh.train.data.order import Blend
 from zeromesh.train.data.tokenizer import load_tokenizer
@@ -81,16 +81,17 @@ def replay(run: Path, step: int, one_process: bool, with_text: bool, console: Co
         raise ValueError("zeromesh replay starts the ranks itself; call it without a launcher")
     if not folder.config.is_file():
         raise ValueError(f"{str(run)!r} holds no run; name the folder that {OUTPUT} named in training")
-    records, batch = read_metrics(folder.metrics), folder.settings().train_batch_size
-    known = max([*folder.tags(), *(one["step"] for one in records)], default=0)
-    if step > known:
+    own, records = folder.settings(), read_metrics(folder.metrics)
+    assert own.run is not None
+    batch, known = own.train_batch_size, max([*folder.tags(), *(one["step"] for one in records)], default=0)
+    if step > min(known + own.run.log_every, own.run.steps):  # a run may have ended with an error since its last record
         raise ValueError(f"the run in {str(run)!r} has taken {counted(known, 'step')} so far, and not step {step}")
     begin = beginning(folder, records, step, batch)
     settings = replayed_settings(folder, one_process)
     # After a spike the run may have taken steps of these numbers with other samples.
     records = [one for one in records if one.get("samples") == begin.samples + (one["step"] - begin.step) * batch]
     job = Job.of(settings)
-    changed = [key for key, value in job.changeable.items() if value != begin.settings.get(key, value)]
+    changed = [key for key, value in changeable(own).items() if value != begin.settings.get(key, value)]
     if changed and not one_process:
         console.print(f"settings of the run that were others at {begin.tag}: {', '.join(changed)}")
     end = begin.samples + (step - begin.step) * batch
@@ -144,7 +145,7 @@ def replayed_settings(folder: RunFolder, one_process: bool) -> Settings:
     # The folder may have been moved, and a launcher may have started other ranks than the settings say.
     run = {"output": str(folder.path), "resume": False, "ranks": prod(own.mesh.model_dump().values())}
     document["run"] = {**document["run"], **run}
-    gone = {"checkpoint", "steps_per_print", *WATCHING} - {"run"}
+    gone = WATCHING - {"run"}
     if one_process:
         document["mesh"], document["run"]["ranks"] = {}, 1
         gone |= {"gradient_accumulation_steps", "sequence_parallel_size"}
