@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
@@ -359,4 +360,6 @@ class Engine(Batching, Answers, Saving):
         if self._unbind is not None:
             self._unbind()
         self.sharded.close()
+        if self._copies is not None:
+            self._copies.forget(failed=sys.exc_info()[0] is not None)
         self._saves.close()

@@ -11,6 +11,7 @@ import torch
 from zeromesh import export
 from zeromesh.checkpoint import load, save, whole
 from zeromesh.comm.agreement import agree_run
+from zeromesh.config.keys import PEER_COPIES
 from zeromesh.engine_state import EngineState
 from zeromesh.optim.bound import answer
 from zeromesh.replicas import require_equal_replicas
@@ -58,10 +59,7 @@ class Saving(EngineState):
             )
         with self.observer.phase("checkpoint"):
             self._saves.finish(raises=self.config.checkpoint.on_failure == "stop")
-            # The user may have written to parameters since the last update; masters, which are
-            # saved, take that up first.
-            self.sharded.tables.lookups.finish()
-            agree_run(self.mesh.group("world"), "save the checkpoint", self.sharded.take_changes)
+            self._take_up_changes()
             if self.config.replica_check.at_saves:
                 require_equal_replicas(self.sharded, f"after update {self.global_steps}")
             background = self._saves if self.config.checkpoint.asynchronous else None
@@ -69,6 +67,37 @@ class Saving(EngineState):
                 self, Path(save_dir), tag, client_state or {}, save_latest=save_latest,
                 exclude_frozen=exclude_frozen_parameters, background=background,
             )  # fmt: skip
+
+    def save_to_memory(self, save_dir: str | Path, client_state: dict[str, Any] | None = None) -> None:
+        """Keep all that a resumed run needs in host memory, from where ``load_checkpoint(save_dir)`` takes it.
+
+        With ``checkpoint.peer_copies``. It outlives this process, and with as many nodes as copies and one more, a
+        node: then it is sent to the next nodes while training goes on. The copy before stays until this one is complete
+        on all nodes. ``destroy``, and the end of the script without an error, delete the copies. Collective. See
+        docs/checkpoints.md.
+
+        Args:
+            save_dir: the folder that checkpoints are saved to, and loaded from.
+            client_state: as in ``save_checkpoint``.
+
+        Raises:
+            OSError: there is too little memory.
+            TypeError: a value of the client state cannot be kept.
+            ValueError: ``checkpoint.peer_copies`` is 0.
+            RuntimeError: gradients wait for their update, or the copy before could not be sent to another node.
+        """
+        if self._copies is None:
+            raise ValueError(f"save_to_memory() needs {PEER_COPIES} in the configuration; set it to 1")
+        if self._accumulation.begun:
+            raise RuntimeError("save_to_memory() between a backward and its update: call it after the step")
+        with self.observer.phase("checkpoint"):
+            self._take_up_changes()
+            self._copies.save(self, Path(save_dir), client_state or {})
+
+    def _take_up_changes(self) -> None:
+        # The user may have written to parameters since the last update; masters, which are saved, take that up first.
+        self.sharded.tables.lookups.finish()
+        agree_run(self.mesh.group("world"), "save the checkpoint", self.sharded.take_changes)
 
     def wait_for_checkpoint(self) -> Path | None:
         """Wait until the last asynchronous save is complete on the disk, and return its folder. Collective.
@@ -90,7 +119,7 @@ class Saving(EngineState):
 
         Args:
             load_dir: where it was saved.
-            tag: which one; None is the latest.
+            tag: which one; None is the latest, also of ``save_to_memory``.
             load_module_strict: False leaves parameters that the checkpoint lacks as they are.
             load_optimizer_states: False keeps the optimizer's present state.
             load_lr_scheduler_states: False keeps the scheduler's present state.
@@ -116,7 +145,14 @@ class Saving(EngineState):
         states = load_optimizer_states and not load_module_only, load_lr_scheduler_states and not load_module_only
         position = load_data_position and not load_module_only
         parts = load.Taken(*states, position, not load_module_only, load_module_strict, custom_load_fn)
-        loaded = load.load(self, Path(load_dir), tag, parts)
+        place: tuple[Path, str | None] = (Path(load_dir), tag)
+        if self._copies is not None:
+            # A model alone may be taken from the folder of another run, whose copies are not this run's.
+            whole = tag is None and not load_module_only and custom_load_fn is None
+            self._copies.forget()
+            if whole and (found := self._copies.find(place[0])) is not None:
+                place = found.parent, found.name
+        loaded = load.load(self, *place, parts)
         # Gradients are of the parameters before.
         self.zero_grad()
         answer(self.optimizer, self._update.loss_scale, overflow=False)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.background import BackgroundSaves
+from zeromesh.checkpoint.copies import MemoryCopies
 from zeromesh.computation import Computation
 from zeromesh.observe.observer import Observer
 from zeromesh.optim.spikes import SpikeWatch
@@ -89,6 +90,8 @@ class EngineState:
         self._computation = parts.computation
         self._accumulation = parts.sharded.accumulation
         self._saves = BackgroundSaves(self.mesh.group("world"))
+        kept = parts.config.checkpoint.peer_copies
+        self._copies = MemoryCopies(self.mesh, kept) if kept else None
         self._update = Update(parts.sharded, parts.config, parts.optimizer, self._saves.failed)
         self.loss_scaler = self._update.scaler
         self._passes: Iterator[Any] | None = None

@@ -19,6 +19,7 @@ from test_train_cli import config, numbers
 from zeromesh.comm.detect import may_restart
 from zeromesh.config.batch import BatchSizes, solve_batch
 from zeromesh.config.errors import ConfigError
+from zeromesh.train.goodput import read_attempts
 from zeromesh.training_data import Loader, Sampler
 
 TESTS = Path(__file__).parent
@@ -74,17 +75,22 @@ main()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_zeromesh_train_resumes_by_itself(asynchronous: bool, corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("checkpoint", "step"), [({"asynchronous": False}, 3), ({"asynchronous": True}, 3), ({"peer_copies": 1}, 4)]
+)
+def test_zeromesh_train_resumes_by_itself(
+    checkpoint: dict[str, object], step: int, corpus: Path, tmp_path: Path
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(FAULTY_TRAIN)
     (tmp_path / "no-fault").touch()
     for name, mark in (("whole", "no-fault"), ("killed", "mark")):
-        path = config(corpus, tmp_path / name, checkpoint={"asynchronous": asynchronous})
+        path = config(corpus, tmp_path / name, checkpoint=checkpoint)
         command = [*LAUNCH, "--nproc", "2", "--max-restarts", "1", script, tmp_path / mark, "train", path]
         finished = run_command(command, timeout=200)
         assert finished.returncode == 0, finished.stdout
     assert (tmp_path / "mark").exists()
+    assert [attempt.step for attempt in read_attempts(tmp_path / "killed" / "run" / "time.jsonl")] == [0, step]
     assert numbers(tmp_path / "killed" / "run") == numbers(tmp_path / "whole" / "run")
     weights = [load_file(tmp_path / name / "run" / "model" / "model.safetensors") for name in ("whole", "killed")]
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])

@@ -50,17 +50,14 @@ class Box:
         return f"{self.name}{within}[{self.start}:{self.stop}]"
 
 
-class ShardWriter:
-    """Writer of one rank's boxes to its file, in any order; each has its place from the start. Close it when done.
+class ShardLayout:
+    """Places of one rank's boxes in its file, which is in the safetensors format.
 
     Raises:
         TypeError: a box is of a dtype that the format does not know.
-        OSError: the file cannot be written.
     """
 
-    # Safetensors' own functions need all data on the host at once, in memory that no two tensors share.
-
-    def __init__(self, folder: Path, rank: int, boxes: Sequence[Box]) -> None:
+    def __init__(self, boxes: Sequence[Box]) -> None:
         ordered = sorted(boxes, key=lambda box: -box.data.itemsize)  # each lies at a multiple of its item's size then
         ends = list(itertools.accumulate((box.data.nbytes for box in ordered), initial=0))
         entries: dict[str, Any] = {}
@@ -73,43 +70,75 @@ class ShardWriter:
         # The format: the length of the JSON in 8 bytes, then the JSON, padded to a multiple of 8 bytes, then the data.
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)
-        header = len(text).to_bytes(8, "little") + text
-        self._places = {key: [len(header) + offset for offset in one["data_offsets"]] for key, one in entries.items()}
-        self._header = hashlib.sha256(header).hexdigest()
+        self.header = len(text).to_bytes(8, "little") + text
+        self.nbytes = len(self.header) + ends[-1]
+        self._places = {
+            key: [len(self.header) + offset for offset in one["data_offsets"]] for key, one in entries.items()
+        }
         self._listed: list[dict[str, Any]] = []
-        self.path = folder / f"rank_{rank:05d}.safetensors"
+
+    def place(self, box: Box) -> tuple[int, int]:
+        """Return the first byte of a box in the file, and the byte after its last; each box is asked for once."""
+        begin, end = self._places.pop(box.key)
+        return begin, end
+
+    def add(self, box: Box, place: tuple[int, int], digest: str | None) -> None:
+        """Describe a box that was written, with the SHA-256 of its data."""
+        entry: dict[str, Any] = {
+            "key": box.key, "name": box.name, "shape": list(box.shape), "dtype": dtype_name(box.data.dtype),
+        }  # fmt: skip
+        if box.offsets is not None and box.sizes is not None:
+            entry |= {"offsets": list(box.offsets), "sizes": list(box.sizes)}
+        entry |= {"start": box.start, "stop": box.stop, "bytes": [*place]}
+        self._listed.append(entry if digest is None else entry | {"sha256": digest})
+
+    def entry(self, name: str, hashed: bool = True) -> dict[str, Any]:
+        """Return the entry of the file ``name`` for the manifest; all boxes have been written."""
+        assert not self._places, f"{next(iter(self._places))} was not given again"
+        boxes = sorted(self._listed, key=lambda entry: entry["bytes"])  # as they are read and hashed
+        digest = {"header": hashlib.sha256(self.header).hexdigest()} if hashed else {}
+        return {"file": name, **digest, "boxes": boxes}
+
+
+def shard_file(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+class ShardWriter:
+    """Writer of one rank's boxes to its file, in any order; each has its place from the start. Close it when done.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    # Safetensors' own functions need all data on the host at once, in memory that no two tensors share.
+
+    def __init__(self, folder: Path, rank: int, boxes: Sequence[Box]) -> None:
+        self._layout = ShardLayout(boxes)
+        self.path = folder / shard_file(rank)
         self._file = self.path.open("wb")
-        self._file.write(header)
+        self._file.write(self._layout.header)
 
     def write(self, box: Box) -> None:
         """Write a box at its place; its data are not needed afterwards."""
-        begin, end = self._places.pop(box.key)
-        entry: dict[str, Any] = {
-            "key": box.key,
-            "name": box.name,
-            "shape": list(box.shape),
-            "dtype": dtype_name(box.data.dtype),
-        }
-        if box.offsets is not None and box.sizes is not None:
-            entry |= {"offsets": list(box.offsets), "sizes": list(box.sizes)}
-        self._file.seek(begin)
+        place = self._layout.place(box)
+        self._file.seek(place[0])
         digest = hashlib.sha256()
         # In parts, which bounds what of a tensor on a GPU is on the host.
         for part in box.data.detach().contiguous().view(torch.uint8).split(PART) if box.data.numel() else ():
             data = part.cpu().numpy()
             self._file.write(data)
             digest.update(data)
-        entry |= {"start": box.start, "stop": box.stop, "bytes": [begin, end], "sha256": digest.hexdigest()}
-        self._listed.append(entry)
+        self._layout.add(box, place, digest.hexdigest())
 
     def finish(self) -> dict[str, Any]:
         """Flush the file to the disk, close it, and return its entry for the manifest; all boxes have been written."""
-        assert not self._places, f"{next(iter(self._places))} was not given again"
+        entry = self._layout.entry(self.path.name)
         self._file.flush()
         os.fsync(self._file.fileno())
         self.close()
-        boxes = sorted(self._listed, key=lambda entry: entry["bytes"])  # as they are read and hashed
-        return {"file": self.path.name, "header": self._header, "boxes": boxes}
+        return entry
 
     def close(self) -> None:
         """Close the file."""
@@ -258,10 +287,10 @@ def _parts(shard: dict[str, Any], names: Collection[str] | None) -> Iterator[tup
     if "sha256" in shard:  # format 1, whose files have one hash each
         yield 0, None, shard["sha256"], keys
         return
-    if boxes:
+    if boxes and "header" in shard:  # copies in memory are not hashed
         yield 0, boxes[0]["bytes"][0], shard["header"], keys
     for box in boxes:
-        if names is None or box["name"] in names:
+        if "sha256" in box and (names is None or box["name"] in names):
             yield *box["bytes"], box["sha256"], [box["key"]]
 
 

@@ -69,16 +69,17 @@ def another_offered(folder: Path) -> Iterator[None]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write and flush a JSON file; it appears whole or not at all."""
-    _write_text(path, json.dumps(value, indent=1))
+    write_text(path, json.dumps(value, indent=1))
 
 
 def write_latest(folder: Path, tag: str) -> None:
     """Let ``folder/latest`` name a checkpoint."""
-    _write_text(folder / LATEST, tag)
+    write_text(folder / LATEST, tag)
     _flush(folder)
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write and flush a file; it appears whole or not at all."""
     draft = path.with_name(path.name + DRAFT)
     draft.write_text(text, encoding="utf-8")
     _flush(draft)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -70,12 +70,11 @@ def save(
         require_tag(tag)
         if rank == 0:
             require_free(final)
-        apart: dict[str, torch.Tensor] = {}
-        kept.update(pack(dict(client_state), "client_state", apart))
+        packed, tensors = pack_client_state(client_state)
+        kept.update(packed)
         _scheduler_state(engine)  # raises what cannot be kept, before anything is written
         if rank == 0:
-            filled = ((name, tensor) for name, tensor in apart.items() if tensor.numel())
-            of_client.extend(Box(name, tuple(one.shape), 0, one.numel(), one.flatten()) for name, one in filled)
+            of_client.extend(tensors)
         # Sizes and names only; data of states on NVMe are read when they are written.
         mine.extend((*boxes(engine, False, exclude_frozen), *of_client))
         if background is not None:
@@ -99,16 +98,13 @@ def save(
             raise
         if background is not None:
             background.synchronize(engine.mesh.device)
-        numbers: dict[str, Any] = {"scalars": scalars(engine), "members": members(engine)}
-        if engine.mesh.group("stage").rank == 0:
-            numbers |= {"parameters": parameters(engine.sharded), "tied": tied(engine.sharded)}
-        state = _state(engine, kept) | {FROZEN_LEFT_OUT: exclude_frozen} if rank == 0 else {}
-        return _Part(draft, rank, world.size, writer, copies, numbers, state)
+        state = run_state(engine, kept) | {FROZEN_LEFT_OUT: exclude_frozen} if rank == 0 else {}
+        return _Part(draft, rank, world.size, writer, copies, numbers(engine), state)
 
     count = engine.config.checkpoint.keep_last if save_latest else None
 
     def finish(part: _Part) -> None:
-        write_manifest(draft, part.state | _merged_entries(draft, world.size))
+        write_manifest(draft, part.state | merged(_taken(draft, world.size)))
         commit(draft, final)
         if save_latest:
             write_latest(folder, tag)
@@ -197,19 +193,42 @@ def _lock(held: ExitStack, folder: Path) -> None:
         raise unwritable(folder, error) from error
 
 
-def _merged_entries(draft: Path, ranks: int) -> dict[str, Any]:
-    """Merge the ranks' descriptions of their shards; their own files are deleted."""
-    shards: list[Any] = []
-    merged: dict[str, dict[str, Any]] = {"scalars": {}, "members": {}, "parameters": {}, "tied": {}}
+def _taken(draft: Path, ranks: int) -> list[dict[str, Any]]:
+    """Return the ranks' descriptions of their shards, by rank; their files are deleted."""
+    parts = []
     for path in sorted(draft.glob("rank_*.json")):
-        part = json.loads(path.read_text(encoding="utf-8"))
-        shards.append(part["shard"])
-        for key, found in merged.items():
-            found |= part.get(key, {})
+        parts.append(json.loads(path.read_text(encoding="utf-8")))
         path.unlink()
-    if len(shards) != ranks:
-        raise OSError(f"the first rank sees the files of {len(shards)} of {ranks} ranks in {draft}; {ONE_FOLDER}")
-    return {"shards": shards, **merged}
+    if len(parts) != ranks:
+        raise OSError(f"the first rank sees the files of {len(parts)} of {ranks} ranks in {draft}; {ONE_FOLDER}")
+    return parts
+
+
+def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the part of the manifest that all ranks describe together."""
+    shards: list[Any] = []
+    found: dict[str, dict[str, Any]] = {"scalars": {}, "members": {}, "parameters": {}, "tied": {}}
+    for part in parts:
+        shards.append(part["shard"])
+        for key, known in found.items():
+            known |= part.get(key, {})
+    return {"shards": shards, **found}
+
+
+def pack_client_state(client_state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Box]]:
+    """Return the user's values as JSON, and their tensors; raise TypeError for what cannot be kept."""
+    apart: dict[str, torch.Tensor] = {}
+    packed: dict[str, Any] = pack(dict(client_state), "client_state", apart)
+    filled = ((name, tensor) for name, tensor in apart.items() if tensor.numel())
+    return packed, [Box(name, tuple(one.shape), 0, one.numel(), one.flatten()) for name, one in filled]
+
+
+def numbers(engine: RunState) -> dict[str, Any]:
+    """Return what this rank describes of its shard, beside the boxes."""
+    found: dict[str, Any] = {"scalars": scalars(engine), "members": members(engine)}
+    if engine.mesh.group("stage").rank == 0:
+        found |= {"parameters": parameters(engine.sharded), "tied": tied(engine.sharded)}
+    return found
 
 
 def _scheduler_state(engine: RunState) -> Any:
@@ -217,7 +236,8 @@ def _scheduler_state(engine: RunState) -> Any:
     return None if scheduler is None else pack(scheduler.state_dict(), "the scheduler's state")
 
 
-def _state(engine: RunState, client_state: dict[str, Any]) -> dict[str, Any]:
+def run_state(engine: RunState, client_state: dict[str, Any]) -> dict[str, Any]:
+    """Return what the first rank writes of the run, to the manifest; ``client_state`` is packed."""
     groups = engine.optimizer.param_groups if engine.optimizer else []
     sharded, loader = engine.sharded, engine.training_dataloader
     return {

@@ -45,6 +45,7 @@ PIN_MEMORY = "pin_memory"
 HOST_MEMORY_LIMIT = "host_memory_limit"
 
 KEEP_LAST = "checkpoint.keep_last"
+PEER_COPIES = "checkpoint.peer_copies"
 ASYNCHRONOUS = "checkpoint.asynchronous"
 RECOMPUTED = "activation_checkpointing.targets"
 PROFILE = '"profile": {"enabled": true}'

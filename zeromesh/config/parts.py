@@ -287,6 +287,12 @@ class Checkpoint(Section):
         "Reaction of zeromesh train, and of the step after an asynchronous save, if a checkpoint cannot be written, "
         "such as on a full disk: continue until the next save, or stop with the error.",
     )
+    peer_copies: CountInt = key(
+        0,
+        "Keep the state in host memory, from which a restarted run goes on: 1 also on the next node, 2 on the next "
+        "two. Each rank needs memory for two copies of its part, and for two of each part that it keeps for others. "
+        "zeromesh train copies every run.copy_every steps, a script where it calls save_to_memory. 0: no copies.",
+    )
 
 
 class Aio(Section):

@@ -338,6 +338,17 @@ class Settings(Section):
             found.append("model and huggingface both describe the model to train; keep one of them")
         if self.embedding_tables.device == "nvme" and self.embedding_tables.nvme_path is None:
             found.append("embedding_tables.device is nvme; name a folder with embedding_tables.nvme_path")
+        devices = {
+            "zero_optimization.offload_optimizer": self.zero_optimization.optimizer_device,
+            "zero_optimization.offload_param": self.zero_optimization.parameter_device,
+            "embedding_tables": self.embedding_tables.device,
+        }
+        on_disk = next((f"{name}.device" for name, device in devices.items() if device == "nvme"), None)
+        if self.checkpoint.peer_copies and on_disk:
+            found.append(
+                f"checkpoint.peer_copies copies the state to memory, but {on_disk} is nvme, for states that do not fit "
+                "there; set checkpoint.peer_copies to 0, or the device to cpu"
+            )
         if self.lora is not None and self.huggingface is None:
             found.append("lora needs a model of transformers; name its folder with huggingface.path")
         if not self.managed_gradient_accumulation and (self.gradient_accumulation_steps or 1) > 1:

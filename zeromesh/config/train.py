@@ -247,6 +247,7 @@ class RunSettings(Section):
     evaluate_every: CountInt = key(100, "Steps between validations. 0: only at the end.")
     evaluate_batches: PositiveInt = key(20, "Micro-batches per rank in a validation.")
     save_every: CountInt = key(0, "Steps between checkpoints. 0: only at the end.")
+    copy_every: PositiveInt = key(1, "Steps between copies of the state in memory, with checkpoint.peer_copies.")
     resume: bool | Literal["auto"] = key(
         False, "Continue from the last checkpoint in output. auto: if there is one, for launchers that restart ranks."
     )

@@ -50,7 +50,7 @@ def empty_on(tier: Tier, elements: int, dtype: torch.dtype, device: torch.device
     if pin and device.type == "cuda" and found.device.type == "cpu" and found.nbytes:
         # Large memory is written to once by torch's threads: the driver would make the pages one after the other.
         found.view(torch.uint8)[:: mmap.PAGESIZE].zero_()
-        _lock_pages(found.untyped_storage())
+        lock_pages(found.untyped_storage())
     return found
 
 
@@ -89,7 +89,8 @@ class Staging:
         return copy
 
 
-def _lock_pages(storage: torch.UntypedStorage) -> None:
+def lock_pages(storage: torch.UntypedStorage) -> None:
+    """Page-lock host memory until it is freed; raise RuntimeError if that cannot be."""
     runtime, address = torch.cuda.cudart(), storage.data_ptr()
     error = int(runtime.cudaHostRegister(address, storage.nbytes(), 0))
     if error != 0:

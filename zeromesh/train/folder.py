@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from zeromesh.checkpoint.copies import marked
 from zeromesh.checkpoint.folder import DRAFT, OLD, latest, remove, write_latest
 from zeromesh.checkpoint.manifest import MANIFEST, read_manifest
 from zeromesh.config.keys import MODEL_FOLDER, OTHER_OUTPUT, OUTPUT
@@ -50,6 +51,11 @@ class RunFolder:
         if not self.checkpoints.is_dir() or not any(self.checkpoints.glob(f"*/{MANIFEST}")):
             return None
         return latest(self.checkpoints)
+
+    @property
+    def is_copied(self) -> bool:
+        """True if the run has copies in memory, of which some may be lost."""
+        return marked(self.checkpoints) is not None
 
     def tags(self) -> dict[int, str]:
         """Return the tags of the run's checkpoints by their steps, in order."""
@@ -106,7 +112,7 @@ class RunFolder:
     def check(self, resume: bool) -> None:
         """Raise ValueError if there is a run but ``resume`` is false, or none to resume, or no file can be written."""
         checkpoint = self.last_checkpoint
-        if resume and checkpoint is None:
+        if resume and checkpoint is None and not self.is_copied:
             remedy = "start the run without --resume, or name the folder of an earlier run"
             if self.has_finished:
                 remedy = f"{OTHER_OUTPUT}, and leave --resume out"

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -79,6 +79,8 @@ class Loop:
                     peak = self._log(progress, logged, loss, rate, peak)
                     logged = progress
                 saved = self._between_steps(progress)
+                if self._due(progress, self.job.run.copy_every) and progress.step < self.job.run.steps:
+                    self._copy(progress)
             # The engine has agreed with all ranks on the signal, so all save at the same step.
             if self.engine.asked and not saved:
                 saved = self._save(progress)
@@ -229,12 +231,26 @@ class Loop:
         """Tokens that all ranks consume in one step."""
         return self.share.global_batch * self.job.language.sequence_length
 
+    def _copy(self, progress: Progress) -> None:
+        """Keep the state in memory, if the run is to."""
+        if self.engine.config.checkpoint.peer_copies:
+            with self.times.spend(Spent.CHECKPOINTS):
+                self.engine.save_to_memory(self.job.folder.checkpoints, self._client_state(progress))
+
+    def _client_state(self, progress: Progress) -> dict[str, Any]:
+        """Return what a resumed run needs beside the engine's state."""
+        return {
+            "samples": progress.samples, "seconds": progress.seconds, "origins": self.job.origins,
+            "settings": self._changeable,
+        }  # fmt: skip
+
+    @cached_property
+    def _changeable(self) -> dict[str, Any]:
+        return changeable(self.engine.config)
+
     def _save(self, progress: Progress, last: bool = False) -> bool:
         """Write a checkpoint, or begin to (``checkpoint.asynchronous``), and return whether this succeeded."""
-        state = {
-            "samples": progress.samples, "seconds": progress.seconds, "origins": self.job.origins,
-            "settings": changeable(self.engine.config),
-        }  # fmt: skip
+        state = self._client_state(progress)
         save = partial(self.engine.save_checkpoint, self.job.folder.checkpoints, client_state=state)
         saved = self._succeeds(save, progress, last) and (not last or self._complete_save(progress, last))
         self.times.record(progress.step)

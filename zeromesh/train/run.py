@@ -15,6 +15,7 @@ from rich.console import Console
 
 import zeromesh
 from zeromesh import Engine, Settings, init_distributed, launch
+from zeromesh.checkpoint.copies import marked, root
 from zeromesh.checkpoint.random_state import share_random_state
 from zeromesh.comm.agreement import agree_run, world_group
 from zeromesh.comm.detect import may_restart
@@ -69,7 +70,8 @@ def _decided(settings: Settings) -> Settings:
     # A launcher that restarts ranks repeats the first command, which must then go on. All ranks see the same folder.
     if run is None or run.resume is True or (run.resume is False and not may_restart()):
         return settings
-    resume = RunFolder(Path(run.output)).last_checkpoint is not None
+    folder = RunFolder(Path(run.output))
+    resume = folder.last_checkpoint is not None or folder.is_copied
     return settings.model_copy(update={"run": run.model_copy(update={"resume": resume})})
 
 
@@ -85,6 +87,11 @@ def _prepare(job: Job, console: Console) -> None:
 
 def _how_to_go_on(job: Job) -> str:
     checkpoint = job.folder.last_checkpoint
+    if (name := marked(job.folder.checkpoints)) is not None and (root() / name).is_dir():
+        return (
+            f"the memory of this node has a copy of the last step; the same command with --resume goes on from there "
+            f"({root() / name} holds it until then: delete it if the run is not to go on)"
+        )
     if checkpoint is not None:
         return f"{job.folder.path} has the checkpoint {checkpoint}; the same command with --resume goes on from there"
     every = job.run.save_every
@@ -147,8 +154,10 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
         start = Progress()
         if job.run.resume:
             path, state = engine.load_checkpoint(job.folder.checkpoints)
-            assert path is not None, "the folder was checked for a checkpoint before the start"
-            start = Progress(engine.global_steps, state["samples"], state["seconds"])
+            if path is None:  # of a run with copies in memory, which are gone, and no checkpoint yet
+                console.print(f"{job.folder.path} has no checkpoint, and its copies in memory are gone; it begins anew")
+            else:
+                start = Progress(engine.global_steps, state["samples"], state["seconds"])
         if engine.mesh.rank == 0:
             # A configuration that is used again must not resume.
             again = engine.config.model_copy(update={"run": job.run.model_copy(update={"resume": False})})

@@ -1,0 +1,137 @@
+"""Copies of the state in memory: equal bit for bit to where they were taken, and complete while any node is lost."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeromesh
+from harness import run_ranks
+from zeromesh.checkpoint.copies import MARK, MEMORY
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "stage 0": {},
+    "stage 1, bf16": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
+    "stage 3": {"zero_optimization": {"stage": 3}},
+    "stage 3, host": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+    "tensor": {"mesh": {"tensor": 2}},
+}
+
+
+def make(settings: dict[str, Any], copies: int) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 8))
+    engine, *_ = zeromesh.initialize(
+        model,
+        config={
+            "train_batch_size": 12,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+            "checkpoint": {"peer_copies": copies},
+            **settings,
+        },
+    )
+    torch.manual_seed(engine.data_rank)
+    return engine
+
+
+def step(engine: Any) -> list[float]:
+    losses = []
+    for number in range(engine.gradient_accumulation_steps()):
+        seed = engine.global_steps * 100 + number * 10 + engine.data_rank
+        inputs = torch.randn(1, 8, generator=torch.Generator().manual_seed(seed))
+        loss = engine(inputs.to(next(engine.module.parameters()).dtype)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    return losses
+
+
+def fail(engine: Any) -> None:
+    """End an engine as an error in the script does."""
+    try:
+        raise RuntimeError("the run fails")
+    except RuntimeError:
+        engine.destroy()
+
+
+def of_node(root: Path, ranks_per_node: int) -> None:
+    """Let this rank be on a node of its own, or share one with those beside it."""
+    folder = root / f"node-{int(os.environ['RANK']) // ranks_per_node}"
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ[MEMORY] = str(folder)
+
+
+def first(root: Path, ranks_per_node: int, settings: dict[str, Any], copies: int, steps: int) -> list[Any]:
+    of_node(root, ranks_per_node)
+    engine = make(settings, copies)
+    losses = []
+    for number in range(steps + 3):
+        losses.append(step(engine))
+        if number < steps:
+            engine.save_to_memory(root / "run", {"step": engine.global_steps, "values": torch.arange(3)})
+    fail(engine)
+    return losses
+
+
+def second(root: Path, ranks_per_node: int, settings: dict[str, Any], copies: int, steps: int) -> Any:
+    of_node(root, ranks_per_node)
+    engine = make(settings, copies)
+    path, state = engine.load_checkpoint(root / "run")
+    if path is None:
+        engine.destroy()
+        return None
+    assert Path(path).is_relative_to(os.environ[MEMORY])
+    assert state["step"] == engine.global_steps == steps
+    assert state["values"].equal(torch.arange(3))
+    losses = []
+    for _ in range(3):
+        losses.append(step(engine))
+        engine.save_to_memory(root / "run", {})
+    engine.destroy()
+    return losses
+
+
+def left(root: Path) -> list[str]:
+    found = [str(path.relative_to(root)) for path in root.rglob("zeromesh-*")]
+    return found + [MARK] * (root / "run" / MARK).exists()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_goes_on_from_memory_bit_for_bit(layout: str, tmp_path: Path) -> None:
+    before = run_ranks(first, 2, tmp_path, 2, LAYOUTS[layout], 1, 4)
+    after = run_ranks(second, 2, tmp_path, 2, LAYOUTS[layout], 1, 4)
+    assert [losses[4:] for losses in before] == after
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "copies", "lost", "survives"),
+    [
+        (2, 1, 1, [0], True),
+        (4, 2, 1, [1], True),
+        (4, 1, 1, [1, 2], False),
+        (4, 1, 2, [1, 2], True),
+        (3, 2, 1, [0], True),
+    ],
+)
+def test_lost_nodes_are_made_up_for_by_those_after_them(
+    ranks: int, per_node: int, copies: int, lost: list[int], survives: bool, tmp_path: Path
+) -> None:
+    settings = {"zero_optimization": {"stage": 3}}
+    before = run_ranks(first, ranks, tmp_path, per_node, settings, copies, 3)
+    for node in lost:
+        shutil.rmtree(tmp_path / f"node-{node}")
+    after = run_ranks(second, ranks, tmp_path, per_node, settings, copies, 3)
+    if not survives:
+        assert after == [None] * ranks
+        return
+    assert [losses[3:] for losses in before] == after
+    assert left(tmp_path) == []
