@@ -9,7 +9,7 @@ files of their own, and flush them: the floor. Loading checks all hashes; the fi
     python benchmarks/checkpoint_speed.py --ranks 2 --row 3 --folder runs/speed --every 50
 
 measures what a save costs training instead: windows of 50 steps without a save, after a blocking save and after an
-asynchronous one, in turn.
+asynchronous one, and with a copy to memory after each step, in turn.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SIZES = {
     "tiny": {"hidden_size": 32, "layers": 2, "heads": 2, "vocab_size": 64},
 }
 LENGTH = 32
-MODES = ("none", "blocking", "asynchronous")
+MODES = ("none", "blocking", "asynchronous", "copies")
 
 
 def write_zeros(folder: Path, size: int) -> None:
@@ -77,7 +77,7 @@ def make_engine(size: str, row: int, length: int) -> zeromesh.Engine:
     settings = {
         "zero_optimization": {"stage": row},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "checkpoint": {"asynchronous": True},
+        "checkpoint": {"asynchronous": True, "peer_copies": 1},
     }
     engine, *_ = zeromesh.initialize(model=model, config=settings)
     return engine
@@ -102,16 +102,20 @@ def run_stalls(size: str, row: int, rounds: int, folder: Path, every: int, lengt
                 save(engine, folder, "saved", {})
             elif mode == "asynchronous":
                 engine.save_checkpoint(folder, "saved")
-            called = time.perf_counter()
+            called, copying = time.perf_counter(), 0.0
             for _ in range(every):
                 step(engine, size, length)
+                if mode == "copies":
+                    before = time.perf_counter()
+                    engine.save_to_memory(folder)
+                    copying += time.perf_counter() - before
             dist.barrier()
             ended = time.perf_counter()
             engine.wait_for_checkpoint()
             # The first round allocates memory, and has the first update make the optimizer's states.
             if number > 0:
                 windows[mode].append(ended - began)
-                calls[mode].append(called - began)
+                calls[mode].append(called - began + copying)
     if engine.mesh.rank == 0:
         nbytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         print(f"{nbytes / 1e6:.0f} MB, row {row}, {engine.mesh.world_size} ranks, {rounds} rounds of {every} steps")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from harness import free_port, run_command, run_ranks
 from test_train_cli import config, numbers
+from zeromesh.checkpoint.copies import MEMORY
 from zeromesh.comm.detect import may_restart
 from zeromesh.config.batch import BatchSizes, solve_batch
 from zeromesh.config.errors import ConfigError
@@ -56,6 +58,29 @@ def test_a_killed_rank_leads_to_the_same_run(tmp_path: Path) -> None:
     assert [step for step, _, _ in losses_of(killed)] in ([*range(1, 10)], [*range(1, 6), *range(5, 10)])
     assert all(line in losses_of(whole) for line in losses_of(killed))
     assert (killed / "final").read_text() == (whole / "final").read_text()
+
+
+@pytest.mark.full
+def test_ranks_that_are_killed_at_any_moment_lose_one_step_with_copies_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, killed, memory = tmp_path / "whole", tmp_path / "killed", tmp_path / "memory"
+    for folder in (whole, killed, memory):
+        folder.mkdir()
+    monkeypatch.setenv(MEMORY, str(memory))
+    run_ranks(run_script, 2, str(whole), "400", "none", "memory")
+    command = [*LAUNCH, "--nproc", "2", "--max-restarts", "12", TESTS / "elastic.py", killed, "400", "12", "memory"]
+    finished = run_command(command, timeout=400)
+    assert finished.returncode == 0, finished.stdout
+    assert len(list(killed.glob("killed-*"))) == 12
+    taken = [step for step, _, _ in losses_of(killed)]
+    assert (taken[0], taken[-1]) == (1, 400)
+    assert all(later in (step, step + 1) for step, later in pairwise(taken))
+    known = {step: loss for step, _, loss in losses_of(whole)}
+    assert all(known[step] == loss for step, _, loss in losses_of(killed))
+    assert (killed / "final").read_text() == (whole / "final").read_text()
+    assert list(memory.iterdir()) == []
+    assert not list((killed / "checkpoints").iterdir())
 
 
 FAULTY_TRAIN = """

@@ -46,6 +46,8 @@ MEMORY = "ZEROMESH_MEMORY"  # variable with a folder in memory; by default that 
 
 MARK = "copies.json"  # file in a run's folder of checkpoints, which leads to its copies
 
+SLACK = 1 << 16  # bytes
+
 WHAT = "copy the state to memory"
 
 _log = logging.getLogger("zeromesh")
@@ -219,7 +221,7 @@ class MemoryCopies:
         text = json.dumps(words)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        write_text(_description(slot, self._rank), text)
+        write_text(_description(slot, self._rank), text, flush=False)
         return data, text
 
     def _tidy(self, slot: Path) -> None:
@@ -239,18 +241,21 @@ class MemoryCopies:
         _description(slot, rank).unlink(missing_ok=True)
         (slot / MANIFEST).unlink(missing_ok=True)
         path = slot / shard_file(rank)
-        if (found := self._files.get(path)) is not None and found.numel() == nbytes:
-            return found
-        if not path.is_file() or path.stat().st_size != nbytes:
-            path.unlink(missing_ok=True)
-            _allocate(path, nbytes)
-        # Shared: what is written there is in the file at once, whatever becomes of this process.
-        data = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
-        if self._device.type == "cuda":
-            with suppress(RuntimeError):  # so much cannot be page-locked; copies take longer then
-                lock_pages(data.untyped_storage())
-        self._files[path] = data
-        return data
+        found = self._files.get(path)
+        if found is None or not nbytes <= found.numel() <= 2 * nbytes + SLACK:
+            # A little more, as the length of some states, such as those of random numbers in JSON, is not always the
+            # same: new memory is slow. The file is of any length at least ``nbytes``.
+            size = -(-nbytes // SLACK) * SLACK + SLACK
+            if not path.is_file() or path.stat().st_size != size:
+                path.unlink(missing_ok=True)
+                _allocate(path, size)
+            # Shared: what is written there is in the file at once, whatever becomes of this process.
+            found = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+            if self._device.type == "cuda":
+                with suppress(RuntimeError):  # so much cannot be page-locked; copies take longer then
+                    lock_pages(found.untyped_storage())
+            self._files[path] = found
+        return found[:nbytes]
 
     def send(self, slot: Path, part: tuple[torch.Tensor, str], sources: list[int]) -> None:
         """Send this rank's part to those that keep it, and take those of ``sources``."""
@@ -269,7 +274,7 @@ class MemoryCopies:
         data, words = self.room(slot, rank, int(sizes[0])), torch.empty(int(sizes[1]), dtype=torch.uint8)
         dist.recv(data, source, self._links, 1)
         dist.recv(words, source, self._links, 2)
-        write_text(_description(slot, rank), bytes(words.tolist()).decode())
+        write_text(_description(slot, rank), bytes(words.tolist()).decode(), flush=False)
 
     def find(self, folder: Path) -> Path | None:
         """Return the folder with the newest copy of the run that saves to ``folder``, complete on this node.

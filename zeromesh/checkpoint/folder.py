@@ -78,11 +78,12 @@ def write_latest(folder: Path, tag: str) -> None:
     _flush(folder)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write and flush a file; it appears whole or not at all."""
+def write_text(path: Path, text: str, flush: bool = True) -> None:
+    """Write a file, and flush it to the disk; it appears whole or not at all."""
     draft = path.with_name(path.name + DRAFT)
     draft.write_text(text, encoding="utf-8")
-    _flush(draft)
+    if flush:
+        _flush(draft)
     draft.rename(path)
 
 

@@ -37,7 +37,7 @@ def random_state(model: nn.Module | None = None) -> torch.Tensor:
         shared = global_seed(make=False)
         states["keras"] = {"layers": [state.value.tolist() for state in seeds_of(model)]}
         states["keras"]["global"] = None if shared is None else shared.value.tolist()
-    return torch.tensor(list(json.dumps(states).encode()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
 
 
 def restore_random_state(packed: torch.Tensor, model: nn.Module | None = None) -> None:
