@@ -75,6 +75,7 @@ APPLICATION = "train"
 REACHED = (
     "batches",
     "checkpoint.boxes",
+    "checkpoint.copies",
     "checkpoint.folder",
     "checkpoint.manifest",
     "checkpoint.random_state",
@@ -97,6 +98,7 @@ REACHED = (
     "observe.metrics",
     "observe.operations",
     "observe.progress",
+    "observe.svg",
     "observe.units",
     "pretrained",
     "quantized",

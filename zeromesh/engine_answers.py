@@ -11,6 +11,7 @@ from torch import nn
 
 from zeromesh import reports
 from zeromesh.activation.compiled import compile_seconds
+from zeromesh.comm.stragglers import Busy
 from zeromesh.config.errors import counted
 from zeromesh.curriculum import LengthCurriculum
 from zeromesh.engine_state import EngineState
@@ -171,6 +172,27 @@ class Answers(EngineState):
         ``relative_error`` where numbers were rounded for the links between nodes.
         """
         return reports.traffic(self.mesh.traffic, reset)
+
+    def check_health(self) -> dict[str, Any]:
+        """Check all ranks' processors, memory and links, between updates. Collective; some tens of milliseconds.
+
+        What is slow beside its own earlier checks, or beside the other ranks, and whose products are wrong, is logged
+        on the first rank, also when it is over. See docs/monitoring.md.
+
+        Returns:
+            On all ranks the same: ``products`` (floating point operations per second by rank), ``memory`` (bytes per
+            second that copies read and write by rank), ``links`` (lists of two ranks, and the bytes per second that the
+            second receives from the first while all do so), ``slow`` (dicts: name, since, value, usual, unit).
+        """
+        return self._health.check(self.global_steps)
+
+    def work_report(self) -> Busy | None:
+        """Return each rank's seconds of work in the updates since the last call, without waits for the others.
+
+        Returns:
+            None on all ranks but the first, and where waits are the device's, as with nccl.
+        """
+        return self._update.stragglers.take()
 
     def bound_report(self, operations: float | None = None) -> dict[str, Any] | None:
         """Return the resource that bounded the updates so far, and its distance from the limit. Collective.

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from zeromesh.checkpoint.background import BackgroundSaves
 from zeromesh.checkpoint.copies import MemoryCopies
+from zeromesh.comm.health import Health
 from zeromesh.computation import Computation
 from zeromesh.observe.observer import Observer
 from zeromesh.optim.spikes import SpikeWatch
@@ -93,6 +94,7 @@ class EngineState:
         kept = parts.config.checkpoint.peer_copies
         self._copies = MemoryCopies(self.mesh, kept) if kept else None
         self._update = Update(parts.sharded, parts.config, parts.optimizer, self._saves.failed)
+        self._health = Health(self.mesh)
         self.loss_scaler = self._update.scaler
         self._passes: Iterator[Any] | None = None
 

@@ -55,7 +55,7 @@ class Update:
         self._mesh, self._accumulation = sharded.mesh, sharded.accumulation
         self._asked, self._skipped_in_a_row = 0, 0
         self._save_failed = save_failed
-        self._stragglers = Stragglers(self._mesh)
+        self.stragglers = Stragglers(self._mesh)  # comparison of the ranks' work between updates
         answer(optimizer, self.loss_scale, overflow=False)
         if optimizer is not None:  # by a weak reference: the hook lives as long as the model, the engine may not
             sharded.early.ask(partial(_host_steps, weakref.ref(self)))
@@ -85,7 +85,7 @@ class Update:
         # Before the checks: after an error the next micro-batch begins a new update.
         self._accumulation.restart()
         self.asked = int(agreement.notes[:, 4].max())
-        self._stragglers.compare(agreement.notes[:, 5].tolist())
+        self.stragglers.compare(agreement.notes[:, 5].tolist())
         self.save_failed = bool(agreement.notes[:, 6].any())
         self._require_same_losses(agreement)
         interval = self._config.replica_check.interval
@@ -165,7 +165,7 @@ class Update:
         # 1 + the index of the first micro-batch whose loss is not finite, so that 0 is none.
         bad = 0.0 if all(finite) else 1.0 + finite.index(False)
         asked, self._asked = self._asked, 0  # at once: a signal that comes while ranks agree is for the next update
-        busy, failed = self._stragglers.busy(), float(self._save_failed())
+        busy, failed = self.stragglers.busy(), float(self._save_failed())
         return [bad, sum(losses), float(len(losses)), inputs, float(asked), busy, failed]
 
     def _require_same_losses(self, agreement: Agreement) -> None:

@@ -55,6 +55,18 @@ def warned(mesh: FourRanks, busy: list[float], updates: int) -> list[str]:
     return said
 
 
+def test_work_and_the_time_that_others_wait_are_summed_until_they_are_taken() -> None:
+    watched = stragglers.Stragglers(cast(Any, FourRanks()))
+    assert watched.take() is None
+    for _ in range(3):
+        watched.compare([1.0, 1.0, 3.0, 1.0])
+    assert watched.take() == stragglers.Busy(3, [3.0, 3.0, 9.0, 3.0], 6.0)
+    assert watched.take() is None
+    staged = stragglers.Stragglers(cast(Any, FourRanks(stages=2)))
+    staged.compare([1.0, 1.5, 5.0, 5.0])  # ranks 0 and 1 are of one stage
+    assert staged.take() == stragglers.Busy(1, [1.0, 1.5, 5.0, 5.0], 0.25)
+
+
 def test_a_rank_that_is_three_times_slower_is_named_with_the_ratio_once_per_interval() -> None:
     said = warned(FourRanks(), [1.0, 1.0, 3.0, 1.0], 100)  # 300 seconds
     assert len(said) == 5

@@ -41,7 +41,7 @@ def test_all_time_of_all_attempts_is_accounted_for(tmp_path: Path) -> None:
     found = totals(read_attempts(lines(tmp_path / "time.jsonl", *THREE)))
     assert found == {
         Spent.STEPS: 9 + 11 + 5.5, Spent.REDONE: 6 + 3, Spent.START: 8 + 7 + 7 + 4, Spent.CHECKPOINTS: 3,
-        Spent.DOWN: 14 + 1, Spent.DATA: 1, Spent.OTHER: 0.5, Spent.COMPILATION: 0, Spent.EVALUATION: 0,
+        Spent.DOWN: 14 + 1, Spent.DATA: 1, Spent.OTHER: 0.5, Spent.COMPILATION: 0, Spent.EVALUATION: 0, Spent.IDLE: 0,
     }  # fmt: skip
     assert sum(found.values()) == (170 - 100) + (1010 - 1000)
 

@@ -18,6 +18,7 @@ from test_train_cli import call, config
 from zeromesh.checkpoint import save
 from zeromesh.comm.environment import shutdown
 from zeromesh.engine import Engine
+from zeromesh.observe.metrics import read_metrics
 from zeromesh.train.folder import RunFolder
 
 TRAIN = [sys.executable, "-m", "zeromesh.cli.main"]
@@ -54,6 +55,13 @@ def test_sigusr1_saves_and_sigterm_saves_and_ends(
     )
     try:
         wait_for_steps(run, process, 2)
+        process.send_signal(signal.SIGUSR2)
+        limit = time.monotonic() + 60
+        while not any("health" in one for one in read_metrics(run.times)):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        assert run.last_checkpoint is None
         process.send_signal(signal.SIGUSR1)
         limit = time.monotonic() + 60
         while run.last_checkpoint is None:

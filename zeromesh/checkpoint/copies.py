@@ -97,6 +97,11 @@ class _Kept:
             for sequence in range(2):
                 self.slot(sequence).mkdir(exist_ok=True)
 
+    def begin(self, exchange: _Exchange) -> None:
+        """Let the nodes exchange their parts."""
+        self.exchange = exchange
+        exchange.start()
+
     def leave(self, failed: bool | None = None) -> None:
         """Delete the copies, unless this rank has failed: it may be started again, and need them.
 
@@ -164,8 +169,7 @@ class MemoryCopies:
         data, text = agree_run(self._world, WHAT, lambda: self._write(slot, engine, client_state))
         if self._links is not None:
             sources = [rank for rank in range(self._world.size) if self._rank in self._targets(rank)]
-            self._kept.exchange = _Exchange(self, slot, (data, text), sources)
-            self._kept.exchange.start()
+            self._kept.begin(_Exchange(self, slot, (data, text), sources))
 
     def _settle(self) -> None:
         exchange = None if self._kept is None else self._kept.exchange

@@ -87,6 +87,15 @@ def replay(
 
 
 @app.command()
+def report(run: Annotated[Path, typer.Argument(help="The output folder of a run, finished or not.")]) -> None:
+    """Write the page of a run: its attempts, curves, and the ranks' work and hardware over time."""
+    with _errors():
+        from zeromesh.train.page import write_page
+
+        typer.echo(f"wrote {write_page(run)}")
+
+
+@app.command()
 def sample(
     run: Annotated[Path, typer.Argument(help="The output folder of a finished run.")],
     prompt: Annotated[str, typer.Argument(help="The beginning of the text.")],

@@ -58,12 +58,12 @@ def _axis(mesh: Mesh, group: Group, node_of: list[int], seconds: float) -> dict[
 
         def gather(full: torch.Tensor = full, shard: torch.Tensor = shard) -> None:
             group.all_gather(full, shard, 0).wait()
-            _synchronize(mesh.device)
+            synchronize(mesh.device)
 
         gather()  # the first one takes longer: with nccl it connects the ranks
         best, start = float("inf"), time.perf_counter()
         for _ in range(REPEATS):
-            _synchronize(mesh.device)
+            synchronize(mesh.device)
             begin = time.perf_counter()
             gather()
             best = min(best, time.perf_counter() - begin)
@@ -127,13 +127,14 @@ def _pair(mesh: Mesh, first: int, second: int, seconds: float) -> tuple[float, f
             start = time.perf_counter()
             dist.send(data, other) if leads else dist.recv(data, other)
             dist.recv(data, other) if leads else dist.send(data, other)
-            _synchronize(mesh.device)
+            synchronize(mesh.device)
             if repeat:
                 best = min(best, (time.perf_counter() - start) / 2)
         latency, bandwidth = latency or best, size / best
     return latency, bandwidth
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for all that an accelerator has been given to do."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from zeromesh.comm.mesh import Mesh
@@ -14,6 +15,15 @@ INTERVAL = 60.0  # seconds between two warnings, at least
 LEAST_UPDATES = 10  # that a warning is about: one slow update, such as one that saves, says little
 
 _log = logging.getLogger("zeromesh")
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Seconds of work of all ranks in some updates, without waits for each other."""
+
+    updates: int
+    seconds: list[float]  # by rank
+    idle: float  # sum over the updates of what the slowest rank worked longer than the median of those beside it
 
 
 class Stragglers:
@@ -26,6 +36,7 @@ class Stragglers:
         self._began = clock()
         self._updates = 0
         self._busy = [0.0] * mesh.world_size
+        self._taken = Busy(0, [0.0] * mesh.world_size, 0.0)
 
     def busy(self) -> float:
         """Return the seconds since the last call in which this rank did not wait for others; 0 at first."""
@@ -39,12 +50,17 @@ class Stragglers:
         """Take each rank's seconds, and warn on the first rank if a warning is due."""
         if self._mesh.rank or not all(seconds > 0.0 for seconds in busy):
             return
+        taken, columns = self._taken, [*zip(*self._mesh.lines("pipeline"), strict=True)]
+        # Of the stages that wait for each other, the one with the slowest rank counts.
+        late = max(max(own) - median(own) for own in ([busy[rank] for rank in ranks] for ranks in columns))
+        seconds = [before + one for before, one in zip(taken.seconds, busy, strict=True)]
+        self._taken = Busy(taken.updates + 1, seconds, taken.idle + late)
         self._updates += 1
         self._busy = [before + seconds for before, seconds in zip(self._busy, busy, strict=True)]
         if self._updates < LEAST_UPDATES or self._clock() - self._began < INTERVAL:
             return
         # Ranks at other places of a pipeline are not compared, as stages may differ.
-        for ranks in zip(*self._mesh.lines("pipeline"), strict=True):
+        for ranks in columns:
             for rank in ranks:
                 others = [self._busy[other] for other in ranks if other != rank]
                 usual = median(others) if others else 0.0
@@ -57,3 +73,8 @@ class Stragglers:
                         self._busy[rank] / self._updates, usual / self._updates,
                     )  # fmt: skip
         self._began, self._updates, self._busy = self._clock(), 0, [0.0] * len(self._busy)
+
+    def take(self) -> Busy | None:
+        """Return the work since the last call; None where it is not known, and on all ranks but the first."""
+        taken, self._taken = self._taken, Busy(0, [0.0] * self._mesh.world_size, 0.0)
+        return taken if taken.updates else None

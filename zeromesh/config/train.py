@@ -258,5 +258,8 @@ class RunSettings(Section):
         "After an update that `spikes` leaves out: go back to the last checkpoint that is at least so many updates "
         "older, and leave out the samples since. Null: go on with the next samples.",
     )
+    check_every: CountInt = key(
+        0, "Steps between checks of all ranks' processors, memory and links. 0: only at a signal (SIGUSR2)."
+    )
     log_every: PositiveInt = key(10, "Steps between two lines in the log.")
     sample: SampleSettings = key(SampleSettings(), "Texts to generate at the end of the run.")

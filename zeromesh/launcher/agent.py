@@ -94,7 +94,7 @@ def run(
             stack.enter_context(_variables(plan.variables))
         try:
             agent = _agent(command, plan, folder, report)
-            stack.enter_context(_handlers(agent.pass_on, (signal.SIGUSR1,)))
+            stack.enter_context(_handlers(agent.pass_on, (signal.SIGUSR1, signal.SIGUSR2)))
             closes = True
             try:
                 result = agent.run()

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from zeromesh.config.written import row_name
 from zeromesh.model.placement import PlacementRow
+from zeromesh.observe.svg import COLOURS, LEFT, RIGHT, WIDTH, html_page, label, legend, svg
 from zeromesh.observe.units import bytes_text, scaled_text
 from zeromesh.plan.answer import PlanAnswer, fullest_text, layout_text, reason_of, seconds_text, sentences
 from zeromesh.plan.bounds import least_memory
 from zeromesh.plan.search import LayoutCell, PlanCandidate, PlanResult
 from zeromesh.plan.time import Interval, StepTime, time_of
 
-WIDTH = 960
-LEFT, RIGHT = 70, 150  # margins of a chart, for its axis and its legend
 MOST_MOMENTS = 480  # of a timeline that are drawn
 MOST_BARS = 4000
 MOST_COLUMNS = 14  # of a map
-# Colours that differ in lightness, too, for readers who do not see all hues (Okabe and Ito, 2008).
-COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#f0e442", "#555555")
-
 ACTIONS = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "backward"}
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; color: #222; }
-table { border-collapse: collapse; } td, th { padding: .2em .8em .2em 0; text-align: left; vertical-align: top; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-svg { max-width: 100%; height: auto; } text { font: 12px system-ui, sans-serif; fill: #222; }
-"""
 
 
 def page(told: PlanAnswer) -> str:
@@ -50,8 +39,7 @@ def page(told: PlanAnswer) -> str:
             drawn = time_of(request.source, request.sequence, best.layout, best.machine, intervals=True)
         parts += ["<h2>A step</h2>", step_chart(drawn)]
     parts += ["<h2>All layouts</h2>", MAP_TEXT, layout_map(result)]
-    head = f'<meta charset="utf-8"><title>Plan of {name}</title><style>{STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"
+    return html_page(f"Plan of {request.source.name}", parts)
 
 
 MAP_TEXT = (
@@ -71,27 +59,6 @@ def _table(result: PlanResult) -> str:
         cells = "".join(f'<td class="n">{value}</td>' for value in numbers)
         rows.append(f"<tr>{cells}<td>{escape(layout_text(one.layout))}</td><td>{escape(reason_of(one))}</td></tr>")
     return f"<table>{''.join(rows)}</table>"
-
-
-def _svg(height: float, body: Iterable[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" role="img">'
-        + "".join(body)
-        + "</svg>"
-    )
-
-
-def _label(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _legend(names: Sequence[str], top: float) -> list[str]:
-    found = []
-    for place, name in enumerate(names):
-        y, colour = top + 18 * place, COLOURS[place % len(COLOURS)]
-        found.append(f'<rect x="{WIDTH - RIGHT + 12}" y="{y:g}" width="12" height="12" fill="{colour}"/>')
-        found.append(_label(WIDTH - RIGHT + 30, y + 11, name))
-    return found
 
 
 def memory_chart(candidate: PlanCandidate) -> str:
@@ -123,13 +90,13 @@ def memory_chart(candidate: PlanCandidate) -> str:
         body.append(f'<polygon points="{points}" fill="{COLOURS[number % len(COLOURS)]}">{title}</polygon>')
         base = upper
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        body.append(_label(LEFT - 8, y(limit * share) + 4, bytes_text(limit * share), "end"))
+        body.append(label(LEFT - 8, y(limit * share) + 4, bytes_text(limit * share), "end"))
     line_y = f'y1="{y(limit):.1f}" y2="{y(limit):.1f}"'
     body.append(f'<line x1="{LEFT}" x2="{LEFT + width}" {line_y} stroke="#c00" stroke-width="2"/>')
-    body += _legend([state for state, _ in layers], top)
-    body.append(_label(LEFT, top + height + 18, moments[0].label))
-    body.append(_label(LEFT + width, top + height + 18, moments[-1].label, "end"))
-    return _svg(top + height + 26, body)
+    body += legend([state for state, _ in layers], top)
+    body.append(label(LEFT, top + height + 18, moments[0].label))
+    body.append(label(LEFT + width, top + height + 18, moments[-1].label, "end"))
+    return svg(top + height + 26, body)
 
 
 def step_chart(found: StepTime) -> str:
@@ -145,7 +112,7 @@ def step_chart(found: StepTime) -> str:
     several = len({rank for rank, _ in lanes}) > 1
     for place, (rank, resource) in enumerate(lanes):
         name = f"{rank} {resource}" if several else resource
-        body.append(_label(LEFT + 34, top + high * place + 14, name, "end"))
+        body.append(label(LEFT + 34, top + high * place + 14, name, "end"))
     for one in _visible(found.intervals, end / width / 2):
         place = lanes.index((one.rank, one.resource))
         x, wide = LEFT + 40 + width * one.start / end, max(0.5, width * (one.end - one.start) / end)
@@ -158,10 +125,10 @@ def step_chart(found: StepTime) -> str:
     bottom = top + high * len(lanes)
     for share in (0.0, 0.5, 1.0):
         body.append(
-            _label(LEFT + 40 + width * share, bottom + 16, seconds_text(end * share) if share else "0", "middle")
+            label(LEFT + 40 + width * share, bottom + 16, seconds_text(end * share) if share else "0", "middle")
         )
-    body += _legend(kinds[: len(COLOURS)], top)
-    return _svg(max(bottom + 24, top + 18 * min(len(kinds), len(COLOURS)) + 10), body)
+    body += legend(kinds[: len(COLOURS)], top)
+    return svg(max(bottom + 24, top + 18 * min(len(kinds), len(COLOURS)) + 10), body)
 
 
 def _kind(one: Interval) -> str:
@@ -198,12 +165,12 @@ def layout_map(result: PlanResult) -> str:
         body.append(f'<text x="{x:.1f}" y="{top - 8:g}" {turned}>{" x ".join(map(str, mesh))}</text>')
     for number, row in enumerate(rows):
         y = top + high * number
-        body.append(_label(left - 8, y + 17, row_name(row), "end"))
+        body.append(label(left - 8, y + 17, row_name(row), "end"))
         for place, mesh in enumerate(meshes):
             cell = result.cells.get((row, mesh))
             if cell is not None:
                 body.append(_cell(cell, fastest, left + wide * place, y, wide, high))
-    return _svg(top + high * len(rows) + 10, body)
+    return svg(top + high * len(rows) + 10, body)
 
 
 def _cell(cell: LayoutCell, fastest: float, x: float, y: float, wide: float, high: float) -> str:

@@ -23,6 +23,7 @@ class Spent(StrEnum):
     """Work that time goes to."""
 
     STEPS = "steps that count"
+    IDLE = "waiting for a rank"  # in steps: work of the slowest beyond the median of all
     REDONE = "steps taken again"  # results of which a failure lost, as no checkpoint held them
     COMPILATION = "compilation"
     DATA = "waiting for data"
@@ -66,11 +67,20 @@ class TimeLog:
             self._seconds[kind] -= compiled
             self._seconds[Spent.COMPILATION] += compiled
 
+    def move(self, kind: Spent, other: Spent, seconds: float) -> None:
+        """Count seconds to another kind of work."""
+        self._seconds[kind] -= seconds
+        self._seconds[other] += seconds
+
     def record(self, step: int, ends: bool = False) -> None:
         """Write the times so far, at a step; ``ends`` says that the run ends here and has not failed."""
         self._switch(self._kind)
         seconds = {kind: round(seconds, 3) for kind, seconds in self._seconds.items() if seconds}
         self._append({"at": time.time(), "step": step, "seconds": seconds, "ends": ends})
+
+    def note(self, step: int, **values: object) -> None:
+        """Write what was seen of the ranks at a step: ``work``, their seconds in an update, or ``health``, a check."""
+        self._append({"seen": time.time(), "step": step, **values})
 
     def go_back(self, step: int, back: int) -> None:
         """Write that the run goes on from ``back``, and takes the steps from there to ``step`` again."""
@@ -141,7 +151,7 @@ def read_attempts(path: Path) -> list[Attempt]:
         elif found and "back" in record:
             for attempt in found:
                 attempt.take_again(record["back"])
-        elif found:
+        elif found and "seconds" in record:
             before = found[-1].add(record, before)
     for attempt, later in pairwise(found):
         attempt.take_again(later.step)
@@ -189,5 +199,5 @@ def time_picture(path: Path, attempts: list[Attempt]) -> bool:
     return True
 
 
-COLOURS = ("#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#0072B2", "#F0E442", "#000000", "#BBBBBB")
+COLOURS = ("#009E73", "#999933", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#0072B2", "#F0E442", "#000000", "#BBBBBB")
 """Colours of Okabe and Ito, by kind in order."""

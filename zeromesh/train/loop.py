@@ -81,8 +81,10 @@ class Loop:
                 saved = self._between_steps(progress)
                 if self._due(progress, self.job.run.copy_every) and progress.step < self.job.run.steps:
                     self._copy(progress)
+                if self._due(progress, self.job.run.check_every) or self.engine.asked == Request.CHECK:
+                    self._check(progress)
             # The engine has agreed with all ranks on the signal, so all save at the same step.
-            if self.engine.asked and not saved:
+            if self.engine.asked >= Request.SAVE and not saved:
                 saved = self._save(progress)
             if self.engine.asked == Request.SAVE_AND_END:
                 saved = saved and self._complete_save(progress)
@@ -209,6 +211,9 @@ class Loop:
             seconds_left=(self.job.run.steps - progress.step) * self.tokens_per_step / speed,
         )
         self.display.step(figures)
+        if (work := self.engine.work_report()) is not None:
+            self.times.move(Spent.STEPS, Spent.IDLE, work.idle)
+            self.times.note(progress.step, work=[round(seconds / work.updates, 6) for seconds in work.seconds])
         self.times.record(progress.step)
         if self.metrics is not None:
             self.metrics.write(
@@ -230,6 +235,15 @@ class Loop:
     def tokens_per_step(self) -> int:
         """Tokens that all ranks consume in one step."""
         return self.share.global_batch * self.job.language.sequence_length
+
+    def _check(self, progress: Progress) -> None:
+        """Check the hardware of all ranks."""
+        found = self.engine.check_health()
+        self.times.note(progress.step, health=found)
+        self.display.line(
+            f"step {progress.step}/{self.job.run.steps}  hardware checked: "
+            + ("nothing is slow" if not found["slow"] else "; ".join(one["name"] for one in found["slow"]) + " slow")
+        )
 
     def _copy(self, progress: Progress) -> None:
         """Keep the state in memory, if the run is to."""

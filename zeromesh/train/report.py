@@ -26,6 +26,7 @@ from zeromesh.train.data.store import PreparedData
 from zeromesh.train.goodput import Spent, read_attempts, time_picture, totals
 from zeromesh.train.loop import Loop, Progress
 from zeromesh.train.model import Transformer
+from zeromesh.train.page import write_page
 from zeromesh.train.sample import load_writer
 
 SMALLEST_SHARE = 0.005  # of a step's time; resources below it get no row
@@ -121,6 +122,8 @@ def close(
     job.folder.report.write_text(json.dumps(report, indent=2))
     text = markdown(report)
     job.folder.report.with_suffix(".md").write_text(text, encoding="utf-8")
+    if attempts:
+        write_page(job.folder.path)
     console.print(Markdown(text))
     console.print(f"the report, the weights and the checkpoints are in {job.folder.path}")
 

@@ -1,4 +1,4 @@
-"""Signals in a run: SIGTERM saves and ends, SIGUSR1 saves, after an update on which all ranks agree."""
+"""Signals in a run, after an update on which all ranks agree: SIGTERM saves and ends, SIGUSR1 saves, SIGUSR2 checks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ class Request(IntEnum):
     """Request of a signal. The largest request of all ranks counts."""
 
     NOTHING = 0
-    SAVE = 1
-    SAVE_AND_END = 2
+    CHECK = 1
+    SAVE = 2
+    SAVE_AND_END = 3
 
 
 # A second SIGTERM within this time is a copy: batch systems send it to the launcher and to the ranks, and the launcher
 # passes it on.
 REPEAT_SECONDS = 5.0
 
-# Windows has no SIGUSR1.
-_REQUESTS = {"SIGTERM": Request.SAVE_AND_END, "SIGUSR1": Request.SAVE}
+# Windows has only the first.
+_REQUESTS = {"SIGTERM": Request.SAVE_AND_END, "SIGUSR1": Request.SAVE, "SIGUSR2": Request.CHECK}
 SIGNALS = {number: _REQUESTS[number.name] for number in signal.Signals if number.name in _REQUESTS}
 
 
@@ -69,10 +70,12 @@ def forward_signals(engine: Engine) -> Iterator[None]:
 
 
 def ignore_requests() -> None:
-    """Ignore SIGUSR1, the request for a checkpoint, until there is something to save."""
-    # Its default action would end the process.
-    if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR1"):
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    """Ignore SIGUSR1 and SIGUSR2 until there is something to save or to check."""
+    # Their default action would end the process.
+    if threading.current_thread() is threading.main_thread():
+        for number, request in SIGNALS.items():
+            if request is not Request.SAVE_AND_END:
+                signal.signal(number, signal.SIG_IGN)
 
 
 def mark_saved() -> None:

@@ -1,0 +1,188 @@
+"""Checks of the ranks' hardware between updates: products, memory and links; what has become slow, and since when.
+
+A rank or link is slow if it is far below its own earlier checks, or below the others of its kind now. A wrong product
+shows a processor that corrupts data silently; see Dixit et al., "Silent Data Corruptions at Scale", 2021.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from zeromesh.comm.link_speeds import synchronize
+from zeromesh.comm.mesh import Mesh
+
+SLOW = 0.5  # of what is usual
+LEAST_CHECKS = 3  # of a thing, from which on its own median counts
+KEPT = 50  # checks whose values are kept
+REPEATS = 4
+AGAIN = 2  # measurements of all that a slow one begins
+WIDTH = {"cpu": 384, "cuda": 4096}  # of the matrices that are multiplied
+MEMORY_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
+LINK_BYTES = 1 << 20
+TAG = 2  # of the messages
+
+FLOPS, BYTES = "FLOP/s", "B/s"
+
+_log = logging.getLogger("zeromesh")
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A thing that is slow, or computes wrongly."""
+
+    name: str
+    since: int  # the update of the first check that showed it
+    value: float  # per second
+    usual: float
+    unit: str = ""
+
+    def __str__(self) -> str:
+        if not self.unit:
+            return f"{self.name} is wrong since update {self.since}: replace its processor, and do not trust the run"
+        share = self.value / self.usual
+        return (
+            f"{self.name} has {self.value / 1e9:.3g} G{self.unit}, {share:.2f} of the usual {self.usual / 1e9:.3g}, "
+            f"since update {self.since}"
+        )
+
+
+class Health:
+    """History of the checks of one engine's ranks; each rank has the same."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._world, self._device = mesh, mesh.group("world"), mesh.device
+        self._past: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
+        self._since: dict[str, int] = {}
+        self._strides = _strides(mesh.node_of)
+
+    def check(self, step: int) -> dict[str, Any]:
+        """Check all ranks, and log what has changed on the first one. Collective.
+
+        Returns:
+            See ``Engine.check_health``.
+        """
+        rows = self._measure()
+        for _ in range(AGAIN):
+            if not [*self._slow(step, rows)]:
+                break
+            # What another program has held up for a moment is fast now. All ranks have the same numbers.
+            rows = [[max(pair) for pair in zip(*both, strict=True)] for both in zip(rows, self._measure(), strict=True)]
+        found = [*self._slow(step, rows), *self._wrong(step, [bool(row[1]) for row in rows])]
+        self._remember(found, rows)
+        return {
+            "products": [row[0] for row in rows], "memory": [row[2] for row in rows],
+            "links": [[before, after, speed] for before, after, speed in self._by_link(rows)],
+            "slow": [vars(one) for one in found],
+        }  # fmt: skip
+
+    def _measure(self) -> list[list[float]]:
+        """Return for each rank the speed of a product, whether it was wrong, and the speeds of memory and links."""
+        kind = "cuda" if self._device.type == "cuda" else "cpu"
+        speed, wrong = self._product(WIDTH[kind])
+        own = [speed, float(wrong), self._memory(MEMORY_BYTES[kind]), *map(self._link, self._strides)]
+        rows: list[list[float]] = self._world.exchange(torch.tensor(own, dtype=torch.float64)).tolist()
+        return rows
+
+    def _by_link(self, rows: list[list[float]]) -> Iterator[tuple[int, int, float]]:
+        for number, stride in enumerate(self._strides):
+            for rank, row in enumerate(rows):
+                yield (rank - stride) % len(rows), rank, row[3 + number]
+
+    def _product(self, width: int) -> tuple[float, bool]:
+        """Return the speed of a product, and whether it is wrong."""
+        # Of whole numbers so small that no sum is rounded, in TF32 neither: then every order has the same bits.
+        draw = torch.Generator().manual_seed(0)
+        whole = torch.randint(8, (width, width), generator=draw)
+        vector = torch.randint(1, 8, (width, 1), generator=draw)
+        matrix = whole.to(self._device, torch.float32)
+        product = torch.empty_like(matrix)
+        best = self._best(lambda: torch.mm(matrix, matrix, out=product))
+        # Freivalds' test, exact in fp64: each wrong element changes the result for a vector without zeros.
+        vector, whole = vector.double(), whole.double()
+        return 2.0 * width**3 / best, not torch.equal(product.cpu().double() @ vector, whole @ (whole @ vector))
+
+    def _memory(self, nbytes: int) -> float:
+        source = torch.ones(nbytes, dtype=torch.uint8, device=self._device)
+        target = torch.empty_like(source)
+        return 2 * nbytes / self._best(lambda: target.copy_(source))
+
+    def _link(self, stride: int) -> float:
+        """Return the bytes per second from the rank ``stride`` before this one, while all ranks send to the next."""
+        rank, size = self._mesh.rank, self._mesh.world_size
+        sent = torch.ones(LINK_BYTES, dtype=torch.uint8, device=self._device)
+        got = torch.empty_like(sent)
+
+        def exchange() -> None:
+            to, source = (rank + stride) % size, (rank - stride) % size
+            self._world.send_and_receive({to: sent}, {source: got}, TAG, "check").wait()
+
+        return LINK_BYTES / self._best(exchange)
+
+    def _best(self, work: Callable[[], object]) -> float:
+        """Return the least seconds of some runs, of which the first does not count."""
+        times = []
+        for _ in range(1 + REPEATS):
+            synchronize(self._device)
+            began = time.perf_counter()
+            work()
+            synchronize(self._device)
+            times.append(time.perf_counter() - began)
+        return min(times[1:])
+
+    def _things(self, rows: list[list[float]]) -> Iterator[tuple[str, dict[str, float]]]:
+        """Yield the speeds of what is compared with each other, by name, with their unit."""
+        yield FLOPS, {f"rank {rank}'s processor": row[0] for rank, row in enumerate(rows)}
+        yield BYTES, {f"rank {rank}'s memory": row[2] for rank, row in enumerate(rows)}
+        node_of, near, far = self._mesh.node_of, dict[str, float](), dict[str, float]()
+        for before, after, speed in self._by_link(rows):
+            kind = near if node_of[before] == node_of[after] else far
+            kind[f"the link from rank {before} to rank {after}"] = speed
+        yield BYTES, near
+        yield BYTES, far
+
+    def _slow(self, step: int, rows: list[list[float]]) -> Iterator[Slow]:
+        """Yield what is below a part of its own median so far, or of that of its kind now."""
+        for unit, things in self._things(rows):
+            for name, value in things.items():
+                past, others = self._past[name], [one for other, one in things.items() if other != name]
+                usual = max(
+                    median(past) if len(past) >= LEAST_CHECKS else 0.0, median(others) if len(others) > 1 else 0.0
+                )
+                if value < SLOW * usual:
+                    yield Slow(name, self._since.get(name, step), value, usual, unit)
+
+    def _wrong(self, step: int, wrong: list[bool]) -> Iterator[Slow]:
+        for rank in (rank for rank, one in enumerate(wrong) if one):
+            name = f"a product on rank {rank}"
+            yield Slow(name, self._since.get(name, step), 0.0, 0.0)
+
+    def _remember(self, found: list[Slow], rows: list[list[float]]) -> None:
+        """Keep the speeds of what is not slow, and log on the first rank what is new, and what is over."""
+        names = {one.name: one.since for one in found}
+        for _, things in self._things(rows):
+            for name, value in things.items():
+                if name not in names:  # or slow values would become usual
+                    self._past[name].append(value)
+        if self._mesh.rank == 0:
+            for one in found:
+                _log.warning("%s", one)
+            for name in self._since.keys() - names.keys():
+                _log.info("%s is as usual again; it was not since update %d", name, self._since[name])
+        self._since = names
+
+
+def _strides(node_of: list[int]) -> list[int]:
+    """Return the distances of the ranks that exchange messages: neighbours, and the same place on the next node."""
+    size = len(node_of)
+    if size == 1:
+        return []
+    per_node = max(node_of.count(node) for node in set(node_of))
+    return [1] if per_node in (1, size) else [1, per_node]

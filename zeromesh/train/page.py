@@ -1,0 +1,226 @@
+"""The page of a run, finished or not: its attempts, curves, and the ranks' work and hardware over time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from zeromesh.observe.metrics import read_metrics
+from zeromesh.observe.svg import COLOURS, LEFT, RIGHT, WIDTH, box, html_page, label, legend, svg
+from zeromesh.observe.units import duration_text, scaled_text
+from zeromesh.train.folder import RunFolder
+from zeromesh.train.goodput import COLOURS as KINDS
+from zeromesh.train.goodput import Attempt, Spent, read_attempts, totals
+
+MOST_POINTS = 600  # of a curve
+MOST_COLUMNS = 240  # of a map
+LONG_NAMES = 210  # pixels for the names of a map's rows
+
+PAGE = "report.html"
+
+
+def write_page(run: Path) -> Path:
+    """Write the page of a run from its files, and return its path; raise ValueError if no run is there."""
+    folder = RunFolder(run)
+    records, times = read_metrics(folder.metrics), read_metrics(folder.times)
+    if not times:
+        raise ValueError(f"{str(run)!r} has no {folder.times.name}: name the output folder of a run of zeromesh train")
+    attempts = read_attempts(folder.times)
+    steps, spikes = ([one for one in records if one["kind"] == kind] for kind in ("train", "spike"))
+    validations = [one for one in records if one["kind"] == "validation"]
+    parts = [f"<h1>{escape(run.absolute().name)}</h1>", _state(folder, attempts, steps)]
+    parts += ["<h2>Time of all attempts</h2>", _shares(attempts), timeline(attempts)]
+    if spikes:
+        parts += ["<h2>Spikes</h2>", _spikes(spikes)]
+    curves = {"training": [(one["step"], one["loss"]) for one in steps]}
+    curves |= {"held out": [(one["step"], one["loss"]) for one in validations]}
+    parts += ["<h2>Loss, nats per token</h2>", line_chart(curves)]
+    for title, key in (("Gradient norm", "gradient_norm"), ("Tokens per second", "tokens_per_second")):
+        parts += [f"<h2>{title}</h2>", line_chart({"": [(one["step"], one[key]) for one in steps]})]
+    parts += _ranks(times)
+    path = run / PAGE
+    path.write_text(html_page(f"Run {run.absolute().name}", parts), encoding="utf-8")
+    return path
+
+
+def _state(folder: RunFolder, attempts: Sequence[Attempt], steps: Sequence[dict[str, Any]]) -> str:
+    reached = steps[-1]["step"] if steps else 0
+    spent = totals([*attempts])
+    whole = sum(spent.values()) or 1.0
+    settings = json.loads(folder.config.read_text(encoding="utf-8")) if folder.config.is_file() else {}
+    wanted = settings.get("run", {}).get("steps", reached)
+    ended = "has ended" if folder.has_finished else "has not reached its end"
+    return (
+        f"<p>The run {ended}: step {reached} of {wanted}, {len(attempts)} attempt{'s' * (len(attempts) > 1)} in "
+        f"{duration_text(whole)}, of which {spent[Spent.STEPS] / whole:.0%} went to steps that count (goodput).</p>"
+    )
+
+
+def _shares(attempts: Sequence[Attempt]) -> str:
+    spent = totals([*attempts])
+    whole = sum(spent.values()) or 1.0
+    rows = "".join(
+        f'<tr><td>{kind}</td><td class="n">{spent[kind]:.1f} s</td><td class="n">{spent[kind] / whole:.1%}</td></tr>'
+        for kind in Spent if spent[kind] > 0.0
+    )  # fmt: skip
+    return f"<table>{rows}</table>"
+
+
+def timeline(attempts: Sequence[Attempt]) -> str:
+    """Return a picture with a row for each attempt, by kind of work."""
+    begin = attempts[0].began
+    end = max(max(attempt.last for attempt in attempts), begin + 1e-3)
+    width, high, top, body, seen = WIDTH - LEFT - RIGHT, 26.0, 8.0, [], set[Spent]()
+    for row, attempt in enumerate(attempts):
+        y = top + high * row
+        body.append(label(LEFT - 8, y + 16, f"step {attempt.step}", "end"))
+        for stretch in attempt.stretches:
+            # Within a stretch only the sums are known, so its kinds are drawn one after the other, the start first.
+            at = stretch.begin
+            for kind in sorted(Spent, key=lambda one: one is not Spent.START):
+                if (seconds := stretch.seconds.get(kind, 0.0)) > 0.0:
+                    x, wide = LEFT + width * (at - begin) / (end - begin), width * seconds / (end - begin)
+                    title = f"{kind}: {seconds:.1f} s, up to step {stretch.step}"
+                    body.append(box(x, y, wide, high - 5, KINDS[[*Spent].index(kind)], title))
+                    at += seconds
+                    seen.add(kind)
+    bottom = top + high * len(attempts)
+    for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
+        body.append(label(LEFT + width * share, bottom + 16, duration_text((end - begin) * share), anchor))
+    kinds = [kind for kind in Spent if kind in seen]
+    body += legend([*map(str, kinds)], top, [KINDS[[*Spent].index(kind)] for kind in kinds])
+    return svg(max(bottom + 24, top + 18 * len(kinds) + 10), body)
+
+
+def _spikes(spikes: Sequence[dict[str, Any]]) -> str:
+    rows = ["<tr><th>step</th><th>of</th><th>value</th><th>median before</th><th>what was done</th></tr>"]
+    for one in spikes:
+        done = ("left out" if one["skipped"] else "logged") + (f"; back to {one['back']}" if one["back"] else "")
+        cells = (str(one["step"]), one["name"], f"{one['value']:.4g}", f"{one['usual']:.4g}", done)
+        rows.append("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>")
+    return f"<table>{''.join(rows)}</table>"
+
+
+def line_chart(curves: dict[str, list[tuple[int, float]]]) -> str:
+    """Return a picture of values over steps, with a line for each curve."""
+    curves = {name: _thinned(points) for name, points in curves.items() if points}
+    every = [point for points in curves.values() for point in points]
+    if len({step for step, _ in every}) < 2:
+        return "<p>There are too few values to draw.</p>"
+    steps, values = [step for step, _ in every], [value for _, value in every]
+    first, last, low, high = min(steps), max(steps), min(values), max(values)
+    spread = (high - low) or abs(high) or 1.0
+    width, tall, top, body = WIDTH - LEFT - RIGHT, 180.0, 10.0, []
+    for share in (0.0, 0.5, 1.0):
+        y = top + tall * (1 - share)
+        body.append(f'<line x1="{LEFT}" x2="{LEFT + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        body.append(label(LEFT - 8, y + 4, scaled_text(low + spread * share), "end"))
+        body.append(label(LEFT + width * share, top + tall + 18, f"{first + (last - first) * share:.0f}", "middle"))
+    for number, points in enumerate(curves.values()):
+        places = " ".join(
+            f"{LEFT + width * (step - first) / (last - first):.1f},{top + tall * (1 - (value - low) / spread):.1f}"
+            for step, value in points
+        )
+        colour = COLOURS[(0, 4)[number % 2]]
+        body.append(f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+    named = [name for name in curves if name]
+    return svg(top + tall + 26, [*body, *legend(named, top, (COLOURS[0], COLOURS[4]))])
+
+
+def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return at most ``MOST_POINTS``, of each stretch the lowest and the highest, so that no spike is lost."""
+    step = -(-2 * len(points) // MOST_POINTS)
+    if step <= 2:
+        return points
+    found = []
+    for begin in range(0, len(points), step):
+        part = points[begin : begin + step]
+        found += sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
+    return found
+
+
+def _ranks(times: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the parts on the ranks' work, and on the checks of their hardware."""
+    parts = []
+    work = [(one["step"], one["work"]) for one in times if "work" in one]
+    if work and len(work[-1][1]) > 1:
+        ranks = len(work[-1][1])
+        columns = [(step, [*seconds, *[0.0] * ranks][:ranks]) for step, seconds in work]
+        usual = [median(seconds) or 1.0 for _, seconds in columns]
+        shown = [
+            (step, [(value / base, f"{1e3 * value:.1f} ms") for value in seconds])
+            for (step, seconds), base in zip(columns, usual, strict=True)
+        ]
+        text = "Seconds of an update without waits for other ranks; dark ranks work longer than the median of all."
+        names = [f"rank {rank}" for rank in range(ranks)]
+        parts += ["<h2>Work of the ranks</h2>", f"<p>{text}</p>", heat_map(names, shown)]
+    checks = [(one["step"], one["health"]) for one in times if "health" in one]
+    if checks:
+        parts += ["<h2>Hardware</h2>", _slow_table(checks), *_check_map(checks)]
+    return parts
+
+
+def _slow_table(checks: Sequence[tuple[int, dict[str, Any]]]) -> str:
+    """Return what was slow, or computed wrongly, and from when to when."""
+    found: dict[tuple[str, int], tuple[int, dict[str, Any]]] = {}
+    for step, check in checks:
+        for one in check["slow"]:
+            found[one["name"], one["since"]] = step, one
+    if not found:
+        return f"<p>Nothing was slow in {len(checks)} check{'s' * (len(checks) > 1)}.</p>"
+    rows = ["<tr><th>what</th><th>from step</th><th>to step</th><th>last</th><th>usual</th></tr>"]
+    for (name, since), (step, one) in found.items():
+        until = "now" if step == checks[-1][0] else str(step)
+        speeds = ("wrong", "")
+        if one["unit"]:
+            speeds = scaled_text(one["value"], one["unit"]), scaled_text(one["usual"], one["unit"])
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in (name, str(since), until, *speeds))
+        rows.append(f"<tr>{cells}</tr>")
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _check_map(checks: Sequence[tuple[int, dict[str, Any]]]) -> list[str]:
+    things: dict[str, dict[int, tuple[float, str]]] = {}
+    for step, check in checks:
+        for key, unit in (("products", "FLOP/s"), ("memory", "B/s")):
+            for rank, value in enumerate(check[key]):
+                things.setdefault(f"rank {rank}, {key}", {})[step] = value, unit
+        for before, after, value in check["links"]:
+            things.setdefault(f"link {before} to {after}", {})[step] = value, "B/s"
+    usual = {name: median(value for value, _ in seen.values()) for name, seen in things.items()}
+    steps = sorted({step for step, _ in checks})
+    columns = [
+        (step, [
+            (usual[name] / seen[step][0], scaled_text(*seen[step])) if step in seen and seen[step][0] else (0.0, "none")
+            for name, seen in things.items()
+        ]) for step in steps
+    ]  # fmt: skip
+    return ["<p>Speeds in each check; dark ones are below the median of their row.</p>", heat_map([*things], columns)]
+
+
+def heat_map(names: Sequence[str], columns: Sequence[tuple[int, list[tuple[float, str]]]]) -> str:
+    """Return a picture with a row for each name and a column for each step: a ratio, from 1 (light) to 2, and words."""
+    step = -(-len(columns) // MOST_COLUMNS)
+    # Of each stretch the worst value of each row.
+    drawn = []
+    for begin in range(0, len(columns), step):
+        part = columns[begin : begin + step]
+        drawn.append((part[0][0], [max(cells) for cells in zip(*(cells for _, cells in part), strict=True)]))
+    high, top, width = 18.0, 6.0, WIDTH - LONG_NAMES - 20
+    wide, body = width / len(drawn), []
+    for row, name in enumerate(names):
+        body.append(label(LONG_NAMES - 8, top + high * row + 13, name, "end"))
+        for place, (at, cells) in enumerate(drawn):
+            ratio, words = cells[row]
+            darkness = min(1.0, max(0.0, ratio - 1.0))
+            colour = f"hsl(22 {90 * darkness:.0f}% {92 - 52 * darkness:.0f}%)"
+            title = f"{name}, step {at}: {words}, {ratio:.2f} of the usual time"
+            body.append(box(LONG_NAMES + wide * place, top + high * row, wide, high - 2, colour, title))
+    bottom = top + high * len(names)
+    body.append(label(LONG_NAMES, bottom + 14, f"step {drawn[0][0]}"))
+    body.append(label(LONG_NAMES + width, bottom + 14, f"step {drawn[-1][0]}", "end"))
+    return svg(bottom + 22, body)
