@@ -75,7 +75,7 @@ APPLICATION = "train"
 REACHED = (
     "batches",
     "checkpoint.boxes",
-    "checkpoint.copies",
+    "checkpoint.memory_files",
     "checkpoint.folder",
     "checkpoint.manifest",
     "checkpoint.random_state",

@@ -10,6 +10,7 @@ import torch
 
 from zeromesh import export
 from zeromesh.checkpoint import load, save, whole
+from zeromesh.checkpoint.memory_files import unmark
 from zeromesh.comm.agreement import agree_run
 from zeromesh.config.keys import PEER_COPIES
 from zeromesh.engine_state import EngineState
@@ -63,6 +64,8 @@ class Saving(EngineState):
             if self.config.replica_check.at_saves:
                 require_equal_replicas(self.sharded, f"after update {self.global_steps}")
             background = self._saves if self.config.checkpoint.asynchronous else None
+            if self._copies is None and self.mesh.rank == 0:
+                unmark(Path(save_dir))  # copies of an earlier run, which this one did not go on from
             return save.save(
                 self, Path(save_dir), tag, client_state or {}, save_latest=save_latest,
                 exclude_frozen=exclude_frozen_parameters, background=background,

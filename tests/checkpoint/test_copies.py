@@ -1,5 +1,6 @@
 """Copies of the state in memory: equal bit for bit to where they were taken, and complete while any node is lost."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +12,8 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from zeromesh.checkpoint.copies import MARK, MEMORY
+from zeromesh.checkpoint.memory_files import MARK, MEMORY, marked
+from zeromesh.config.errors import ConfigError
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "stage 0": {},
@@ -134,3 +136,93 @@ def test_lost_nodes_are_made_up_for_by_those_after_them(
         return
     assert [losses[3:] for losses in before] == after
     assert left(tmp_path) == []
+
+
+def alone(**checkpoint: Any) -> Any:
+    config = {"optimizer": {"type": "SGD"}, "train_batch_size": 1, "checkpoint": checkpoint}
+    return zeromesh.initialize(nn.Linear(4, 4), config=config)[0]
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setenv(MEMORY, str(folder))
+    return folder
+
+
+def test_the_newer_of_copy_and_checkpoint_is_loaded_and_a_tag_means_the_disk(memory: Path, tmp_path: Path) -> None:
+    def at(steps: int) -> Any:
+        engine = alone(peer_copies=1)
+        engine.global_steps = steps
+        return engine
+
+    engine = at(1)
+    engine.save_checkpoint(tmp_path / "run")
+    engine.global_steps = 2
+    engine.save_to_memory(tmp_path / "run")
+    fail(engine)
+    engine = at(0)
+    assert engine.load_checkpoint(tmp_path / "run", tag="global_step1")[0] == str(tmp_path / "run" / "global_step1")
+    fail(engine)
+    engine = at(0)
+    path, _ = engine.load_checkpoint(tmp_path / "run")
+    assert engine.global_steps == 2
+    assert Path(str(path)).is_relative_to(memory)
+    engine.global_steps = 3
+    engine.save_checkpoint(tmp_path / "run")
+    fail(engine)
+    engine = at(0)
+    assert engine.load_checkpoint(tmp_path / "run")[0] == str(tmp_path / "run" / "global_step3")
+    engine.save_to_memory(tmp_path / "run")  # in the place of the older ones
+    assert len([*memory.iterdir()]) == 1
+    engine.destroy()
+    assert [*memory.iterdir()] == []
+
+
+def test_copies_are_forgotten_by_a_run_that_saves_without_them(memory: Path, tmp_path: Path) -> None:
+    engine = alone(peer_copies=1)
+    engine.global_steps = 5
+    engine.save_to_memory(tmp_path / "run")
+    fail(engine)
+    assert marked(tmp_path / "run")
+    engine = alone()
+    engine.save_checkpoint(tmp_path / "run")
+    assert marked(tmp_path / "run") is None
+    engine = alone(peer_copies=1)
+    engine.load_checkpoint(tmp_path / "run")
+    assert engine.global_steps == 0
+    engine.destroy()
+
+
+def test_copies_of_a_run_that_is_alive_are_not_read(memory: Path, tmp_path: Path) -> None:
+    first, second = alone(peer_copies=1), alone(peer_copies=1)
+    first.save_to_memory(tmp_path / "run")
+    assert second.load_checkpoint(tmp_path / "run") == (None, {})
+    first.save_to_memory(tmp_path / "run")
+    second.destroy()
+    assert marked(tmp_path / "run")
+    first.destroy()
+
+
+@pytest.mark.parametrize("name", ["/etc", "../run", "zeromesh-0-0123456789abcdef/..", ""])
+def test_a_mark_cannot_lead_elsewhere(name: str, tmp_path: Path) -> None:
+    (tmp_path / MARK).write_text(json.dumps({"name": name}))
+    assert marked(tmp_path) is None
+
+
+def test_what_cannot_be_copied_is_refused_with_the_remedy(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="needs checkpoint.peer_copies in the configuration; set it to 1"):
+        alone().save_to_memory(tmp_path / "run")
+    zero = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    with pytest.raises(ConfigError, match="offload_optimizer.device is nvme, for states that do not"):
+        zeromesh.initialize(nn.Linear(4, 4), config={"zero_optimization": zero, "checkpoint": {"peer_copies": 1}})
+    engine = alone(peer_copies=1)
+    with pytest.raises(TypeError, match=r"client_state\['what'\] is a object"):
+        engine.save_to_memory(tmp_path / "run", {"what": object()})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 50, 50))
+    engine = alone(peer_copies=1)
+    with pytest.raises(OSError, match=r"of two that take turns, and 50 are free there .*; set checkpoint.peer_copies"):
+        engine.save_to_memory(tmp_path / "other")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from harness import free_port, run_command, run_ranks
 from test_train_cli import config, numbers
-from zeromesh.checkpoint.copies import MEMORY
+from zeromesh.checkpoint.memory_files import MEMORY
 from zeromesh.comm.detect import may_restart
 from zeromesh.config.batch import BatchSizes, solve_batch
 from zeromesh.config.errors import ConfigError

@@ -8,20 +8,17 @@ Source of the idea: Wang et al., "GEMINI: Fast Failure Recovery in Distributed T
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
 import secrets
 import shutil
 import socket
-import sys
-import tempfile
-import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,91 +29,19 @@ from zeromesh.checkpoint.boxes import Box, ShardLayout, shard_file
 from zeromesh.checkpoint.contents import RunState, boxes
 from zeromesh.checkpoint.folder import latest, locate, write_manifest, write_text
 from zeromesh.checkpoint.manifest import MANIFEST, read_manifest
+from zeromesh.checkpoint.memory_files import MARK, Exchange, Kept, allocate, description, marked, root, user
 from zeromesh.checkpoint.save import merged, numbers, pack_client_state, run_state
 from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.comm.mesh import Mesh
 from zeromesh.comm.peers import named
-from zeromesh.comm.rank import has_failed
-from zeromesh.config.keys import PEER_COPIES
-from zeromesh.observe.machine import memory
-from zeromesh.tiers.lock import FolderInUse, locked
+from zeromesh.tiers.lock import FolderInUse
 from zeromesh.tiers.memory import lock_pages
-
-MEMORY = "ZEROMESH_MEMORY"  # variable with a folder in memory; by default that of the system
-
-MARK = "copies.json"  # file in a run's folder of checkpoints, which leads to its copies
 
 SLACK = 1 << 16  # bytes
 
 WHAT = "copy the state to memory"
 
 _log = logging.getLogger("zeromesh")
-
-
-def root() -> Path:
-    """Return the folder in memory for files of this node."""
-    shared = Path("/dev/shm")
-    return Path(os.environ.get(MEMORY) or (shared if shared.is_dir() else tempfile.gettempdir()))
-
-
-def marked(folder: Path) -> str | None:
-    """Return the name of the copies of the run that saves to ``folder``; None if there are none on any node."""
-    try:
-        return str(json.loads((folder / MARK).read_text(encoding="utf-8"))["name"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-
-
-@dataclass
-class _Kept:
-    """Files of copies, and what is to be let go with them; it knows no engine, and so outlives it."""
-
-    folder: Path  # of the run's checkpoints
-    name: str
-    rank: int
-    leads: bool  # the first rank of its node
-    lock: ExitStack = field(default_factory=ExitStack)
-    held: bool = False
-    exchange: _Exchange | None = None
-
-    @property
-    def here(self) -> Path:
-        """Folder on this node."""
-        return root() / self.name
-
-    def slot(self, sequence: int) -> Path:
-        """Return the folder of one of the two copies."""
-        return self.here / f"copy_{sequence % 2}"
-
-    def hold(self) -> None:
-        """Make the folder, and lock it for the ranks of this node."""
-        if self.leads and not self.held:
-            self.here.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.lock.enter_context(locked(self.here))
-            self.held = True
-            for sequence in range(2):
-                self.slot(sequence).mkdir(exist_ok=True)
-
-    def begin(self, exchange: _Exchange) -> None:
-        """Let the nodes exchange their parts."""
-        self.exchange = exchange
-        exchange.start()
-
-    def leave(self, failed: bool | None = None) -> None:
-        """Delete the copies, unless this rank has failed: it may be started again, and need them.
-
-        None: it ends, and has failed if an exception ends it.
-        """
-        if failed is None:
-            failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None or has_failed()
-        if self.exchange is not None and not failed:
-            self.exchange.join()
-        if not failed and self.rank == 0 and marked(self.folder) == self.name:
-            with suppress(OSError):
-                (self.folder / MARK).unlink()
-        self.lock.close()
-        if not failed:  # by each rank, as the last of a node may still write while the first deletes
-            shutil.rmtree(self.here, ignore_errors=True)
 
 
 class MemoryCopies:
@@ -131,7 +56,7 @@ class MemoryCopies:
         self._world, self._device = mesh.group("world"), mesh.device
         self._rank = mesh.rank
         self._count = count
-        self._kept: _Kept | None = None
+        self._kept: Kept | None = None
         self._leave: weakref.finalize[..., Any] | None = None
         self._sequence = 0  # of the newest copy
         self._files: dict[Path, torch.Tensor] = {}  # mapped to memory
@@ -169,7 +94,7 @@ class MemoryCopies:
         data, text = agree_run(self._world, WHAT, lambda: self._write(slot, engine, client_state))
         if self._links is not None:
             sources = [rank for rank in range(self._world.size) if self._rank in self._targets(rank)]
-            self._kept.begin(_Exchange(self, slot, (data, text), sources))
+            self._kept.begin(Exchange(partial(self._send, slot, (data, text), sources)))
 
     def _settle(self) -> None:
         exchange = None if self._kept is None else self._kept.exchange
@@ -185,7 +110,7 @@ class MemoryCopies:
         def mark() -> tuple[str | None, str]:
             if self._rank:
                 return None, ""
-            old, name = marked(folder), f"zeromesh-{_user()}-{secrets.token_hex(8)}"
+            old, name = marked(folder), f"zeromesh-{user()}-{secrets.token_hex(8)}"
             folder.mkdir(parents=True, exist_ok=True)
             write_text(folder / MARK, json.dumps({"name": name}))
             return old, name
@@ -193,9 +118,9 @@ class MemoryCopies:
         old, name = json.loads(texts(self._world, json.dumps(agree_run(self._world, WHAT, mark)))[0])
         if old is not None and self._leads:
             shutil.rmtree(root() / old, ignore_errors=True)
-        self._hold(_Kept(folder, name, self._rank, self._leads))
+        self._hold(Kept(folder, name, self._rank, self._leads))
 
-    def _hold(self, kept: _Kept) -> None:
+    def _hold(self, kept: Kept) -> None:
         agree_run(self._world, WHAT, kept.hold)
         self._kept, self._leave = kept, weakref.finalize(self, kept.leave)
 
@@ -210,7 +135,7 @@ class MemoryCopies:
         if self._leads:
             self._tidy(slot)
         layout = ShardLayout([*listed(False)])
-        data = self.room(slot, self._rank, layout.nbytes)
+        data = self._room(slot, self._rank, layout.nbytes)
         data[: len(layout.header)].copy_(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
         for box in listed(True):
             begin, end = layout.place(box)
@@ -225,7 +150,7 @@ class MemoryCopies:
         text = json.dumps(words)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        write_text(_description(slot, self._rank), text, flush=False)
+        write_text(description(slot, self._rank), text, flush=False)
         return data, text
 
     def _tidy(self, slot: Path) -> None:
@@ -236,13 +161,13 @@ class MemoryCopies:
             if int(path.name[5:10]) not in wanted:
                 path.unlink()
 
-    def room(self, slot: Path, rank: int, nbytes: int) -> torch.Tensor:
+    def _room(self, slot: Path, rank: int, nbytes: int) -> torch.Tensor:
         """Return memory for the part of a rank, shape ``(nbytes,)``, dtype uint8; what was there does not count more.
 
         Raises:
             OSError: there is too little.
         """
-        _description(slot, rank).unlink(missing_ok=True)
+        description(slot, rank).unlink(missing_ok=True)
         (slot / MANIFEST).unlink(missing_ok=True)
         path = slot / shard_file(rank)
         found = self._files.get(path)
@@ -252,7 +177,7 @@ class MemoryCopies:
             size = -(-nbytes // SLACK) * SLACK + SLACK
             if not path.is_file() or path.stat().st_size != size:
                 path.unlink(missing_ok=True)
-                _allocate(path, size)
+                allocate(path, size)
             # Shared: what is written there is in the file at once, whatever becomes of this process.
             found = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
             if self._device.type == "cuda":
@@ -261,7 +186,7 @@ class MemoryCopies:
             self._files[path] = found
         return found[:nbytes]
 
-    def send(self, slot: Path, part: tuple[torch.Tensor, str], sources: list[int]) -> None:
+    def _send(self, slot: Path, part: tuple[torch.Tensor, str], sources: list[int]) -> None:
         """Send this rank's part to those that keep it, and take those of ``sources``."""
         works: list[Any] = []
         for number, message in enumerate(_messages(part)):
@@ -275,10 +200,10 @@ class MemoryCopies:
         """Take the part of a rank from a rank that has it."""
         sizes = torch.empty(2, dtype=torch.int64)
         dist.recv(sizes, source, self._links, 0)
-        data, words = self.room(slot, rank, int(sizes[0])), torch.empty(int(sizes[1]), dtype=torch.uint8)
+        data, words = self._room(slot, rank, int(sizes[0])), torch.empty(int(sizes[1]), dtype=torch.uint8)
         dist.recv(data, source, self._links, 1)
         dist.recv(words, source, self._links, 2)
-        write_text(_description(slot, rank), bytes(words.tolist()).decode(), flush=False)
+        write_text(description(slot, rank), bytes(words.tolist()).decode(), flush=False)
 
     def find(self, folder: Path) -> Path | None:
         """Return the folder with the newest copy of the run that saves to ``folder``, complete on this node.
@@ -290,7 +215,7 @@ class MemoryCopies:
         name, on_disk = json.loads(texts(self._world, json.dumps(agree_run(self._world, "look for copies", look)))[0])
         if name is None:
             return None
-        kept = _Kept(folder, name, self._rank, self._leads)
+        kept = Kept(folder, name, self._rank, self._leads)
         mine = agree_run(self._world, "look for copies", lambda: _parts(kept) if self._leads else [])
         by_rank = [json.loads(text) for text in texts(self._world, json.dumps(mine))]
         on_node = [by_rank[ranks[0]] for ranks in self._nodes]
@@ -308,7 +233,7 @@ class MemoryCopies:
         _log.info("the run goes on from the copy in memory of step %d", newest.steps)
         return kept.slot(newest.sequence)
 
-    def _fetch(self, kept: _Kept, copy: _Copy, on_node: list[list[list[int]]]) -> bool:
+    def _fetch(self, kept: Kept, copy: _Copy, on_node: list[list[list[int]]]) -> bool:
         """Let all nodes have all parts of a copy. Return False if one has no room for them."""
         slot = kept.slot(copy.sequence)
         has = [{rank: size for sequence, rank, _, _, size in found if sequence == copy.sequence} for found in on_node]
@@ -324,7 +249,7 @@ class MemoryCopies:
             for node, own in enumerate(has):
                 target = self._nodes[node][0]
                 if rank not in own and self._rank == source:
-                    text = _description(slot, rank).read_text(encoding="utf-8")
+                    text = description(slot, rank).read_text(encoding="utf-8")
                     size = has[self._node][rank]
                     data = torch.from_file(str(slot / shard_file(rank)), shared=True, size=size, dtype=torch.uint8)
                     for number, message in enumerate(_messages((data, text))):
@@ -342,26 +267,6 @@ class MemoryCopies:
         self._files.clear()
 
 
-class _Exchange(threading.Thread):
-    """Thread that sends this rank's part of a copy, and takes those of other nodes."""
-
-    def __init__(
-        self, copies: MemoryCopies, slot: Path, part: tuple[torch.Tensor, str], sources: list[int]
-    ) -> None:  # fmt: skip
-        super().__init__(name="zeromesh copies", daemon=True)
-        self.failure: Exception | None = None
-        self._work: Any = lambda: copies.send(slot, part, sources)
-
-    def run(self) -> None:
-        """Send and receive, and keep a failure."""
-        try:
-            self._work()
-        except Exception as error:  # the next copy raises it
-            self.failure = error
-        finally:
-            del self._work  # which holds the engine's copies
-
-
 @dataclass(frozen=True)
 class _Copy:
     """A copy of which all parts are in memory."""
@@ -371,9 +276,9 @@ class _Copy:
     steps: int
 
 
-def _parts(kept: _Kept) -> list[list[int]] | None:
+def _parts(kept: Kept) -> list[list[int]] | None:
     """Return the parts on this node: sequence, rank, ranks, updates, bytes; None if another process writes them."""
-    if not kept.here.is_dir() or kept.here.stat().st_uid != _user():
+    if not kept.here.is_dir() or kept.here.stat().st_uid != user():
         return []
     try:
         kept.hold()
@@ -402,10 +307,10 @@ def _newest(on_node: list[list[list[int]]]) -> _Copy | None:
     return None
 
 
-def _put_together(kept: _Kept, copy: _Copy) -> None:
+def _put_together(kept: Kept, copy: _Copy) -> None:
     """Write the manifest of a copy, so that it is read as a checkpoint."""
     slot = kept.slot(copy.sequence)
-    parts = [json.loads(_description(slot, rank).read_text(encoding="utf-8")) for rank in range(copy.ranks)]
+    parts = [json.loads(description(slot, rank).read_text(encoding="utf-8")) for rank in range(copy.ranks)]
     write_manifest(slot, parts[0]["state"] | merged(parts))
 
 
@@ -422,33 +327,3 @@ def _steps_on_disk(folder: Path) -> int:
 def _messages(part: tuple[torch.Tensor, str]) -> list[torch.Tensor]:
     data, words = part[0], torch.frombuffer(bytearray(part[1].encode()), dtype=torch.uint8)
     return [torch.tensor([data.numel(), words.numel()]), data, words]
-
-
-def _allocate(path: Path, nbytes: int) -> None:
-    """Make a file of ``nbytes``; raise OSError unless its file system and the host have room for them."""
-    available, free = memory()["available_bytes"], shutil.disk_usage(path.parent).free
-    room = free if available is None else min(free, available)
-    try:
-        if room < nbytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        with path.open("wb") as file:
-            if hasattr(os, "posix_fallocate"):  # writing to a mapped file without room would end the process
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-            else:
-                file.truncate(nbytes)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise OSError(
-            error.errno,
-            f"a copy of the state takes {nbytes:,} bytes in {root()}, of two that take turns, and {room:,} are free "
-            f"there ({error.strerror}); set {PEER_COPIES} to 0, let {MEMORY} name a folder in memory with more room "
-            "(in Docker: --shm-size), or use more ranks",
-        ) from None
-
-
-def _user() -> int:
-    return os.getuid() if hasattr(os, "getuid") else 0
-
-
-def _description(slot: Path, rank: int) -> Path:
-    return slot / f"rank_{rank:05d}.json"

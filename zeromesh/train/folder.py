@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from zeromesh.checkpoint.copies import marked
 from zeromesh.checkpoint.folder import DRAFT, OLD, latest, remove, write_latest
 from zeromesh.checkpoint.manifest import MANIFEST, read_manifest
+from zeromesh.checkpoint.memory_files import marked
 from zeromesh.config.keys import MODEL_FOLDER, OTHER_OUTPUT, OUTPUT
 from zeromesh.config.settings import Resolved
 from zeromesh.pretrained import is_model_id

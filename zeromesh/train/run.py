@@ -15,7 +15,7 @@ from rich.console import Console
 
 import zeromesh
 from zeromesh import Engine, Settings, init_distributed, launch
-from zeromesh.checkpoint.copies import marked, root
+from zeromesh.checkpoint.memory_files import marked, root
 from zeromesh.checkpoint.random_state import share_random_state
 from zeromesh.comm.agreement import agree_run, world_group
 from zeromesh.comm.detect import may_restart
