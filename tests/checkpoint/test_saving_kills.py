@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from harness import run_ranks
+from harness import run_command, run_ranks
 from runs import assert_same, config, seed_everything, start, train
 from zeromesh.checkpoint import folder as folders
+from zeromesh.checkpoint.memory_files import MEMORY
 
 OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 """Audit events of what changes a folder, or reads it."""
@@ -76,3 +77,16 @@ def killed_at_every_operation(folder: str, tag: str) -> int:
 @pytest.mark.parametrize("tag", ["step1", "step2"])
 def test_every_kill_leaves_a_checkpoint_and_a_folder_that_saves_on(tag: str, tmp_path: Path) -> None:
     assert run_ranks(killed_at_every_operation, 1, str(tmp_path), tag)[0] > 15
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["asynchronous", "copies"])
+@pytest.mark.parametrize("seed", range(10))
+def test_of_a_thousand_kills_none_loses_or_changes_a_step(
+    seed: int, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MEMORY, str(tmp_path))
+    command = [sys.executable, Path(__file__).with_name("kill_soak.py"), tmp_path, "50", str(seed), mode]
+    finished = run_command(command, timeout=300)
+    assert finished.returncode == 0, finished.stdout
+    assert "50 kills" in finished.stdout
