@@ -130,10 +130,19 @@ def train_plain(model: nn.Module, tokens: torch.Tensor, precision: Precision) ->
     return losses
 
 
+def updates(engine: zeromesh.Engine, steps: torch.Tensor) -> list[float]:
+    """Train with the tokens of each step, and return its loss."""
+    return [engine.train_batch(iter([(step[:, :-1], step[:, 1:])])).item() for step in steps]
+
+
 def numerics(options: Options, job: Options) -> Figures:
-    """Compare losses of ``steps`` updates of all stages and dtypes with plain torch, on the device and its batch."""
+    """Compare losses of ``steps`` updates of all stages and dtypes with plain torch, on the device and its batch.
+
+    A second engine goes on from a copy in memory of the middle, and must have the bits of the first one's second half.
+    """
     rank, ranks, device = job["rank"], job["ranks"], torch.device(job["device"])
     shape, share, rows = SMALL.model_copy(update=options.get("shape", {})), BATCH // ranks, []
+    wrong: list[str] = []
     tokens = tokens_of(shape, device).expand(options["steps"], -1, -1)
     for name, precision in PRECISIONS.items():
         torch.manual_seed(0)
@@ -142,20 +151,35 @@ def numerics(options: Options, job: Options) -> Figures:
         for stage in range(4):
             config = {
                 "train_batch_size": BATCH, "zero_optimization": {"stage": stage}, "gradient_clipping": CLIP,
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, **precision.config,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "checkpoint": {"peer_copies": 1},
+                **precision.config,
             }  # fmt: skip
             engine, *_ = zeromesh.initialize(model=copy.deepcopy(start), config=config)
-            mine = tokens[:, rank * share : (rank + 1) * share]
-            losses = [engine.train_batch(iter([(step[:, :-1], step[:, 1:])])).item() for step in mine]
+            mine, half = tokens[:, rank * share : (rank + 1) * share], options["steps"] // 2
+            losses = updates(engine, mine[:half])
+            engine.save_to_memory(f"{job['out']}-{name}-{stage}")
+            losses += updates(engine, mine[half:])
+            wrong += [f"{one['name']} is wrong" for one in engine.check_health()["slow"] if not one["unit"]]
             difference = max(abs(a - b) / (1 + abs(b)) for a, b in zip(losses, expected, strict=True))
             report = engine.memory_report()
-            engine.destroy()
+            try:
+                raise InterruptedError
+            except InterruptedError:  # a run that fails leaves its copies
+                engine.destroy()
+            again, *_ = zeromesh.initialize(model=copy.deepcopy(start), config=config)
+            again.load_checkpoint(f"{job['out']}-{name}-{stage}")
+            resumed = again.global_steps == half and updates(again, mine[half:]) == losses[half:]
+            again.destroy()
+            if rank == 0:
+                Path(f"{job['out']}-{name}-{stage}").rmdir()
             rows.append({
                 "dtype": name, "stage": stage, "difference": difference, "tolerance": precision.tolerance,
+                "resumed": resumed,
                 "last loss": losses[-1], "reported": report["total"], "allocated": report["measured"]["live"],
             })  # fmt: skip
     # Written so that NaN is wrong, too.
-    wrong = [f"stage {row['stage']} in {row['dtype']}" for row in rows if not row["difference"] <= row["tolerance"]]
+    wrong += [f"stage {row['stage']} in {row['dtype']}" for row in rows if not row["difference"] <= row["tolerance"]]
+    wrong += [f"stage {row['stage']} in {row['dtype']}, from memory" for row in rows if not row["resumed"]]
     return {"rows": rows, "wrong": wrong}
 
 
