@@ -160,7 +160,7 @@ class Engine(Batching, Answers, Saving):
             self._step(None)
 
     def ask(self, number: int) -> None:
-        """Let all ranks hear of ``number`` at the next update: the largest that any rank asked for is ``asked`` then.
+        """Let all ranks hear of ``number`` at the next update: ``asked`` has the bits of all numbers of all ranks then.
 
         A handler of a signal may call it, which one rank alone may get.
         """
@@ -218,6 +218,7 @@ class Engine(Batching, Answers, Saving):
         self.train()
         # All micro-batches first, because too few of them would leave an update half done.
         given = [next(data_iter) for _ in range(self._accumulation.steps)]
+        self._update.stragglers.begin()
         if self.stage_work is not None:
             self._computation.compare_sizes(given)
             try:

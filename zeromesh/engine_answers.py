@@ -105,7 +105,7 @@ class Answers(EngineState):
 
     @property
     def asked(self) -> int:
-        """Largest number that any rank passed to ``ask`` before the last update; 0 if none did."""
+        """Bits of all numbers that any rank passed to ``ask`` before the last update; 0 if none did."""
         return self._update.asked
 
     @property
@@ -188,6 +188,8 @@ class Answers(EngineState):
 
     def work_report(self) -> Busy | None:
         """Return each rank's seconds of work in the updates since the last call, without waits for the others.
+
+        The work of an update of ``train_batch`` begins behind its data, of others behind the update before.
 
         Returns:
             None on all ranks but the first, and where waits are the device's, as with nccl.

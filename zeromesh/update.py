@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from math import isfinite
+from operator import or_
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,7 +47,7 @@ class Update:
         self.scaler = scaler  # None where losses are not scaled
         self.norm: float | None = None  # of the last update's gradient before clipping
         self.mean_loss: float | None = None  # of the last update, over ranks; None where no rank knows one
-        self.asked = 0  # largest number that any rank passed to ``ask`` before the last update
+        self.asked = 0  # bits of all numbers that any rank passed to ``ask`` before the last update
         self.save_failed = False  # whether a rank's asynchronous save had failed before the last update
         self.skipped = 0  # updates so far that were left out: a gradient was not finite, or they were spikes
         self.spikes = SpikeWatch(config.spikes)
@@ -75,8 +76,8 @@ class Update:
         self.skipped, self._skipped_in_a_row = skipped, 0
 
     def ask(self, number: int) -> None:
-        """Let all ranks hear of ``number`` at the next update; the largest counts. A signal handler may call it."""
-        self._asked = max(self._asked, number)
+        """Let all ranks hear of the bits of ``number`` at the next update. A signal handler may call it."""
+        self._asked |= number
 
     def agree(self, number: int) -> Agreement:
         """Complete the gradients of update ``number`` and exchange notes. Collective; raises where ranks disagree."""
@@ -84,8 +85,8 @@ class Update:
         agreement = self._sharded.complete(self._notes())
         # Before the checks: after an error the next micro-batch begins a new update.
         self._accumulation.restart()
-        self.asked = int(agreement.notes[:, 4].max())
-        self.stragglers.compare(agreement.notes[:, 5].tolist())
+        self.asked = reduce(or_, map(int, agreement.notes[:, 4].tolist()))
+        self.stragglers.compare(agreement.notes[:, 5].tolist(), agreement.notes[:, 7].tolist())
         self.save_failed = bool(agreement.notes[:, 6].any())
         self._require_same_losses(agreement)
         interval = self._config.replica_check.interval
@@ -165,8 +166,8 @@ class Update:
         # 1 + the index of the first micro-batch whose loss is not finite, so that 0 is none.
         bad = 0.0 if all(finite) else 1.0 + finite.index(False)
         asked, self._asked = self._asked, 0  # at once: a signal that comes while ranks agree is for the next update
-        busy, failed = self.stragglers.busy(), float(self._save_failed())
-        return [bad, sum(losses), float(len(losses)), inputs, float(asked), busy, failed]
+        (busy, work), failed = self.stragglers.busy(), float(self._save_failed())
+        return [bad, sum(losses), float(len(losses)), inputs, float(asked), busy, failed, work]
 
     def _require_same_losses(self, agreement: Agreement) -> None:
         """Compare losses and inputs of ranks that split one model or one sequence, and so share a batch."""

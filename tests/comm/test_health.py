@@ -16,9 +16,12 @@ FAST = [[100e9, 0.0, 10e9, 1e9] for _ in range(4)]  # product, wrong, memory, li
 
 
 class Mesh:
-    """Four ranks on two nodes, of which this is the first."""
+    """Ranks, of which this is the first."""
 
-    rank, world_size, node_of, device = 0, 4, [0, 0, 0, 0], torch.device("cpu")
+    rank, device = 0, torch.device("cpu")
+
+    def __init__(self, node_of: list[int]) -> None:
+        self.node_of, self.world_size = node_of, len(node_of)
 
     def group(self, axis: str) -> None:
         """Return none: nothing is sent."""
@@ -29,9 +32,14 @@ def changed(rank: int, place: int, value: float) -> list[list[float]]:
             for one, row in enumerate(FAST)]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "PAUSE", 0.0)
+
+
 def checks(*measured: list[list[float]]) -> Iterator[list[dict[str, Any]]]:
     """Yield what is slow in checks of which each measures one thing, however often."""
-    own = health.Health(Mesh())  # type: ignore[arg-type]
+    own = health.Health(Mesh([0, 0, 0, 0]))  # type: ignore[arg-type]
     for step, rows in enumerate(measured, 1):
         with patch.object(own, "_measure", lambda rows=rows: [[*row] for row in rows]):
             yield own.check(10 * step)["slow"]
@@ -67,8 +75,28 @@ def test_all_links_that_become_slow_are_seen_beside_their_own_past() -> None:
 
 
 def test_what_is_slow_for_a_moment_is_measured_again() -> None:
-    own, rows = health.Health(Mesh()), iter([changed(1, 2, 1e9), FAST])  # type: ignore[arg-type]
+    own, rows = health.Health(Mesh([0, 0, 0, 0])), iter([changed(1, 2, 1e9), FAST])  # type: ignore[arg-type]
     with patch.object(own, "_measure", lambda: [[*row] for row in next(rows)]):
+        assert own.check(1)["slow"] == []
+
+
+def test_two_others_are_too_few_to_be_compared_with() -> None:
+    own, rows = health.Health(Mesh([0, 0, 0])), [[50e9, 0.0, 1e9, 1e9], [50e9, 0.0, 1e9, 1e9], [160e9, 0.0, 1e9, 1e9]]  # type: ignore[arg-type]
+    with patch.object(own, "_measure", lambda: [[*row] for row in rows]):
+        assert own.check(1)["slow"] == []
+
+
+@pytest.mark.parametrize("node_of", [[0, 0, 0, 0, 1, 1, 1, 1], [0] * 4 + [1, 2, 3, 4]])
+def test_links_that_share_a_port_with_others_are_compared_with_like_ones_only(node_of: list[int]) -> None:
+    own = health.Health(Mesh(node_of))  # type: ignore[arg-type]
+    size, strides, rows = len(node_of), health._strides(node_of), []
+    paths = [((rank - stride) % size, rank) for stride in strides for rank in range(size)]
+    sent = [node_of[before] for before, after in paths if node_of[before] != node_of[after]]
+    for rank in range(size):
+        links = [(rank - stride) % size for stride in strides]
+        speeds = [10e9 if node_of[one] == node_of[rank] else 8e9 / sent.count(node_of[one]) for one in links]
+        rows.append([1e9, 0.0, 1e9, *speeds])
+    with patch.object(own, "_measure", lambda: [[*row] for row in rows]):
         assert own.check(1)["slow"] == []
 
 
@@ -83,7 +111,8 @@ def check_twice(wrong: int) -> list[dict[str, Any]]:
     engine, *_ = zeromesh.initialize(
         model=nn.Linear(4, 1), config={"train_batch_size": 4, "optimizer": {"type": "SGD"}}
     )
-    first = engine.check_health()
+    with torch.device("meta"):
+        first = engine.check_health()
     product = torch.mm
 
     def flipped(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:

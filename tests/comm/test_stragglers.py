@@ -51,7 +51,7 @@ def warned(mesh: FourRanks, busy: list[float], updates: int) -> list[str]:
     with patch.object(stragglers._log, "warning", lambda text, *values: said.append(text % values)):
         for _ in range(updates):
             mesh.now += max(busy)
-            watched.compare(busy)
+            watched.compare(busy, busy)
     return said
 
 
@@ -59,12 +59,27 @@ def test_work_and_the_time_that_others_wait_are_summed_until_they_are_taken() ->
     watched = stragglers.Stragglers(cast(Any, FourRanks()))
     assert watched.take() is None
     for _ in range(3):
-        watched.compare([1.0, 1.0, 3.0, 1.0])
-    assert watched.take() == stragglers.Busy(3, [3.0, 3.0, 9.0, 3.0], 6.0)
+        watched.compare([2.0] * 4, [1.0, 1.0, 3.0, 1.5])
+    assert watched.take() == stragglers.Busy(3, [3.0, 3.0, 9.0, 4.5], [4.5, 4.5, 3.0, 3.0], 6.0)
     assert watched.take() is None
     staged = stragglers.Stragglers(cast(Any, FourRanks(stages=2)))
-    staged.compare([1.0, 1.5, 5.0, 5.0])  # ranks 0 and 1 are of one stage
-    assert staged.take() == stragglers.Busy(1, [1.0, 1.5, 5.0, 5.0], 0.25)
+    staged.compare([2.0] * 4, [1.0, 1.5, 5.0, 5.0])  # ranks 0 and 1 are of one stage
+    assert staged.take() == stragglers.Busy(1, [1.0, 1.5, 5.0, 5.0], [1.5, 1.0, 5.0, 5.0], 0.5)
+
+
+def test_work_of_an_update_begins_where_its_batches_are_there() -> None:
+    mesh = FourRanks()
+    watched = stragglers.Stragglers(cast(Any, mesh), lambda: mesh.now)
+    assert watched.busy() == (0.0, 0.0)
+    mesh.now, mesh.waited = 5.0, 1.0  # a save, or slow data
+    watched.begin()
+    mesh.now, mesh.waited = 9.0, 2.0
+    assert watched.busy() == (7.0, 3.0)
+    mesh.now = 10.0
+    assert watched.busy() == (1.0, 1.0)  # an update that nobody began
+    mesh.waited = None  # nccl's waits are on the device
+    watched.begin()
+    assert watched.busy() == (0.0, 0.0)
 
 
 def test_a_rank_that_is_three_times_slower_is_named_with_the_ratio_once_per_interval() -> None:
@@ -76,16 +91,6 @@ def test_a_rank_that_is_three_times_slower_is_named_with_the_ratio_once_per_inte
     assert warned(FourRanks(), [1.0, 1.9, 1.0, 1.0], 100) == []
     assert warned(FourRanks(), [100.0, 1.0, 1.0, 1.0], 9) == []  # too few updates to tell
     assert warned(FourRanks(stages=2), [1.0, 1.0, 5.0, 5.0], 100) == []  # stages may differ
-
-
-def test_the_time_that_counts_is_the_one_in_which_a_rank_does_not_wait() -> None:
-    mesh = FourRanks()
-    watched = stragglers.Stragglers(cast(Any, mesh), lambda: mesh.now)
-    assert watched.busy() == 0.0
-    mesh.now, mesh.waited = 10.0, 7.0
-    assert watched.busy() == 3.0
-    mesh.waited = None  # nccl's waits are on the device
-    assert watched.busy() == 0.0
 
 
 @pytest.mark.full

@@ -26,11 +26,11 @@ def run_of(folder: Path) -> Path:
     """Write the files of a run with one failure, a slow rank, and a spike."""
     times = [
         {"began": 100.0, "step": 0},
-        {"seen": 105.0, "step": 10, "work": [0.1, 0.1]},
+        {"seen": 105.0, "step": 10, "work": [0.1, 0.1], "usual": [0.1, 0.1]},
         {"seen": 105.0, "step": 10, "health": check(10e9, False)},
         {"at": 110.0, "step": 10, "seconds": {"starting": 4.0, "steps that count": 6.0}, "ends": False},
         {"began": 120.0, "step": 10},
-        {"seen": 125.0, "step": 20, "work": [0.1, 0.3]},
+        {"seen": 125.0, "step": 20, "work": [0.1, 0.3], "usual": [0.3, 0.2]},
         {"seen": 125.0, "step": 20, "health": check(2e9, True)},
         {"at": 130.0, "step": 20, "seconds": {"starting": 2.0, "steps that count": 8.0}, "ends": True},
     ]
@@ -65,7 +65,7 @@ def test_the_page_shows_attempts_curves_ranks_and_hardware(tmp_path: Path) -> No
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="name the output folder of a run"):
+    with pytest.raises(ValueError, match="has no attempt at a run: name the output folder of a run"):
         write_page(tmp_path)
 
 
@@ -74,7 +74,7 @@ def test_long_runs_keep_their_spikes_and_their_slow_moments() -> None:
     points = re.findall(r"[\d.]+,([\d.]+)", chart.partition('points="')[2].partition('"')[0])
     assert len(points) <= 600
     assert min(map(float, points)) == 10.0
-    drawn = heat_map(["rank 0"], [(step, [(3.0 if step == 777 else 1.0, "")]) for step in range(10_000)])
+    (drawn,) = heat_map(["rank 0"], [(step, [(3.0 if step == 777 else 1.0, "")]) for step in range(10_000)])
     assert drawn.count("<rect") <= 240
     assert "3.00 of the usual time" in drawn
 
@@ -82,3 +82,43 @@ def test_long_runs_keep_their_spikes_and_their_slow_moments() -> None:
 def test_curves_of_one_step_or_of_none_are_not_drawn() -> None:
     assert "too few" in line_chart({"": []})
     assert "too few" in line_chart({"": [(1, 2.0)]})
+
+
+def test_large_runs_make_a_page_that_a_browser_opens(tmp_path: Path) -> None:
+    ranks, health = 512, {"products": [1e11] * 512, "memory": [1e10] * 512, "links": [], "slow": []}
+    with (tmp_path / "time.jsonl").open("w") as file:
+        file.write(json.dumps({"began": 0.0, "step": 0}) + "\n")
+        for step in range(1, 3001):
+            row = {"seen": step, "step": step, "work": [0.1] * ranks, "usual": [0.1] * ranks}
+            check = {"seen": step, "step": step, "health": health}
+            done = {"at": 2.0 * step, "step": step, "seconds": {"steps that count": 2.0 * step}, "ends": False}
+            file.write("\n".join(map(json.dumps, [row, done, *([check] * (step % 100 == 0))])) + "\n")
+    assert write_page(tmp_path).stat().st_size < 5e6
+    assert "Only the 48 rows of 512 with the darkest cells" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("works", "shown"),
+    [
+        ([[0.1, 0.1], [0.1, 0.1, 0.1, 0.1]], "rank 0, step 1: 100.0 ms, 1.00 of the usual time"),
+        ([[0.1, 0.1, 0.1, 0.5], [0.1]], "rank 3, step 1: 500.0 ms, 5.00 of the usual time"),
+    ],
+)
+def test_the_number_of_ranks_may_change(works: list[list[float]], shown: str, tmp_path: Path) -> None:
+    rows = [{"began": 0.0, "step": 0}]
+    rows += [{"seen": 1.0, "step": at, "work": work, "usual": [0.1] * len(work)} for at, work in enumerate(works, 1)]
+    (tmp_path / "time.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert shown in write_page(tmp_path).read_text()
+
+
+def test_values_that_are_missing_or_not_finite_and_other_versions_are_left_out(tmp_path: Path) -> None:
+    run_of(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        for step, norm in enumerate((float("inf"), float("nan"), None), 21):
+            file.write(json.dumps({"kind": "train", "step": step, "loss": 1.0, "gradient_norm": norm}) + "\n")
+    with (tmp_path / "time.jsonl").open("ab") as file:
+        row = {"at": 131.0, "step": 20, "seconds": {"steps that count": 8.0, "something new": 1.0}, "ends": True}
+        file.write(b"\xff\xfe broken\n" + json.dumps(row).encode())
+    (tmp_path / "config.json").write_text("[]")
+    text = write_page(tmp_path).read_text()
+    assert "nan" not in text.partition("Gradient norm")[2].partition("Tokens per second")[0]

@@ -116,7 +116,7 @@ def test_a_signal_at_a_spike_saves_where_the_run_goes_on(
     def signalled(loop: Loop, batches: Any) -> float:
         if loop.engine.global_steps == spike["step"] - 1 and not tmp_path.joinpath("sent").exists():
             tmp_path.joinpath("sent").touch()
-            loop.engine.ask(Request.SAVE_AND_END)
+            loop.engine.ask(Request.SAVE | Request.END)
         return step(loop, batches)
 
     monkeypatch.setattr(Loop, "_step", signalled)

@@ -62,6 +62,7 @@ def test_sigusr1_saves_and_sigterm_saves_and_ends(
             assert time.monotonic() < limit
             time.sleep(0.05)
         assert run.last_checkpoint is None
+        process.send_signal(signal.SIGUSR2)
         process.send_signal(signal.SIGUSR1)
         limit = time.monotonic() + 60
         while run.last_checkpoint is None:
@@ -69,6 +70,10 @@ def test_sigusr1_saves_and_sigterm_saves_and_ends(
             assert time.monotonic() < limit
             time.sleep(0.05)
         saved = run.last_checkpoint
+        while sum("health" in one for one in read_metrics(run.times)) < 2:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < limit
+            time.sleep(0.05)
         wait_for_steps(run, process, steps_so_far(run) + 2)
         process.send_signal(signal.SIGTERM)
         output = process.communicate(timeout=120)[0]

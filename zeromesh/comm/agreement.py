@@ -38,7 +38,7 @@ def agree_success(world: Group, what: str, failure: Exception | None) -> None:
 
     A rank with a ``failure`` raises it; the others raise a RuntimeError that quotes the first. ``what`` was tried.
     """
-    failed = world.exchange(torch.tensor([float(failure is not None)], dtype=torch.float64))
+    failed = world.exchange(torch.tensor([float(failure is not None)], dtype=torch.float64, device="cpu"))
     if not bool(failed.any()):
         return
     # Before anybody raises: this is collective, too.
@@ -76,7 +76,7 @@ def require_agreement(world: Group, what: str, text: str) -> None:
     """Raise ValueError, with the first lines that differ, unless all ranks have the same text. Collective."""
     data = text.encode()
     digest = int.from_bytes(hashlib.sha256(data).digest()[:7], "big")  # 7 bytes fit into a signed 64-bit integer
-    rows = world.exchange(torch.tensor([digest, len(data)], dtype=torch.int64))
+    rows = world.exchange(torch.tensor([digest, len(data)], dtype=torch.int64, device="cpu"))
     if bool((rows == rows[0]).all()):
         return
     ranks_with: dict[str, list[int]] = {}
@@ -99,8 +99,8 @@ def require_agreement(world: Group, what: str, text: str) -> None:
 def texts(world: Group, text: str) -> list[str]:
     """Return the texts of all ranks, by rank. Collective."""
     data = text.encode(errors="replace")
-    lengths = world.exchange(torch.tensor([len(data)], dtype=torch.int64)).flatten().tolist()
-    buffer = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+    lengths = world.exchange(torch.tensor([len(data)], dtype=torch.int64, device="cpu")).flatten().tolist()
+    buffer = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
     if data:
         buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = world.exchange(buffer)

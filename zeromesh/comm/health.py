@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from zeromesh.comm.agreement import agree_run
 from zeromesh.comm.link_speeds import synchronize
 from zeromesh.comm.mesh import Mesh
 
@@ -23,11 +24,14 @@ SLOW = 0.5  # of what is usual
 LEAST_CHECKS = 3  # of a thing, from which on its own median counts
 KEPT = 50  # checks whose values are kept
 REPEATS = 4
-AGAIN = 2  # measurements of all that a slow one begins
+AGAIN = 3  # measurements of all that a slow one begins
+PAUSE = 0.5  # seconds between them
+LEAST_OTHERS = 3  # of a kind, with which a thing is compared: of two, one may be as unusual
 WIDTH = {"cpu": 384, "cuda": 4096}  # of the matrices that are multiplied
 MEMORY_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 LINK_BYTES = 1 << 20
 TAG = 2  # of the messages
+WHAT = "check the hardware"
 
 FLOPS, BYTES = "FLOP/s", "B/s"
 
@@ -61,6 +65,7 @@ class Health:
         self._mesh, self._world, self._device = mesh, mesh.group("world"), mesh.device
         self._past: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
         self._since: dict[str, int] = {}
+        self._task: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # factor, vector, product of all
         self._strides = _strides(mesh.node_of)
 
     def check(self, step: int) -> dict[str, Any]:
@@ -73,6 +78,7 @@ class Health:
         for _ in range(AGAIN):
             if not [*self._slow(step, rows)]:
                 break
+            time.sleep(PAUSE)
             # What another program has held up for a moment is fast now. All ranks have the same numbers.
             rows = [[max(pair) for pair in zip(*both, strict=True)] for both in zip(rows, self._measure(), strict=True)]
         found = [*self._slow(step, rows), *self._wrong(step, [bool(row[1]) for row in rows])]
@@ -86,28 +92,36 @@ class Health:
     def _measure(self) -> list[list[float]]:
         """Return for each rank the speed of a product, whether it was wrong, and the speeds of memory and links."""
         kind = "cuda" if self._device.type == "cuda" else "cpu"
-        speed, wrong = self._product(WIDTH[kind])
-        own = [speed, float(wrong), self._memory(MEMORY_BYTES[kind]), *map(self._link, self._strides)]
-        rows: list[list[float]] = self._world.exchange(torch.tensor(own, dtype=torch.float64)).tolist()
+        self._meet()
+        product = agree_run(self._world, WHAT, lambda: self._product(WIDTH[kind]))
+        memory = agree_run(self._world, WHAT, lambda: self._memory(MEMORY_BYTES[kind]))
+        own = [*product, memory, *map(self._link, self._strides)]
+        rows: list[list[float]] = self._world.exchange(torch.tensor(own, dtype=torch.float64, device="cpu")).tolist()
         return rows
+
+    def _meet(self) -> None:
+        """Let all ranks go on together."""
+        self._world.exchange(torch.zeros(1, device="cpu"))
 
     def _by_link(self, rows: list[list[float]]) -> Iterator[tuple[int, int, float]]:
         for number, stride in enumerate(self._strides):
             for rank, row in enumerate(rows):
                 yield (rank - stride) % len(rows), rank, row[3 + number]
 
-    def _product(self, width: int) -> tuple[float, bool]:
-        """Return the speed of a product, and whether it is wrong."""
+    def _product(self, width: int) -> tuple[float, float]:
+        """Return the speed of a product, and 1 if it is wrong, else 0."""
         # Of whole numbers so small that no sum is rounded, in TF32 neither: then every order has the same bits.
-        draw = torch.Generator().manual_seed(0)
-        whole = torch.randint(8, (width, width), generator=draw)
-        vector = torch.randint(1, 8, (width, 1), generator=draw)
-        matrix = whole.to(self._device, torch.float32)
+        if self._task is None:
+            draw = torch.Generator().manual_seed(0)
+            whole = torch.randint(8, (width, width), generator=draw, dtype=torch.float32, device="cpu")
+            vector = torch.randint(1, 8, (width, 1), generator=draw, dtype=torch.float64, device="cpu")
+            # Freivalds' test, exact in fp64: each wrong element changes the result for a vector without zeros.
+            self._task = whole, vector, whole.double() @ (whole.double() @ vector)
+        whole, vector, right = self._task
+        matrix = whole.to(self._device)
         product = torch.empty_like(matrix)
         best = self._best(lambda: torch.mm(matrix, matrix, out=product))
-        # Freivalds' test, exact in fp64: each wrong element changes the result for a vector without zeros.
-        vector, whole = vector.double(), whole.double()
-        return 2.0 * width**3 / best, not torch.equal(product.cpu().double() @ vector, whole @ (whole @ vector))
+        return 2.0 * width**3 / best, float(not torch.equal(product.cpu().double() @ vector, right))
 
     def _memory(self, nbytes: int) -> float:
         source = torch.ones(nbytes, dtype=torch.uint8, device=self._device)
@@ -120,16 +134,27 @@ class Health:
         sent = torch.ones(LINK_BYTES, dtype=torch.uint8, device=self._device)
         got = torch.empty_like(sent)
 
-        def exchange() -> None:
-            to, source = (rank + stride) % size, (rank - stride) % size
-            self._world.send_and_receive({to: sent}, {source: got}, TAG, "check").wait()
+        to, source = (rank + stride) % size, (rank - stride) % size
+        if self._device.type == "cuda":  # nccl sends and receives together
+            return LINK_BYTES / self._best(
+                lambda: self._world.send_and_receive({to: sent}, {source: got}, TAG, "check").wait(), self._meet
+            )
+        times = []
+        for _ in range(1 + REPEATS):
+            self._meet()  # or a slow link would hold up those behind it
+            began = time.perf_counter()
+            receiving = self._world.send_and_receive({}, {source: got}, TAG, "check")
+            sending = self._world.send_and_receive({to: sent}, {}, TAG, "check")
+            receiving.wait()
+            times.append(time.perf_counter() - began)
+            sending.wait()
+        return LINK_BYTES / min(times[1:])
 
-        return LINK_BYTES / self._best(exchange)
-
-    def _best(self, work: Callable[[], object]) -> float:
+    def _best(self, work: Callable[[], object], before: Callable[[], object] = bool) -> float:
         """Return the least seconds of some runs, of which the first does not count."""
         times = []
         for _ in range(1 + REPEATS):
+            before()
             synchronize(self._device)
             began = time.perf_counter()
             work()
@@ -141,12 +166,18 @@ class Health:
         """Yield the speeds of what is compared with each other, by name, with their unit."""
         yield FLOPS, {f"rank {rank}'s processor": row[0] for rank, row in enumerate(rows)}
         yield BYTES, {f"rank {rank}'s memory": row[2] for rank, row in enumerate(rows)}
-        node_of, near, far = self._mesh.node_of, dict[str, float](), dict[str, float]()
-        for before, after, speed in self._by_link(rows):
-            kind = near if node_of[before] == node_of[after] else far
-            kind[f"the link from rank {before} to rank {after}"] = speed
+        node_of = self._mesh.node_of
+        even = len({node_of.count(node) for node in node_of}) == 1
+        near: dict[str, float] = {}
+        far: defaultdict[int, dict[str, float]] = defaultdict(dict)
+        for number, (before, after, speed) in enumerate(self._by_link(rows)):
+            name = f"the link from rank {before} to rank {after}"
+            if node_of[before] == node_of[after]:
+                near[name] = speed
+            else:  # as many messages share each node's port, or the links are not compared with each other
+                far[number // len(rows) if even else -number][name] = speed
         yield BYTES, near
-        yield BYTES, far
+        yield from ((BYTES, one) for one in far.values())
 
     def _slow(self, step: int, rows: list[list[float]]) -> Iterator[Slow]:
         """Yield what is below a part of its own median so far, or of that of its kind now."""
@@ -154,7 +185,8 @@ class Health:
             for name, value in things.items():
                 past, others = self._past[name], [one for other, one in things.items() if other != name]
                 usual = max(
-                    median(past) if len(past) >= LEAST_CHECKS else 0.0, median(others) if len(others) > 1 else 0.0
+                    median(past) if len(past) >= LEAST_CHECKS else 0.0,
+                    median(others) if len(others) >= LEAST_OTHERS else 0.0,
                 )
                 if value < SLOW * usual:
                     yield Slow(name, self._since.get(name, step), value, usual, unit)

@@ -23,7 +23,8 @@ class Busy:
 
     updates: int
     seconds: list[float]  # by rank
-    idle: float  # sum over the updates of what the slowest rank worked longer than the median of those beside it
+    usual: list[float]  # median of the ranks beside it; 0 where there is none
+    idle: float  # sum over the updates of what the slowest rank worked longer than is usual beside it
 
 
 class Stragglers:
@@ -36,30 +37,44 @@ class Stragglers:
         self._began = clock()
         self._updates = 0
         self._busy = [0.0] * mesh.world_size
-        self._taken = Busy(0, [0.0] * mesh.world_size, 0.0)
+        self._begun: tuple[float, float] | None = None  # as the mark, at the beginning of an update
+        self._taken = self._nothing
 
-    def busy(self) -> float:
-        """Return the seconds since the last call in which this rank did not wait for others; 0 at first."""
-        waited, now, before = self._mesh.waited, self._clock(), self._mark
+    @property
+    def _nothing(self) -> Busy:
+        ranks = self._mesh.world_size
+        return Busy(0, [0.0] * ranks, [0.0] * ranks, 0.0)
+
+    def begin(self) -> None:
+        """Let the work of an update begin here, where its batches are there; without it, it begins with the last."""
+        if (waited := self._mesh.waited) is not None:
+            self._begun = self._clock(), waited
+
+    def busy(self) -> tuple[float, float]:
+        """Return the seconds in which this rank did not wait: since the last call, and of them in the update.
+
+        0 at first.
+        """
+        waited, now, before, begun = self._mesh.waited, self._clock(), self._mark, self._begun
         if waited is None:  # nccl's waits are on the device: nothing is known, and nobody is named
-            return 0.0
-        self._mark = now, waited
-        return 0.0 if before is None else max(0.0, now - before[0] - (waited - before[1]))
+            return 0.0, 0.0
+        self._mark, self._begun = (now, waited), None
+        if before is None:
+            return 0.0, 0.0
+        since, own = (max(0.0, now - at - (waited - then)) for at, then in (before, begun or before))
+        return since, own
 
-    def compare(self, busy: Sequence[float]) -> None:
-        """Take each rank's seconds, and warn on the first rank if a warning is due."""
+    def compare(self, busy: Sequence[float], work: Sequence[float]) -> None:
+        """Take each rank's seconds since the last update and in this one; warn on the first rank if that is due."""
         if self._mesh.rank or not all(seconds > 0.0 for seconds in busy):
             return
-        taken, columns = self._taken, [*zip(*self._mesh.lines("pipeline"), strict=True)]
-        # Of the stages that wait for each other, the one with the slowest rank counts.
-        late = max(max(own) - median(own) for own in ([busy[rank] for rank in ranks] for ranks in columns))
-        seconds = [before + one for before, one in zip(taken.seconds, busy, strict=True)]
-        self._taken = Busy(taken.updates + 1, seconds, taken.idle + late)
+        # Ranks at other places of a pipeline are not compared, as stages may differ.
+        columns = [*zip(*self._mesh.lines("pipeline"), strict=True)]
+        self._take_in(columns, work)
         self._updates += 1
         self._busy = [before + seconds for before, seconds in zip(self._busy, busy, strict=True)]
         if self._updates < LEAST_UPDATES or self._clock() - self._began < INTERVAL:
             return
-        # Ranks at other places of a pipeline are not compared, as stages may differ.
         for ranks in columns:
             for rank in ranks:
                 others = [self._busy[other] for other in ranks if other != rank]
@@ -74,7 +89,17 @@ class Stragglers:
                     )  # fmt: skip
         self._began, self._updates, self._busy = self._clock(), 0, [0.0] * len(self._busy)
 
+    def _take_in(self, columns: Sequence[Sequence[int]], work: Sequence[float]) -> None:
+        taken, usual = self._taken, [0.0] * len(work)
+        for rank, beside in ((rank, ranks) for ranks in columns for rank in ranks if len(ranks) > 1):
+            usual[rank] = median(work[other] for other in beside if other != rank)
+        late = max(own - one if one else 0.0 for own, one in zip(work, usual, strict=True))
+        self._taken = Busy(
+            taken.updates + 1, [*map(sum, zip(taken.seconds, work, strict=True))],
+            [*map(sum, zip(taken.usual, usual, strict=True))], taken.idle + max(0.0, late),
+        )  # fmt: skip
+
     def take(self) -> Busy | None:
         """Return the work since the last call; None where it is not known, and on all ranks but the first."""
-        taken, self._taken = self._taken, Busy(0, [0.0] * self._mesh.world_size, 0.0)
+        taken, self._taken = self._taken, self._nothing
         return taken if taken.updates else None

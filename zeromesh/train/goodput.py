@@ -34,6 +34,10 @@ class Spent(StrEnum):
     OTHER = "other"
 
 
+KINDS = {str(kind): kind for kind in Spent}
+"""Kinds of work by their names."""
+
+
 class TimeLog:
     """Clock of a rank that is in one kind of work at any time.
 
@@ -50,6 +54,7 @@ class TimeLog:
     ) -> None:
         self._path, self._compiled = path, compiled
         self._seconds = dict.fromkeys(Spent, 0.0)
+        self._recorded: dict[Spent, float] = {}
         self._kind, self._since = Spent.START, time.monotonic() - max(0.0, time.time() - began)
         if path is not None and not again:
             path.unlink(missing_ok=True)
@@ -68,7 +73,8 @@ class TimeLog:
             self._seconds[Spent.COMPILATION] += compiled
 
     def move(self, kind: Spent, other: Spent, seconds: float) -> None:
-        """Count seconds to another kind of work."""
+        """Count seconds to another kind of work; at most those since the last record."""
+        seconds = min(seconds, self._seconds[kind] - self._recorded.get(kind, 0.0))
         self._seconds[kind] -= seconds
         self._seconds[other] += seconds
 
@@ -76,15 +82,15 @@ class TimeLog:
         """Write the times so far, at a step; ``ends`` says that the run ends here and has not failed."""
         self._switch(self._kind)
         seconds = {kind: round(seconds, 3) for kind, seconds in self._seconds.items() if seconds}
+        self._recorded = dict(self._seconds)
         self._append({"at": time.time(), "step": step, "seconds": seconds, "ends": ends})
 
     def note(self, step: int, **values: object) -> None:
         """Write what was seen of the ranks at a step: ``work``, their seconds in an update, or ``health``, a check."""
         self._append({"seen": time.time(), "step": step, **values})
 
-    def go_back(self, step: int, back: int) -> None:
-        """Write that the run goes on from ``back``, and takes the steps from there to ``step`` again."""
-        self.record(step)
+    def go_back(self, back: int) -> None:
+        """Write that the run goes on from ``back``, and takes the steps from there to the last record's again."""
         self._append({"back": back})
 
     def _switch(self, kind: Spent) -> Spent:
@@ -121,7 +127,9 @@ class Attempt:
 
     def add(self, record: dict[str, Any], before: dict[Spent, float]) -> dict[Spent, float]:
         """Take in a record after one with the times ``before``; return its own."""
-        now = {Spent(kind): seconds for kind, seconds in record["seconds"].items()}
+        now = dict.fromkeys(Spent, 0.0)
+        for kind, seconds in record["seconds"].items():
+            now[KINDS.get(kind, Spent.OTHER)] += seconds  # other versions may know other kinds
         spent = {kind: seconds - before.get(kind, 0.0) for kind, seconds in now.items()}
         self.stretches.append(Stretch(self.last, record["at"], record["step"], spent))
         self.ends = record["ends"]

@@ -81,16 +81,18 @@ class Loop:
                 saved = self._between_steps(progress)
                 if self._due(progress, self.job.run.copy_every) and progress.step < self.job.run.steps:
                     self._copy(progress)
-                if self._due(progress, self.job.run.check_every) or self.engine.asked == Request.CHECK:
-                    self._check(progress)
             # The engine has agreed with all ranks on the signal, so all save at the same step.
-            if self.engine.asked >= Request.SAVE and not saved:
+            if self._due(progress, self.job.run.check_every) or self.engine.asked & Request.CHECK:
+                self._check(progress)
+            if self.engine.asked & Request.SAVE and not saved:
                 saved = self._save(progress)
-            if self.engine.asked == Request.SAVE_AND_END:
+            if self.engine.asked & Request.END:
                 saved = saved and self._complete_save(progress)
                 self.display.line(f"step {progress.step}/{self.job.run.steps}  ended by a signal")
                 if saved:
-                    self.times.record(progress.step, ends=True)
+                    self._record(progress, ends=True)
+                    # The launcher ends all ranks with the first, which must not be before this one has spoken.
+                    self.engine.mesh.group("world").exchange(torch.zeros(1))
                     mark_saved()
                     raise Ended
                 raise SystemExit(128 + signal.SIGTERM)  # as if the signal had ended it: nothing was saved
@@ -131,7 +133,8 @@ class Loop:
                 self.job.folder.go_back(back["tag"], reached.step)
 
         agree_run(world, "go back to a checkpoint", forget)
-        self.times.go_back(progress.step, reached.step)
+        self._record(progress)
+        self.times.go_back(reached.step)
         self.display.line(f"{spike}; the run goes back to {back['tag']}, and on with sample {progress.samples}")
         return reached
 
@@ -211,10 +214,7 @@ class Loop:
             seconds_left=(self.job.run.steps - progress.step) * self.tokens_per_step / speed,
         )
         self.display.step(figures)
-        if (work := self.engine.work_report()) is not None:
-            self.times.move(Spent.STEPS, Spent.IDLE, work.idle)
-            self.times.note(progress.step, work=[round(seconds / work.updates, 6) for seconds in work.seconds])
-        self.times.record(progress.step)
+        self._record(progress)
         if self.metrics is not None:
             self.metrics.write(
                 "train",
@@ -231,6 +231,15 @@ class Loop:
             )
         return peak_speed
 
+    def _record(self, progress: Progress, ends: bool = False) -> None:
+        """Record the times so far, and the work of the ranks."""
+        if (work := self.engine.work_report()) is not None:
+            self.times.move(Spent.STEPS, Spent.IDLE, work.idle)
+            shown = {"work": work.seconds, "usual": work.usual}
+            each = {name: [round(one / work.updates, 6) for one in seconds] for name, seconds in shown.items()}
+            self.times.note(progress.step, **each)
+        self.times.record(progress.step, ends)
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens that all ranks consume in one step."""
@@ -240,10 +249,8 @@ class Loop:
         """Check the hardware of all ranks."""
         found = self.engine.check_health()
         self.times.note(progress.step, health=found)
-        self.display.line(
-            f"step {progress.step}/{self.job.run.steps}  hardware checked: "
-            + ("nothing is slow" if not found["slow"] else "; ".join(one["name"] for one in found["slow"]) + " slow")
-        )
+        seen = "; ".join(f"{one['name']} is {'slow' if one['unit'] else 'wrong'}" for one in found["slow"])
+        self.display.line(f"step {progress.step}/{self.job.run.steps}  hardware checked: {seen or 'all is as usual'}")
 
     def _copy(self, progress: Progress) -> None:
         """Keep the state in memory, if the run is to."""
@@ -267,7 +274,7 @@ class Loop:
         state = self._client_state(progress)
         save = partial(self.engine.save_checkpoint, self.job.folder.checkpoints, client_state=state)
         saved = self._succeeds(save, progress, last) and (not last or self._complete_save(progress, last))
-        self.times.record(progress.step)
+        self._record(progress)
         return saved
 
     def _complete_save(self, progress: Progress, last: bool = False) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from html import escape
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,10 +15,12 @@ from zeromesh.observe.svg import COLOURS, LEFT, RIGHT, WIDTH, box, html_page, la
 from zeromesh.observe.units import duration_text, scaled_text
 from zeromesh.train.folder import RunFolder
 from zeromesh.train.goodput import COLOURS as KINDS
-from zeromesh.train.goodput import Attempt, Spent, read_attempts, totals
+from zeromesh.train.goodput import Attempt, Spent, Stretch, read_attempts, totals
 
 MOST_POINTS = 600  # of a curve
-MOST_COLUMNS = 240  # of a map
+MOST_COLUMNS = 160  # of a map
+MOST_ROWS = 48
+MOST_STRETCHES = 600  # of a timeline
 LONG_NAMES = 210  # pixels for the names of a map's rows
 
 PAGE = "report.html"
@@ -27,33 +30,42 @@ def write_page(run: Path) -> Path:
     """Write the page of a run from its files, and return its path; raise ValueError if no run is there."""
     folder = RunFolder(run)
     records, times = read_metrics(folder.metrics), read_metrics(folder.times)
-    if not times:
-        raise ValueError(f"{str(run)!r} has no {folder.times.name}: name the output folder of a run of zeromesh train")
     attempts = read_attempts(folder.times)
+    if not attempts:
+        raise ValueError(
+            f"{str(folder.times)!r} has no attempt at a run: name the output folder of a run of zeromesh train"
+        )
     steps, spikes = ([one for one in records if one["kind"] == kind] for kind in ("train", "spike"))
     validations = [one for one in records if one["kind"] == "validation"]
     parts = [f"<h1>{escape(run.absolute().name)}</h1>", _state(folder, attempts, steps)]
     parts += ["<h2>Time of all attempts</h2>", _shares(attempts), timeline(attempts)]
     if spikes:
         parts += ["<h2>Spikes</h2>", _spikes(spikes)]
-    curves = {"training": [(one["step"], one["loss"]) for one in steps]}
-    curves |= {"held out": [(one["step"], one["loss"]) for one in validations]}
+    curves = {"training": _curve(steps, "loss"), "held out": _curve(validations, "loss")}
     parts += ["<h2>Loss, nats per token</h2>", line_chart(curves)]
     for title, key in (("Gradient norm", "gradient_norm"), ("Tokens per second", "tokens_per_second")):
-        parts += [f"<h2>{title}</h2>", line_chart({"": [(one["step"], one[key]) for one in steps]})]
+        parts += [f"<h2>{title}</h2>", line_chart({"": _curve(steps, key)})]
     parts += _ranks(times)
-    path = run / PAGE
-    path.write_text(html_page(f"Run {run.absolute().name}", parts), encoding="utf-8")
-    return path
+    path, part = run / PAGE, run / f"{PAGE}.part"
+    part.write_text(html_page(f"Run {run.absolute().name}", parts), encoding="utf-8")
+    return part.replace(path)
+
+
+def _curve(records: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]:
+    """Return the finite values by step; those of skipped updates are infinite or NaN."""
+    found = ((one["step"], one.get(key)) for one in records)
+    return [(step, value) for step, value in found if value is not None and isfinite(value)]
 
 
 def _state(folder: RunFolder, attempts: Sequence[Attempt], steps: Sequence[dict[str, Any]]) -> str:
     reached = steps[-1]["step"] if steps else 0
     spent = totals([*attempts])
     whole = sum(spent.values()) or 1.0
-    settings = json.loads(folder.config.read_text(encoding="utf-8")) if folder.config.is_file() else {}
-    wanted = settings.get("run", {}).get("steps", reached)
-    ended = "has ended" if folder.has_finished else "has not reached its end"
+    try:
+        wanted = int(json.loads(folder.config.read_text(encoding="utf-8"))["run"]["steps"])
+    except (OSError, ValueError, LookupError, TypeError):  # a run that has just begun, or a damaged file
+        wanted = reached
+    ended = "has ended" if folder.has_finished and reached >= wanted else "has not reached its end"
     return (
         f"<p>The run {ended}: step {reached} of {wanted}, {len(attempts)} attempt{'s' * (len(attempts) > 1)} in "
         f"{duration_text(whole)}, of which {spent[Spent.STEPS] / whole:.0%} went to steps that count (goodput).</p>"
@@ -78,7 +90,7 @@ def timeline(attempts: Sequence[Attempt]) -> str:
     for row, attempt in enumerate(attempts):
         y = top + high * row
         body.append(label(LEFT - 8, y + 16, f"step {attempt.step}", "end"))
-        for stretch in attempt.stretches:
+        for stretch in _merged(attempt.stretches, MOST_STRETCHES // len(attempts)):
             # Within a stretch only the sums are known, so its kinds are drawn one after the other, the start first.
             at = stretch.begin
             for kind in sorted(Spent, key=lambda one: one is not Spent.START):
@@ -94,6 +106,16 @@ def timeline(attempts: Sequence[Attempt]) -> str:
     kinds = [kind for kind in Spent if kind in seen]
     body += legend([*map(str, kinds)], top, [KINDS[[*Spent].index(kind)] for kind in kinds])
     return svg(max(bottom + 24, top + 18 * len(kinds) + 10), body)
+
+
+def _merged(stretches: Sequence[Stretch], most: int) -> list[Stretch]:
+    """Return the stretches with neighbours put together, so that there are not many more than ``most``."""
+    step, found = -(-len(stretches) // max(1, most)), []
+    for begin in range(0, len(stretches), max(1, step)):
+        part = stretches[begin : begin + step]
+        seconds = {kind: sum(one.seconds.get(kind, 0.0) for one in part) for kind in Spent}
+        found.append(Stretch(part[0].begin, part[-1].end, part[-1].step, seconds))
+    return found
 
 
 def _spikes(spikes: Sequence[dict[str, Any]]) -> str:
@@ -146,18 +168,20 @@ def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 def _ranks(times: Sequence[dict[str, Any]]) -> list[str]:
     """Return the parts on the ranks' work, and on the checks of their hardware."""
     parts = []
-    work = [(one["step"], one["work"]) for one in times if "work" in one]
-    if work and len(work[-1][1]) > 1:
-        ranks = len(work[-1][1])
-        columns = [(step, [*seconds, *[0.0] * ranks][:ranks]) for step, seconds in work]
-        usual = [median(seconds) or 1.0 for _, seconds in columns]
-        shown = [
-            (step, [(value / base, f"{1e3 * value:.1f} ms") for value in seconds])
-            for (step, seconds), base in zip(columns, usual, strict=True)
-        ]
-        text = "Seconds of an update without waits for other ranks; dark ranks work longer than the median of all."
+    seen = [one for one in times if "work" in one and "usual" in one]
+    ranks = max((len(one["work"]) for one in seen), default=0)  # an elastic run has others at times
+    if ranks > 1:
+        shown = []
+        for one in seen:
+            pairs = zip(one["work"], one["usual"], strict=True)
+            cells = [(own / usual if usual else 1.0, f"{1e3 * own:.1f} ms") for own, usual in pairs]
+            shown.append((one["step"], cells + [(0.0, "none")] * (ranks - len(cells))))
+        text = (
+            "Seconds of an update without waits for other ranks; dark ranks work longer than the median of the others "
+            "(in a pipeline, of the others of its stage)."
+        )
         names = [f"rank {rank}" for rank in range(ranks)]
-        parts += ["<h2>Work of the ranks</h2>", f"<p>{text}</p>", heat_map(names, shown)]
+        parts += ["<h2>Work of the ranks</h2>", f"<p>{text}</p>", *heat_map(names, shown)]
     checks = [(one["step"], one["health"]) for one in times if "health" in one]
     if checks:
         parts += ["<h2>Hardware</h2>", _slow_table(checks), *_check_map(checks)]
@@ -166,15 +190,15 @@ def _ranks(times: Sequence[dict[str, Any]]) -> list[str]:
 
 def _slow_table(checks: Sequence[tuple[int, dict[str, Any]]]) -> str:
     """Return what was slow, or computed wrongly, and from when to when."""
-    found: dict[tuple[str, int], tuple[int, dict[str, Any]]] = {}
-    for step, check in checks:
+    found: dict[tuple[str, int], tuple[int, int, dict[str, Any]]] = {}
+    for number, (step, check) in enumerate(checks, 1):
         for one in check["slow"]:
-            found[one["name"], one["since"]] = step, one
+            found[one["name"], one["since"]] = number, step, one
     if not found:
         return f"<p>Nothing was slow in {len(checks)} check{'s' * (len(checks) > 1)}.</p>"
     rows = ["<tr><th>what</th><th>from step</th><th>to step</th><th>last</th><th>usual</th></tr>"]
-    for (name, since), (step, one) in found.items():
-        until = "now" if step == checks[-1][0] else str(step)
+    for (name, since), (number, step, one) in found.items():
+        until = "now" if number == len(checks) else str(step)
         speeds = ("wrong", "")
         if one["unit"]:
             speeds = scaled_text(one["value"], one["unit"]), scaled_text(one["usual"], one["unit"])
@@ -199,10 +223,10 @@ def _check_map(checks: Sequence[tuple[int, dict[str, Any]]]) -> list[str]:
             for name, seen in things.items()
         ]) for step in steps
     ]  # fmt: skip
-    return ["<p>Speeds in each check; dark ones are below the median of their row.</p>", heat_map([*things], columns)]
+    return ["<p>Speeds in each check; dark ones are below the median of their row.</p>", *heat_map([*things], columns)]
 
 
-def heat_map(names: Sequence[str], columns: Sequence[tuple[int, list[tuple[float, str]]]]) -> str:
+def heat_map(names: Sequence[str], columns: Sequence[tuple[int, list[tuple[float, str]]]]) -> list[str]:
     """Return a picture with a row for each name and a column for each step: a ratio, from 1 (light) to 2, and words."""
     step = -(-len(columns) // MOST_COLUMNS)
     # Of each stretch the worst value of each row.
@@ -210,17 +234,20 @@ def heat_map(names: Sequence[str], columns: Sequence[tuple[int, list[tuple[float
     for begin in range(0, len(columns), step):
         part = columns[begin : begin + step]
         drawn.append((part[0][0], [max(cells) for cells in zip(*(cells for _, cells in part), strict=True)]))
+    rows = sorted(range(len(names)), key=lambda row: -max(cells[row][0] for _, cells in drawn))[:MOST_ROWS]
+    note = [f"<p>Only the {MOST_ROWS} rows of {len(names)} with the darkest cells.</p>"] * (len(rows) < len(names))
     high, top, width = 18.0, 6.0, WIDTH - LONG_NAMES - 20
     wide, body = width / len(drawn), []
-    for row, name in enumerate(names):
-        body.append(label(LONG_NAMES - 8, top + high * row + 13, name, "end"))
-        for place, (at, cells) in enumerate(drawn):
+    for place, row in enumerate(sorted(rows)):
+        name = names[row]
+        body.append(label(LONG_NAMES - 8, top + high * place + 13, name, "end"))
+        for column, (at, cells) in enumerate(drawn):
             ratio, words = cells[row]
             darkness = min(1.0, max(0.0, ratio - 1.0))
             colour = f"hsl(22 {90 * darkness:.0f}% {92 - 52 * darkness:.0f}%)"
             title = f"{name}, step {at}: {words}, {ratio:.2f} of the usual time"
-            body.append(box(LONG_NAMES + wide * place, top + high * row, wide, high - 2, colour, title))
-    bottom = top + high * len(names)
+            body.append(box(LONG_NAMES + wide * column, top + high * place, wide, high - 2, colour, title))
+    bottom = top + high * len(rows)
     body.append(label(LONG_NAMES, bottom + 14, f"step {drawn[0][0]}"))
     body.append(label(LONG_NAMES + width, bottom + 14, f"step {drawn[-1][0]}", "end"))
-    return svg(bottom + 22, body)
+    return [*note, svg(bottom + 22, body)]

@@ -122,8 +122,10 @@ def close(
     job.folder.report.write_text(json.dumps(report, indent=2))
     text = markdown(report)
     job.folder.report.with_suffix(".md").write_text(text, encoding="utf-8")
-    if attempts:
+    try:
         write_page(job.folder.path)
+    except (OSError, ValueError) as error:  # the run has succeeded; a full disk may have left no times
+        console.print(f"no page of the run was written: {error}")
     console.print(Markdown(text))
     console.print(f"the report, the weights and the checkpoints are in {job.folder.path}")
 

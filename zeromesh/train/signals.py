@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import IntEnum
+from enum import IntFlag
 from pathlib import Path
 from types import FrameType
 
@@ -17,13 +17,12 @@ from zeromesh.comm.failure import SAVED, SAVED_AND_ENDED
 from zeromesh.comm.rank import FAILURES
 
 
-class Request(IntEnum):
-    """Request of a signal. The largest request of all ranks counts."""
+class Request(IntFlag):
+    """Requests of signals; those of all ranks count."""
 
-    NOTHING = 0
     CHECK = 1
     SAVE = 2
-    SAVE_AND_END = 3
+    END = 4
 
 
 # A second SIGTERM within this time is a copy: batch systems send it to the launcher and to the ranks, and the launcher
@@ -31,7 +30,7 @@ class Request(IntEnum):
 REPEAT_SECONDS = 5.0
 
 # Windows has only the first.
-_REQUESTS = {"SIGTERM": Request.SAVE_AND_END, "SIGUSR1": Request.SAVE, "SIGUSR2": Request.CHECK}
+_REQUESTS = {"SIGTERM": Request.SAVE | Request.END, "SIGUSR1": Request.SAVE, "SIGUSR2": Request.CHECK}
 SIGNALS = {number: _REQUESTS[number.name] for number in signal.Signals if number.name in _REQUESTS}
 
 
@@ -74,7 +73,7 @@ def ignore_requests() -> None:
     # Their default action would end the process.
     if threading.current_thread() is threading.main_thread():
         for number, request in SIGNALS.items():
-            if request is not Request.SAVE_AND_END:
+            if Request.END not in request:
                 signal.signal(number, signal.SIG_IGN)
 
 
