@@ -362,5 +362,7 @@ class Engine(Batching, Answers, Saving):
             self._unbind()
         self.sharded.close()
         if self._copies is not None:
-            self._copies.forget(failed=sys.exc_info()[0] is not None)
+            error = sys.exc_info()[1]
+            ends_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+            self._copies.forget(failed=not ends_well)
         self._saves.close()

@@ -10,7 +10,7 @@ import torch
 
 from zeromesh import export
 from zeromesh.checkpoint import load, save, whole
-from zeromesh.checkpoint.memory_files import unmark
+from zeromesh.checkpoint.memory_files import discard
 from zeromesh.comm.agreement import agree_run
 from zeromesh.config.keys import PEER_COPIES
 from zeromesh.engine_state import EngineState
@@ -64,8 +64,8 @@ class Saving(EngineState):
             if self.config.replica_check.at_saves:
                 require_equal_replicas(self.sharded, f"after update {self.global_steps}")
             background = self._saves if self.config.checkpoint.asynchronous else None
-            if self._copies is None and self.mesh.rank == 0:
-                unmark(Path(save_dir))  # copies of an earlier run, which this one did not go on from
+            if self.mesh.rank == 0 and (self._copies is None or not self._copies.holds(Path(save_dir))):
+                discard(Path(save_dir))  # copies of an earlier run, which this one did not go on from
             return save.save(
                 self, Path(save_dir), tag, client_state or {}, save_latest=save_latest,
                 exclude_frozen=exclude_frozen_parameters, background=background,
@@ -74,9 +74,9 @@ class Saving(EngineState):
     def save_to_memory(self, save_dir: str | Path, client_state: dict[str, Any] | None = None) -> None:
         """Keep all that a resumed run needs in host memory, from where ``load_checkpoint(save_dir)`` takes it.
 
-        With ``checkpoint.peer_copies``. It outlives this process, and with as many nodes as copies and one more, a
-        node: then it is sent to the next nodes while training goes on. The copy before stays until this one is complete
-        on all nodes. ``destroy``, and the end of the script without an error, delete the copies. Collective. See
+        With ``checkpoint.peer_copies``. It outlives this process, and, sent to the next nodes while training goes on,
+        this node. The copy before stays until this one is complete on all nodes. ``destroy`` deletes the copies, unless
+        an exception is being handled. Collective. See
         docs/checkpoints.md.
 
         Args:
@@ -151,9 +151,9 @@ class Saving(EngineState):
         place: tuple[Path, str | None] = (Path(load_dir), tag)
         if self._copies is not None:
             # A model alone may be taken from the folder of another run, whose copies are not this run's.
-            whole = tag is None and not load_module_only and custom_load_fn is None
-            self._copies.forget()
-            if whole and (found := self._copies.find(place[0])) is not None:
+            if tag is not None or load_module_only or custom_load_fn is not None:
+                self._copies.forget()  # of a state that is not this one any more
+            elif (found := self._copies.find(place[0])) is not None:
                 place = found.parent, found.name
         loaded = load.load(self, *place, parts)
         # Gradients are of the parameters before.

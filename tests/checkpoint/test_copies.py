@@ -12,8 +12,10 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from zeromesh.checkpoint.memory_files import MARK, MEMORY, marked
+from zeromesh.checkpoint import memory_files
+from zeromesh.checkpoint.memory_files import MARK, MEMORY, mark, marked
 from zeromesh.config.errors import ConfigError
+from zeromesh.tiers.lock import FolderInUse
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "stage 0": {},
@@ -195,20 +197,105 @@ def test_copies_are_forgotten_by_a_run_that_saves_without_them(memory: Path, tmp
     engine.destroy()
 
 
-def test_copies_of_a_run_that_is_alive_are_not_read(memory: Path, tmp_path: Path) -> None:
+def test_copies_of_a_run_that_is_alive_are_neither_read_nor_deleted(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_files, "PATIENCE", 0.1)
     first, second = alone(peer_copies=1), alone(peer_copies=1)
     first.save_to_memory(tmp_path / "run")
     assert second.load_checkpoint(tmp_path / "run") == (None, {})
+    with pytest.raises(FolderInUse, match="writes to"):
+        second.save_to_memory(tmp_path / "run")
+    alone().save_checkpoint(tmp_path / "run", tag="another")
     first.save_to_memory(tmp_path / "run")
     second.destroy()
     assert marked(tmp_path / "run")
     first.destroy()
+    assert [*memory.iterdir()] == []
+
+
+def test_who_only_reads_copies_leaves_them(memory: Path, tmp_path: Path) -> None:
+    engine = alone(peer_copies=1)
+    engine.global_steps = 5
+    engine.save_to_memory(tmp_path / "run")
+    engine.global_steps = 9
+    engine.load_checkpoint(tmp_path / "run")  # back to its own copy
+    assert engine.global_steps == 5
+    fail(engine)
+    reader = alone(peer_copies=1)
+    reader.load_checkpoint(tmp_path / "run")
+    reader.save_to_memory(tmp_path / "other")
+    reader.destroy()
+    again = alone(peer_copies=1)
+    again.load_checkpoint(tmp_path / "run")
+    assert again.global_steps == 5
+    again.save_to_memory(tmp_path / "run")
+    again.destroy()
+    assert [*memory.iterdir()] == []
+
+
+def test_a_save_that_fails_keeps_the_copy_before(memory: Path, tmp_path: Path) -> None:
+    engine = alone(peer_copies=1)
+    for engine.global_steps in (1, 2):
+        engine.save_to_memory(tmp_path / "run")
+    for engine.global_steps in (3, 4):
+        with pytest.raises(TypeError):
+            engine.save_to_memory(tmp_path / "run", {"what": object()})
+    fail(engine)
+    again = alone(peer_copies=1)
+    again.load_checkpoint(tmp_path / "run")
+    assert again.global_steps == 2
+    again.save_to_memory(tmp_path / "run")
+    again.destroy()
+
+
+@pytest.mark.parametrize("damage", ["data", "description", "life"])
+def test_half_of_a_part_and_parts_of_two_lives_are_no_copy(damage: str, memory: Path, tmp_path: Path) -> None:
+    engine = alone(peer_copies=1)
+    for engine.global_steps in (1, 2):
+        engine.save_to_memory(tmp_path / "run")
+    fail(engine)
+    (file,) = memory.glob("*/copy_0/rank_00000.json")
+    if damage == "data":
+        file.with_suffix(".safetensors").unlink()
+    elif damage == "description":
+        file.write_text(file.read_text()[:-5])
+    else:  # as if a second rank had written its part in an attempt before
+        words = json.loads(file.read_text()) | {"ranks": 2}
+        file.write_text(json.dumps(words))
+        other = file.with_name("rank_00001.json")
+        other.write_text(json.dumps(words | {"life": "another"}))
+        shutil.copy(file.with_suffix(".safetensors"), other.with_suffix(".safetensors"))
+    again = alone(peer_copies=1)
+    again.load_checkpoint(tmp_path / "run")
+    assert again.global_steps == 1
+    again.save_to_memory(tmp_path / "run")
+    again.destroy()
+
+
+def test_a_folder_that_others_can_read_is_refused(memory: Path, tmp_path: Path) -> None:
+    engine = alone(peer_copies=1)
+    engine.save_to_memory(tmp_path / "run")
+    fail(engine)
+    (folder,) = memory.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o755)
+    with pytest.raises(PermissionError, match="no folder of this user alone"):
+        alone(peer_copies=1).load_checkpoint(tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["/etc", "../run", "zeromesh-0-0123456789abcdef/..", ""])
 def test_a_mark_cannot_lead_elsewhere(name: str, tmp_path: Path) -> None:
-    (tmp_path / MARK).write_text(json.dumps({"name": name}))
+    (tmp_path / MARK).write_text(json.dumps({"name": name, "of": str(tmp_path)}))
     assert marked(tmp_path) is None
+
+
+def test_the_mark_of_a_folder_that_was_copied_leads_nowhere(tmp_path: Path) -> None:
+    mark(tmp_path, "zeromesh-0-0123456789abcdef")
+    assert marked(tmp_path)
+    (tmp_path / "copied").mkdir()
+    shutil.copy(tmp_path / MARK, tmp_path / "copied" / MARK)
+    assert marked(tmp_path / "copied") is None
 
 
 def test_what_cannot_be_copied_is_refused_with_the_remedy(

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
 import shutil
-import socket
-import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,12 +25,12 @@ from zeromesh.checkpoint.boxes import Box, ShardLayout, shard_file
 from zeromesh.checkpoint.contents import RunState, boxes
 from zeromesh.checkpoint.folder import latest, locate, write_manifest, write_text
 from zeromesh.checkpoint.manifest import MANIFEST, read_manifest
-from zeromesh.checkpoint.memory_files import MARK, Exchange, Kept, allocate, description, marked, root, user
+from zeromesh.checkpoint.memory_files import Exchange, Kept, allocate, description, mark, marked, place, root, user
 from zeromesh.checkpoint.save import merged, numbers, pack_client_state, run_state
-from zeromesh.comm.agreement import agree_run, texts
+from zeromesh.comm.agreement import agree_run, catch, texts
 from zeromesh.comm.mesh import Mesh
 from zeromesh.comm.peers import named
-from zeromesh.tiers.lock import FolderInUse
+from zeromesh.tiers.lock import FolderInUse, locked
 from zeromesh.tiers.memory import lock_pages
 
 SLACK = 1 << 16  # bytes
@@ -57,11 +53,11 @@ class MemoryCopies:
         self._rank = mesh.rank
         self._count = count
         self._kept: Kept | None = None
-        self._leave: weakref.finalize[..., Any] | None = None
         self._sequence = 0  # of the newest copy
+        self._life = ""  # drawn when copies begin, and at each start that goes on from some: parts of two do not mix
         self._files: dict[Path, torch.Tensor] = {}  # mapped to memory
         # A node is what shares a folder in memory: its ranks' parts are lost together. Ranks by node, in order.
-        where = texts(self._world, f"{socket.gethostname()} {os.environ.get('GROUP_RANK')} {root()}")
+        where = texts(self._world, place())
         self._nodes = [[rank for rank, one in enumerate(where) if one == node] for node in dict.fromkeys(where)]
         self._node = next(number for number, ranks in enumerate(self._nodes) if self._rank in ranks)
         # Of their own, as a thread uses them beside the other collectives.
@@ -88,41 +84,53 @@ class MemoryCopies:
         agree_run(self._world, WHAT, self._settle)
         if self._kept is None or self._kept.folder != folder:
             self._begin(folder)
-        assert self._kept is not None
-        self._sequence += 1
-        slot = self._kept.slot(self._sequence)
+        kept = self._kept
+        assert kept is not None
+        slot = kept.slot(self._sequence + 1)
         data, text = agree_run(self._world, WHAT, lambda: self._write(slot, engine, client_state))
+        self._sequence += 1  # only now: another try must not write over the copy before
+        kept.own()
         if self._links is not None:
             sources = [rank for rank in range(self._world.size) if self._rank in self._targets(rank)]
-            self._kept.begin(Exchange(partial(self._send, slot, (data, text), sources)))
+            sizes = self._world.exchange(torch.tensor([data.numel()], device="cpu")).flatten().tolist()
+            # Here, where all ranks hear of it if there is no room.
+            agree_run(self._world, WHAT, lambda: [self._room(slot, rank, sizes[rank]) for rank in sources])
+            kept.begin(Exchange(partial(self._send, slot, (data, text), sources)))
 
     def _settle(self) -> None:
-        exchange = None if self._kept is None else self._kept.exchange
-        if exchange is not None:
-            exchange.join()
-            if exchange.failure is not None:
-                raise exchange.failure
+        if self._kept is not None:
+            self._kept.settle()
 
     def _begin(self, folder: Path) -> None:
-        """Mark the run's folder, and forget what was kept of it or of another one."""
+        """Mark the run's folder, and delete what there is of it, or of another one."""
         self.forget()
 
-        def mark() -> tuple[str | None, str]:
+        def begin() -> list[str | None]:
             if self._rank:
-                return None, ""
-            old, name = marked(folder), f"zeromesh-{user()}-{secrets.token_hex(8)}"
+                return []
             folder.mkdir(parents=True, exist_ok=True)
-            write_text(folder / MARK, json.dumps({"name": name}))
-            return old, name
+            return [marked(folder), f"zeromesh-{user()}-{secrets.token_hex(8)}"]
 
-        old, name = json.loads(texts(self._world, json.dumps(agree_run(self._world, WHAT, mark)))[0])
-        if old is not None and self._leads:
-            shutil.rmtree(root() / old, ignore_errors=True)
-        self._hold(Kept(folder, name, self._rank, self._leads))
+        old, name = json.loads(texts(self._world, json.dumps(agree_run(self._world, WHAT, begin)))[0])
+        agree_run(self._world, WHAT, lambda: self._delete(old) if old is not None and self._leads else None)
+        agree_run(self._world, WHAT, lambda: mark(folder, name) if self._rank == 0 else None)
+        self._life, self._sequence = name, 0
+        self._kept = self._kept_of(folder, name)
+        agree_run(self._world, WHAT, self._kept.hold)
 
-    def _hold(self, kept: Kept) -> None:
-        agree_run(self._world, WHAT, kept.hold)
-        self._kept, self._leave = kept, weakref.finalize(self, kept.leave)
+    def _delete(self, old: str) -> None:
+        """Delete copies of a run before; raise FolderInUse if a process has them."""
+        if (root() / old).is_dir():
+            with locked(root() / old):
+                pass
+            shutil.rmtree(root() / old)
+
+    def _kept_of(self, folder: Path, name: str) -> Kept:
+        return Kept(folder, name, self._rank, self._nodes[self._node])
+
+    def holds(self, folder: Path) -> bool:
+        """Return whether the copies that the folder leads to are this engine's."""
+        return self._kept is not None and marked(folder) == self._kept.name
 
     def _write(self, slot: Path, engine: RunState, client_state: dict[str, Any]) -> tuple[torch.Tensor, str]:
         """Write this rank's part; return its data, and its description."""
@@ -142,7 +150,8 @@ class MemoryCopies:
             data[begin:end].view(box.data.dtype).copy_(box.data.detach(), non_blocking=True)
             layout.add(box, (begin, end), None)
         words = {
-            "sequence": self._sequence, "ranks": self._world.size, "global_steps": engine.global_steps,
+            "life": self._life, "sequence": self._sequence + 1, "ranks": self._world.size,
+            "global_steps": engine.global_steps,
             "shard": layout.entry(shard_file(self._rank), hashed=False), **numbers(engine),
         }  # fmt: skip
         if self._rank == 0:
@@ -157,7 +166,7 @@ class MemoryCopies:
         """Delete the parts that are not for this node, but were put together here for a start."""
         own = self._nodes[self._node]
         wanted = {rank for rank in range(self._world.size) if rank in own or {*own} & {*self._targets(rank)}}
-        for path in slot.glob("rank_*"):
+        for path in sorted(slot.glob("rank_*")):  # descriptions first: they say that a part is complete
             if int(path.name[5:10]) not in wanted:
                 path.unlink()
 
@@ -211,37 +220,61 @@ class MemoryCopies:
         None if there is none, or a checkpoint on the disk is newer. Later copies of this engine follow it. Collective.
         """
         folder = folder.absolute()
-        look = lambda: (marked(folder), _steps_on_disk(folder)) if self._rank == 0 else None  # noqa: E731
-        name, on_disk = json.loads(texts(self._world, json.dumps(agree_run(self._world, "look for copies", look)))[0])
-        if name is None:
+        agree_run(self._world, "look for copies", self._settle)
+
+        def look() -> list[Any]:
+            return [marked(folder), _steps_on_disk(folder), secrets.token_hex(8)] if self._rank == 0 else []
+
+        said = texts(self._world, json.dumps(agree_run(self._world, "look for copies", look)))[0]
+        name, on_disk, life = json.loads(said)
+        kept = self._kept
+        if kept is None or kept.name != name:  # or this engine goes back to its own copy
+            self.forget()
+            if name is None:
+                return None
+            kept = self._kept_of(folder, name)
+        found = self._choose(kept, on_disk)
+        if found is None:
+            kept.leave(failed=True)
+            self._kept = None
             return None
-        kept = Kept(folder, name, self._rank, self._leads)
+        self._kept, self._sequence, self._life = kept, found.sequence, life
+        _log.info("the run goes on from the copy in memory of step %d", found.steps)
+        return kept.slot(found.sequence)
+
+    def _choose(self, kept: Kept, on_disk: int) -> _Copy | None:
+        """Return the copy to go on from, which is complete on each node; None for the disk's ``on_disk`` updates."""
         mine = agree_run(self._world, "look for copies", lambda: _parts(kept) if self._leads else [])
         by_rank = [json.loads(text) for text in texts(self._world, json.dumps(mine))]
         on_node = [by_rank[ranks[0]] for ranks in self._nodes]
         if None in on_node:
-            _log.info("the copies in memory are another process's; the checkpoint on the disk is loaded")
-            kept.lock.close()
+            if self._rank == 0:
+                _log.warning("the copies in memory are in use by another process; the checkpoint on the disk is loaded")
             return None
         newest = _newest(on_node)
-        if newest is None or newest.steps < on_disk or not self._fetch(kept, newest, on_node):
-            kept.lock.close()
+        if newest is None or newest.steps < on_disk:
+            return None
+        agree_run(self._world, "look for copies", kept.hold)  # also on nodes that have none yet
+        if not self._fetch(kept, newest, on_node):
             return None
         agree_run(self._world, "put copies together", lambda: _put_together(kept, newest) if self._leads else None)
-        self._hold(kept)
-        self._sequence = newest.sequence
-        _log.info("the run goes on from the copy in memory of step %d", newest.steps)
-        return kept.slot(newest.sequence)
+        return newest
 
-    def _fetch(self, kept: Kept, copy: _Copy, on_node: list[list[list[int]]]) -> bool:
+    def _fetch(self, kept: Kept, copy: _Copy, on_node: list[list[list[Any]]]) -> bool:
         """Let all nodes have all parts of a copy. Return False if one has no room for them."""
-        slot = kept.slot(copy.sequence)
-        has = [{rank: size for sequence, rank, _, _, size in found if sequence == copy.sequence} for found in on_node]
-        needed = sum(next(own[rank] for own in has if rank in own) for rank in range(copy.ranks)
-                     if rank not in has[self._node])  # fmt: skip
-        room = 1.0 if shutil.disk_usage(root()).free > needed else 0.0
-        if not bool(self._world.exchange(torch.tensor([room])).all()):
-            _log.warning("a node has no room in %s for the parts of the others; the disk is used", root())
+        slot, me = kept.slot(copy.sequence), self._node
+        has: list[dict[int, int]] = [
+            {part.rank: part.nbytes for part in map(_Part._make, found) if part.copy == copy} for found in on_node
+        ]
+        sizes = {rank: size for own in has for rank, size in own.items()}
+        rooms, failure = catch(
+            lambda: {rank: self._room(slot, rank, sizes[rank]) for rank in range(copy.ranks)
+                     if rank not in has[me] and self._leads}
+        )  # fmt: skip
+        lacks = self._world.exchange(torch.tensor([float(failure is not None)], device="cpu"))
+        if bool(lacks.any()):
+            if self._rank == 0:
+                _log.warning("a node has no room for the parts of the others; the checkpoint on the disk is loaded")
             return False
         # In one order on all ranks, so that none waits for another that waits for it.
         for rank in range(copy.ranks):
@@ -250,35 +283,51 @@ class MemoryCopies:
                 target = self._nodes[node][0]
                 if rank not in own and self._rank == source:
                     text = description(slot, rank).read_text(encoding="utf-8")
-                    size = has[self._node][rank]
+                    size = has[me][rank]
                     data = torch.from_file(str(slot / shard_file(rank)), shared=True, size=size, dtype=torch.uint8)
                     for number, message in enumerate(_messages((data, text))):
                         dist.send(message, target, self._links, number)
                 elif rank not in own and self._rank == target:
-                    slot.mkdir(parents=True, exist_ok=True)
                     self._receive(slot, rank, source)
+        del rooms
         return True
 
     def forget(self, failed: bool = False) -> None:
-        """Delete the copies, unless this rank has failed."""
-        if self._leave is not None and self._leave.detach() is not None and self._kept is not None:
+        """Let go of the copies, and delete those that this engine has made, unless a rank has failed."""
+        if self._kept is not None:
             self._kept.leave(failed)
-        self._kept, self._leave = None, None
+        self._kept = None
         self._files.clear()
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A copy of which all parts are in memory."""
+class _Copy(NamedTuple):
+    """A copy, whose parts have the same of each."""
 
+    life: str
     sequence: int
     ranks: int
     steps: int
 
 
-def _parts(kept: Kept) -> list[list[int]] | None:
-    """Return the parts on this node: sequence, rank, ranks, updates, bytes; None if another process writes them."""
-    if not kept.here.is_dir() or kept.here.stat().st_uid != user():
+class _Part(NamedTuple):
+    """A part that is on a node."""
+
+    life: str
+    sequence: int
+    ranks: int
+    steps: int
+    rank: int
+    nbytes: int
+
+    @property
+    def copy(self) -> _Copy:
+        """Copy that it is a part of."""
+        return _Copy(*self[:4])
+
+
+def _parts(kept: Kept) -> list[_Part] | None:
+    """Return the parts on this node; None if another process writes them."""
+    if not kept.here.is_dir():
         return []
     try:
         kept.hold()
@@ -286,19 +335,20 @@ def _parts(kept: Kept) -> list[list[int]] | None:
         return None
     found = []
     for path in sorted(kept.here.glob("copy_*/rank_*.json")):
-        words = json.loads(path.read_text(encoding="utf-8"))
         data = path.with_suffix(".safetensors")
-        found.append(
-            [words["sequence"], int(path.stem[5:]), words["ranks"], words["global_steps"], data.stat().st_size]
-        )
+        with suppress(OSError, ValueError, LookupError, TypeError):  # half of a part is none
+            words, size = json.loads(path.read_text(encoding="utf-8")), data.stat().st_size
+            named_by = (words["life"], words["sequence"], words["ranks"], words["global_steps"])
+            if size >= max((box["bytes"][1] for box in words["shard"]["boxes"]), default=0):
+                found.append(_Part(*named_by, int(path.stem[5:]), size))
     return found
 
 
-def _newest(on_node: list[list[list[int]]]) -> _Copy | None:
-    """Return the newest copy with all its parts on some node; warn where a newer one lacks some."""
+def _newest(on_node: list[list[list[Any]]]) -> _Copy | None:
+    """Return the newest copy with all its parts on some node; tell where a newer one lacks some."""
     parts: dict[_Copy, set[int]] = {}
-    for sequence, rank, ranks, steps, _ in (part for found in on_node for part in found):
-        parts.setdefault(_Copy(sequence, ranks, steps), set()).add(rank)
+    for part in (_Part._make(one) for found in on_node for one in found):
+        parts.setdefault(part.copy, set()).add(part.rank)
     for copy in sorted(parts, key=lambda copy: copy.sequence, reverse=True):
         lacking = sorted(set(range(copy.ranks)) - parts[copy])
         if not lacking:

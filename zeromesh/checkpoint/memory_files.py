@@ -7,20 +7,25 @@ import json
 import os
 import re
 import shutil
-import sys
+import socket
+import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zeromesh.comm.rank import has_failed
+from zeromesh.checkpoint.folder import write_text
 from zeromesh.config.keys import PEER_COPIES
 from zeromesh.observe.machine import memory
-from zeromesh.tiers.lock import locked
+from zeromesh.tiers.lock import FolderInUse, locked
 
 MEMORY = "ZEROMESH_MEMORY"  # variable with a folder in memory; by default that of the system
+
+PATIENCE = 10.0  # seconds for which the lock of a folder is waited for
+SECONDS = 5.0  # for which parts are still sent when a rank has failed
 
 MARK = "copies.json"  # file in a run's folder of checkpoints, which leads to its copies
 
@@ -31,20 +36,38 @@ def root() -> Path:
     return Path(os.environ.get(MEMORY) or (shared if shared.is_dir() else tempfile.gettempdir()))
 
 
+def place() -> str:
+    """Return what is the same for all processes that share the folder in memory, and differs elsewhere."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    found = root().stat()
+    return f"{boot.read_text().strip() if boot.is_file() else socket.gethostname()} {found.st_dev} {found.st_ino}"
+
+
+def mark(folder: Path, name: str) -> None:
+    """Let a run's folder lead to its copies."""
+    write_text(folder / MARK, json.dumps({"name": name, "of": str(folder.absolute())}))
+
+
 def marked(folder: Path) -> str | None:
     """Return the name of the copies of the run that saves to ``folder``; None if there are none on any node."""
     try:
-        name = str(json.loads((folder / MARK).read_text(encoding="utf-8"))["name"])
+        found = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        name, of = str(found["name"]), found["of"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    # Folders of this name are deleted, so it must not lead elsewhere.
-    return name if re.fullmatch(r"zeromesh-\d+-[0-9a-f]{16}", name) else None
+    # Folders of this name are deleted, so it must not lead elsewhere; nor is a copied folder that of the run.
+    return name if re.fullmatch(r"zeromesh-\d+-[0-9a-f]{16}", name) and of == str(folder.absolute()) else None
 
 
-def unmark(folder: Path) -> None:
-    """Let nothing lead to the copies any more, whose state is not that of the run."""
-    with suppress(OSError):
-        (folder / MARK).unlink()
+def discard(folder: Path) -> None:
+    """Let nothing lead to the copies of a run's folder any more, and delete this node's, unless a process uses them."""
+    if (name := marked(folder)) is None:
+        return
+    with suppress(FolderInUse), ExitStack() as stack:
+        if (root() / name).is_dir():
+            stack.enter_context(locked(root() / name))
+        (folder / MARK).unlink(missing_ok=True)
+        shutil.rmtree(root() / name, ignore_errors=True)
 
 
 class Exchange(threading.Thread):
@@ -67,14 +90,15 @@ class Exchange(threading.Thread):
 
 @dataclass
 class Kept:
-    """Files of copies, and what is to be let go with them; it knows no engine, and so outlives it."""
+    """Files of the copies of a run on this node."""
 
     folder: Path  # of the run's checkpoints
     name: str
     rank: int
-    leads: bool  # the first rank of its node
+    beside: list[int]  # ranks of this node
     lock: ExitStack = field(default_factory=ExitStack)
     held: bool = False
+    wrote: bool = False  # whether this process made one of the copies
     exchange: Exchange | None = None
 
     @property
@@ -82,38 +106,75 @@ class Kept:
         """Folder on this node."""
         return root() / self.name
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank of its node, which makes and locks the folder."""
+        return self.rank == self.beside[0]
+
     def slot(self, sequence: int) -> Path:
         """Return the folder of one of the two copies."""
         return self.here / f"copy_{sequence % 2}"
 
     def hold(self) -> None:
-        """Make the folder, and lock it for the ranks of this node."""
-        if self.leads and not self.held:
-            self.here.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.lock.enter_context(locked(self.here))
-            self.held = True
-            for sequence in range(2):
-                self.slot(sequence).mkdir(exist_ok=True)
+        """Make the folder, and lock it for the ranks of this node.
+
+        Raises:
+            FolderInUse: another process has had it for ``PATIENCE`` seconds.
+            PermissionError: others can read it, or it is another user's.
+        """
+        if not self.leads or self.held:
+            return
+        with suppress(FileExistsError):
+            self.here.mkdir(mode=0o700)
+        found = self.here.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != user() or found.st_mode & 0o077:
+            raise PermissionError(errno.EACCES, "it is no folder of this user alone; delete it", str(self.here))
+        end = time.monotonic() + PATIENCE
+        while not self.held:
+            try:
+                self.lock.enter_context(locked(self.here))
+                self.held = True
+            except FolderInUse:  # workers of a killed rank, such as those of its data loader, have it for a moment
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+        for path in self.here.glob("done_*"):
+            path.unlink()  # of ranks that ended well, when another one failed
+        for sequence in range(2):
+            self.slot(sequence).mkdir(exist_ok=True)
+
+    def own(self) -> None:
+        """Take the copies as made by this process, which deletes them in the end."""
+        self.wrote = True
 
     def begin(self, exchange: Exchange) -> None:
         """Let the nodes exchange their parts."""
         self.exchange = exchange
         exchange.start()
 
-    def leave(self, failed: bool | None = None) -> None:
-        """Delete the copies, unless this rank has failed: it may be started again, and need them.
+    def settle(self) -> None:
+        """Wait until the nodes have exchanged their parts; raise what went wrong, once."""
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.join()
+            if exchange.failure is not None:
+                raise exchange.failure
 
-        None: it ends, and has failed if an exception ends it.
-        """
-        if failed is None:
-            failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None or has_failed()
-        if self.exchange is not None and not failed:
-            self.exchange.join()
-        if not failed and self.rank == 0 and marked(self.folder) == self.name:
-            unmark(self.folder)
+    def leave(self, failed: bool) -> None:
+        """Let go; the last rank of a node deletes what this run has made, unless one of them has failed."""
+        if self.exchange is not None:
+            # A thread that waits for a node that has gone must not hold up the end; one that sends may finish.
+            self.exchange.join(SECONDS if failed else None)
+        if self.wrote and not failed:
+            with suppress(OSError):
+                (self.here / f"done_{self.rank}").touch()
+            if all((self.here / f"done_{rank}").exists() for rank in self.beside):
+                if 0 in self.beside and marked(self.folder) == self.name:
+                    with suppress(OSError):
+                        (self.folder / MARK).unlink()
+                shutil.rmtree(self.here, ignore_errors=True)
         self.lock.close()
-        if not failed:  # by each rank, as the last of a node may still write while the first deletes
-            shutil.rmtree(self.here, ignore_errors=True)
+        self.held = False
 
 
 def allocate(path: Path, nbytes: int) -> None:

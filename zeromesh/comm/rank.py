@@ -172,12 +172,6 @@ def write_failure(summary: str, details: str, status: int = 1, lingers: float = 
     return True
 
 
-def has_failed() -> bool:
-    """Return whether this rank has recorded a failure for the launcher."""
-    rank, folder = _rank(), os.environ.get(FAILURES)
-    return rank is not None and folder is not None and os.path.exists(os.path.join(folder, f"{rank}.failure"))
-
-
 def record_step(step: int) -> None:
     """Record the current update for the launcher, which shows it if this rank is killed."""
     rank, folder = _rank(), os.environ.get(FAILURES)

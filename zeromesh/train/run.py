@@ -15,14 +15,14 @@ from rich.console import Console
 
 import zeromesh
 from zeromesh import Engine, Settings, init_distributed, launch
-from zeromesh.checkpoint.memory_files import marked, root
+from zeromesh.checkpoint.memory_files import discard, marked, root
 from zeromesh.checkpoint.random_state import share_random_state
 from zeromesh.comm.agreement import agree_run, world_group
 from zeromesh.comm.detect import may_restart
 from zeromesh.comm.environment import device_of_group, shutdown
 from zeromesh.comm.failure import RankFailure
 from zeromesh.config.errors import counted
-from zeromesh.config.keys import RESUME, SAVE_EVERY
+from zeromesh.config.keys import PEER_COPIES, RESUME, SAVE_EVERY
 from zeromesh.config.printing import refuse_unfilled, tell_unset
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display
@@ -81,6 +81,8 @@ def _prepare(job: Job, console: Console) -> None:
             f"{job.folder.path} holds a run that ended before its first checkpoint; it is started again, "
             "and its metrics are overwritten"
         )
+    if not job.run.resume:
+        discard(job.folder.checkpoints)  # copies in memory of a run that ended before its first checkpoint
     console.print("reading the text")
     console.print(_text_line(prepare_text(job, may_write=not job.run.resume, console=console)))
 
@@ -89,8 +91,8 @@ def _how_to_go_on(job: Job) -> str:
     checkpoint = job.folder.last_checkpoint
     if (name := marked(job.folder.checkpoints)) is not None and (root() / name).is_dir():
         return (
-            f"the memory of this node has a copy of the last step; the same command with --resume goes on from there "
-            f"({root() / name} holds it until then: delete it if the run is not to go on)"
+            f"the memory of this node has copies of late steps ({root() / name}, to be deleted if the run is not to go "
+            "on); the same command with --resume goes on from there, or from the last checkpoint"
         )
     if checkpoint is not None:
         return f"{job.folder.path} has the checkpoint {checkpoint}; the same command with --resume goes on from there"
@@ -154,8 +156,10 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
         start = Progress()
         if job.run.resume:
             path, state = engine.load_checkpoint(job.folder.checkpoints)
-            if path is None:  # of a run with copies in memory, which are gone, and no checkpoint yet
-                console.print(f"{job.folder.path} has no checkpoint, and its copies in memory are gone; it begins anew")
+            if job.folder.is_copied and not engine.config.checkpoint.peer_copies:
+                console.print(f"{PEER_COPIES} is 0: the run's copies in memory are not used, and go with the next save")
+            if path is None:  # of a run with copies in memory, and no checkpoint yet
+                console.print(f"{job.folder.path} has no checkpoint, and no copy in memory is whole; it begins anew")
             else:
                 start = Progress(engine.global_steps, state["samples"], state["seconds"])
         if engine.mesh.rank == 0:
