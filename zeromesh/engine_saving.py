@@ -76,8 +76,7 @@ class Saving(EngineState):
 
         With ``checkpoint.peer_copies``. It outlives this process, and, sent to the next nodes while training goes on,
         this node. The copy before stays until this one is complete on all nodes. ``destroy`` deletes the copies, unless
-        an exception is being handled. Collective. See
-        docs/checkpoints.md.
+        an exception is being handled. Collective. See docs/checkpoints.md.
 
         Args:
             save_dir: the folder that checkpoints are saved to, and loaded from.

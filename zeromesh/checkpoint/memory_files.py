@@ -108,7 +108,7 @@ class Kept:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first rank of its node, which makes and locks the folder."""
+        """True on the first rank of the node, which makes and locks the folder."""
         return self.rank == self.beside[0]
 
     def slot(self, sequence: int) -> Path:
