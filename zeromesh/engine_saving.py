@@ -64,12 +64,13 @@ class Saving(EngineState):
             if self.config.replica_check.at_saves:
                 require_equal_replicas(self.sharded, f"after update {self.global_steps}")
             background = self._saves if self.config.checkpoint.asynchronous else None
-            if self.mesh.rank == 0 and (self._copies is None or not self._copies.holds(Path(save_dir))):
-                discard(Path(save_dir))  # copies of an earlier run, which this one did not go on from
-            return save.save(
+            saved = save.save(
                 self, Path(save_dir), tag, client_state or {}, save_latest=save_latest,
                 exclude_frozen=exclude_frozen_parameters, background=background,
             )  # fmt: skip
+            if self.mesh.rank == 0 and (self._copies is None or not self._copies.holds(Path(save_dir))):
+                discard(Path(save_dir))  # copies of an earlier run, which this one did not go on from
+            return saved
 
     def save_to_memory(self, save_dir: str | Path, client_state: dict[str, Any] | None = None) -> None:
         """Keep all that a resumed run needs in host memory, from where ``load_checkpoint(save_dir)`` takes it.

@@ -313,3 +313,16 @@ def test_what_cannot_be_copied_is_refused_with_the_remedy(
     engine = alone(peer_copies=1)
     with pytest.raises(OSError, match=r"of two that take turns, and 50 are free there .*; set checkpoint.peer_copies"):
         engine.save_to_memory(tmp_path / "other")
+
+
+def test_a_mark_that_cannot_be_removed_does_not_fail_one_rank_alone(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> None:
+        raise PermissionError(folder)
+
+    mark(tmp_path, "zeromesh-0-0123456789abcdef")
+    (memory / "zeromesh-0-0123456789abcdef").mkdir()
+    monkeypatch.setattr(memory_files, "locked", refuse)
+    memory_files.discard(tmp_path)
+    assert marked(tmp_path)

@@ -122,8 +122,7 @@ class MemoryCopies:
         """Delete copies of a run before; raise FolderInUse if a process has them."""
         if (root() / old).is_dir():
             with locked(root() / old):
-                pass
-            shutil.rmtree(root() / old)
+                shutil.rmtree(root() / old)
 
     def _kept_of(self, folder: Path, name: str) -> Kept:
         return Kept(folder, name, self._rank, self._nodes[self._node])

@@ -27,8 +27,8 @@ REPEATS = 4
 AGAIN = 3  # measurements of all that a slow one begins
 PAUSE = 0.5  # seconds between them
 LEAST_OTHERS = 3  # of a kind, with which a thing is compared: of two, one may be as unusual
-WIDTH = {"cpu": 384, "cuda": 4096}  # of the matrices that are multiplied
-MEMORY_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
+WIDTH = {"cpu": 384, "cuda": 2048}  # of the matrices that are multiplied
+MEMORY_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
 LINK_BYTES = 1 << 20
 TAG = 2  # of the messages
 WHAT = "check the hardware"
@@ -133,16 +133,16 @@ class Health:
         rank, size = self._mesh.rank, self._mesh.world_size
         sent = torch.ones(LINK_BYTES, dtype=torch.uint8, device=self._device)
         got = torch.empty_like(sent)
-
-        to, source = (rank + stride) % size, (rank - stride) % size
-        if self._device.type == "cuda":  # nccl sends and receives together
-            return LINK_BYTES / self._best(
-                lambda: self._world.send_and_receive({to: sent}, {source: got}, TAG, "check").wait(), self._meet
-            )
-        times = []
+        to, source, times = (rank + stride) % size, (rank - stride) % size, []
         for _ in range(1 + REPEATS):
             self._meet()  # or a slow link would hold up those behind it
+            synchronize(self._device)
             began = time.perf_counter()
+            if self._device.type == "cuda":  # nccl sends and receives together
+                self._world.send_and_receive({to: sent}, {source: got}, TAG, "check").wait()
+                synchronize(self._device)
+                times.append(time.perf_counter() - began)
+                continue
             receiving = self._world.send_and_receive({}, {source: got}, TAG, "check")
             sending = self._world.send_and_receive({to: sent}, {}, TAG, "check")
             receiving.wait()
@@ -150,11 +150,10 @@ class Health:
             sending.wait()
         return LINK_BYTES / min(times[1:])
 
-    def _best(self, work: Callable[[], object], before: Callable[[], object] = bool) -> float:
+    def _best(self, work: Callable[[], object]) -> float:
         """Return the least seconds of some runs, of which the first does not count."""
         times = []
         for _ in range(1 + REPEATS):
-            before()
             synchronize(self._device)
             began = time.perf_counter()
             work()
