@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.train.goodput import Spent, TimeLog, read_attempts, time_picture, totals
+from zeromesh.train.goodput import Spent, TimeLog, read_attempts, totals
 
 
 def lines(path: Path, *records: dict[str, object]) -> Path:
@@ -66,12 +66,6 @@ def test_a_file_that_was_cut_off_and_an_attempt_without_records_are_read(tmp_pat
     path.write_text(json.dumps(THREE[1]) + "\n" + path.read_text())  # whose beginning was lost
     found = totals(read_attempts(path))
     assert (found[Spent.REDONE], found[Spent.DOWN], found[Spent.STEPS]) == (2, 30 + 10, 0)
-
-
-def test_a_picture_has_a_bar_for_each_attempt(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert time_picture(tmp_path / "time.png", read_attempts(lines(tmp_path / "time.jsonl", *THREE)))
-    assert (tmp_path / "time.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_clock_is_in_one_kind_of_work_at_any_time(tmp_path: Path) -> None:

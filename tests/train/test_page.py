@@ -51,7 +51,7 @@ def test_the_page_shows_attempts_curves_ranks_and_hardware(tmp_path: Path) -> No
     text = (tmp_path / "report.html").read_text()
     assert "has not reached its end: step 20 of 20, 2 attempts in 0:30, of which 47% went to steps that count" in text
     assert "<td>rank 1&#x27;s memory</td><td>20</td><td>now</td><td>2.00 GB/s</td><td>10.0 GB/s</td>" in text
-    assert "left out; back to &lt;global_step5&gt;" in text
+    assert "left out; the run went back to &lt;global_step5&gt;" in text
     assert "rank 1, step 20: 300.0 ms, 1.50 of the usual time" in text
     assert "down: 10.0 s, up to step 10" in text
     pictures = re.findall("<svg.*?</svg>", text)

@@ -178,34 +178,5 @@ def totals(attempts: list[Attempt]) -> dict[Spent, float]:
     return found
 
 
-def time_picture(path: Path, attempts: list[Attempt]) -> bool:
-    """Draw a bar for each attempt, by kind of work; return False if matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(9, 1.6 + 0.4 * len(attempts)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes, seen = figure.subplots(), set()
-    for row, attempt in enumerate(attempts):
-        for stretch in attempt.stretches:
-            # Within a stretch only the sums are known, so its kinds are drawn one after the other, the start first.
-            begin = stretch.begin - attempts[0].began
-            for kind, colour in sorted(zip(Spent, COLOURS, strict=True), key=lambda one: one[0] is not Spent.START):
-                if (seconds := stretch.seconds.get(kind, 0.0)) > 0.0:
-                    label = None if kind in seen else str(kind)
-                    axes.barh(row, seconds / 60, left=begin / 60, color=colour, label=label, height=0.7)
-                    begin += seconds
-                    seen.add(kind)
-    names = [f"attempt {row + 1}, from step {attempt.step}" for row, attempt in enumerate(attempts)]
-    axes.set_yticks(range(len(attempts)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("minutes since the first command")
-    figure.legend(loc="outside lower center", ncols=5, fontsize=8)
-    figure.savefig(path, dpi=110)
-    return True
-
-
 COLOURS = ("#009E73", "#999933", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#0072B2", "#F0E442", "#000000", "#BBBBBB")
-"""Colours of Okabe and Ito, by kind in order."""
+"""Colours of Okabe and Ito, and one more, by kind in order."""

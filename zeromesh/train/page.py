@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from math import isfinite
 from pathlib import Path
@@ -40,7 +40,7 @@ def write_page(run: Path) -> Path:
     parts = [f"<h1>{escape(run.absolute().name)}</h1>", _state(folder, attempts, steps)]
     parts += ["<h2>Time of all attempts</h2>", _shares(attempts), timeline(attempts)]
     if spikes:
-        parts += ["<h2>Spikes</h2>", _spikes(spikes)]
+        parts += ["<h2>Spikes</h2>", _table([SPIKE_COLUMNS, *spike_rows(spikes)])]
     curves = {"training": _curve(steps, "loss"), "held out": _curve(validations, "loss")}
     parts += ["<h2>Loss, nats per token</h2>", line_chart(curves)]
     for title, key in (("Gradient norm", "gradient_norm"), ("Tokens per second", "tokens_per_second")):
@@ -118,13 +118,22 @@ def _merged(stretches: Sequence[Stretch], most: int) -> list[Stretch]:
     return found
 
 
-def _spikes(spikes: Sequence[dict[str, Any]]) -> str:
-    rows = ["<tr><th>step</th><th>of</th><th>value</th><th>median before</th><th>what was done</th></tr>"]
+SPIKE_COLUMNS = ("step", "of", "value", "median before", "what was done")
+
+
+def spike_rows(spikes: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
+    """Yield the cells of ``SPIKE_COLUMNS`` for each spike."""
     for one in spikes:
-        done = ("left out" if one["skipped"] else "logged") + (f"; back to {one['back']}" if one["back"] else "")
-        cells = (str(one["step"]), one["name"], f"{one['value']:.4g}", f"{one['usual']:.4g}", done)
-        rows.append("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>")
-    return f"<table>{''.join(rows)}</table>"
+        done = "left out" if one["skipped"] else "logged"
+        done += f"; the run went back to {one['back']}" if one["back"] else ""
+        yield str(one["step"]), one["name"], f"{one['value']:.4g}", f"{one['usual']:.4g}", done
+
+
+def _table(rows: Iterable[Sequence[str]]) -> str:
+    """Return a table, of which the first row is the header."""
+    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    cells[0] = cells[0].replace("td>", "th>")
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 def line_chart(curves: dict[str, list[tuple[int, float]]]) -> str:
@@ -196,15 +205,14 @@ def _slow_table(checks: Sequence[tuple[int, dict[str, Any]]]) -> str:
             found[one["name"], one["since"]] = number, step, one
     if not found:
         return f"<p>Nothing was slow in {len(checks)} check{'s' * (len(checks) > 1)}.</p>"
-    rows = ["<tr><th>what</th><th>from step</th><th>to step</th><th>last</th><th>usual</th></tr>"]
+    rows: list[Sequence[str]] = [("what", "from step", "to step", "last", "usual")]
     for (name, since), (number, step, one) in found.items():
         until = "now" if number == len(checks) else str(step)
         speeds = ("wrong", "")
         if one["unit"]:
             speeds = scaled_text(one["value"], one["unit"]), scaled_text(one["usual"], one["unit"])
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in (name, str(since), until, *speeds))
-        rows.append(f"<tr>{cells}</tr>")
-    return f"<table>{''.join(rows)}</table>"
+        rows.append((name, str(since), until, *speeds))
+    return _table(rows)
 
 
 def _check_map(checks: Sequence[tuple[int, dict[str, Any]]]) -> list[str]:

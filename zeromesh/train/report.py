@@ -23,10 +23,10 @@ from zeromesh.observe.metrics import loss_picture, read_metrics
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
 from zeromesh.train.check import Job
 from zeromesh.train.data.store import PreparedData
-from zeromesh.train.goodput import Spent, read_attempts, time_picture, totals
+from zeromesh.train.goodput import Spent, read_attempts, totals
 from zeromesh.train.loop import Loop, Progress
 from zeromesh.train.model import Transformer
-from zeromesh.train.page import write_page
+from zeromesh.train.page import SPIKE_COLUMNS, spike_rows, write_page
 from zeromesh.train.sample import load_writer
 
 SMALLEST_SHARE = 0.005  # of a step's time; resources below it get no row
@@ -75,8 +75,6 @@ def close(
     loop.times.record(reached.step, ends=True)
     attempts = read_attempts(job.folder.times)
     times = totals(attempts)
-    if attempts:
-        time_picture(job.folder.times.with_suffix(".png"), attempts)
     if isinstance(job.language, Transformer):
         job.folder.copy_tokenizer(job.folder.model)
     records = read_metrics(job.folder.metrics)
@@ -148,11 +146,7 @@ def markdown(report: Report) -> str:
         _table(("what", "value"), _summary(report)),
         "## Time of all attempts",
         _table(("work", "time", "share"), _times(report)),
-        *(
-            ["## Spikes", _table(("step", "of", "value", "median before", "what was done"), _spikes(report))]
-            if report["spikes"]
-            else []
-        ),
+        *(["## Spikes", _table(SPIKE_COLUMNS, spike_rows(report["spikes"]))] if report["spikes"] else []),
         "## Memory of the first rank",
         _table(("state", "tier", "bytes"), _memory(report["memory"])),
         "## Prediction for the first rank",
@@ -165,13 +159,6 @@ def markdown(report: Report) -> str:
     if report["samples"]:
         parts += ["## Samples", *map(_block, report["samples"])]
     return "\n\n".join(parts) + "\n"
-
-
-def _spikes(report: Report) -> Iterable[Sequence[str]]:
-    for one in report["spikes"]:
-        done = "left out" if one["skipped"] else "logged"
-        done += f"; the run went back to {one['back']}" if one["back"] else ""
-        yield str(one["step"]), one["name"], f"{one['value']:.4g}", f"{one['usual']:.4g}", done
 
 
 def _block(text: str) -> str:
