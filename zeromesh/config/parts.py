@@ -17,6 +17,7 @@ from zeromesh.config.section import (
     PositiveFloat,
     PositiveInt,
     Section,
+    SizeInt,
     Table,
     key,
 )
@@ -425,7 +426,7 @@ class Spikes(Section):
     norm: PositiveFloat | None = key(
         None, "The same for the norm of the gradient before clipping. Null: do not look.", gt=1
     )
-    window: PositiveInt = key(
+    window: SizeInt = key(
         50, "Number of the last updates. No update is a spike before there are 10, or as many as this if that is fewer."
     )
 
