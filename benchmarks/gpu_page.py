@@ -100,6 +100,16 @@ class Page:
             parts.append(f"**{row['step']}**\n\n{lines_of(table)}")
         return "\n\n".join(parts)
 
+    def layouts(self) -> str:
+        """Return a line for each layout: is it equal to one plain process on a CPU, and how near are the bounds?"""
+        rows = [one for row in self.of("layouts") for one in row.get("rows", ())]
+        table = [["layout", "ranks", "equal", "largest share of a bound, float64", "bf16", "s"]]
+        for one in rows:
+            shares = [f"{one['shares'].get(name, float('nan')):.2g}" for name in ("float64", "bfloat16")]
+            answer = "yes" if one["equal"] else f"**no**: {one['sentence']}"
+            table.append([one["layout"], str(one["ranks"]), answer, *shares, f"{one['seconds']:.1f}"])
+        return lines_of(table) if rows else ""
+
     def copies(self) -> str:
         """Return a line for each placement and dtype, and whether its bits are those of copies that are waited for."""
         parts = []
@@ -220,7 +230,8 @@ class Page:
 
         sections: list[tuple[str, Callable[[], str]]] = [
             ("Aims", self.aims), ("Steps", self.steps_table), ("Numerics beside plain torch", self.numerics),
-            ("Copies beside computation", self.copies), ("Llama 3 8B", lambda: self.trained("8B")),
+            ("Layouts beside one plain process", self.layouts), ("Copies beside computation", self.copies),
+            ("Llama 3 8B", lambda: self.trained("8B")),
             ("The largest model by tier", lambda: self.trained("largest")),
             ("Compiled blocks and float8", lambda: f"{self.trained('faster')}\n\n{self.kinds()}".strip()),
             ("Time by phase", self.spans),

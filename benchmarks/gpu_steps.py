@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 import zeromesh
+from determinism import LAYOUTS
 from gpu import DONE, FAILED, LEFT_OUT, NO_ROOM, ROOT, WRONG
 from gpu_train import Figures, LeftOut, Options, tell, trace, train
 from zeromesh.comm.environment import device_of_group, init_distributed, shutdown
@@ -78,6 +80,7 @@ def machine(options: Options, job: Options) -> Figures:
 # Numerics: every ZeRO stage and dtype beside plain torch.
 
 SMALL = ModelShape(architecture="llama", vocab_size=512, hidden_size=128, layers=4, heads=4, sequence_length=64)
+SMALLER = SMALL.model_copy(update={"vocab_size": 128, "hidden_size": 64})  # the plain process is on the CPU
 BATCH = 4
 
 
@@ -138,7 +141,8 @@ def updates(engine: zeromesh.Engine, steps: torch.Tensor) -> list[float]:
 def numerics(options: Options, job: Options) -> Figures:
     """Compare losses of ``steps`` updates of all stages and dtypes with plain torch, on the device and its batch.
 
-    A second engine goes on from a copy in memory of the middle, and must have the bits of the first one's second half.
+    A second engine goes on from the middle, with an even stage from a copy in memory and with an odd one from an
+    asynchronous save. It must have the bits of the first one's second half.
     """
     rank, ranks, device = job["rank"], job["ranks"], torch.device(job["device"])
     shape, share, rows = SMALL.model_copy(update=options.get("shape", {})), BATCH // ranks, []
@@ -151,13 +155,15 @@ def numerics(options: Options, job: Options) -> Figures:
         for stage in range(4):
             config = {
                 "train_batch_size": BATCH, "zero_optimization": {"stage": stage}, "gradient_clipping": CLIP,
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "checkpoint": {"peer_copies": 1},
-                **precision.config,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, **precision.config,
+                "checkpoint": {"asynchronous": True} if stage % 2 else {"peer_copies": 1},
             }  # fmt: skip
             engine, *_ = zeromesh.initialize(model=copy.deepcopy(start), config=config)
             mine, half = tokens[:, rank * share : (rank + 1) * share], options["steps"] // 2
             losses = updates(engine, mine[:half])
-            engine.save_to_memory(f"{job['out']}-{name}-{stage}")
+            folder = Path(f"{job['out']}-{name}-{stage}")
+            save = engine.save_checkpoint if stage % 2 else engine.save_to_memory
+            save(folder)
             losses += updates(engine, mine[half:])
             wrong += [f"{one['name']} is wrong" for one in engine.check_health()["slow"] if not one["unit"]]
             difference = max(abs(a - b) / (1 + abs(b)) for a, b in zip(losses, expected, strict=True))
@@ -167,11 +173,11 @@ def numerics(options: Options, job: Options) -> Figures:
             except InterruptedError:  # a run that fails leaves its copies
                 engine.destroy()
             again, *_ = zeromesh.initialize(model=copy.deepcopy(start), config=config)
-            again.load_checkpoint(f"{job['out']}-{name}-{stage}")
+            again.load_checkpoint(folder)
             resumed = again.global_steps == half and updates(again, mine[half:]) == losses[half:]
             again.destroy()
             if rank == 0:
-                Path(f"{job['out']}-{name}-{stage}").rmdir()
+                shutil.rmtree(folder)
             rows.append({
                 "dtype": name, "stage": stage, "difference": difference, "tolerance": precision.tolerance,
                 "resumed": resumed,
@@ -179,8 +185,39 @@ def numerics(options: Options, job: Options) -> Figures:
             })  # fmt: skip
     # Written so that NaN is wrong, too.
     wrong += [f"stage {row['stage']} in {row['dtype']}" for row in rows if not row["difference"] <= row["tolerance"]]
-    wrong += [f"stage {row['stage']} in {row['dtype']}, from memory" for row in rows if not row["resumed"]]
+    wrong += [f"stage {row['stage']} in {row['dtype']}, resumed" for row in rows if not row["resumed"]]
     return {"rows": rows, "wrong": wrong}
+
+
+def layouts(options: Options, job: Options) -> Figures:
+    """Compare the layouts of these ranks with one plain process on the CPU: see ``zeromesh.verify``."""
+    shape, rows = SMALLER.model_copy(update=options.get("shape", {})), []
+    tokens = tokens_of(shape, torch.device("cpu"))
+    for layout in LAYOUTS:
+        if layout.ranks != job["ranks"]:
+            continue
+        torch.manual_seed(0)
+        config = {
+            "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": CLIP,
+            "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, **layout.settings,
+        }  # fmt: skip
+        began = time.perf_counter()
+        report = zeromesh.verify(Decoder(shape), config, (tokens[:, :-1], tokens[:, 1:]), steps=options["steps"])
+        # Parameters are compared with their own masters: at most half a unit in the last place, which some have.
+        shares = {
+            trial.name: max(
+                (one.difference / one.bound for kind, _, one in trial.worst() if kind != "parameter" and one.bound),
+                default=0.0,
+            )
+            for trial in report.trials
+        }
+        rows.append({
+            "layout": layout.name, "ranks": layout.ranks, "equal": report.equal, "sentence": report.sentence,
+            "shares": shares, "seconds": time.perf_counter() - began,
+        })  # fmt: skip
+        if job["rank"] == 0:
+            tell(job, {"rows": rows})
+    return {"rows": rows, "wrong": [f"{row['layout']}: {row['sentence']}" for row in rows if not row["equal"]]}
 
 
 # Copies: what nobody waits for must not be used before it is there.
@@ -361,7 +398,7 @@ def main() -> None:
 
 
 WORK: dict[str, Callable[[Options, Options], Figures]] = {
-    "machine": machine, "numerics": numerics, "copies": copies, "trace": trace, "train": train,
+    "machine": machine, "numerics": numerics, "layouts": layouts, "copies": copies, "trace": trace, "train": train,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -241,7 +241,7 @@ class Comparison:
                             kind = "parameter"
                             whole = sharded.assemble(flat, index, lambda _, __, piece: piece.parameter.detach())
                         if whole is not None and got.numel():
-                            self._parameter(number, kind, segment.name, got, whole.view(got.shape).double())
+                            self._parameter(number, kind, segment.name, got.cpu(), whole.view(got.shape).double().cpu())
 
     def _parameter(self, number: int, kind: str, name: str, got: torch.Tensor, master: torch.Tensor) -> None:
         """Compare each element with its master, rounded: at most half a unit in the last place, as rounding does."""
@@ -266,7 +266,7 @@ class Comparison:
                 continue
             bound = step.bounds.get(f"buffer {0 if first else share}/{name}", 0.0)
             own = step.values.get(f"buffer {share}/{name}")
-            look = partial(cause.unshared, buffer.detach(), own, bound) if first and share else None
+            look = partial(cause.unshared, buffer.detach().cpu(), own, bound) if first and share else None
             self._add(number, "buffer", name, buffer.detach(), expected, bound, "", look)
 
     # Findings.
