@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache, partial
-from importlib.metadata import version
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zeromesh import __version__
 from zeromesh.checkpoint.background import WHAT, BackgroundSaves, explained, leave_failure, wait_for_ranks
 from zeromesh.checkpoint.boxes import Box, ShardWriter
 from zeromesh.checkpoint.contents import (
@@ -236,17 +236,12 @@ def _scheduler_state(engine: RunState) -> Any:
     return None if scheduler is None else pack(scheduler.state_dict(), "the scheduler's state")
 
 
-@cache
-def _version() -> str:
-    return version("zeromesh")  # which reads files
-
-
 def run_state(engine: RunState, client_state: dict[str, Any]) -> dict[str, Any]:
     """Return what the first rank writes of the run, to the manifest; ``client_state`` is packed."""
     groups = engine.optimizer.param_groups if engine.optimizer else []
     sharded, loader = engine.sharded, engine.training_dataloader
     return {
-        "zeromesh": _version(),
+        "zeromesh": __version__,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "world_size": engine.mesh.world_size,
         "mesh": engine.mesh.sizes,

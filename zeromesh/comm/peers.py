@@ -8,11 +8,11 @@ import platform
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
 
+from zeromesh import __version__
 from zeromesh.comm.detect import Environment
 from zeromesh.comm.failure import StartError
 
@@ -32,14 +32,10 @@ class Peer:
     @classmethod
     def own(cls) -> Peer:
         """Return the facts of this rank."""
-        try:
-            zeromesh = version("zeromesh")
-        except PackageNotFoundError:  # run from a folder of sources
-            zeromesh = "unknown"
         python = ".".join(platform.python_version_tuple()[:2])  # patch releases fit together
         # With torchrun's number of the node, as containers may share a name.
         host = hashlib.sha256(f"{socket.gethostname()} {os.environ.get('GROUP_RANK')}".encode()).hexdigest()
-        return cls((zeromesh, torch.__version__, python), host[:_WIDTH])
+        return cls((__version__, torch.__version__, python), host[:_WIDTH])
 
 
 def gather(device: torch.device) -> list[Peer]:

@@ -20,6 +20,7 @@ from zeromesh.batches import loss_of
 from zeromesh.computation import cast_inputs
 from zeromesh.config.settings import Settings
 from zeromesh.model.chain import Chain
+from zeromesh.model.containers import map_tensors
 from zeromesh.model.piece import Piece
 from zeromesh.model.quantized import change
 from zeromesh.model.split import Held
@@ -46,6 +47,7 @@ class Trial:
         sizes: ranks by axis.
         micro_batches: of an update, on each rank.
         steps: number of updates.
+        device: of the plain process. Devices have kernels of their own, so it is the ranks'.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Trial:
     sizes: Mapping[str, int]
     micro_batches: int
     steps: int
+    device: torch.device
 
     @property
     def shares(self) -> int:
@@ -114,7 +117,7 @@ class PlainTraining:
     def __init__(self, path: Path, trial: Trial, noise: float = 0.0, seed: int = 0) -> None:
         self._trial, self._noise = trial, noise
         self._generator = torch.Generator().manual_seed(seed)
-        self.model = trial.model(path)
+        self.model = trial.model(path).to(trial.device)
         precision = trial.settings.precision
         self._precision = precision
         named = dict(self.model.named_parameters())
@@ -185,7 +188,7 @@ class PlainTraining:
                 values[f"loss/{share}.{micro_batch}"] = loss.double()
                 for name, computed in self._computed.items():
                     gradient = computed.grad
-                    parts[name].append(None if gradient is None else sampled(gradient).double())
+                    parts[name].append(None if gradient is None else sampled(gradient).double().cpu())
                     if gradient is not None:
                         wide = gradient.to(self.masters[name].dtype)
                         sums[name] = sums[name] + wide if name in sums else wide.clone()
@@ -221,6 +224,7 @@ class PlainTraining:
             for key, state in self.optimizer.state.get(master, {}).items():
                 if isinstance(state, torch.Tensor):
                     values[f"state {key}/{name}"] = state.detach().clone()
+        values, start = ({key: value.cpu() for key, value in found.items()} for found in (values, start))
         return PlainStep(values, samples, {}, start, clip, scale, skipped)
 
     def _restore(self, share: int) -> None:
@@ -237,12 +241,13 @@ class PlainTraining:
                 master = self.masters[name].detach()
                 if self._noise:
                     errors = torch.randn(master.shape, generator=self._generator, dtype=torch.float64)
-                    master = (master.double() * (1 + self._noise * errors)).to(master.dtype)
+                    master = (master.double() * (1 + self._noise * errors.to(trial.device))).to(master.dtype)
                 computed.data.copy_(master)
-        inputs = cast_inputs(trial.inputs(number, share, micro_batch), self._precision)
+        given = map_tensors(trial.inputs(number, share, micro_batch), lambda tensor: tensor.to(trial.device))
+        inputs = cast_inputs(given, self._precision)
         kind = self._precision.autocast
         with trial.widened():
-            with torch.autocast("cpu", dtype=kind, cache_enabled=False) if kind else nullcontext():
+            with torch.autocast(trial.device.type, dtype=kind, cache_enabled=False) if kind else nullcontext():
                 loss = loss_of_model(inputs, self.model, self.model)
             (loss * (scale / trial.micro_batches)).backward()
         return loss.detach()

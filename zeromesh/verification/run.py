@@ -21,7 +21,7 @@ from torch import nn
 
 from zeromesh.checkpoint.random_state import random_state, restore_random_state
 from zeromesh.comm.detect import is_launched
-from zeromesh.comm.environment import init_distributed
+from zeromesh.comm.environment import device_of_group, init_distributed
 from zeromesh.comm.failure import RankFailure
 from zeromesh.config.errors import counted
 from zeromesh.config.printing import refuse_unfilled
@@ -86,7 +86,10 @@ def verify(
     settings = Settings.load(config)
     refuse_unfilled(config, settings)
     launched = is_launched() or dist.is_initialized()
-    world = init_distributed().world_size if launched else ranks
+    world, device = ranks, torch.device("cpu")
+    if launched:
+        environment = init_distributed()
+        world, device = environment.world_size, device_of_group(environment)
     if launched and ranks not in (None, world):
         raise ValueError(f"ranks is {ranks}, but a launcher has started {world}; leave it out there")
     layout = small_layout(settings, world)
@@ -96,7 +99,7 @@ def verify(
         changes = [*subject.changes, *layout.changes]
         report = Report(Verdict.UNVERIFIED, type(subject.model).__name__, layout.text, steps, changes)
         with _shared_folder(launched) as folder:
-            verification = Verification(subject, settings, layout, report, folder, timeout, tell, launched)
+            verification = Verification(subject, settings, layout, report, folder, timeout, tell, launched, device)
             try:
                 verification.run()
             except NotVerified as error:
@@ -119,6 +122,7 @@ class Verification:
     timeout: float
     tell: Tell
     launched: bool
+    device: torch.device  # of the plain process
     units: dict[str, torch.dtype] = field(default_factory=dict)  # narrowest dtype of each plain process
 
     @property
@@ -168,7 +172,7 @@ class Verification:
         rows.samples  # noqa: B018  raises for a batch without samples
         wide = Trial(
             "float64", self._settings(wide=True), rows, torch.float64, layout.sizes, layout.micro_batches,
-            self.report.steps,
+            self.report.steps, self.device,
         )  # fmt: skip
         precision = self.settings.precision
         dtypes = {p.dtype for p in self.subject.model.parameters() if p.is_floating_point()}
@@ -288,6 +292,11 @@ def _train_plain(path: Path, trial: Trial, file: Path) -> torch.dtype | str:
             losses = [PlainTraining(path, trial).probe(seed) for seed in (1, 2)]
             terms = longest_sum(trial.rows, trial.shares, trial.micro_batches, model)
             steps, narrow = reference(path, trial, terms)
+    except torch.OutOfMemoryError:
+        raise NotVerified(
+            f"one plain process does not fit into the memory of {trial.device}; verify without a launcher, which "
+            "compares on CPU processes, or pass a smaller model"
+        ) from None
     except Exception as error:  # whatever the user's model raises
         if trial.dtype is torch.float64:
             return f"the model does not compute in float64 ({_first_line(error)})"

@@ -6,13 +6,13 @@ import errno
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zeromesh import __version__
 from zeromesh.checkpoint.boxes import Box, Reader, write_shard
 from zeromesh.checkpoint.folder import DRAFT, begin, commit, remove, require_free, write_latest, write_manifest
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, plain_number
@@ -120,7 +120,7 @@ def _manifest(contents: Contents, client: Any) -> dict[str, Any]:
     state, kind = contents.scheduler or (None, None)
     named = {"scheduler_type": kind} if kind or state is None else {}
     return counters | named | {
-        "zeromesh": version("zeromesh"),
+        "zeromesh": __version__,
         "imported": contents.source,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "data": None,
