@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zeromesh.batches import require_same_inputs
 from zeromesh.comm.stragglers import Stragglers
 from zeromesh.observe.spans import span
-from zeromesh.optim.bound import answer
+from zeromesh.optim.bound import answer, steps_in_parts
 from zeromesh.optim.host import HostSteps
 from zeromesh.optim.spikes import SpikeWatch
 from zeromesh.precision.scaler import LossScaler
@@ -122,16 +122,20 @@ class Update:
                 # The constant is torch's clip_grad_norm_.
                 factor *= min(1.0, limit / ((self.norm or 0.0) + 1e-6))
             steps = HostSteps(optimizer, factor) if self._sharded.updates_on_host else None
-            with span("clip"):
-                self._sharded.set_gradients(factor, steps)
+            self._sharded.tables.scale(factor)
         except BaseException:
             self._sharded.forget_gradients()
             raise
         # The optimizer's hook asks it: a step of the user's is turned into an update, this one is not.
         self.runs = True
         try:
+            for flats in self._sharded.turns(steps_in_parts(optimizer)):
+                with span("clip"):
+                    self._sharded.set_gradients(factor, steps, flats)
+                with span("update"):
+                    optimizer.step()
+                self._sharded.unset_gradients(flats)
             with span("update"):
-                optimizer.step()
                 self._sharded.tables.update(optimizer)
         except BaseException:  # some masters may have changed, and other ranks may have done it all
             self._sharded.updated()

@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ import zeromesh
 from harness import run_ranks
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
+from zeromesh.config.train import ModelShape
+from zeromesh.shard.sharded import ShardedModel
+from zeromesh.train.architectures.decoder import Decoder
 
 
 def net() -> nn.Module:
@@ -79,3 +83,50 @@ def test_accumulation_that_is_not_managed_has_no_number_of_steps() -> None:
         Settings.load(config | {"gradient_accumulation_steps": 2})
     with pytest.raises(ValueError, match="gradient_accumulation_steps is 2; leave it out"):
         Settings.load(config | {"train_batch_size": 4}).resolve(1)
+
+
+SHAPE = ModelShape(architecture="llama", vocab_size=32, hidden_size=32, layers=3, heads=2, sequence_length=16)
+
+
+def trained(stage: int, name: str, watch: bool) -> tuple[list[torch.Tensor], list[int], list[int], int]:
+    """Return weights; bytes of gradients at each of the optimizer's steps; bytes by unit; and the hook's calls."""
+    torch.manual_seed(0)
+    engine, optimizer, *_ = zeromesh.initialize(
+        model=Decoder(SHAPE),
+        config={
+            "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.1,
+            "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"},
+            "zero_optimization": {"stage": stage}, "optimizer": {"type": name, "params": {"lr": 1e-2}},
+        },
+    )  # fmt: skip
+    found: list[int] = []
+    plain, calls = ShardedModel.unset_gradients, []
+
+    def noted(self: ShardedModel, flats: Any) -> None:
+        gradients = [piece.parameter.grad for flat in self.flats for *_, piece in flat.pieces]
+        found.append(sum(gradient.nbytes for gradient in gradients if gradient is not None))
+        plain(self, flats)
+
+    if watch:
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    tokens = torch.randint(32, (2, 17), generator=torch.Generator().manual_seed(1))
+    with patch.object(ShardedModel, "unset_gradients", noted):
+        for number in range(4):
+            batch = tokens.roll(number, 1)
+            engine.backward(engine(batch[:, :-1], batch[:, 1:]))
+            engine.step()
+    sizes = [flat.master.nbytes for flat in engine.sharded.flats]
+    return list(engine.gathered_state_dict().values()), found, sizes, len(calls)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_with_narrow_sums_are_made_as_wide_as_masters_unit_by_unit(stage: int, name: str) -> None:
+    weights, seen, sizes, _ = trained(stage, name, watch=False)
+    assert max(seen) <= max(sizes) < sum(sizes) / 3
+    expected, at_once, _, calls = trained(stage, name, watch=True)
+    assert max(at_once) > max(sizes), "a step that somebody watches is one"
+    assert calls == 2
+    for value, other in zip(weights, expected, strict=True):
+        assert torch.equal(value, other)

@@ -8,6 +8,9 @@ from typing import Any, Protocol
 from weakref import ref
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from zeromesh.kernels.rules import rule_of
 
 
 class Updates(Protocol):
@@ -54,6 +57,14 @@ def _update_first(engine: ref[Updates], optimizer: Optimizer, args: tuple[Any, .
 def _zero_grad(engine: ref[Updates], set_to_none: bool = True) -> None:
     if (alive := engine()) is not None:
         alive.zero_grad(set_to_none)
+
+
+def steps_in_parts(optimizer: Optimizer) -> bool:
+    """Return whether steps of some parameters after the others are one step of all: nothing counts or watches them."""
+    # One hook is the engine's own.
+    watched = len(optimizer._optimizer_step_pre_hooks) > 1 or bool(optimizer._optimizer_step_post_hooks)
+    watched = watched or bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    return not watched and all(rule_of(type(optimizer), group) for group in optimizer.param_groups)
 
 
 def answer(optimizer: Optimizer | None, scale: float, overflow: bool) -> None:

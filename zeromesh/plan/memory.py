@@ -264,6 +264,7 @@ class _Rank:
         moments = [moment for _, shot in most.values() for moment in self.moments(shot)]
         update = self.resting(True, 0.0)
         update["gradient"] = update.get("gradient", 0.0) + self.left * self.layout.widths.parameter + self.of_rows
+        update["temporary"] = self.states.widened
         moments.append(Moment("update", update))
         states = dict(self.states.resting)
         if slots := self.states.gathered + self.states.working:

@@ -197,6 +197,12 @@ class Flat:
         return self.layout.trainable and not _shares(self.master, self.full)
 
     @property
+    def sums_narrowly(self) -> bool:
+        """True if the gradient is summed in fewer bytes than the master has."""
+        sums = None if self.gradient is None else self.gradient.shard
+        return sums is not None and sums.dtype.itemsize < self.master.dtype.itemsize
+
+    @property
     def apart(self) -> bool:
         """True if the master is another tensor than ``shard`` because of where they rest."""
         on_disk = self.parameter_tier is Tier.NVME
