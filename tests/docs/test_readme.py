@@ -2,7 +2,8 @@
 
 Of one page, the ``sh`` blocks run in one shell and the ``python`` blocks after them in one process, in the order of the
 page and in one empty folder beside the project's examples. ``<!-- not run: reason -->`` on the line before a block
-leaves it out; a comment ``<!-- before:`` with lines of Python runs them unseen by the reader, to set up what follows.
+leaves it out; a comment ``<!-- before:`` runs its lines unseen by the reader, in the language of the next block (Python
+if there is none).
 """
 
 import os
@@ -41,18 +42,27 @@ class Block:
 
 
 def blocks_of(page: str) -> list[Block]:
-    blocks = []
+    blocks: list[Block] = []
     reason = None
+    hidden: list[re.Match[str]] = []
+
+    def take_hidden(language: str) -> None:
+        blocks.extend(Block(page.count("\n", 0, m.start("hidden")) + 1, language, m["hidden"]) for m in hidden)
+        hidden.clear()
+
     for match in PART.finditer(page):
         if match["reason"]:
             reason = match["reason"]
             continue
-        hidden = match["hidden"]
-        text = match["text"] if hidden is None else hidden
-        start = match.start("text" if hidden is None else "hidden")
-        line = page.count("\n", 0, start) + 1
-        blocks.append(Block(line, "python" if hidden is not None else match["language"].strip(), text, reason))
+        if match["hidden"] is not None:
+            hidden.append(match)
+            continue
+        language = match["language"].strip()
+        take_hidden(language)
+        line = page.count("\n", 0, match.start("text")) + 1
+        blocks.append(Block(line, language, match["text"], reason))
         reason = None
+    take_hidden("python")
     return blocks
 
 
