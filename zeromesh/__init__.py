@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from zeromesh.config.version import VERSION
+
 if TYPE_CHECKING:
     from zeromesh import checkpointing, pipe, zero
     from zeromesh.build import initialize, make_mesh, shard
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from zeromesh.verification.run import verify
     from zeromesh.zero import clip_grad_norm_
 
-__version__ = "0.1.0.dev0"
+__version__ = VERSION
 
 _NAMES = {
     "build": "initialize make_mesh shard", "comm.environment": "Environment init_distributed", "comm.mesh": "Mesh",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from math import isfinite
 from operator import or_
@@ -21,6 +21,7 @@ from zeromesh.optim.host import HostSteps
 from zeromesh.optim.spikes import SpikeWatch
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.replicas import require_equal_replicas
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import Agreement, ShardedModel
 from zeromesh.tensor.logits import expire
 
@@ -129,12 +130,13 @@ class Update:
         # The optimizer's hook asks it: a step of the user's is turned into an update, this one is not.
         self.runs = True
         try:
-            for flats in self._sharded.turns(steps_in_parts(optimizer)):
+            for flats in _turns(self._sharded.flats, steps_in_parts(optimizer)):
                 with span("clip"):
                     self._sharded.set_gradients(factor, steps, flats)
                 with span("update"):
                     optimizer.step()
-                self._sharded.unset_gradients(flats)
+                for flat in flats:
+                    flat.unset_gradients()
             with span("update"):
                 self._sharded.tables.update(optimizer)
         except BaseException:  # some masters may have changed, and other ranks may have done it all
@@ -247,6 +249,25 @@ class Update:
                 f"{culprit}; lower the learning rate, or clip gradients"
             )
         return True
+
+
+def _turns(flats: Sequence[Flat], in_parts: bool) -> list[Sequence[Flat]]:
+    """Return the flat buffers in lists; gradients of one list at a time are made as wide as their masters.
+
+    Args:
+        flats: of the model.
+        in_parts: the optimizer can take its step in parts; otherwise there is one list.
+    """
+    # A wider copy of all gradients would take more memory than narrow sums save.
+    narrow = [flat for flat in flats if _sums_narrowly(flat)] if in_parts else []
+    others = [flat for flat in flats if not _sums_narrowly(flat)] if narrow else flats
+    return [others, *([flat] for flat in narrow)]
+
+
+def _sums_narrowly(flat: Flat) -> bool:
+    """Return whether the gradient is summed in fewer bytes than the master has."""
+    sums = None if flat.gradient is None else flat.gradient.shard
+    return sums is not None and sums.dtype.itemsize < flat.master.dtype.itemsize
 
 
 def _mean_loss(agreement: Agreement) -> float | None:

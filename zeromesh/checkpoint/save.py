@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from zeromesh import __version__
 from zeromesh.checkpoint.background import WHAT, BackgroundSaves, explained, leave_failure, wait_for_ranks
 from zeromesh.checkpoint.boxes import Box, ShardWriter
 from zeromesh.checkpoint.contents import (
@@ -42,6 +41,7 @@ from zeromesh.checkpoint.folder import (
 from zeromesh.checkpoint.optimizer import members, options, scalars
 from zeromesh.checkpoint.packing import pack
 from zeromesh.comm.agreement import agree_run, catch, require_agreement
+from zeromesh.config.version import VERSION
 from zeromesh.tiers.lock import FolderInUse, locked
 
 MANIFEST_BYTES = 400  # estimated bytes of the manifest for each box
@@ -241,7 +241,7 @@ def run_state(engine: RunState, client_state: dict[str, Any]) -> dict[str, Any]:
     groups = engine.optimizer.param_groups if engine.optimizer else []
     sharded, loader = engine.sharded, engine.training_dataloader
     return {
-        "zeromesh": __version__,
+        "zeromesh": VERSION,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "world_size": engine.mesh.world_size,
         "mesh": engine.mesh.sizes,

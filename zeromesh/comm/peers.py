@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from zeromesh import __version__
 from zeromesh.comm.detect import Environment
 from zeromesh.comm.failure import StartError
+from zeromesh.config.version import VERSION
 
 # Bytes of each field. It must stay as it is, with the order of the fields, for versions that differ to be told.
 _WIDTH = 32
@@ -35,7 +35,7 @@ class Peer:
         python = ".".join(platform.python_version_tuple()[:2])  # patch releases fit together
         # With torchrun's number of the node, as containers may share a name.
         host = hashlib.sha256(f"{socket.gethostname()} {os.environ.get('GROUP_RANK')}".encode()).hexdigest()
-        return cls((__version__, torch.__version__, python), host[:_WIDTH])
+        return cls((VERSION, torch.__version__, python), host[:_WIDTH])
 
 
 def gather(device: torch.device) -> list[Peer]:

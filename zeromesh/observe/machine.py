@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from zeromesh import __version__
 from zeromesh.config.errors import counted
+from zeromesh.config.version import VERSION
 from zeromesh.kernels.native import examine
 from zeromesh.observe.devices import find_accelerator
 
@@ -169,7 +169,7 @@ def inventory(folder: Path) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "zeromesh": __version__,
+            "zeromesh": VERSION,
             "packages": {
                 name: {"version": installed(name), "install": f"pip install 'zeromesh[{extra}]'"}
                 for name, extra in EXTRAS.items()

@@ -196,11 +196,10 @@ class Flat:
         """True if what is gathered may be rounded: it is not read back, as its true value lies in the master."""
         return self.layout.trainable and not _shares(self.master, self.full)
 
-    @property
-    def sums_narrowly(self) -> bool:
-        """True if the gradient is summed in fewer bytes than the master has."""
-        sums = None if self.gradient is None else self.gradient.shard
-        return sums is not None and sums.dtype.itemsize < self.master.dtype.itemsize
+    def unset_gradients(self) -> None:
+        """Take back the gradients that the optimizer's pieces have."""
+        for _, _, piece in self.pieces:
+            piece.set_gradient(None)
 
     @property
     def apart(self) -> bool:

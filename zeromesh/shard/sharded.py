@@ -237,17 +237,6 @@ class ShardedModel:
                     return f"; the first parameter concerned on rank {self.mesh.rank} is {piece.name}"
         return ""
 
-    def turns(self, one_by_one: bool) -> list[Sequence[Flat]]:
-        """Return the flat buffers in lists: gradients of one list at a time are made as wide as their masters.
-
-        Args:
-            one_by_one: the optimizer can take its step in parts; otherwise there is one list.
-        """
-        # A wider copy of all gradients would take more memory than narrow sums save.
-        narrow = [flat for flat in self.flats if flat.sums_narrowly] if one_by_one else []
-        others = [flat for flat in self.flats if not flat.sums_narrowly] if narrow else self.flats
-        return [others, *([flat] for flat in narrow)]
-
     def set_gradients(self, factor: float, later: HostUpdate | None, flats: Sequence[Flat]) -> None:
         """Multiply gradients by ``factor`` and hand them to the pieces; None where no rank had one."""
         for flat in flats:
@@ -324,13 +313,8 @@ class ShardedModel:
         """Drop the gradients of the micro-batches so far, as ``zero_grad``."""
         self.early.begin()
         self.reducer.reset()
-        self.unset_gradients(self.flats)
-
-    def unset_gradients(self, flats: Sequence[Flat]) -> None:
-        """Take back what ``set_gradients`` has handed out."""
-        for flat in flats:
-            for _, _, piece in flat.pieces:
-                piece.set_gradient(None)
+        for flat in self.flats:
+            flat.unset_gradients()
 
     # Whole tensors, for those who look at or change single parameters.
 

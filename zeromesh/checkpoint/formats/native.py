@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from zeromesh import __version__
 from zeromesh.checkpoint.boxes import Box, Reader, write_shard
 from zeromesh.checkpoint.folder import DRAFT, begin, commit, remove, require_free, write_latest, write_manifest
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, plain_number
 from zeromesh.checkpoint.manifest import MANIFEST, dtype_name
 from zeromesh.checkpoint.optimizer import options
 from zeromesh.checkpoint.packing import pack, unpack
+from zeromesh.config.version import VERSION
 from zeromesh.tiers.lock import locked
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -120,7 +120,7 @@ def _manifest(contents: Contents, client: Any) -> dict[str, Any]:
     state, kind = contents.scheduler or (None, None)
     named = {"scheduler_type": kind} if kind or state is None else {}
     return counters | named | {
-        "zeromesh": __version__,
+        "zeromesh": VERSION,
         "imported": contents.source,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "data": None,

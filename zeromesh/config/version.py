@@ -1,0 +1,3 @@
+"""The version, of which packaging reads this line."""
+
+VERSION = "0.1.0.dev0"
