@@ -101,7 +101,7 @@ class Page:
         return "\n\n".join(parts)
 
     def layouts(self) -> str:
-        """Return a line for each layout: is it equal to one plain process on a CPU, and how near are the bounds?"""
+        """Return a line for each layout: is it equal to one plain process, and how near are the bounds?"""
         rows = [one for row in self.of("layouts") for one in row.get("rows", ())]
         table = [["layout", "ranks", "equal", "largest share of a bound, float64", "bf16", "s"]]
         for one in rows:

@@ -80,7 +80,7 @@ def machine(options: Options, job: Options) -> Figures:
 # Numerics: every ZeRO stage and dtype beside plain torch.
 
 SMALL = ModelShape(architecture="llama", vocab_size=512, hidden_size=128, layers=4, heads=4, sequence_length=64)
-SMALLER = SMALL.model_copy(update={"vocab_size": 128, "hidden_size": 64})  # the plain process is on the CPU
+SMALLER = SMALL.model_copy(update={"vocab_size": 128, "hidden_size": 64})  # of small kernels
 BATCH = 4
 
 
@@ -190,7 +190,7 @@ def numerics(options: Options, job: Options) -> Figures:
 
 
 def layouts(options: Options, job: Options) -> Figures:
-    """Compare the layouts of these ranks with one plain process on the CPU: see ``zeromesh.verify``."""
+    """Compare the layouts of these ranks with one plain process on the device: see ``zeromesh.verify``."""
     shape, rows = SMALLER.model_copy(update=options.get("shape", {})), []
     tokens = tokens_of(shape, torch.device("cpu"))
     for layout in LAYOUTS:

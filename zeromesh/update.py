@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zeromesh.batches import require_same_inputs
 from zeromesh.comm.stragglers import Stragglers
+from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
 from zeromesh.optim.bound import answer, steps_in_parts
 from zeromesh.optim.host import HostSteps
@@ -251,23 +252,37 @@ class Update:
         return True
 
 
-def _turns(flats: Sequence[Flat], in_parts: bool) -> list[Sequence[Flat]]:
+def _turns(flats: Sequence[Flat], in_parts: bool) -> Sequence[Sequence[Flat]]:
     """Return the flat buffers in lists; gradients of one list at a time are made as wide as their masters.
 
     Args:
         flats: of the model.
         in_parts: the optimizer can take its step in parts; otherwise there is one list.
     """
-    # A wider copy of all gradients would take more memory than narrow sums save.
-    narrow = [flat for flat in flats if _sums_narrowly(flat)] if in_parts else []
-    others = [flat for flat in flats if not _sums_narrowly(flat)] if narrow else flats
-    return [others, *([flat] for flat in narrow)]
+    # A wider copy of all gradients would take more memory than narrow sums save. The largest list comes first: if there
+    # is too little memory for it, nothing has changed yet.
+    narrow = sorted(filter(_sums_narrowly, flats), key=_elements, reverse=True) if in_parts else []
+    if not narrow:
+        return [flats]
+    turns: list[list[Flat]] = [[]]
+    for flat in narrow:
+        if turns[-1] and sum(map(_elements, turns[-1])) + _elements(flat) > _elements(narrow[0]):
+            turns.append([])
+        turns[-1].append(flat)
+    if others := [flat for flat in flats if flat not in narrow]:
+        turns.append(others)
+    return turns
+
+
+def _elements(flat: Flat) -> int:
+    return flat.master.numel()
 
 
 def _sums_narrowly(flat: Flat) -> bool:
-    """Return whether the gradient is summed in fewer bytes than the master has."""
+    """Return whether a gradient on the device is summed in fewer bytes than the master has."""
     sums = None if flat.gradient is None else flat.gradient.shard
-    return sums is not None and sums.dtype.itemsize < flat.master.dtype.itemsize
+    narrow = sums is not None and sums.dtype.itemsize < flat.master.dtype.itemsize
+    return narrow and flat.optimizer_tier is Tier.DEVICE
 
 
 def _mean_loss(agreement: Agreement) -> float | None:

@@ -58,7 +58,8 @@ def blocks_of(page: str) -> list[Block]:
             hidden.append(match)
             continue
         language = match["language"].strip()
-        take_hidden(language)
+        if language in COMMANDS:
+            take_hidden(language)
         line = page.count("\n", 0, match.start("text")) + 1
         blocks.append(Block(line, language, match["text"], reason))
         reason = None

@@ -88,8 +88,8 @@ def test_accumulation_that_is_not_managed_has_no_number_of_steps() -> None:
 SHAPE = ModelShape(architecture="llama", vocab_size=32, hidden_size=32, layers=3, heads=2, sequence_length=16)
 
 
-def trained(stage: int, name: str, watch: bool) -> tuple[list[torch.Tensor], list[int], list[int], int]:
-    """Return weights; bytes of gradients at each of the optimizer's steps; bytes by unit; and the hook's calls."""
+def trained(stage: int, name: str, watch: str = "") -> tuple[list[torch.Tensor], list[int], list[int], int]:
+    """Return weights; bytes of gradients at each of the optimizer's steps; bytes by unit; and calls of who watches."""
     torch.manual_seed(0)
     engine, optimizer, *_ = zeromesh.initialize(
         model=Decoder(SHAPE),
@@ -107,8 +107,13 @@ def trained(stage: int, name: str, watch: bool) -> tuple[list[torch.Tensor], lis
         gradients = [piece.parameter.grad for flat in self.flats for *_, piece in flat.pieces]
         found.append(sum(gradient.nbytes for gradient in gradients if gradient is not None))
 
-    if watch:
+    if watch == "hook":
         optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    elif watch == "wrapper":
+        plain_step = optimizer.step
+        optimizer.step = lambda: (plain_step(), calls.append(1))
+    elif watch == "schedule":
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     tokens = torch.randint(32, (2, 17), generator=torch.Generator().manual_seed(1))
     with patch.object(ShardedModel, "set_gradients", noted):
         for number in range(4):
@@ -123,10 +128,17 @@ def trained(stage: int, name: str, watch: bool) -> tuple[list[torch.Tensor], lis
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gradients_with_narrow_sums_are_made_as_wide_as_masters_unit_by_unit(stage: int, name: str) -> None:
-    weights, seen, sizes, _ = trained(stage, name, watch=False)
-    assert max(seen) <= max(sizes) < sum(sizes) / 3
-    expected, at_once, _, calls = trained(stage, name, watch=True)
-    assert max(at_once) > max(sizes), "a step that somebody watches is one"
-    assert calls == 2
-    for value, other in zip(weights, expected, strict=True):
-        assert torch.equal(value, other)
+    weights, seen, sizes, _ = trained(stage, name)
+    assert max(seen) == seen[0] <= max(sizes) < sum(sizes) / 3, "the largest first"
+    for watch in ("hook", "wrapper"):
+        expected, at_once, _, calls = trained(stage, name, watch)
+        assert max(at_once) > max(sizes), "a step that somebody watches is one"
+        assert calls == 2
+        for value, other in zip(weights, expected, strict=True):
+            assert torch.equal(value, other)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_schedule_of_torch_lets_an_update_take_its_steps_unit_by_unit() -> None:
+    _, seen, sizes, _ = trained(2, "AdamW", "schedule")
+    assert max(seen) <= max(sizes)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 
 from zeromesh.config.keys import CLIPPING
 from zeromesh.deepspeed.wrappers import Named
+from zeromesh.optim.bound import PartHook
 from zeromesh.optim.lamb import Lamb
 from zeromesh.optim.lion import Lion
 from zeromesh.signatures import refuse
@@ -74,8 +75,8 @@ def _keep_fp32(optimizer: Optimizer) -> None:
 
     optimizer.register_load_state_dict_pre_hook(before_load)
     optimizer.register_load_state_dict_post_hook(after_load)
-    optimizer.register_step_pre_hook(begin)
-    optimizer.register_step_post_hook(end)
+    optimizer.register_step_pre_hook(PartHook(begin))
+    optimizer.register_step_post_hook(PartHook(end))
 
 
 def _move(states: Any, source: torch.Tensor, target: torch.Tensor) -> None:

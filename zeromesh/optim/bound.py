@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 from weakref import ref
@@ -31,7 +32,7 @@ def bind(optimizer: Optimizer, engine: Updates) -> Callable[[], None]:
     """Let ``optimizer.step()`` be an update of the engine, and ``zero_grad()`` drop its gradients; return the undo."""
     alive = ref(engine)  # the optimizer may outlive the engine
     # The optimizer itself holds pieces of parameters, whose gradients exist only during an update.
-    handle = optimizer.register_step_pre_hook(partial(_update_first, alive))
+    handle = optimizer.register_step_pre_hook(PartHook(partial(_update_first, alive)))
     optimizer.zero_grad = partial(_zero_grad, alive)  # type: ignore[method-assign]
 
     def unbind() -> None:
@@ -59,12 +60,31 @@ def _zero_grad(engine: ref[Updates], set_to_none: bool = True) -> None:
         alive.zero_grad(set_to_none)
 
 
+@dataclass(frozen=True)
+class PartHook:
+    """A hook of a step that may be called for each part of it."""
+
+    call: Callable[..., None]
+
+    def __call__(self, *args: Any) -> None:
+        """Call the hook."""
+        self.call(*args)
+
+
 def steps_in_parts(optimizer: Optimizer) -> bool:
     """Return whether steps of some parameters after the others are one step of all: nothing counts or watches them."""
-    # One hook is the engine's own.
-    watched = len(optimizer._optimizer_step_pre_hooks) > 1 or bool(optimizer._optimizer_step_post_hooks)
-    watched = watched or bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
-    return not watched and all(rule_of(type(optimizer), group) for group in optimizer.param_groups)
+    own = vars(optimizer).get("step")
+    # Of wrappers around the step, torch's schedulers have one that counts nothing.
+    if own is not None and not (
+        hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is type(optimizer).step
+    ):
+        return False
+    hooks = (
+        *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values(),
+        *_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values(),
+    )  # fmt: skip
+    known = all(rule_of(type(optimizer), group) for group in optimizer.param_groups)
+    return known and all(isinstance(hook, PartHook) for hook in hooks)
 
 
 def answer(optimizer: Optimizer | None, scale: float, overflow: bool) -> None:

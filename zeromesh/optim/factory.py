@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zeromesh.config.keys import CLIPPING, OPTIMIZER_PARAMS, UNSHARDED, UNTESTED_OPTIMIZER
 from zeromesh.config.names import public_classes
-from zeromesh.kernels.rules import update_class
+from zeromesh.kernels.rules import rule_of, update_class
 from zeromesh.model.piece import Piece, PieceExchange
 from zeromesh.optim.lamb import Lamb
 from zeromesh.optim.lion import Lion
@@ -173,6 +173,11 @@ def state_bytes(type: str, params: Mapping[str, Any]) -> int:
         return USUAL_BYTES
     states = [value for value in optimizer.state[weight].values() if torch.is_tensor(value) and value.ndim]
     return round(sum(value.nbytes for value in states) / weight.numel())
+
+
+def is_elementwise(type: str, params: Mapping[str, Any]) -> bool:
+    """Return whether the named optimizer can take its step in parts; see ``bound.steps_in_parts``."""
+    return rule_of(_class(type, params)[0], params) is not None
 
 
 def adopt(

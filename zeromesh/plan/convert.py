@@ -10,7 +10,7 @@ from typing import Any
 from zeromesh.config.settings import TIERS, Settings
 from zeromesh.config.written import WrittenRun, document_of
 from zeromesh.model.placement import Placement, Tier
-from zeromesh.optim.factory import state_bytes
+from zeromesh.optim.factory import is_elementwise, state_bytes
 from zeromesh.pipeline.schedule.files import read_costs
 from zeromesh.pipeline.schedule.generators import ROWS as SCHEDULES
 from zeromesh.plan.cost import Recompute
@@ -87,6 +87,7 @@ def widths_from(settings: Settings, precision: str) -> Widths:
         gradient=dtypes.accumulate.itemsize if dtypes.accumulate is not None else found.gradient,
         wire=dtypes.communicate.itemsize if dtypes.communicate is not None else found.wire,
         states=found.states if optimizer is None else state_bytes(optimizer.type, optimizer.params),
+        in_parts=optimizer is None or is_elementwise(optimizer.type, optimizer.params),
         gathered=1 if settings.float8.gather else 0,
     )
 

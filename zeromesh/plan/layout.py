@@ -23,6 +23,7 @@ class Widths:
     wire: int = 2  # of gradients that are sent
     master: int = 4  # 0 where the parameter is its own master
     states: int = 8  # of Adam: two of 4 bytes
+    in_parts: bool = True  # the optimizer takes its step unit by unit
     gathered: int = 0  # of sharded parameters that are sent; 0: as wide as they are computed with
 
 

@@ -51,7 +51,7 @@ class RankStates:
     spare: float = 0.0  # of those, what the last unit before an update does not need
     working: float = 0.0  # buffers for whole gradients, their sums and what is sent; at the most
     buffers: GradientBuffers | None = None  # None: ``working`` is there all the time
-    widened: float = 0.0  # the largest unit's gradient as wide as its master, in the update; 0: its sum is
+    widened: float = 0.0  # gradients as wide as their masters, in the update; 0: their sums are
 
 
 def _add(resting: Resting, state: str, tier: Tier, size: float) -> None:
@@ -156,9 +156,11 @@ def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, sums: 
         gathered = bytes_of(largest(blocks, layout.parameter_slots)) + outside
         spare = gathered - bytes_of(largest(blocks, 1)) - outside
     working, lent = _place_gradients(resting, sizes, layout, ranks, sums)
-    here = [unit.size for unit, own_row in sizes if own_row.optimizer_tier is Tier.DEVICE]
-    widened = max(here, default=0.0) / (ranks if row.optimizer is Placement.SHARDED else 1) * widths.master
-    return RankStates(resting, gathered, spare, working, lent, widened if widths.gradient < widths.master else 0.0)
+    here = [(unit.size, unit.number) for unit, own_row in sizes if own_row.optimizer_tier is Tier.DEVICE]
+    own = max((size for size, _ in here), default=0.0) if widths.in_parts else sum(size * n for size, n in here)
+    own /= ranks if row.optimizer is Placement.SHARDED else 1
+    master = widths.master or widths.parameter
+    return RankStates(resting, gathered, spare, working, lent, own * master if widths.gradient < master else 0.0)
 
 
 def _place_frozen(

@@ -17,6 +17,7 @@ from zeromesh.build import initialize
 from zeromesh.engine import Engine
 from zeromesh.model.containers import map_tensors
 from zeromesh.model.piece import Piece
+from zeromesh.optim.bound import PartHook
 from zeromesh.verification import cause
 from zeromesh.verification.plain import PlainStep, Trial, distance, largest, loss_of_model
 
@@ -92,7 +93,7 @@ def compare(trial: Trial, path: Path, plain: list[PlainStep]) -> RankResult:
     engine = initialize(model=trial.model(path), config=trial.settings)[0]
     assert engine.optimizer is not None
     comparison = Comparison(engine, trial, plain)
-    hook = engine.optimizer.register_step_pre_hook(lambda *_: comparison.take_gradients())
+    hook = engine.optimizer.register_step_pre_hook(PartHook(lambda *_: comparison.take_gradients()))
     stopped = False
     for number in range(trial.steps):
         comparison.step(number)
