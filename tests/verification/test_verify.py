@@ -231,6 +231,7 @@ def test_training_begins_only_after_an_equal_comparison(
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("no_group")
 def test_a_rank_that_dies_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))
@@ -240,6 +241,7 @@ def test_a_rank_that_dies_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("no_group")
 def test_the_command_compares_a_model_and_its_batch(tmp_path: Path) -> None:
     file, picture = tmp_path / "config.json", tmp_path / "picture.png"
     file.write_text(json.dumps(CONFIG))
