@@ -11,6 +11,7 @@ import zeromesh.deepspeed as deepspeed
 from harness import on_ranks
 from zeromesh.deepspeed import optimizers
 from zeromesh.kernels.rules import rule_of, update_class
+from zeromesh.optim.bound import steps_in_parts
 from zeromesh.optim.lion import Lion
 
 ops: Any = deepspeed.ops
@@ -111,6 +112,14 @@ def train(name: str, zero: dict[str, Any]) -> dict[str, torch.Tensor]:
 def test_optimizers_under_an_engine_update_as_torchs(stage: int) -> None:
     for name, (_, theirs) in PAIRS.items():
         require_equal(train(name, {"stage": stage}), plain(theirs, ranks=2))
+
+
+def test_hooks_of_optimizers_let_an_update_step_in_parts() -> None:
+    for cls in (ops.adam.DeepSpeedCPUAdam, ops.lion.DeepSpeedCPULion, ops.adam.FusedAdam):
+        optimizer = cls(make_model().parameters(), lr=0.1)
+        assert steps_in_parts(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: None)
+        assert not steps_in_parts(optimizer)
 
 
 @on_ranks(2)

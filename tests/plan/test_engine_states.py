@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from zeromesh.plan.convert import layout_from
 from zeromesh.plan.cost import Divided, ModelCost, UnitCost
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.memory import memory_of
+from zeromesh.shard.sharded import ShardedModel
 
 WIDTH, WORDS, DEPTH = 64, 128, 5
 
@@ -187,3 +189,28 @@ def test_states_of_configurations() -> None:
         found, sums = reported(config)
         (rank,) = memory_of(Cost(), 8, layout, sums=sums)
         assert found == {key: size for key, size in rank.states.items() if size}, name
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("kind", "more", "parts"),
+    [("AdamW", {}, True), ("AdamW", {"bf16": {"enabled": False}}, True), ("Lamb", {}, False)],
+)
+def test_an_update_widens_narrow_sums_of_one_unit_or_of_all(kind: str, more: dict[str, Any], parts: bool) -> None:
+    named = {"optimizer": {"type": kind, "params": {"lr": 1e-3}}, **more}
+    config = configuration({"stage": 2}, 2, Path(), {**named, "data_types": {"grad_accum_dtype": "bf16"}})
+    seen: list[int] = []
+    plain = ShardedModel.set_gradients
+
+    def noted(self: ShardedModel, *args: Any) -> None:
+        plain(self, *args)
+        gradients = [piece.parameter.grad for flat in self.flats for *_, piece in flat.pieces]
+        seen.append(sum(gradient.nbytes for gradient in gradients if gradient is not None))
+
+    with patch.object(ShardedModel, "set_gradients", noted):
+        _, sums = reported(config)
+    layout, _ = layout_from(Settings.load(config), 1)
+    (rank,) = memory_of(Cost(), 8, layout, sums=sums)
+    (update,) = (moment for moment in rank.timeline if moment.label == "update")
+    assert update.bytes["temporary"] == max(seen)
+    assert (len(seen) > 1) is parts

@@ -60,7 +60,7 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
     resolved = settings.resolve(sizes["data"] * sizes["replicate"], sizes)
     precision = "bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32"
     # Norms and biases, which are few, still travel in 16 bits, and the head mostly computes in them.
-    recomputed, float8 = settings.activation_checkpointing, settings.float8
+    recomputed, float8, named = settings.activation_checkpointing, settings.float8, settings.optimizer
     chosen = settings.pipeline.schedule if sizes["pipeline"] > 1 else "1f1b"
     # A file is no name that the planner can time; it says so where it is asked to.
     name = chosen if isinstance(chosen, str) else chosen.file
@@ -74,6 +74,7 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
         activations_on_host=recomputed.enabled and recomputed.cpu_checkpointing,
         sequence=settings.tensor_parallel.sequence, parameter_slots=settings.slots.parameter or 2,
         gradient_slots=settings.slots.gradient or 2, early=settings.zero_optimization.early_share or 0.0,
+        in_parts=named is None or is_elementwise(named.type, named.params),
         widths=widths_from(settings, precision), tables=tables_from(settings), products="fp8" if float8.enabled else "",
     )  # fmt: skip
     return layout, precision
@@ -87,7 +88,6 @@ def widths_from(settings: Settings, precision: str) -> Widths:
         gradient=dtypes.accumulate.itemsize if dtypes.accumulate is not None else found.gradient,
         wire=dtypes.communicate.itemsize if dtypes.communicate is not None else found.wire,
         states=found.states if optimizer is None else state_bytes(optimizer.type, optimizer.params),
-        in_parts=optimizer is None or is_elementwise(optimizer.type, optimizer.params),
         gathered=1 if settings.float8.gather else 0,
     )
 

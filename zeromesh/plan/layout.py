@@ -23,7 +23,6 @@ class Widths:
     wire: int = 2  # of gradients that are sent
     master: int = 4  # 0 where the parameter is its own master
     states: int = 8  # of Adam: two of 4 bytes
-    in_parts: bool = True  # the optimizer takes its step unit by unit
     gathered: int = 0  # of sharded parameters that are sent; 0: as wide as they are computed with
 
 
@@ -59,6 +58,7 @@ class ParallelLayout:
     gradient_slots: int = 2
     early: float = 0.0  # share of states off the device whose update begins in the backward, into second copies
     widths: Widths = Widths()
+    in_parts: bool = True  # the optimizer can take its step unit by unit
     tables: TableLayout = TableLayout()
     products: str = ""  # dtype of linear layers' products; "": that of the parameters
 

@@ -157,7 +157,7 @@ def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, sums: 
         spare = gathered - bytes_of(largest(blocks, 1)) - outside
     working, lent = _place_gradients(resting, sizes, layout, ranks, sums)
     here = [(unit.size, unit.number) for unit, own_row in sizes if own_row.optimizer_tier is Tier.DEVICE]
-    own = max((size for size, _ in here), default=0.0) if widths.in_parts else sum(size * n for size, n in here)
+    own = max((size for size, _ in here), default=0.0) if layout.in_parts else sum(size * n for size, n in here)
     own /= ranks if row.optimizer is Placement.SHARDED else 1
     master = widths.master or widths.parameter
     return RankStates(resting, gathered, spare, working, lent, own * master if widths.gradient < master else 0.0)
