@@ -21,7 +21,10 @@ class Killed(BaseException):
 
 
 class Killer:
-    """Raises before operation number ``at`` below a folder. Audit hooks stay for ever, so there is one a process."""
+    """Raises before operation number ``at`` below a folder and all later ones, in all threads, as SIGKILL would.
+
+    Audit hooks stay for ever, so there is one a process.
+    """
 
     def __init__(self) -> None:
         self.root, self.at, self.seen = "", 0, 0
@@ -30,8 +33,7 @@ class Killer:
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self.root and event in OPERATIONS and any(str(one).startswith(self.root) for one in arguments[:2]):
             self.seen += 1
-            if self.seen == self.at:
-                self.root = ""
+            if self.seen >= self.at:
                 raise Killed
 
     def kills(self, root: Path, at: int, engine: Any, tag: str) -> bool:
