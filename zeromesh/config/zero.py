@@ -17,7 +17,7 @@ class OffloadOptimizer(Section):
     )
     nvme_path: str | None = key(None, "Folder on the NVMe device. Each rank creates a file there.")
     buffer_count: CountInt = key(
-        4, "Units of an NVMe offload in host memory at a time. 1: reads, update and writes do not overlap."
+        4, "Windows of units of an NVMe offload in host memory at a time. 1: reads, update and writes do not overlap."
     )
     pin_memory: bool = key(True, "Use page-locked host memory.")
     ratio: Fraction = key(

@@ -60,21 +60,21 @@ class UpdatePiece:
     new_remainder: torch.Tensor | None = None
 
 
-@dataclass(slots=True)
-class Halves:
-    """An fp32 master in two halves, as in ``UpdatePiece``: the bf16 parameter and the int16 remainder."""
+class StatesApart(NamedTuple):
+    """Master and states that are not the optimizer's tensors, as in ``UpdatePiece``: 1-D, of the same elements."""
 
-    upper: torch.Tensor
-    remainder: torch.Tensor
+    master: torch.Tensor
+    states: Sequence[torch.Tensor]  # in the order of the rule, perhaps with more than it has
+    remainder: torch.Tensor | None = None
 
 
 class StepInput(NamedTuple):
-    """A parameter, its gradient, the output for the new value, and the master where that is in halves."""
+    """A parameter or a part of it, its gradient, the output for the new value, and what is apart from the optimizer."""
 
     parameter: nn.Parameter
     gradient: torch.Tensor
     output: torch.Tensor | None = None
-    halves: Halves | None = None
+    apart: StatesApart | None = None
 
 
 def update(

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from zeromesh.config.keys import OPTIMIZER_DEVICE
 from zeromesh.kernels.rules import RULES, rule_of
-from zeromesh.kernels.update import StepInput, UpdatePiece, UpdateStep, update
+from zeromesh.kernels.update import StatesApart, StepInput, UpdatePiece, UpdateStep, update
 from zeromesh.model.placement import Tier
-from zeromesh.tiers.memory import zeros_on
+from zeromesh.tiers.memory import unloaded, zeros_on
 
 
 def states_of(
@@ -61,6 +61,8 @@ class HostSteps:
             ({key: _number(value) for key, value in group.items()}, group["params"]) for group in optimizer.param_groups
         ]
         self._groups = {id(parameter): group for group, parameters in taken for parameter in parameters}
+        # Numbers of the steps of parameters that come in parts, and whether they had no states before.
+        self._begun: dict[int, tuple[int, bool]] = {}
 
     def takes(self, parameter: Parameter, gradient: torch.Tensor) -> bool:
         """Return whether the kernel does for this parameter what the optimizer would."""
@@ -69,18 +71,24 @@ class HostSteps:
         return group is not None and on_host and rule_of(type(self._optimizer), group) is not None
 
     def step(self, inputs: Sequence[StepInput]) -> None:
-        """Take one step of parameters that ``takes`` is true for; all tensors of one have as many elements."""
+        """Take one step of parameters that ``takes`` is true for; all tensors of one have as many elements.
+
+        A parameter whose states are apart may come in parts, in several calls.
+        """
         steps: dict[tuple[int, int], UpdateStep] = {}
         pieces = []
-        for parameter, gradient, output, halves in inputs:
+        for parameter, gradient, output, apart in inputs:
             group = self._groups[id(parameter)]
             rule = rule_of(type(self._optimizer), group)
             assert rule is not None
-            states, number = self._states(parameter, rule, group)
+            if apart is None:
+                states, number = self._states(parameter, rule, group)
+                apart = StatesApart(parameter.detach().view(-1), states)
+            else:
+                apart, number = self._apart(parameter, rule, group, apart)
             step = steps.setdefault((id(group), number), UpdateStep(rule, group, number))
-            master = parameter.detach().view(-1) if halves is None else halves.upper
-            remainder = None if halves is None else halves.remainder
-            pieces.append(UpdatePiece(step, gradient, master, states, output, remainder=remainder))
+            states = tuple(apart.states)
+            pieces.append(UpdatePiece(step, gradient, apart.master, states, output, remainder=apart.remainder))
         update(pieces, self.factor)
 
     def coming(self, parameter: Parameter) -> tuple[UpdateStep, tuple[torch.Tensor, ...]] | None:
@@ -109,15 +117,37 @@ class HostSteps:
 
     def _states(self, parameter: Parameter, rule: str, group: dict[str, Any]) -> tuple[tuple[torch.Tensor, ...], int]:
         """Return the parameter's states, made if it has none yet, and which step this is."""
+
+        def make() -> torch.Tensor:
+            return zeros_on(Tier.HOST, parameter.numel(), parameter.dtype, parameter.device).view_as(parameter)
+
+        number, _ = self._begin(parameter, rule, group, make)
+        state = self._optimizer.state[parameter]
+        return tuple(state[name].view(-1) for name in RULES[rule].states(group)), number
+
+    def _apart(
+        self, parameter: Parameter, rule: str, group: dict[str, Any], apart: StatesApart
+    ) -> tuple[StatesApart, int]:  # fmt: skip
+        """Return what is apart, with zeros in states that did not exist yet, and which step this is."""
+        if id(parameter) not in self._begun:
+            self._begun[id(parameter)] = self._begin(parameter, rule, group, lambda: unloaded(parameter.detach()))
+        number, first = self._begun[id(parameter)]
+        states = apart.states[: len(RULES[rule].states(group))]
+        for state in states if first else ():
+            state.zero_()
+        return apart._replace(states=states), number
+
+    def _begin(
+        self, parameter: Parameter, rule: str, group: dict[str, Any], make: Callable[[], torch.Tensor]
+    ) -> tuple[int, bool]:  # fmt: skip
+        """Count a step of a parameter, make the states that it lacks; return the step, and whether it lacked them."""
         state, names = self._optimizer.state[parameter], RULES[rule].states(group)
         first = any(state.get(name) is None for name in names)
         for name in names if first else ():
-            made = zeros_on(Tier.HOST, parameter.numel(), parameter.dtype, parameter.device)
-            state[name] = made.view_as(parameter)
+            state[name] = make()
         if rule in COUNTED:
             state["step"] = state.get("step", torch.tensor(0.0)) + 1
-        number = int(state["step"]) if rule in COUNTED else 1 if first else 2
-        return tuple(state[name].view(-1) for name in names), number
+        return int(state["step"]) if rule in COUNTED else 1 if first else 2, first
 
 
 COUNTED = frozenset({"adam", "adamw", "adagrad"})  # rules whose optimizers count steps, under the name ``step``

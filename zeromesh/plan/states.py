@@ -14,9 +14,10 @@ from zeromesh.plan.conventions import Convention
 from zeromesh.plan.layout import ParallelLayout, Widths
 from zeromesh.shard.gradient_pools import FullGradient, PoolRules, bytes_of, gradient_pools, largest
 from zeromesh.shard.layout import ALIGNMENT
+from zeromesh.shard.swap import WINDOW
 from zeromesh.tiers import swap_file
 
-STATE_BUFFERS, PARAMETER_BUFFERS = 4, 5  # units in host memory at a time of those that rest in files
+STATE_BUFFERS, PARAMETER_BUFFERS = 4, 5  # windows and units in host memory at a time of those that rest in files
 
 
 Resting = dict[tuple[str, str], float]  # bytes by state and tier
@@ -126,8 +127,9 @@ def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, sums: 
     """Return the states as the engine keeps them; the same arithmetic as in ``zeromesh.shard``."""
     row, widths, ranks = layout.row, layout.widths, layout.data * layout.context
     resting: Resting = {}
-    files: list[tuple[float, int]] = []  # bytes of units in files: states, and parameters
+    files: list[tuple[float, int]] = []  # bytes in files: windows of units' states, and units' parameters
     stored: list[tuple[float, int]] = []
+    loaded = 0.0  # bytes of the largest unit of several windows, which checkpoints have in memory as a whole
     sizes = []
     for unit, own_row in _rows(units, layout):
         count, size = unit.number, _pad(unit.size, widths.parameter, ranks)
@@ -135,8 +137,12 @@ def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, sums: 
         own = unit.size / ranks if row.optimizer is Placement.SHARDED else unit.size
         for (state, tier), nbytes in _place(size, own, own_row, widths, ranks).items():
             _add(resting, state, Tier(tier), nbytes * count)
-            if tier == Tier.NVME.value:
-                (files if state == "optimizer" else stored).append((nbytes, count))
+            if tier == Tier.NVME.value and state == "parameter":
+                stored.append((nbytes, count))
+            elif tier == Tier.NVME.value:
+                held = size / (ranks if row.optimizer is Placement.SHARDED else 1)
+                files += [(block, number * count) for block, number in _windows(held, nbytes)]
+                loaded = max(loaded, held * (nbytes // held) if held > WINDOW else 0.0)
         if own_row.optimizer_tier is not Tier.DEVICE:
             in_files = own_row.optimizer_tier is Tier.NVME  # which have a spare place for the next ones
             copied = 0 if in_files else (widths.master or widths.parameter) + widths.states
@@ -148,6 +154,7 @@ def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, sums: 
         _add(resting, "slot", Tier.HOST, max(unit.size for unit, _ in sizes) / ranks * widths.master)
     for blocks, buffers in ((files, STATE_BUFFERS), (stored, PARAMETER_BUFFERS)):
         _add(resting, "slot", Tier.HOST, bytes_of(largest(blocks, buffers)))
+    _add(resting, "slot", Tier.HOST, loaded)
     gathered = spare = 0.0
     sharded = row.parameter is Placement.SHARDED
     if sharded:
@@ -209,6 +216,12 @@ def _place(size: float, elements: float, row: PlacementRow, widths: Widths, rank
     # States have no padding, unless they lie in a block with their masters.
     _add(found, "optimizer", row.optimizer_tier, (own if split else elements) * widths.states)
     return found
+
+
+def _windows(elements: float, nbytes: float) -> list[tuple[float, int]]:
+    """Return the bytes and the numbers of the windows that the states of one unit are in memory in."""
+    whole, window = int(elements // WINDOW), nbytes // elements * WINDOW  # the last one is filled up to a page
+    return [(window, whole), (nbytes - whole * window, 1)]
 
 
 def _splits(row: PlacementRow, widths: Widths) -> bool:

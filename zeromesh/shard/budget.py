@@ -13,7 +13,7 @@ from zeromesh.observe.units import bytes_text
 from zeromesh.shard.early import next_bytes
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.store import Tiers
-from zeromesh.shard.swap import Rows, StateForm, unpacked_bytes
+from zeromesh.shard.swap import Rows, StateForm, loaded_bytes
 
 NEXT = "next copies of optimizer states"
 PARTS = ("parameters", "gradients", "optimizer states", "buffers", NEXT)  # uses of host memory
@@ -62,7 +62,7 @@ class MemoryBudget:
     def rows(self, states: int) -> list[Rows]:
         """Return the rows of all blocks, for an optimizer with so many states."""
         form = replace(self.form, states=states)
-        return [Rows(flat, dtype, form) for flat, dtype in (self.files | self.packed).items()]
+        return [Rows(flat, dtype, form, bool(self.files)) for flat, dtype in (self.files | self.packed).items()]
 
     def first_early(self, share: float) -> list[Flat]:
         """Return the first of ``early``, as many as are no more than this share of all their elements."""
@@ -80,7 +80,7 @@ class MemoryBudget:
         copies = sum(sum(next_bytes(flat, self.early[flat], states)) for flat in early)
         rows = self.rows(states)
         rest = self.master + states * self.per_state + (0 if self.files else sum(of.nbytes for of in rows))
-        sizes = (self.parameter, self.gradient, rest, buffers + unpacked_bytes(rows), copies)
+        sizes = (self.parameter, self.gradient, rest, buffers + loaded_bytes(rows), copies)
         return {name: size for name, size in zip(PARTS, sizes, strict=True) if size}
 
 

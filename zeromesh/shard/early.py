@@ -24,7 +24,7 @@ from zeromesh.model.placement import Tier
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Arrival, Gradient
 from zeromesh.shard.store import Tiers
-from zeromesh.shard.swap import Swap
+from zeromesh.shard.swap import StateWindow, Swap, pieces_in, whole_window
 from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import empty_on, zeros_on
 
@@ -224,18 +224,18 @@ class EarlyUpdates:
         order = [flat for flat in self._order if flat in swap]
         waiting: dict[Flat, _Task] = {}
         last: _Task | None = None
-        with closing(swap.provisional(order)) as regions:
-            for flat, rows in regions:
-                if last is not None:
+        with closing(swap.stream(order, provisional=True)) as windows:
+            for window in windows:
+                if last is not None and last.flat is not window.flat:
                     last.done.set()  # it is being written
                     last = None
-                while flat not in waiting:
+                while window.flat not in waiting:
                     task = self._queue.get()
                     if task is None or self._state is not EarlyState.OPEN:
                         return
                     waiting[task.flat] = task
-                _compute(waiting[flat], rows)
-                last = waiting[flat]
+                last = waiting[window.flat]
+                _compute(last, window)
         if last is not None:
             last.done.set()
 
@@ -325,25 +325,28 @@ def next_bytes(flat: Flat, dtype: torch.dtype, states: int) -> tuple[int, int]:
     return (elements + states * owned) * dtype.itemsize, output
 
 
-def _compute(task: _Task, rows: Sequence[torch.Tensor] = ()) -> None:
-    """Compute the update of one flat buffer; ``rows``, if given, are its master and states, changed in place."""
+def _compute(task: _Task, window: StateWindow | None = None) -> None:
+    """Compute the update of one flat buffer; of a window in place, else into the task's own memory."""
     memory = task.next
     memory.sent.wait()  # the host: the copy to the device of the last update still reads `output` until then
     if task.landed is not None:
         task.landed.wait()  # the host: the gradient is on its way from the device, on the stream of copies to the host
     task.seen.append((task.shard, task.shard._version))  # not before: what comes may be added to it
+    numbers = {id(piece): number for number, (_, _, piece) in enumerate(task.flat.pieces)}
     pieces = []
-    for number, (_, local, piece) in enumerate(task.flat.pieces):
-        output = None if memory.output is None else memory.output[local]
-        fixed = task.steps[number], task.shard[local]
-        if rows:
-            count = len(task.states[number])
-            pieces.append(Elements(*fixed, rows[0][local], tuple(row[local] for row in rows[1 : 1 + count]), output))
+    for _, part, within, piece in pieces_in(window or whole_window(task.flat)):
+        number = numbers[id(piece)]
+        output = None if memory.output is None else memory.output[part]
+        fixed = task.steps[number], task.shard[part]
+        if window is not None:
+            assert window.rows is not None
+            master, *states = (row[within] for row in window.rows[: 1 + len(task.states[number])])
+            pieces.append(Elements(*fixed, master, tuple(states), output))
             continue
         assert memory.master is not None
         old, new = (tuple(state.view(-1) for state in s) for s in (task.states[number], memory.states[number]))
         master = piece.parameter.detach().view(-1)
-        pieces.append(Elements(*fixed, master, old, output, memory.master[local], new))
+        pieces.append(Elements(*fixed, master, old, output, memory.master[part], new))
     update(pieces, task.factor)
 
 

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 import torch
 
-from zeromesh.kernels.update import StepInput
+from zeromesh.kernels.update import StatesApart, StepInput
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
 from zeromesh.shard.early import HostUpdate
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.store import Tiers
+from zeromesh.shard.swap import StateWindow, pieces_in
 from zeromesh.tiers.link import Link
 from zeromesh.tiers.memory import Staging
 
@@ -33,39 +34,54 @@ class HostUpdates:
         self._store = store
         self._staging = Staging(link, pinned)
 
-    def update(self, steps: HostUpdate, flat: Flat) -> None:
-        """Update one flat buffer and its shard; one that ``steps`` does not update is only written to the shard."""
-        if not any(pieces_on_host(flat, steps)):
+    def update(self, steps: HostUpdate, flat: Flat, windows: Iterator[StateWindow]) -> None:
+        """Update one flat buffer, whose windows come next, and its shard; what ``steps`` leaves is only published."""
+        if not flat.keeps_states and not any(pieces_on_host(flat, steps)):
+            next(windows)
             flat.write_shard()
             return
         apart = flat.master is not flat.shard and not flat.splits
         if apart or flat.splits:
             flat.load_shard(write=flat.splits, read=flat.splits)
         out = self._staging.take(flat.shard, flat.parameter_tier) if apart else None
-        self._step(steps, flat, out)
+        for window in windows:
+            self._step(steps, window, out)
+            if window.is_last:
+                break
         if out is not None:
             flat.load_shard(write=True, read=False)  # not before: an update that fails leaves what there was
             flat.expect(self._staging.send(out, flat.shard))
 
-    def _step(self, steps: HostUpdate, flat: Flat, out: torch.Tensor | None) -> None:
-        gradient = flat.gradient
+    def _step(self, steps: HostUpdate, window: StateWindow, out: torch.Tensor | None) -> None:
+        """Update a window of a flat buffer, and write its new parameters to their place in ``out``."""
+        flat, gradient = window.flat, window.flat.gradient
         assert gradient is not None
         shard = gradient.shard
         assert shard is not None
-        inputs = {}
-        for index, local, piece in flat.pieces:
-            output = None if out is None else out[local]
+        inputs = []
+        for index, part, within, piece in pieces_in(window):
+            output, apart = None if out is None else out[part], _apart(window, within)
             if gradient.used[index] and steps.takes(piece.parameter, shard):
-                halves = self._store.halves(flat, local)
-                inputs[index] = StepInput(piece.parameter, shard[local], output, halves)
+                inputs.append(StepInput(piece.parameter, shard[part], output, apart))
             elif output is not None:  # what has no gradient is sent all the same, with the rest
-                output.copy_(piece.parameter.detach().view(-1))
+                output.copy_(piece.parameter.detach().view(-1) if apart is None else apart.master)
         began = time.perf_counter()
         with span("update_on_host", gradient.unit):
-            steps.step(list(inputs.values()))
+            steps.step(inputs)
         self.seconds += time.perf_counter() - began
-        for one in inputs.values():
+        for one in inputs:
             # The gradient is read, master and states are read and written (both halves of a master are as large as the
             # whole), and the new parameter is written.
-            rest = 2 * (1 + self._store.states) * one.parameter.nbytes
+            rest = 2 * (1 + self._store.states) * one.gradient.numel() * flat.master.dtype.itemsize
             self.nbytes += one.gradient.nbytes + rest + (0 if one.output is None else one.output.nbytes)
+
+
+def _apart(window: StateWindow, within: slice) -> StatesApart | None:
+    """Return what the window has of these of its elements; None where the optimizer's own tensors have it."""
+    if window.rows is None:
+        return None
+    first, *states = (row[within] for row in window.rows)
+    if not window.flat.splits:
+        return StatesApart(first, states)
+    begin = window.elements.start
+    return StatesApart(window.flat.shard[begin + within.start : begin + within.stop], states, first)

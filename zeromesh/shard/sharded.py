@@ -37,6 +37,7 @@ from zeromesh.shard.residency import Residency
 from zeromesh.shard.slots import Pool, largest
 from zeromesh.shard.store import Tiers
 from zeromesh.shard.sums import squared_norm
+from zeromesh.shard.swap import StateWindow
 from zeromesh.shard.table.table import Table
 from zeromesh.shard.table.tables import Tables
 from zeromesh.shard.unit import State, Unit
@@ -266,7 +267,7 @@ class ShardedModel:
             self.forget_gradients()
 
     def publish(
-        self, update: Callable[[Flat], None] | None = None, counted: Collection[Flat] = (),
+        self, update: Callable[[Flat, Iterator[StateWindow]], None] | None = None, counted: Collection[Flat] = (),
         adopt: Callable[[Flat], None] | None = None,
     ) -> None:  # fmt: skip
         """Write the masters, which have changed, to the shards, and send the new parameters, in the order of use."""
@@ -282,21 +283,25 @@ class ShardedModel:
             if update is not None and flat.keeps_states and not (flat.gradient and any(flat.gradient.used))
         }
         flats = [flat for unit in units for flat in unit.flats if flat not in idle and flat not in counted]
-        with closing(self.store.stream(flats, write=update is not None)) as present:
+        with closing(self.store.stream(flats if update else [])) as windows:
             for unit in units:
                 for flat in unit.flats:
                     if flat in counted:
                         assert adopt is not None
                         adopt(flat)
+                    elif update is None:
+                        if flat.keeps_states:
+                            flat.load_states()
+                        flat.write_shard()
                     elif flat not in idle:
-                        (update or Flat.write_shard)(next(present))
+                        update(flat, windows)
                 # At once, in the order of use, while the next unit is updated; each forward waits for its own. Posting
                 # in the forward would overlap no better, and a weight that one rank reads between steps would hang.
                 if not self.sharded and any(flat.gathers for flat in unit.flats):
                     unit.expire()
                     self._switch(unit, False)
                     unit.begin_fetch(self.mesh, None)
-            next(present, None)
+            next(windows, None)
         # One message now, so that no fetch of the next forward has to wait for one.
         share_scales([(flat.narrow, flat.shard) for flat in self.flats if flat.narrow is not None], self.mesh.shard)
         if self.stored is not None:

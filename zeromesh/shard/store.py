@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import astuple
 from pathlib import Path
 
-from zeromesh.kernels.update import Halves
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.stored import Stored
-from zeromesh.shard.swap import Swap
+from zeromesh.shard.swap import StateWindow, Swap, whole_window
 from zeromesh.tiers.traffic import DiskTraffic
 
 
@@ -65,16 +64,14 @@ class Tiers:
         """Return whether states are in memory only while they are loaded, and whether the master is in halves."""
         return (False, False) if self.swap is None else (flat in self.swap, self.swap.splits(flat))
 
-    def halves(self, flat: Flat, local: slice) -> Halves | None:
-        """Return the halves of a piece's master during ``stream``; None for a whole master."""
-        return None if self.swap is None else self.swap.halves(flat, local)
-
-    def stream(self, flats: Sequence[Flat], write: bool) -> Generator[Flat]:
-        """Yield each flat buffer in order, with its master and states loaded until the next one is asked for."""
+    def stream(self, flats: Sequence[Flat]) -> Generator[StateWindow]:
+        """Yield the windows of flat buffers in order, to be updated; see ``StateWindow``."""
         self.recall()
-        streamed = nullcontext(iter(flats)) if self.swap is None else closing(self.swap.stream(flats, write))
-        with streamed as present:
-            yield from present
+        if self.swap is None:
+            yield from map(whole_window, flats)
+            return
+        with closing(self.swap.stream(flats)) as windows:
+            yield from windows
 
     @property
     def folder(self) -> Path | None:

@@ -5,9 +5,10 @@ Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Ext
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.kernels import halves
-from zeromesh.kernels.update import Halves
+from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
 from zeromesh.shard.flat import Flat
@@ -29,6 +30,9 @@ from zeromesh.tiers.swap_file import aligned
 
 RUN = 1 << 20  # elements that are joined or split at a time, which bounds the temporaries
 ALIGN = 64  # bytes at a multiple of which a row begins
+# Elements of a flat buffer whose master and states are read from a file, updated and written at a time; see the log,
+# "updates on NVMe in windows".
+WINDOW = 1 << 22
 # Function from a parameter of the optimizer to the names of its states that rest with the master, in order.
 Names = Callable[[nn.Parameter], Sequence[str]]
 
@@ -52,23 +56,49 @@ def _runs(elements: int) -> Iterator[slice]:
         yield slice(first, min(first + RUN, elements))
 
 
-class Rows:
-    """Places of the rows of one flat buffer in its block."""
+class StateWindow(NamedTuple):
+    """Range of a flat buffer's elements whose master and states are in memory until the next window is asked for."""
 
-    def __init__(self, flat: Flat, dtype: torch.dtype, form: StateForm) -> None:
+    flat: Flat
+    elements: slice  # in the flat buffer's master
+    # The master or its lower halves, and the states, of these elements; None: all of them are where they rest.
+    rows: Sequence[torch.Tensor] | None
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether the flat buffer ends here."""
+        return bool(self.elements.stop == self.flat.master.numel())
+
+
+class Rows:
+    """Places of the rows of one flat buffer in its blocks, one block for each window."""
+
+    def __init__(self, flat: Flat, dtype: torch.dtype, form: StateForm, in_file: bool) -> None:
         self.form = form = form.of(flat, dtype)
         self._flat = flat
         self._elements = elements = flat.own.stop - flat.own.start
-        self._places: list[tuple[torch.dtype, int, int]] = []
-        self.nbytes = 0
-        for kind in (torch.int16 if form.split else dtype, *[dtype] * form.states):
-            self._places.append((kind, self.nbytes, self.nbytes + elements * kind.itemsize))
-            self.nbytes += round_up(elements * kind.itemsize, ALIGN)
+        self._kinds = (torch.int16 if form.split else dtype, *[dtype] * form.states)
+        size = WINDOW if in_file else max(1, elements)
+        self.windows = [slice(first, min(first + size, elements)) for first in range(0, elements, size)]
+        self.nbytes = self.block_bytes(slice(0, elements))
         self.unpacked_bytes = elements * dtype.itemsize if form.split else 0
 
-    def raw(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Return the rows, 1-D, in their own dtypes: the master or its lower halves, then the states."""
-        return [memory[start:stop].view(dtype) for dtype, start, stop in self._places]
+    def block_bytes(self, window: slice) -> int:
+        """Return the bytes of the block of some elements."""
+        return sum(round_up((window.stop - window.start) * kind.itemsize, ALIGN) for kind in self._kinds)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Return the bytes of memory that ``Swap.load`` takes beside the buffers of blocks, the joined master not."""
+        return self.nbytes if len(self.windows) > 1 else 0
+
+    def raw(self, memory: torch.Tensor, window: slice | None = None) -> list[torch.Tensor]:
+        """Return the rows of a block, 1-D, in their own dtypes: the master or its lower halves, then the states."""
+        elements, begin, found = self._elements if window is None else window.stop - window.start, 0, []
+        for kind in self._kinds:
+            found.append(memory[begin : begin + elements * kind.itemsize].view(kind))
+            begin += round_up(elements * kind.itemsize, ALIGN)
+        return found
 
     def unpack(self, memory: torch.Tensor, known: bool) -> list[torch.Tensor]:
         """Return the master and the states, 1-D, in the master's dtype."""
@@ -95,8 +125,12 @@ class Swap:
         self, dtypes: Mapping[Flat, torch.dtype], form: StateForm, disk: Disk | None, mesh: Mesh,
         early: Collection[Flat] = (), pinned: bool = True, stored: Stored | None = None,
     ) -> None:  # fmt: skip
-        self._rows = {flat: Rows(flat, dtype, form) for flat, dtype in dtypes.items()}
-        sizes: dict[Hashable, int] = {flat: rows.nbytes for flat, rows in self._rows.items()}
+        self._rows = {flat: Rows(flat, dtype, form, disk is not None) for flat, dtype in dtypes.items()}
+        sizes: dict[Hashable, int] = {
+            (flat, window.start): rows.block_bytes(window)
+            for flat, rows in self._rows.items()
+            for window in rows.windows
+        }
 
         def allocate(nbytes: int) -> torch.Tensor:
             return empty_on(Tier.HOST, nbytes, torch.uint8, mesh.device, pinned)
@@ -106,19 +140,19 @@ class Swap:
             self._place = Memory(sizes, allocate)
         else:
             store = FileStore(disk.folder, mesh.rank, disk.block_size, disk.queue_depth)
-            self._place = File(sizes, store, buffer_bytes(list(self._rows.values()), disk), allocate, early)
+            buffers = buffer_bytes(list(self._rows.values()), disk)
+            self._place = File(sizes, store, buffers, allocate, self._keys(early))
         self.tier = Tier.HOST if disk is None else Tier.NVME
         self.nbytes, self.folder = self._place.nbytes, self._place.folder
         self.commit, self.drop, self.traffic, self.close = (
             self._place.commit, self._place.drop, self._place.traffic, self._place.close,
         )  # fmt: skip
-        self.host_bytes = self._place.host_bytes + unpacked_bytes(self._rows.values())
+        self.host_bytes = self._place.host_bytes + loaded_bytes(self._rows.values())
         self._here: tuple[Flat, torch.Tensor, list[torch.Tensor]] | None = None
         self._dirty = self._known = False
         self._optimizer: Optimizer | None = None
         self._names: Names = lambda parameter: ()
         self._stored = stored  # a master in halves is joined with its parameter, which may rest in a file, too
-        self._streamed: tuple[Flat, torch.Tensor] | None = None  # a block whose master stays in halves
 
     def __contains__(self, flat: Flat) -> bool:
         return flat in self._rows
@@ -126,8 +160,13 @@ class Swap:
     def serve(self, optimizer: Optimizer, names: Names) -> None:
         """Keep the states of an optimizer, too, from here on, those that it has already among them."""
         self._optimizer, self._names = optimizer, names
-        for flat in self._rows:
-            if any(optimizer.state.get(piece.parameter) for _, _, piece in flat.pieces):
+        self._take_in(self._rows)
+
+    def _take_in(self, flats: Iterable[Flat]) -> None:
+        """Let states that were made or set while nothing was loaded rest here, too."""
+        for flat in flats:
+            states = (found for _, _, piece in flat.pieces for found in self._states(piece.parameter))
+            if not all(is_unloaded(state[name]) for state, name in states if name in state):
                 self.load(flat, write=True)
         self.flush()
 
@@ -135,17 +174,17 @@ class Swap:
         """Have one flat buffer's states in memory until another one's are asked for; see ``Tiers.load_states``."""
         if self._here is None or self._here[0] is not flat or (read and not self._known):
             self.flush()
-            memory = self._place.take(flat, read)
+            memory = self._take(flat, read)
             # A master in halves is joined with the parameter, which is one of them.
             if self._rows[flat].form.split and read:
                 try:
                     self._load_shard(flat)
                 except BaseException:
-                    self._place.give(flat, False)
+                    self._give(flat, memory, False)
                     raise
             if write and not read:  # rows that nobody writes, as of states that do not exist yet, are read some time
                 memory.zero_()
-            self._here = flat, memory, self._bind(flat, memory, read, joined=True)
+            self._here = flat, memory, self._bind(flat, memory, read)
             self._known = read or write
         self._dirty = self._dirty or write
 
@@ -166,33 +205,56 @@ class Swap:
                 self._rows[flat].pack(memory, values[0])
             packed = dirty
         finally:
-            self._place.give(flat, packed)
+            self._give(flat, memory, packed)
 
-    def stream(self, flats: Sequence[Flat], write: bool) -> Generator[Flat]:
-        """Yield flat buffers in order; those that rest here are loaded until the next one is asked for."""
-        self.flush()
+    def _keys(self, flats: Iterable[Flat]) -> list[Hashable]:
+        """Return the keys of the blocks of flat buffers, in order."""
+        return [(flat, window.start) for flat in flats for window in self._rows[flat].windows]
+
+    def _take(self, flat: Flat, read: bool) -> torch.Tensor:
+        """Return one block with all of a flat buffer's elements."""
+        keys, rows = self._keys([flat]), self._rows[flat]
+        if len(keys) == 1:
+            return self._place.take(keys[0], read)
+        memory = torch.empty(rows.nbytes, dtype=torch.uint8)
+        with closing(self._place.stream(keys, write=False)) if read else nullcontext(()) as blocks:
+            for window, block in zip(rows.windows, blocks, strict=read):
+                for row, part in zip(rows.raw(memory), rows.raw(block, window), strict=True):
+                    row[window].copy_(part)
+        return memory
+
+    def _give(self, flat: Flat, memory: torch.Tensor, write: bool) -> None:
+        """Give up what ``_take`` has returned; with ``write`` it holds something else now."""
+        keys, rows = self._keys([flat]), self._rows[flat]
+        if len(keys) == 1:
+            self._place.give(keys[0], write)
+            return
+        for key, window in zip(keys, rows.windows, strict=True) if write else ():
+            block = self._place.take(key, read=False)
+            for row, part in zip(rows.raw(memory), rows.raw(block, window), strict=True):
+                part.copy_(row[window])
+            self._place.give(key, write)
+
+    def stream(self, flats: Sequence[Flat], provisional: bool = False) -> Generator[StateWindow]:
+        """Yield the windows of flat buffers, in order, to be updated; what does not rest here is one window.
+
+        With ``provisional`` all rests here, and the changes count from ``commit`` on. A master in halves stays so.
+        """
         mine = [flat for flat in flats if flat in self._rows]
-        with closing(self._place.stream(mine, write)) as blocks:
+        if not provisional:
+            self._take_in(mine)
+        keys = self._keys(mine)
+        with closing(self._place.stream(keys, write=True, provisional=provisional)) as blocks:
             for flat in flats:
                 if flat not in self._rows:
-                    yield flat
+                    yield whole_window(flat)
                     continue
-                with span("wait_disk"):
-                    memory = next(blocks)
-                values = self._bind(flat, memory, known=True, joined=False)
-                try:
-                    yield flat
-                finally:
-                    self._unbind(flat, values)
+                for window in self._rows[flat].windows:
+                    with span("wait_disk"):
+                        memory = next(blocks)
+                    yield StateWindow(flat, window, self._rows[flat].raw(memory, window))
             with span("wait_disk"):
                 next(blocks, None)  # which waits for the last writes
-
-    def provisional(self, flats: Sequence[Flat]) -> Generator[tuple[Flat, list[torch.Tensor]]]:
-        """Yield each flat buffer with its rows (master and states); changes count from ``commit`` on."""
-        with closing(self._place.stream(flats, write=True, provisional=True)) as blocks:
-            for flat, memory in zip(flats, blocks, strict=True):
-                assert not self._rows[flat].form.split
-                yield flat, self._rows[flat].raw(memory)
 
     def splits(self, flat: Flat) -> bool:
         """Return whether the master rests in halves, one of which is the parameter."""
@@ -203,24 +265,14 @@ class Swap:
         if self._here is not None and self._here[0] is flat and self.splits(flat):
             self.flush()
 
-    def halves(self, flat: Flat, local: slice) -> Halves | None:
-        """Return the halves of a piece's master while ``stream`` yields ``flat``; None if it is whole."""
-        if self._streamed is None or self._streamed[0] is not flat:
-            return None
-        return Halves(flat.shard[local], self._rows[flat].raw(self._streamed[1])[0][local])
-
     def _load_shard(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         if self._stored is not None and flat in self._stored:
             self._stored.load(flat, write, read)
 
-    def _bind(self, flat: Flat, memory: torch.Tensor, known: bool, joined: bool) -> list[torch.Tensor]:
+    def _bind(self, flat: Flat, memory: torch.Tensor, known: bool) -> list[torch.Tensor]:
         """Let the master, the pieces and their states lie in a block, or in what is joined; return these rows."""
-        rows = self._rows[flat]
-        if joined or not rows.form.split:
-            values = rows.unpack(memory, known)
-            flat.bind_master(values[0])
-        else:  # the kernel updates the halves where they are, which saves the memory of the joined master
-            values, self._streamed = rows.raw(memory), (flat, memory)
+        values = self._rows[flat].unpack(memory, known)
+        flat.bind_master(values[0])
         for _, local, piece in flat.pieces:
             for (state, name), row in zip(self._states(piece.parameter), values[1:], strict=False):
                 if name in state:
@@ -232,7 +284,6 @@ class Swap:
 
     def _unbind(self, flat: Flat, values: Sequence[torch.Tensor]) -> None:
         """Take what may lie elsewhere into the rows, and let everything be unloaded."""
-        self._streamed = None
         for _, local, piece in flat.pieces:
             for (state, name), row in zip(self._states(piece.parameter), values[1:], strict=False):
                 if name in state:
@@ -250,9 +301,23 @@ class Swap:
 
 def buffer_bytes(rows: Sequence[Rows], disk: Disk) -> list[int]:
     """Return the size of each buffer in host memory, so that the largest blocks fit at once."""
-    return largest((aligned(of.nbytes) for of in rows), disk.buffers)
+    return largest((aligned(of.block_bytes(window)) for of in rows for window in of.windows), disk.buffers)
 
 
-def unpacked_bytes(rows: Collection[Rows]) -> int:
-    """Return the bytes of the largest joined master."""
-    return max((of.unpacked_bytes for of in rows), default=0)
+def loaded_bytes(rows: Collection[Rows]) -> int:
+    """Return the bytes of host memory that loading a whole flat buffer takes at most, beside those of blocks."""
+    return max((of.whole_bytes + of.unpacked_bytes for of in rows), default=0)
+
+
+def pieces_in(window: StateWindow) -> Iterator[tuple[int, slice, slice, Piece]]:
+    """Yield each piece in a window: its parameter's index, where its elements are in the master and in the window."""
+    for index, local, piece in window.flat.pieces:
+        start, stop = max(local.start, window.elements.start), min(local.stop, window.elements.stop)
+        if start < stop:
+            begin = window.elements.start
+            yield index, slice(start, stop), slice(start - begin, stop - begin), piece
+
+
+def whole_window(flat: Flat) -> StateWindow:
+    """Return all of a flat buffer whose master and states are where they rest."""
+    return StateWindow(flat, slice(0, flat.master.numel()), None)
