@@ -29,6 +29,7 @@ import zeromesh.tensor.logits  # it knows torch's functions by what they are now
 from zeromesh.model.split import Held
 from zeromesh.tensor.derive import GATHERING, derive, published
 from zeromesh.tensor.plan import Plan, kind_of, matches, pattern_of
+from zeromesh.tensor.split_activation import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -261,12 +262,20 @@ def throughout(dtype: torch.dtype) -> Iterator[None]:
     def stays_typed(x: Tensor, *args: Any, **options: Any) -> Any:
         return x if x.dtype is torch.float64 and torch.float32 in args else to_type(x, *args, **options)
 
-    double = dtype is torch.float64
+    def stays_double(x: Tensor) -> Tensor:
+        return stays(x, torch.float32)
+
+    if dtype is not torch.float64:
+        yield
+        return
+    replaced = {stays_typed: to_type, stays: to, stays_double: to_float, same: softmax}
     with (
-        patch.object(torch.Tensor, "type", stays_typed if double else to_type),
-        patch.object(torch.Tensor, "to", stays if double else to),
-        patch.object(torch.Tensor, "float", (lambda x: stays(x, torch.float32)) if double else to_float),
-        patch.object(nn.functional, "softmax", same if double else softmax),
+        patch.object(torch.Tensor, "type", stays_typed),
+        patch.object(torch.Tensor, "to", stays),
+        patch.object(torch.Tensor, "float", stays_double),
+        patch.object(nn.functional, "softmax", same),
+        # Or activations of which each rank has a part would be gathered for functions that nobody knows.
+        patch.dict(RULES, {new: RULES[old] for new, old in replaced.items() if old in RULES}),
     ):
         yield
 

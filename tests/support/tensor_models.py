@@ -41,7 +41,8 @@ MODELS: dict[str, Model] = {
     "qwen3": replace(OTHERS["qwen3"], tolerance=1e-6, reason=FP32_NORM),
     **{name: OTHERS[name] for name in ("gemma2", "gemma3", "phi3")},
     "olmo2": Model(
-        "Olmo2ForCausalLM", "Olmo2Config", {**GROUPED, **SPECIAL}, text, LAYERS, tolerance=1e-6, reason=FP32_NORM
+        # Each rank adds up the squares of its own heads for the norm, in fp32; `causal_models.py` compares in float64.
+        "Olmo2ForCausalLM", "Olmo2Config", {**GROUPED, **SPECIAL}, text, LAYERS, tolerance=2e-4, reason=FP32_NORM
     ),
     "starcoder2": Model("Starcoder2ForCausalLM", "Starcoder2Config", MISTRAL, text, LAYERS),
     "mixtral": replace(OTHERS["mixtral"], tolerance=2e-4),

@@ -180,3 +180,34 @@ def test_what_cannot_be_copied_or_run_is_split_layer_by_layer_with_the_reason() 
         rule, notes = styles(make)
         assert rule == G
         assert reason in notes
+
+
+def test_layers_that_share_a_weight_have_one_rule_that_of_the_one_that_is_called() -> None:
+    class Sharing(NanoMLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = nn.Linear(32, 128)  # as of another block, where it is called
+            self.spare.weight = self.c_fc.weight
+
+    plan, _ = derive(Decoder(mlp=Sharing), 2)
+    assert (plan["h.*.mlp.c_fc"], plan["h.*.mlp.spare"]) == (C, C)
+
+
+def test_in_classes_of_transformers_what_names_leave_or_gather_is_traced_too() -> None:
+    import transformers
+
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = transformers.Olmo2Config(**small, vocab_size=64, pad_token_id=0)
+    # Its own plan gathers them, as queries and keys have a norm over all heads.
+    model = transformers.Olmo2ForCausalLM(config)
+    plan, notes = derive(model, 2)
+    block = "model.layers.*"
+    assert {plan[f"{block}.self_attn.{name}_proj"] for name in "qkv"} == {C}
+    assert plan[f"{block}.self_attn.o_proj"] == R
+    assert plan[f"{block}.mlp.down_proj"] == PlanRule("rowwise")  # known by name: its block has no parts there
+    assert not notes
+    stages = {"depths": [1, 1], "hidden_sizes": [8, 16], "num_stages": 2, "image_size": 32}
+    plan, _ = derive(transformers.ConvNextForImageClassification(transformers.ConvNextConfig(**stages)), 2)
+    layers = "convnext.encoder.stages.*.layers.*"
+    assert (plan[f"{layers}.pwconv1"], plan[f"{layers}.pwconv2"]) == (C, R)
+    assert not any(name.startswith("classifier") for name in plan)  # outside of blocks nothing is traced

@@ -18,7 +18,8 @@ from zeromesh.tensor.trace import traced_plan
 # In classes of transformers, attention and MLPs are found by the names of their layers and by shapes that fit: layers
 # that are split by columns, and one split by rows that reads what was made of them. Where something stands in between
 # that looks at all of the split dim, such as a norm over all heads, each layer is split by itself, and activations are
-# gathered. In other classes the forward is traced (``trace.py``). What is split in neither way stays whole.
+# gathered. In other classes, and for such layers and those that names leave in blocks, the forward is traced
+# (``trace.py``). What is split in neither way stays whole.
 
 # Names of layers that are split by rows.
 _OUTPUT = re.compile(
@@ -78,7 +79,8 @@ def derive(
             plan |= dict(_layers_of_experts(name, module, ranks))
     plan |= own | _vocabulary(model, modules)
     whole = []
-    unknown: dict[str, bool] = {}  # layers in classes that are not known, and whether they are large
+    # Layers that names say nothing of, and whether they are split though that gathers what they give.
+    unknown: dict[str, bool] = {}
     for name, module in modules.items():
         fits = isinstance(module, nn.EmbeddingBag) and module.max_norm is None and module.embedding_dim % ranks == 0
         if fits and kind_of(module) == "bag":
@@ -87,11 +89,12 @@ def derive(
         trusted = _in_block(name) and type(around).__module__.startswith(KNOWN)
         # A layer with few outputs, such as a head over some classes, is not worth gathering.
         large = kind_of(module) == "linear" and 4 * _outputs(module) >= _inputs(module)
-        known = type(around).__module__.startswith(KNOWN) or _reads_weights(around)
+        known = type(around).__module__.startswith(KNOWN)
         adapter = any(hasattr(modules[outer], "base_layer") for outer in _outer(name))
         alone = plan.get(name) in (None, *_BY_ITSELF)
-        if name and kind_of(_base(module)) == "linear" and alone and not known and not adapter:
-            unknown[name] = large or name in plan
+        if name and kind_of(_base(module)) == "linear" and alone and not (adapter or _reads_weights(around)):
+            # In known classes, what is outside of blocks is small, and what names leave whole is not worth gathering.
+            unknown |= {name: name in plan or (large and not known)} if trusted or not known else {}
         if name not in plan and large and not trusted and not _reads_weights(around):
             plan[name] = PlanRule("colwise_gather_output")
         inside = kind_of(modules[parent]) == "attention" and parent in plan
@@ -100,7 +103,7 @@ def derive(
     if unknown and ranks > 1:
         traced, more = traced_plan(model, unknown, ranks, sample)
         plan = plan if traced is None else {name: rule for name, rule in plan.items() if name not in unknown} | traced
-        notes += more
+        notes += more if traced is not None or any(unknown.values()) else []
         whole = [line for line in whole if line.partition(" ")[0] not in map(pattern_of, traced or ())]
     return _patterns(plan, model), list(dict.fromkeys([*notes, *whole]))
 

@@ -86,7 +86,7 @@ def traced_plan(
             found = runs.first(chain(filter(None, [sample()]), samples_of(model), guesses_of(model)))
     except Exception as error:
         return None, [_UNTRACED.format(_one_line(error))]
-    found = _with_others(found, layers)
+    found = _with_others(found, layers, _weights(model, layers))
     notes = [_READ.format(pattern_of(name), kinds[name]) for name in found.read]
     gathers = [name for name, rule in found.rules.items() if rule.style == GATHERED]
     return found.rules, notes + [_GATHERS.format(pattern_of(name), kinds[name]) for name in gathers]
@@ -114,15 +114,26 @@ def _is_odd(module: nn.Module) -> bool:
     return "forward" in vars(module) or bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def _with_others(found: Found, layers: Mapping[str, bool]) -> Found:
-    """Return rules also for layers that the run did not call: those of layers of the same pattern, or of the large."""
+def _with_others(found: Found, layers: Mapping[str, bool], weights: Iterable[tuple[str, nn.Parameter]]) -> Found:
+    """Return rules also for layers that the run did not call: those of layers of the same pattern, or of the large.
+
+    Layers that share a weight get one rule, that of those that were called, or none if these have several.
+    """
     rules = {pattern_of(name): rule for name, rule in found.rules.items()}
     more: dict[str, PlanRule] = {}
     for name in layers.keys() - found.called - found.read:
         rule = rules.get(pattern_of(name), PlanRule(GATHERED) if layers[name] else None)
         if rule is not None:
             more[name] = rule
-    return replace(found, rules=found.rules | more)
+    merged: dict[str, PlanRule | None] = {**found.rules, **more}
+    sharing: dict[int, list[str]] = {}
+    for name, weight in weights:
+        sharing.setdefault(id(weight), []).append(name)
+    for names in sharing.values():
+        if len(chosen := {merged.get(name) for name in names}) > 1:
+            chosen = {merged.get(name) for name in names if name in found.called}
+            merged |= dict.fromkeys(names, chosen.pop() if len(chosen) == 1 else None)
+    return replace(found, rules={name: rule for name, rule in merged.items() if rule is not None})
 
 
 @contextmanager
