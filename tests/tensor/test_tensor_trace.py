@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import zeromesh
+from harness import on_ranks
 from unknown_modules import THIRDS, Decoder, NanoMLP
 from zeromesh.tensor import trace
 from zeromesh.tensor.derive import derive
@@ -193,14 +195,41 @@ def test_layers_that_share_a_weight_have_one_rule_that_of_the_one_that_is_called
     assert (plan["h.*.mlp.c_fc"], plan["h.*.mlp.spare"]) == (C, C)
 
 
-def test_in_classes_of_transformers_what_names_leave_or_gather_is_traced_too() -> None:
+def olmo2(**options: Any) -> Any:
     import transformers
 
     small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
-    config = transformers.Olmo2Config(**small, vocab_size=64, pad_token_id=0)
+    torch.manual_seed(0)
+    return transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**small, vocab_size=64, pad_token_id=0, **options))
+
+
+@on_ranks(2)
+def test_activations_that_a_model_takes_out_of_its_blocks_are_whole() -> None:
+    tokens = torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        expected = olmo2(attn_implementation="eager")(tokens, output_attentions=True).attentions
+    config = {"mesh": {"tensor": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    engine = zeromesh.initialize(model=olmo2(attn_implementation="eager"), config=config)[0]
+    found = engine(tokens, output_attentions=True).attentions
+    assert {type(one) for one in found} == {Tensor}  # so that one rank alone may read them
+    for one, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.detach(), want)
+    engine.destroy()
+
+
+def test_what_stays_split_by_itself_keeps_the_style_that_names_gave() -> None:
+    import transformers
+
+    small = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 4, "num_hidden_layers": 1}
+    plan, _ = derive(transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**small, vocab_size=64)), 2)
+    assert plan["backbone.layers.*.mixer.out_proj"] == PlanRule("rowwise_split_input")
+
+
+def test_in_classes_of_transformers_what_names_leave_or_gather_is_traced_too() -> None:
+    import transformers
+
     # Its own plan gathers them, as queries and keys have a norm over all heads.
-    model = transformers.Olmo2ForCausalLM(config)
-    plan, notes = derive(model, 2)
+    plan, notes = derive(olmo2(), 2)
     block = "model.layers.*"
     assert {plan[f"{block}.self_attn.{name}_proj"] for name in "qkv"} == {C}
     assert plan[f"{block}.self_attn.o_proj"] == R

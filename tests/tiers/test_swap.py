@@ -88,6 +88,31 @@ def test_units_that_are_updated_in_several_windows_are_the_same_to_the_bit(tmp_p
         assert_equal(host[1], life(str(tmp_path), "nvme", *case, early=1.0))
 
 
+def change_states(folder: str, device: str, early: float, kind: str) -> list[Any]:
+    engine = start(
+        {"stage": 2, "offload_optimizer": {"device": device, "nvme_path": folder, "update_during_backward": early}},
+        optimizer={"type": kind, "params": {"lr": 1e-3}},
+    )
+    found = [update(engine, number) for number in range(3)]
+    for group in engine.optimizer.param_groups:
+        if kind == "SGD":
+            group["momentum"] = 0.9
+        for piece in group["params"] if kind == "AdamW" else ():
+            for name, value in (("exp_avg", 0.01), ("exp_avg_sq", 0.02)):
+                engine.optimizer.state[piece][name] = torch.full(piece.shape, value)
+    found += [update(engine, number) for number in range(4)]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_states_that_users_set_or_ask_for_later_count_as_on_the_host(kind: str, tmp_path: Path) -> None:
+    for early in (0.0, 1.0):
+        expected = change_states(str(tmp_path), "cpu", early, kind)
+        with patch.object(swap, "WINDOW", 200_003):
+            assert change_states(str(tmp_path), "nvme", early, kind) == expected
+
+
 def masters(engine: Any) -> list[torch.Tensor]:
     return [zero.safe_get_full_fp32_param(parameter).clone() for parameter in engine.module.parameters()]
 

@@ -72,6 +72,8 @@ def split_plan(
             f"{keys.TENSOR_RANKS}; leave that out: {keys.SHARD_ALL} shards such weights over the ranks"
         )
     found, notes = derive(model, group.size, lambda: _sample(loader, loss_fn, mesh.device))
+    # On a slow machine one rank may have run out of time in its trace.
+    require_agreement(group, "the plan of the tensor axis", as_json(found))
     # The rows of tables are spread over the data ranks; only a rule of the user's splits one over these ranks instead.
     tables, _ = find_tables(model, settings.embedding_tables.modules, {})
     found = {name: rule for name, rule in found.items() if name not in tables}

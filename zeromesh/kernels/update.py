@@ -64,7 +64,8 @@ class StatesApart(NamedTuple):
     """Master and states that are not the optimizer's tensors, as in ``UpdatePiece``: 1-D, of the same elements."""
 
     master: torch.Tensor
-    states: Sequence[torch.Tensor]  # in the order of the rule, perhaps with more than it has
+    states: Sequence[torch.Tensor]  # the first ones of the rule, in its order, or more than it has
+    begin: int  # where their elements begin in the parameter
     remainder: torch.Tensor | None = None
 
 

@@ -81,14 +81,14 @@ class HostSteps:
             group = self._groups[id(parameter)]
             rule = rule_of(type(self._optimizer), group)
             assert rule is not None
+            master, remainder = parameter.detach().view(-1), None
             if apart is None:
                 states, number = self._states(parameter, rule, group)
-                apart = StatesApart(parameter.detach().view(-1), states)
             else:
-                apart, number = self._apart(parameter, rule, group, apart)
+                states, number = self._apart(parameter, rule, group, apart)
+                master, remainder = apart.master, apart.remainder
             step = steps.setdefault((id(group), number), UpdateStep(rule, group, number))
-            states = tuple(apart.states)
-            pieces.append(UpdatePiece(step, gradient, apart.master, states, output, remainder=apart.remainder))
+            pieces.append(UpdatePiece(step, gradient, master, states, output, remainder=remainder))
         update(pieces, self.factor)
 
     def coming(self, parameter: Parameter) -> tuple[UpdateStep, tuple[torch.Tensor, ...]] | None:
@@ -117,34 +117,39 @@ class HostSteps:
 
     def _states(self, parameter: Parameter, rule: str, group: dict[str, Any]) -> tuple[tuple[torch.Tensor, ...], int]:
         """Return the parameter's states, made if it has none yet, and which step this is."""
-
-        def make() -> torch.Tensor:
-            return zeros_on(Tier.HOST, parameter.numel(), parameter.dtype, parameter.device).view_as(parameter)
-
-        number, _ = self._begin(parameter, rule, group, make)
+        number, _ = self._begin(parameter, rule, group, apart=0)
         state = self._optimizer.state[parameter]
         return tuple(state[name].view(-1) for name in RULES[rule].states(group)), number
 
     def _apart(
         self, parameter: Parameter, rule: str, group: dict[str, Any], apart: StatesApart
-    ) -> tuple[StatesApart, int]:  # fmt: skip
-        """Return what is apart, with zeros in states that did not exist yet, and which step this is."""
+    ) -> tuple[tuple[torch.Tensor, ...], int]:  # fmt: skip
+        """Return the states of a part, with zeros in those that did not exist yet, and which step this is."""
         if id(parameter) not in self._begun:
-            self._begun[id(parameter)] = self._begin(parameter, rule, group, lambda: unloaded(parameter.detach()))
+            self._begun[id(parameter)] = self._begin(parameter, rule, group, len(apart.states))
         number, first = self._begun[id(parameter)]
-        states = apart.states[: len(RULES[rule].states(group))]
+        names = RULES[rule].states(group)
+        states = apart.states[: len(names)]
         for state in states if first else ():
             state.zero_()
-        return apart._replace(states=states), number
+        # A momentum that was zero at the start has no place apart.
+        more, part = names[len(states) :], slice(apart.begin, apart.begin + apart.master.numel())
+        held = self._optimizer.state[parameter]
+        return (*states, *(held[name].view(-1)[part] for name in more)), number
 
-    def _begin(
-        self, parameter: Parameter, rule: str, group: dict[str, Any], make: Callable[[], torch.Tensor]
-    ) -> tuple[int, bool]:  # fmt: skip
-        """Count a step of a parameter, make the states that it lacks; return the step, and whether it lacked them."""
+    def _begin(self, parameter: Parameter, rule: str, group: dict[str, Any], apart: int) -> tuple[int, bool]:
+        """Count a step of a parameter, make the states that it lacks; return the step, and whether it lacked them.
+
+        The first ``apart`` states rest elsewhere.
+        """
         state, names = self._optimizer.state[parameter], RULES[rule].states(group)
         first = any(state.get(name) is None for name in names)
-        for name in names if first else ():
-            state[name] = make()
+        for index, name in enumerate(names) if first else ():
+            if index < apart:
+                state[name] = unloaded(parameter.detach())
+            else:
+                made = zeros_on(Tier.HOST, parameter.numel(), parameter.dtype, parameter.device)
+                state[name] = made.view_as(parameter)
         if rule in COUNTED:
             state["step"] = state.get("step", torch.tensor(0.0)) + 1
         return int(state["step"]) if rule in COUNTED else 1 if first else 2, first

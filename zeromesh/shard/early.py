@@ -26,7 +26,7 @@ from zeromesh.shard.gradient import Arrival, Gradient
 from zeromesh.shard.store import Tiers
 from zeromesh.shard.swap import StateWindow, Swap, pieces_in, whole_window
 from zeromesh.tiers.link import DONE, Copy, Link
-from zeromesh.tiers.memory import empty_on, zeros_on
+from zeromesh.tiers.memory import empty_on, is_unloaded, zeros_on
 
 MOST_PAUSES = 31  # updates without any that begins early, after several in a row that did not count
 
@@ -192,6 +192,8 @@ class EarlyUpdates:
             return None
         states = [tensors for _, tensors in found]
         on_disk = self._swap is not None and flat in self._swap
+        if on_disk and not all(is_unloaded(tensor) for tensors in states for tensor in tensors):
+            return None  # somebody has set it: it goes to the file first
         # Nobody can write to what rests in files without `_before_states`, so that version counts are not needed there.
         seen = [] if on_disk else [flat.master, *(piece.parameter for _, _, piece in flat.pieces)]
         seen += [tensor for tensors in states if not on_disk for tensor in tensors]

@@ -59,8 +59,9 @@ class HostUpdates:
         shard = gradient.shard
         assert shard is not None
         inputs = []
+        begins = {id(piece): local.start for _, local, piece in flat.pieces}
         for index, part, within, piece in pieces_in(window):
-            output, apart = None if out is None else out[part], _apart(window, within)
+            output, apart = None if out is None else out[part], _apart(window, within, part.start - begins[id(piece)])
             if gradient.used[index] and steps.takes(piece.parameter, shard):
                 inputs.append(StepInput(piece.parameter, shard[part], output, apart))
             elif output is not None:  # what has no gradient is sent all the same, with the rest
@@ -76,12 +77,15 @@ class HostUpdates:
             self.nbytes += one.gradient.nbytes + rest + (0 if one.output is None else one.output.nbytes)
 
 
-def _apart(window: StateWindow, within: slice) -> StatesApart | None:
-    """Return what the window has of these of its elements; None where the optimizer's own tensors have it."""
+def _apart(window: StateWindow, within: slice, begin: int) -> StatesApart | None:
+    """Return what the window has of these of its elements; None where the optimizer's own tensors have it.
+
+    They are those of a parameter from ``begin`` on.
+    """
     if window.rows is None:
         return None
     first, *states = (row[within] for row in window.rows)
     if not window.flat.splits:
-        return StatesApart(first, states)
-    begin = window.elements.start
-    return StatesApart(window.flat.shard[begin + within.start : begin + within.stop], states, first)
+        return StatesApart(first, states, begin)
+    offset = window.elements.start
+    return StatesApart(window.flat.shard[offset + within.start : offset + within.stop], states, begin, first)

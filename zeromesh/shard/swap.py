@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -165,7 +166,8 @@ class Swap:
     def _take_in(self, flats: Iterable[Flat]) -> None:
         """Let states that were made or set while nothing was loaded rest here, too."""
         for flat in flats:
-            states = (found for _, _, piece in flat.pieces for found in self._states(piece.parameter))
+            count = self._rows[flat].form.states
+            states = (found for _, _, piece in flat.pieces for found in islice(self._states(piece.parameter), count))
             if not all(is_unloaded(state[name]) for state, name in states if name in state):
                 self.load(flat, write=True)
         self.flush()

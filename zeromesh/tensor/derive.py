@@ -102,7 +102,12 @@ def derive(
             whole.append(f"{pattern_of(name)} ({type(module).__name__}) stays whole on all ranks")
     if unknown and ranks > 1:
         traced, more = traced_plan(model, unknown, ranks, sample)
-        plan = plan if traced is None else {name: rule for name, rule in plan.items() if name not in unknown} | traced
+        if traced is not None:
+            # What is split by itself stays as names have it, which may be by rows.
+            alone_still = {name for name, rule in traced.items() if rule in _BY_ITSELF and name in plan}
+            plan = {name: rule for name, rule in plan.items() if name not in unknown or name in alone_still} | {
+                name: rule for name, rule in traced.items() if name not in alone_still
+            }
         notes += more if traced is not None or any(unknown.values()) else []
         whole = [line for line in whole if line.partition(" ")[0] not in map(pattern_of, traced or ())]
     return _patterns(plan, model), list(dict.fromkeys([*notes, *whole]))

@@ -80,7 +80,8 @@ def join_parts(
     for name in dict.fromkeys(around):
         # torch's compiler takes the shape of a part for that of the whole.
         replace_forward(modules[name], partial(torch.compiler.disable(_run), modules[name].forward))
-    for name in dict.fromkeys([*blocks, *ends, *outside, *around]):
+    # The model's own output, too: transformers' models take activations out of their blocks by hooks.
+    for name in dict.fromkeys([*blocks, *ends, *outside, *around, ""]):
         modules[name].register_forward_hook(torch.compiler.disable(_whole_output))
     for member in resolved.members:
         if member.parameter is None and member.kind != "linear":
