@@ -79,8 +79,7 @@ def derive(
             plan |= dict(_layers_of_experts(name, module, ranks))
     plan |= own | _vocabulary(model, modules)
     whole = []
-    # Layers that names say nothing of, and whether they are split though that gathers what they give.
-    unknown: dict[str, bool] = {}
+    unknown: dict[str, bool] = {}  # layers to be traced, and whether they are split though that gathers what they give
     for name, module in modules.items():
         fits = isinstance(module, nn.EmbeddingBag) and module.max_norm is None and module.embedding_dim % ranks == 0
         if fits and kind_of(module) == "bag":
@@ -104,10 +103,8 @@ def derive(
         traced, more = traced_plan(model, unknown, ranks, sample)
         if traced is not None:
             # What is split by itself stays as names have it, which may be by rows.
-            alone_still = {name for name, rule in traced.items() if rule in _BY_ITSELF and name in plan}
-            plan = {name: rule for name, rule in plan.items() if name not in unknown or name in alone_still} | {
-                name: rule for name, rule in traced.items() if name not in alone_still
-            }
+            traced |= {name: plan[name] for name, rule in traced.items() if rule in _BY_ITSELF and name in plan}
+            plan = {name: rule for name, rule in plan.items() if name not in unknown} | traced
         notes += more if traced is not None or any(unknown.values()) else []
         whole = [line for line in whole if line.partition(" ")[0] not in map(pattern_of, traced or ())]
     return _patterns(plan, model), list(dict.fromkeys([*notes, *whole]))
