@@ -25,12 +25,12 @@ test-all: .venv/.test.done
 	.venv/bin/python tools/test_all.py
 
 # `make bench CASES="communication-bf16" ROUNDS=3 OUT=runs/bench` narrows it, and writes elsewhere than to docs/benchmarks.
-bench: .venv/.plots.done .venv-deepspeed/.peers.done
+bench: .venv/.plots.done .venv/.mpi.done .venv-deepspeed/.peers.done
 	.venv/bin/python benchmarks/bench.py $(if $(CASES),--cases $(CASES)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 		$(if $(OUT),--out $(OUT))
 
 # Tensor parallelism beside torch's: step time, and memory per rank.
-bench-tensor: .venv/.plots.done
+bench-tensor: .venv/.plots.done .venv/.mpi.done
 	.venv/bin/python benchmarks/bench.py --ranks 2 --name tensor --cases $(or $(CASES),compute-bf16) \
 		--rounds $(or $(ROUNDS),5) $(if $(OUT),--out $(OUT)) --variants floor DDP "torch tensor parallel" \
 		"ZeroMesh tensor parallel" "ZeroMesh tensor parallel, sequence" "ZeroMesh tensor parallel, mpi" \
@@ -38,7 +38,7 @@ bench-tensor: .venv/.plots.done
 	.venv/bin/python benchmarks/tensor_memory.py $(if $(OUT),--out $(OUT))
 
 # Pipelines: stages that sleep, against the formulas; and step time beside torch's and DeepSpeed's.
-bench-pipeline: .venv/.plots.done .venv-deepspeed/.peers.done
+bench-pipeline: .venv/.plots.done .venv/.mpi.done .venv-deepspeed/.peers.done
 	.venv/bin/python benchmarks/pipeline_bubble.py $(if $(OUT),--out $(OUT))
 	.venv/bin/python benchmarks/bench.py --ranks 2 --name pipeline --cases $(or $(CASES),compute-bf16) \
 		--rounds $(or $(ROUNDS),5) $(if $(OUT),--out $(OUT)) --variants floor DDP "torch pipeline, 1f1b" \

@@ -303,6 +303,7 @@ def lightning_module(
 ) -> Result:
     """A module with accumulation, clipping and validation; ``said`` is in the configuration of the strategy, too."""
     import lightning
+    from lightning.pytorch.plugins.environments import LightningEnvironment
     from torch.utils.data import DataLoader
 
     class Module(lightning.LightningModule):
@@ -324,12 +325,13 @@ def lightning_module(
                 return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
             return torch.optim.AdamW(self.parameters(), lr=RATE, eps=EPS)
 
-    chosen: dict[str, Any] = {}
+    # Named, because Lightning asks MPI for the ranks otherwise, and an earlier test of this process may have ended MPI.
+    chosen: dict[str, Any] = {"plugins": [LightningEnvironment()]}
     if config is not None:
         from zeromesh.hf.lightning import Strategy
 
         document = {"zero_optimization": config["zero_optimization"], **(said or {})}
-        chosen = {"strategy": Strategy(document), "devices": ranks()}
+        chosen |= {"strategy": Strategy(document), "devices": ranks()}
     module = Module()
     short = {"max_epochs": epochs, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "accelerator": "cpu"}
     quiet = {"enable_progress_bar": False, "logger": False, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
