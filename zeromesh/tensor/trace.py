@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import _lru_cache_wrapper, partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,13 +39,20 @@ BY_COLUMNS, BY_ROWS, GATHERED = "colwise_parts", "rowwise_parts", "colwise_gathe
 _log = logging.getLogger(__name__)
 
 
+class Alike(NamedTuple):
+    """Layers for which the same is chosen: those at one place in all blocks."""
+
+    pattern: str  # of their names
+    shape: tuple[int, ...]  # of their weights, which differs between the layers of an MLP in one list
+
+
 @dataclass(frozen=True)
 class Choices:
-    """Choices for one run, by pattern of the layers' names, so that all blocks do the same."""
+    """Choices for one run."""
 
-    sections: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the outputs of fused layers
-    gathered: frozenset[str] = frozenset()  # layers whose outputs are gathered at once
-    by_columns: frozenset[str] = frozenset()  # layers whose inputs are gathered, though they are parts
+    sections: Mapping[Alike, tuple[int, ...]] = field(default_factory=dict)  # of the outputs of fused layers
+    gathered: frozenset[Alike] = frozenset()  # layers whose outputs are gathered at once
+    by_columns: frozenset[Alike] = frozenset()  # layers whose inputs are gathered, though they are parts
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,8 @@ class Found:
 
     rules: dict[str, PlanRule]  # of layers, by name; others stay whole
     sent: float  # bytes of a rank
-    gathered: set[str]  # patterns of layers whose outputs were needed whole
-    wishes: dict[str, tuple[int, ...]]  # sections that would avoid that
+    gathered: set[Alike]  # layers whose outputs were needed whole
+    wishes: dict[Alike, tuple[int, ...]]  # sections that would avoid that
     read: set[str]  # names of layers whose weights are used by other code
     called: set[str]
 
@@ -79,14 +86,16 @@ def traced_plan(
         copied, copies = imitated(model)
     except Exception as error:  # a model may have what cannot be copied
         return None, [_UNTRACED.format(_one_line(error))]
-    runs = _Runs(copied, {id(copies[id(p)]): name for name, p in _weights(model, layers)}, dict(layers), ranks)
+    weights = {id(copies[id(p)]): name for name, p in _weights(model, layers)}
+    alike = {name: _alike(name, model.get_submodule(name)) for name in layers}
+    runs = _Runs(copied, weights, dict(layers), alike, ranks)
     try:
         with undisturbed(), warnings.catch_warnings(), _left_as_they_are(model), _limited(SECONDS):
             warnings.simplefilter("ignore")
             found = runs.first(chain(filter(None, [sample()]), samples_of(model), guesses_of(model)))
     except Exception as error:
         return None, [_UNTRACED.format(_one_line(error))]
-    found = _with_others(found, layers, _weights(model, layers))
+    found = _with_others(found, layers, alike, _weights(model, layers))
     notes = [_READ.format(pattern_of(name), kinds[name]) for name in found.read]
     gathers = [name for name, rule in found.rules.items() if rule.style == GATHERED]
     return found.rules, notes + [_GATHERS.format(pattern_of(name), kinds[name]) for name in gathers]
@@ -114,15 +123,21 @@ def _is_odd(module: nn.Module) -> bool:
     return "forward" in vars(module) or bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def _with_others(found: Found, layers: Mapping[str, bool], weights: Iterable[tuple[str, nn.Parameter]]) -> Found:
-    """Return rules also for layers that the run did not call: those of layers of the same pattern, or of the large.
+def _alike(name: str, layer: Any) -> Alike:
+    return Alike(pattern_of(name), tuple(getattr(layer, "base_layer", layer).weight.shape))
+
+
+def _with_others(
+    found: Found, layers: Mapping[str, bool], alike: Mapping[str, Alike], weights: Iterable[tuple[str, nn.Parameter]]
+) -> Found:  # fmt: skip
+    """Return rules also for layers that the run did not call: those of layers that are alike, or of the large.
 
     Layers that share a weight get one rule, that of those that were called, or none if these have several.
     """
-    rules = {pattern_of(name): rule for name, rule in found.rules.items()}
+    rules = {alike[name]: rule for name, rule in found.rules.items()}
     more: dict[str, PlanRule] = {}
     for name in layers.keys() - found.called - found.read:
-        rule = rules.get(pattern_of(name), PlanRule(GATHERED) if layers[name] else None)
+        rule = rules.get(alike[name], PlanRule(GATHERED) if layers[name] else None)
         if rule is not None:
             more[name] = rule
     merged: dict[str, PlanRule | None] = {**found.rules, **more}
@@ -195,9 +210,12 @@ def _limited(seconds: float) -> Iterator[None]:
 class _Runs:
     """Runs of a copy of a model, and the search among choices."""
 
-    def __init__(self, copied: nn.Module, weights: dict[int, str], layers: dict[str, bool], ranks: int) -> None:
+    def __init__(
+        self, copied: nn.Module, weights: dict[int, str], layers: dict[str, bool], alike: dict[str, Alike], ranks: int
+    ) -> None:  # fmt: skip
         self.guessed = False  # true once code has asked for a value
         self._copied, self._weights, self._layers, self._ranks = copied, weights, layers, ranks
+        self._alike = alike
         self._dtype = next((p.dtype for p in copied.parameters() if p.is_floating_point()), torch.float32)
         self._left = MOST_OPERATORS
         self._run: _Run | None = None
@@ -233,16 +251,16 @@ class _Runs:
     def search(self, sample: ModelInput, guess: bool) -> Found:
         """Return what the choices that send the fewest bytes give; ``guess`` stands for every value."""
         self._sample, self._guess = sample, guess
-        forced: frozenset[str] = frozenset()
+        forced: frozenset[Alike] = frozenset()
         choices, best = Choices(), None
         for _ in range(MOST_RUNS):
             try:
                 found = self._try(choices)
             except NeedsWhole as error:
-                forced |= {pattern_of(name) for name in error.sources}
+                forced |= {self._alike[name] for name in error.sources}
                 choices = replace(choices, gathered=choices.gathered | forced)
                 continue
-            if wishes := {name: one for name, one in found.wishes.items() if name not in choices.sections}:
+            if wishes := {layers: one for layers, one in found.wishes.items() if layers not in choices.sections}:
                 choices = replace(choices, sections={**choices.sections, **wishes})
                 continue
             if best is None or found.sent <= best[1].sent:
@@ -252,9 +270,10 @@ class _Runs:
             choices = replace(choices, gathered=choices.gathered | found.gathered)
         assert best is not None
         choices, found = best
-        for name in dict.fromkeys(pattern_of(name) for name, rule in found.rules.items() if rule.style == BY_ROWS):
+        by_rows = [self._alike[name] for name, rule in found.rules.items() if rule.style == BY_ROWS]
+        for layers in dict.fromkeys(by_rows):
             try:
-                other = replace(choices, by_columns=choices.by_columns | {name})
+                other = replace(choices, by_columns=choices.by_columns | {layers})
                 flipped = self._try(other)
             except NeedsWhole:
                 continue
@@ -263,7 +282,7 @@ class _Runs:
         return found
 
     def _try(self, choices: Choices) -> Found:
-        self._run = run = _Run(self._weights, self._layers, self._ranks, choices, self._guess, self._left)
+        self._run = run = _Run(self._weights, self._layers, self._alike, self._ranks, choices, self._guess, self._left)
         sample = self._sample.map(lambda x: x.to(META, self._dtype if x.is_floating_point() else x.dtype))
         ended = False
         seed_all()
@@ -289,14 +308,16 @@ class _Run(WithoutMemory):
     """One forward, as the axis on which its activations are split."""
 
     def __init__(
-        self, weights: dict[int, str], layers: dict[str, bool], ranks: int, choices: Choices, guess: bool, left: int
-    ) -> None:
+        self, weights: dict[int, str], layers: dict[str, bool], alike: dict[str, Alike], ranks: int, choices: Choices,
+        guess: bool, left: int,
+    ) -> None:  # fmt: skip
         super().__init__(guess)
+        self._alike = alike
         self.size, self.left = ranks, left
         self._rules: dict[str, PlanRule] = {}
         self._sent = 0.0
-        self._gathered: set[str] = set()
-        self._wishes: dict[str, tuple[int, ...]] = {}
+        self._gathered: set[Alike] = set()
+        self._wishes: dict[Alike, tuple[int, ...]] = {}
         self._read: set[str] = set()
         self._weights, self._layers, self._choices = weights, layers, choices
         self._inside: list[str] = []
@@ -349,15 +370,15 @@ class _Run(WithoutMemory):
             self._inside.pop()
 
     def _style(self, name: str, layer: Any, x: Tensor) -> tuple[str, tuple[int, ...]]:
-        pattern, choices = pattern_of(name), self._choices
-        if isinstance(x, SplitActivation) and pattern not in choices.by_columns:
+        alike, choices = self._alike[name], self._choices
+        if isinstance(x, SplitActivation) and alike not in choices.by_columns:
             split_dim = x.split_dim
             if split_dim.dim == x.ndim - 1:
                 return BY_ROWS, split_dim.sections
         base = getattr(layer, "base_layer", layer)
         outputs = sum(base.weight.shape) - x.shape[-1]
-        sections = choices.sections.get(pattern, (outputs,))
-        if pattern in choices.gathered or any(section % self.size for section in sections):
+        sections = choices.sections.get(alike, (outputs,))
+        if alike in choices.gathered or any(section % self.size for section in sections):
             return (GATHERED, ()) if self._layers[name] else ("", ())
         return BY_COLUMNS, sections
 
@@ -379,7 +400,7 @@ class _Run(WithoutMemory):
 
     def gather(self, part: Tensor, split_dim: SplitDim) -> Tensor:
         """Return a whole of the right shape."""
-        self._gathered |= {pattern_of(name) for name in split_dim.sources}
+        self._gathered |= {self._alike[name] for name in split_dim.sources}
         joined = torch.cat([part] * self.size, split_dim.dim)
         self._send(joined)
         return joined
@@ -412,4 +433,4 @@ class _Run(WithoutMemory):
         scale, rest = divmod(sum(sections), sum(lengths))
         wished = tuple(length * scale for length in lengths)
         if not rest and len(sections) == 1 and not any(length % self.size for length in wished):
-            self._wishes.setdefault(pattern_of(name), wished)
+            self._wishes.setdefault(self._alike[name], wished)
