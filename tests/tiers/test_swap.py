@@ -88,6 +88,18 @@ def test_units_that_are_updated_in_several_windows_are_the_same_to_the_bit(tmp_p
         assert_equal(host[1], life(str(tmp_path), "nvme", *case, early=1.0))
 
 
+def test_checkpoints_have_no_unit_in_memory_as_a_whole(tmp_path: Path) -> None:
+    with patch.object(swap, "WINDOW", 200_003):
+        engine = start_nvme(tmp_path)
+        update(engine)
+        with patch.object(swap.Swap, "load", side_effect=AssertionError("a whole unit is loaded")):
+            engine.save_checkpoint(tmp_path / "checkpoints")
+            expected = update(engine)
+            engine.load_checkpoint(tmp_path / "checkpoints")
+            assert update(engine) == expected
+        engine.destroy()
+
+
 def change_states(folder: str, device: str, early: float, kind: str) -> list[Any]:
     engine = start(
         {"stage": 2, "offload_optimizer": {"device": device, "nvme_path": folder, "update_during_backward": early}},

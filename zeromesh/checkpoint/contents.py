@@ -26,6 +26,7 @@ from zeromesh.optim.spikes import SpikeWatch
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import ShardedModel
+from zeromesh.shard.window import PiecePart, StateWindow, pieces_in
 
 if TYPE_CHECKING:
     from zeromesh.training_data import Loader, Position
@@ -75,10 +76,11 @@ def boxes(engine: RunState, read: bool = True, exclude_frozen: bool = False) -> 
         for flat in filter(sharded.is_first, sharded.flats):
             if exclude_frozen and not flat.layout.trainable:
                 continue
-            flat.load_states(read=read)
+            assert flat.store is not None
             on_disk = flat.optimizer_tier is Tier.NVME
-            for box in _flat_boxes(sharded, flat, engine.optimizer):
-                yield replace(box, from_disk=True) if on_disk else box
+            for window in flat.store.windows(flat, read=read):
+                for box in _window_boxes(sharded, window, engine.optimizer):
+                    yield replace(box, from_disk=True) if on_disk else box
     if sharded.mesh.group("stage").rank == 0:
         for name, buffer in own_buffers(sharded):
             if buffer.numel():
@@ -87,22 +89,26 @@ def boxes(engine: RunState, read: bool = True, exclude_frozen: bool = False) -> 
     yield Box(f"random/{sharded.mesh.rank}", tuple(state.shape), 0, state.numel(), state)
 
 
-def _flat_boxes(sharded: ShardedModel, flat: Flat, optimizer: Optimizer | None) -> Iterator[Box]:
+def _window_boxes(sharded: ShardedModel, window: StateWindow, optimizer: Optimizer | None) -> Iterator[Box]:
     # The rank's shard, also where it holds more, as of parameters that are not sharded.
-    values, offset = held(sharded, flat)
-    for index, start, stop in flat.layout.owned(flat.shard_range.start, flat.shard_range.stop):
+    flat, (values, offset) = window.flat, held(window)
+    low, high = max(flat.shard_range.start, offset), min(flat.shard_range.stop, offset + values.numel())
+    for index, start, stop in flat.layout.owned(low, high):
         segment = flat.layout.segments[index]
         data, first = values[start - offset : stop - offset], segment.start
         yield from _boxes(f"parameter/{segment.name}", segment.held, start - first, stop - first, data)
     if optimizer is not None:
-        for index, _, piece in flat.pieces:
-            yield from _optimizer_boxes(optimizer, flat, index, piece)
+        for part in pieces_in(window):
+            names = sharded.store.names(flat, part.piece.parameter)
+            windowed = dict(zip(names, (window.rows or [])[1:], strict=False))
+            yield from _optimizer_boxes(optimizer, flat, part, windowed)
 
 
-def held(sharded: ShardedModel, flat: Flat) -> tuple[torch.Tensor, int]:
-    """Return the part of a flat buffer from which parameters are saved, and its start in the layout."""
+def held(window: StateWindow) -> tuple[torch.Tensor, int]:
+    """Return the elements of a window as parameters are saved from them, and their start in the layout."""
+    flat = window.flat
     if flat.layout.trainable:
-        return flat.master, flat.own.start
+        return window.master, flat.own.start + window.elements.start
     return (flat.shard, flat.shard_range.start) if flat.sharded else (flat.full, 0)
 
 
@@ -122,10 +128,20 @@ def updates_whole(flat: Flat) -> bool:
     return flat.own.stop - flat.own.start == flat.layout.size
 
 
-def _optimizer_boxes(optimizer: Optimizer, flat: Flat, index: int, piece: Piece) -> Iterator[Box]:
+def elements_of(flat: Flat, part: PiecePart) -> tuple[int, int]:
+    """Return the first element, and the one after the last, of a part in what this rank holds of its parameter."""
+    begin = flat.own.start - flat.layout.segments[part.number].start
+    return begin + part.elements.start, begin + part.elements.stop
+
+
+def _optimizer_boxes(
+    optimizer: Optimizer, flat: Flat, part: PiecePart, windowed: Mapping[str, torch.Tensor]
+) -> Iterator[Box]:  # fmt: skip
+    """Yield the boxes of the states of a part of a piece; those in ``windowed`` are its window's."""
     # Of its piece, a rank writes what lies in its shard; in row 0 that is less.
-    first = flat.layout.segments[index].start
-    start, stop = max(piece.start, flat.shard_range.start - first), min(piece.stop, flat.shard_range.stop - first)
+    piece, (begin, end) = part.piece, elements_of(flat, part)
+    first = flat.layout.segments[part.number].start
+    start, stop = max(begin, flat.shard_range.start - first), min(end, flat.shard_range.stop - first)
     for key, value in optimizer.state.get(piece.parameter, {}).items():
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or start >= stop:
             continue
@@ -143,7 +159,10 @@ def _optimizer_boxes(optimizer: Optimizer, flat: Flat, index: int, piece: Piece)
         if value.numel() != piece.stop - piece.start:
             raise ValueError(f"optimizer state {key!r} of {piece.name} has shape {shape}, not its parameter's")
         # A view where it is contiguous, so that a large state is not doubled.
-        data = value.flatten()[start - piece.start : stop - piece.start]
+        if key in windowed:
+            data = windowed[key][part.within][start - begin : stop - begin]
+        else:
+            data = value.flatten()[start - piece.start : stop - piece.start]
         yield from _boxes(name, piece.held, start, stop, data)
 
 

@@ -28,7 +28,13 @@ from zeromesh.checkpoint.contents import (
 )
 from zeromesh.checkpoint.folder import is_readable, latest, locate
 from zeromesh.checkpoint.formats.detect import foreign
-from zeromesh.checkpoint.optimizer import load_optimizer, read_held, require_same_optimizer, set_learning_rates
+from zeromesh.checkpoint.optimizer import (
+    load_optimizer,
+    load_rows,
+    read_held,
+    require_same_optimizer,
+    set_learning_rates,
+)
 from zeromesh.checkpoint.packing import unpack
 from zeromesh.checkpoint.random_state import derive_random_state, restore_random_state, share_random_state
 from zeromesh.checkpoint.whole import of_all_stages
@@ -38,6 +44,7 @@ from zeromesh.comm.detect import may_restart
 from zeromesh.config.batch import TRAIN
 from zeromesh.config.errors import counted, nearest, some
 from zeromesh.shard.sharded import ShardedModel
+from zeromesh.shard.window import StateWindow
 
 _log = logging.getLogger(__name__)
 
@@ -260,20 +267,29 @@ def _call(function: Callable[..., Any], source: dict[str, Any], sharded: Sharded
 
 
 def _load_tensors(sharded: ShardedModel, optimizer: Optimizer | None, reader: Reader, plainly: bool = True) -> None:
-    for flat in sharded.flats if plainly else ():
-        # Of NVMe, too: the values are written back when the states are released.
-        flat.load_states(write=True)
-        values, low = held(sharded, flat)
-        for index, start, stop in flat.layout.owned(low, low + values.numel()):
-            segment = flat.layout.segments[index]
-            name, out = f"parameter/{segment.name}", values[start - low : stop - low]
-            if name in reader.names:
-                read_held(reader, name, segment.held, start - segment.start, stop - segment.start, out)
+    for flat in sharded.flats:
+        if not plainly and (optimizer is None or not flat.keeps_states):
+            continue
+        assert flat.store is not None
+        for window in flat.store.windows(flat, write=True):
+            if plainly:
+                _load_parameters(window, reader)
+            if optimizer is not None and flat.keeps_states:
+                load_rows(sharded, window, reader)
     if optimizer is not None:
         load_optimizer(sharded, optimizer, reader)
     for name, buffer in buffers(sharded) if plainly else ():
         if f"buffer/{name}" in reader.names:
             buffer.copy_(reader.tensor(f"buffer/{name}"))
+
+
+def _load_parameters(window: StateWindow, reader: Reader) -> None:
+    flat, (values, low) = window.flat, held(window)
+    for index, start, stop in flat.layout.owned(low, low + values.numel()):
+        segment = flat.layout.segments[index]
+        name, out = f"parameter/{segment.name}", values[start - low : stop - low]
+        if name in reader.names:
+            read_held(reader, name, segment.held, start - segment.start, stop - segment.start, out)
 
 
 def _load_progress(engine: RunState, reader: Reader, scheduler_states: bool) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.contents import RunState, pieces, updates_whole
+from zeromesh.checkpoint.contents import RunState, elements_of, pieces, updates_whole
 from zeromesh.checkpoint.manifest import dtype_name
 from zeromesh.checkpoint.packing import unpack
 from zeromesh.config.keys import UNSHARDED
@@ -17,6 +17,8 @@ from zeromesh.model.split import Held
 from zeromesh.optim.schedules import RateSchedule
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shard.table.rules import RULE_KEY
+from zeromesh.shard.window import StateWindow, pieces_in
+from zeromesh.tiers.memory import unloaded
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:
@@ -142,15 +144,29 @@ def load_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) 
         # Without ``strict`` the checkpoint may lack it; then its state stays with the value that it is of.
         if f"parameter/{piece.name}" not in reader.names:
             continue
-        flat.load_states(write=True)
-        state = optimizer.state[piece.parameter]
+        if not flat.keeps_states:
+            flat.load_states(write=True)
+        state, in_rows = optimizer.state[piece.parameter], sharded.store.names(flat, piece.parameter)
         state.clear()  # a state that the checkpoint lacks must not stay from before
         for key in keys:
             name = f"optimizer/{key}/{piece.name}"
             if name in reader.names:
-                state[key] = _read_state(reader, name, piece)
+                known = key in in_rows  # by ``load_rows``
+                state[key] = unloaded(piece.parameter.detach()) if known else _read_state(reader, name, piece)
         for key, value in reader.manifest["scalars"].get(piece.name, {}).items():
             state[key] = state_number(key, value, piece.parameter, groups.get(id(piece.parameter), {}))
+
+
+def load_rows(sharded: ShardedModel, window: StateWindow, reader: Reader) -> None:
+    """Load the states that a window has as rows; ``load_optimizer`` tells the optimizer of them."""
+    assert window.rows is not None
+    for part in pieces_in(window):
+        piece, (start, stop) = part.piece, elements_of(window.flat, part)
+        names = sharded.store.names(window.flat, piece.parameter)
+        for key, row in zip(names, window.rows[1:], strict=False):
+            name = f"optimizer/{key}/{piece.name}"
+            if {name, f"parameter/{piece.name}"} <= reader.names:
+                read_held(reader, name, piece.held, start, stop, row[part.within])
 
 
 def _read_state(reader: Reader, name: str, piece: Piece) -> torch.Tensor:

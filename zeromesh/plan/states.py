@@ -129,7 +129,7 @@ def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, sums: 
     resting: Resting = {}
     files: list[tuple[float, int]] = []  # bytes in files: windows of units' states, and units' parameters
     stored: list[tuple[float, int]] = []
-    loaded = 0.0  # bytes of the largest unit of several windows, which checkpoints have in memory as a whole
+    loaded = 0.0  # bytes of the largest master of several windows, which is in memory as a whole at the start
     sizes = []
     for unit, own_row in _rows(units, layout):
         count, size = unit.number, _pad(unit.size, widths.parameter, ranks)
@@ -142,7 +142,8 @@ def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, sums: 
             elif tier == Tier.NVME.value:
                 held = size / (ranks if row.optimizer is Placement.SHARDED else 1)
                 files += [(block, number * count) for block, number in _windows(held, nbytes)]
-                loaded = max(loaded, held * (nbytes // held) if held > WINDOW else 0.0)
+                width = widths.parameter if _splits(own_row, widths) else widths.master or widths.parameter
+                loaded = max(loaded, held * width if held > WINDOW else 0.0)
         if own_row.optimizer_tier is not Tier.DEVICE:
             in_files = own_row.optimizer_tier is Tier.NVME  # which have a spare place for the next ones
             copied = 0 if in_files else (widths.master or widths.parameter) + widths.states

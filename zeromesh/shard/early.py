@@ -24,7 +24,8 @@ from zeromesh.model.placement import Tier
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Arrival, Gradient
 from zeromesh.shard.store import Tiers
-from zeromesh.shard.swap import StateWindow, Swap, pieces_in, whole_window
+from zeromesh.shard.swap import Swap
+from zeromesh.shard.window import StateWindow, pieces_in, whole_window
 from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import empty_on, is_unloaded, zeros_on
 

@@ -17,6 +17,7 @@ from zeromesh.shard.deferred import Source
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout, Segment
 from zeromesh.shard.narrow import NarrowGather
+from zeromesh.shard.window import StateWindow, whole_window
 from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import zeros_on
 
@@ -43,6 +44,9 @@ class Store(Protocol):
 
     def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         """Have the master and the optimizer states in memory."""
+
+    def windows(self, flat: Flat, write: bool = False, read: bool = True) -> Iterator[StateWindow]:
+        """Yield the windows of the master and the optimizer states."""
 
     def load_shard(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         """Have this rank's parameters in memory."""
@@ -123,7 +127,9 @@ class Flat:
         """Write the master, which has changed, to the shard, if that is another tensor."""
         if self.master is not self.shard and not self.splits:
             self.load_shard(write=True, read=False)
-            self.shard.copy_(self.master)
+            assert self.store is not None
+            for window in self.store.windows(self) if self.keeps_states else [whole_window(self)]:
+                self.shard[window.elements].copy_(window.master)
 
     def unbind(self, index: int, value: torch.Tensor) -> None:
         """Let a parameter be another tensor, such as one that is whole, until ``rebind``."""

@@ -14,7 +14,7 @@ from zeromesh.observe.spans import span
 from zeromesh.shard.early import HostUpdate
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.store import Tiers
-from zeromesh.shard.swap import StateWindow, pieces_in
+from zeromesh.shard.window import StateWindow, pieces_in
 from zeromesh.tiers.link import Link
 from zeromesh.tiers.memory import Staging
 

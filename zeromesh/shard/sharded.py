@@ -37,10 +37,10 @@ from zeromesh.shard.residency import Residency
 from zeromesh.shard.slots import Pool, largest
 from zeromesh.shard.store import Tiers
 from zeromesh.shard.sums import squared_norm
-from zeromesh.shard.swap import StateWindow
 from zeromesh.shard.table.table import Table
 from zeromesh.shard.table.tables import Tables
 from zeromesh.shard.unit import State, Unit
+from zeromesh.shard.window import StateWindow
 from zeromesh.tiers.link import Link
 
 # Function of a flat buffer, a range of this rank's part and the piece there; returns a tensor of the piece's size.
@@ -290,8 +290,6 @@ class ShardedModel:
                         assert adopt is not None
                         adopt(flat)
                     elif update is None:
-                        if flat.keeps_states:
-                            flat.load_states()
                         flat.write_shard()
                     elif flat not in idle:
                         update(flat, windows)

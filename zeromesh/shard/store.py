@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import astuple
 from pathlib import Path
 
+from torch import nn
+
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.stored import Stored
-from zeromesh.shard.swap import StateWindow, Swap, whole_window
+from zeromesh.shard.swap import Swap
+from zeromesh.shard.window import StateWindow, whole_window
 from zeromesh.tiers.traffic import DiskTraffic
 
 
@@ -41,13 +44,30 @@ class Tiers:
 
     def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         """Have the master and the optimizer states in memory until those of another flat buffer are loaded."""
-        self.recall()
-        for listener in self._before_states:
-            listener(flat)  # early updates use the same regions of the file, and give way
+        self._prepare(flat)
         if self.swap is not None and flat in self.swap:
             self.swap.load(flat, write, read)
         elif not flat.layout.trainable:  # a frozen parameter is its own master
             self._load_stored(flat, write, read)
+
+    def _prepare(self, flat: Flat) -> None:
+        self.recall()
+        for listener in self._before_states:
+            listener(flat)  # early updates use the same regions of the file, and give way
+
+    def windows(self, flat: Flat, write: bool = False, read: bool = True) -> Iterator[StateWindow]:
+        """Yield the windows of a flat buffer's master and states, to be read or changed; see ``Swap.windows``."""
+        if self.swap is None or flat not in self.swap:
+            self.load_states(flat, write, read)
+            yield whole_window(flat)
+            return
+        self._prepare(flat)
+        with closing(self.swap.windows(flat, write, read)) as windows:
+            yield from windows
+
+    def names(self, flat: Flat, parameter: nn.Parameter) -> Sequence[str]:
+        """Return the names of a parameter's states that windows have as rows, in order."""
+        return () if self.swap is None or flat not in self.swap else self.swap.names(flat, parameter)
 
     def load_shard(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         """Have this rank's parameters in memory until those of another flat buffer are loaded; see ``load_states``."""

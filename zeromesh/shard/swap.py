@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from itertools import islice
-from typing import NamedTuple
+from itertools import islice, repeat
 
+import numpy
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.kernels import halves
-from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.layout import round_up
 from zeromesh.shard.slots import largest
 from zeromesh.shard.stored import Stored
+from zeromesh.shard.window import StateWindow, whole_window
 from zeromesh.tiers.memory import empty_on, is_unloaded, unloaded
 from zeromesh.tiers.nvme import Disk, FileStore
 from zeromesh.tiers.places import File, Memory, Place
@@ -57,20 +57,6 @@ def _runs(elements: int) -> Iterator[slice]:
         yield slice(first, min(first + RUN, elements))
 
 
-class StateWindow(NamedTuple):
-    """Range of a flat buffer's elements whose master and states are in memory until the next window is asked for."""
-
-    flat: Flat
-    elements: slice  # in the flat buffer's master
-    # The master or its lower halves, and the states, of these elements; None: all of them are where they rest.
-    rows: Sequence[torch.Tensor] | None
-
-    @property
-    def is_last(self) -> bool:
-        """Return whether the flat buffer ends here."""
-        return bool(self.elements.stop == self.flat.master.numel())
-
-
 class Rows:
     """Places of the rows of one flat buffer in its blocks, one block for each window."""
 
@@ -90,8 +76,8 @@ class Rows:
 
     @property
     def whole_bytes(self) -> int:
-        """Return the bytes of memory that ``Swap.load`` takes beside the buffers of blocks, the joined master not."""
-        return self.nbytes if len(self.windows) > 1 else 0
+        """Return the bytes of memory beside the buffers of blocks for a master as a whole, if it is not joined."""
+        return self._elements * self._kinds[0].itemsize if len(self.windows) > 1 else 0
 
     def raw(self, memory: torch.Tensor, window: slice | None = None) -> list[torch.Tensor]:
         """Return the rows of a block, 1-D, in their own dtypes: the master or its lower halves, then the states."""
@@ -101,22 +87,22 @@ class Rows:
             begin += round_up(elements * kind.itemsize, ALIGN)
         return found
 
-    def unpack(self, memory: torch.Tensor, known: bool) -> list[torch.Tensor]:
-        """Return the master and the states, 1-D, in the master's dtype."""
-        first, *states = self.raw(memory)
+    def unpack(self, memory: torch.Tensor, known: bool, window: slice | None = None) -> list[torch.Tensor]:
+        """Return the master and the states of a block, 1-D, in the master's dtype."""
+        first, *states = self.raw(memory, window)
         if not self.form.split:
             return [first, *states]
-        master = torch.zeros(self._elements)
+        master, upper = torch.zeros(len(first)), self._flat.shard[window or slice(None)]
         # In runs, so that the temporaries of a conversion stay in the cache.
-        for part in _runs(self._elements) if known else ():
-            master[part] = halves.join(self._flat.shard[part], first[part])
+        for part in _runs(len(first)) if known else ():
+            master[part] = halves.join(upper[part], first[part])
         return [master, *states]
 
-    def pack(self, memory: torch.Tensor, master: torch.Tensor) -> None:
+    def pack(self, memory: torch.Tensor, master: torch.Tensor, window: slice | None = None) -> None:
         """Split a master that ``unpack`` joined; its upper halves become the parameters at rest."""
-        lower = self.raw(memory)[0]
-        for part in _runs(self._elements) if self.form.split else ():
-            self._flat.shard[part], lower[part] = halves.split(master[part])
+        lower, upper = self.raw(memory, window)[0], self._flat.shard[window or slice(None)]
+        for part in _runs(len(master)) if self.form.split else ():
+            upper[part], lower[part] = halves.split(master[part])
 
 
 class Swap:
@@ -184,8 +170,6 @@ class Swap:
                 except BaseException:
                     self._give(flat, memory, False)
                     raise
-            if write and not read:  # rows that nobody writes, as of states that do not exist yet, are read some time
-                memory.zero_()
             self._here = flat, memory, self._bind(flat, memory, read)
             self._known = read or write
         self._dirty = self._dirty or write
@@ -214,11 +198,13 @@ class Swap:
         return [(flat, window.start) for flat in flats for window in self._rows[flat].windows]
 
     def _take(self, flat: Flat, read: bool) -> torch.Tensor:
-        """Return one block with all of a flat buffer's elements."""
+        """Return one block with all of a flat buffer's elements; without ``read`` it is zeros."""
         keys, rows = self._keys([flat]), self._rows[flat]
+        # Rows that nobody writes, as of states that do not exist yet, are read some time.
         if len(keys) == 1:
-            return self._place.take(keys[0], read)
-        memory = torch.empty(rows.nbytes, dtype=torch.uint8)
+            memory = self._place.take(keys[0], read)
+            return memory if read else memory.zero_()
+        memory = torch.from_numpy(numpy.zeros(rows.nbytes, numpy.uint8))  # rows that stay zeros take no pages
         with closing(self._place.stream(keys, write=False)) if read else nullcontext(()) as blocks:
             for window, block in zip(rows.windows, blocks, strict=read):
                 for row, part in zip(rows.raw(memory), rows.raw(block, window), strict=True):
@@ -236,6 +222,30 @@ class Swap:
             for row, part in zip(rows.raw(memory), rows.raw(block, window), strict=True):
                 part.copy_(row[window])
             self._place.give(key, write)
+
+    def windows(self, flat: Flat, write: bool = False, read: bool = True) -> Generator[StateWindow]:
+        """Yield the windows of a flat buffer with the master in its own dtype, to be read or, with ``write``, changed.
+
+        Without ``read`` the values are any.
+        """
+        self._take_in([flat])
+        rows = self._rows[flat]
+        if rows.form.split:
+            self._load_shard(flat, write, read)
+        most = max(map(rows.block_bytes, rows.windows), default=0)
+        any_values = repeat(torch.empty(0 if read else most, dtype=torch.uint8))
+        stream = self._place.stream(self._keys([flat]), write)
+        with closing(stream):
+            for window, memory in zip(rows.windows, stream if read else any_values, strict=False):
+                values = rows.unpack(memory, read, window)
+                yield StateWindow(flat, window, values)
+                if write:
+                    rows.pack(memory, values[0], window)
+            next(stream, None) if read else None  # which waits for the last writes
+
+    def names(self, flat: Flat, parameter: nn.Parameter) -> Sequence[str]:
+        """Return the names of a parameter's states that rest here, in the order of rows."""
+        return self._names(parameter)[: self._rows[flat].form.states]
 
     def stream(self, flats: Sequence[Flat], provisional: bool = False) -> Generator[StateWindow]:
         """Yield the windows of flat buffers, in order, to be updated; what does not rest here is one window.
@@ -307,19 +317,5 @@ def buffer_bytes(rows: Sequence[Rows], disk: Disk) -> list[int]:
 
 
 def loaded_bytes(rows: Collection[Rows]) -> int:
-    """Return the bytes of host memory that loading a whole flat buffer takes at most, beside those of blocks."""
+    """Return the bytes of host memory for the largest master, whole as it is at the start, beside those of blocks."""
     return max((of.whole_bytes + of.unpacked_bytes for of in rows), default=0)
-
-
-def pieces_in(window: StateWindow) -> Iterator[tuple[int, slice, slice, Piece]]:
-    """Yield each piece in a window: its parameter's index, where its elements are in the master and in the window."""
-    for index, local, piece in window.flat.pieces:
-        start, stop = max(local.start, window.elements.start), min(local.stop, window.elements.stop)
-        if start < stop:
-            begin = window.elements.start
-            yield index, slice(start, stop), slice(start - begin, stop - begin), piece
-
-
-def whole_window(flat: Flat) -> StateWindow:
-    """Return all of a flat buffer whose master and states are where they rest."""
-    return StateWindow(flat, slice(0, flat.master.numel()), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from zeromesh.shard.layout import Layout, Segment
 from zeromesh.shard.table.exchange import COPIES_TAG, from_all, swap, vector_of
 from zeromesh.shard.table.memory import RowMemory, plane_on
 from zeromesh.shard.table.rules import RULES, Options, RowState
+from zeromesh.shard.window import StateWindow, whole_window
 
 # Function of a hook, an index and the tensor that has the gradient; see ``Backward.gradient_arrived``.
 Arrived = Callable[["RowArrival", int, torch.Tensor], None]
@@ -323,6 +324,11 @@ class Settled:
         self._table.rows.settle(forget=write)
 
     load_shard = load_states
+
+    def windows(self, flat: Flat, write: bool = False, read: bool = True) -> Iterator[StateWindow]:
+        """Yield all rows as one window."""
+        self.load_states(flat, write, read)
+        yield whole_window(flat)
 
     def form(self, flat: Flat) -> tuple[bool, bool]:
         """Return (False, False): states are always in memory, and masters are whole."""
