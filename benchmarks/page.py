@@ -253,7 +253,8 @@ and update.
 - **Clipping** is off in all variants, or on at norm 1 if a case says so. (DeepSpeed's default is 1.)
 - **DeepSpeed** uses buckets of 4 M elements; with its defaults it reserves about 2 GB for any model. It compiles
   operators before the measurement.{compiled} *first step after* does not include this.
-- **MB sent** is the mean over the ranks of the bytes that TCP sockets sent, as counted by the kernel.
+- **MB sent** is the mean over the ranks of the bytes that TCP sockets sent, as counted by the kernel, and of those that
+  ZeroMesh's ranks of one host exchanged through memory.
 - **Peak MB** is the memory that rank 0 allocated after the start of the model's construction, measured in another run;
   on a CPU in blocks of at least 64 KiB.{tensor if any("tensor parallel" in name for name in rows) else ""}{
         pipeline if any("pipeline" in name for name in rows) else ""

@@ -42,13 +42,14 @@ def draw(variants: dict[str, list[str]], found: dict[str, dict[str, tuple[float,
     figure = Figure(figsize=(2.6 + 3.3 * columns, 0.8 + 3.3 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False)
+    # The same places in all panels, as only the first of a row has names.
+    names = list(dict.fromkeys(name for case in found for name in variants[case] if name != "floor"))
     for number, panel in enumerate(panels.flat):
         if number >= len(found):
             panel.set_axis_off()
             continue
         case = list(found)[number]
-        names = [name for name in variants[case] if name != "floor"]
-        _panel(panel, case, names, found[case])
+        _panel(panel, case, names, found[case], failed=set(variants[case]) - set(found[case]))
         if number % columns:
             panel.set_yticklabels([])
     present = {family(name) for case in found.values() for name in case if name != "floor"}
@@ -59,12 +60,15 @@ def draw(variants: dict[str, list[str]], found: dict[str, dict[str, tuple[float,
     return True
 
 
-def _panel(panel: Any, case: str, names: list[str], values: dict[str, tuple[float, float, float]]) -> None:
-    """One case: a bar per variant, from the top down."""
+def _panel(
+    panel: Any, case: str, names: list[str], values: dict[str, tuple[float, float, float]], failed: set[str]
+) -> None:  # fmt: skip
+    """One case: a bar per variant, from the top down; nothing for those that it does not have."""
     longest = max((most for _, _, most in values.values()), default=1.0)
     for place, name in enumerate(names):
-        if name not in values:
+        if name in failed:
             panel.text(0.01 * longest, place, "failed", va="center", fontsize=8)
+        if name not in values:
             continue
         middle, least, most = values[name]
         whiskers = [[middle - least], [most - middle]]

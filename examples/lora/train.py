@@ -38,12 +38,12 @@ def read_chats(length: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def prepare(options: argparse.Namespace) -> tuple[Any, torch.optim.Optimizer]:
     """Return the model and its optimizer."""
-    rate = RATES[options.method]
+    rate, dtype = RATES[options.method], torch.get_default_dtype()
     if options.plain:
-        model: Any = GPT2LMHeadModel.from_pretrained(options.base, dtype=torch.get_default_dtype())
+        model: Any = GPT2LMHeadModel.from_pretrained(options.base, dtype=dtype)
         model = peft.get_peft_model(model, LORA) if options.method == "lora" else model
         return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
-    model = zeromesh.from_pretrained(options.base, GPT2LMHeadModel)  # without values; initialize reads them
+    model = zeromesh.from_pretrained(options.base, GPT2LMHeadModel, dtype=dtype)  # initialize reads the values
     if options.method == "lora":
         with zeromesh.zero.Init():
             model = peft.get_peft_model(model, LORA)

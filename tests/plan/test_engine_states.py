@@ -160,7 +160,8 @@ def check(folder: Path, ranks: int, names: list[str], accumulations: tuple[int, 
     for name in names:
         zero, row = CASES[name]
         for steps in accumulations:
-            layout = ParallelLayout(data=ranks, row=row, accumulation=steps)
+            early = float(row.optimizer_tier is Tier.NVME)
+            layout = ParallelLayout(data=ranks, row=row, accumulation=steps, early=early)
             found, sums = reported(configuration(zero, steps, folder, ADAMW))
             (rank,) = memory_of(Cost(), 8, layout, sums=sums)
             assert found == {key: size for key, size in rank.states.items() if size}, (name, steps)

@@ -1,5 +1,6 @@
 """Optimizer states on NVMe: the same numbers as on the host, files as large as is said, and what goes wrong is told."""
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from test_tiers import Net, start, update
 from zeromesh import zero
 from zeromesh.shard import swap
 from zeromesh.shard.swap import unloaded
+from zeromesh.tiers import swap_file
 
 STATE = {"AdamW": "exp_avg_sq", "SGD": "momentum_buffer", "Adagrad": "sum", "Lion": "exp_avg"}
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -100,6 +102,27 @@ def test_checkpoints_have_no_unit_in_memory_as_a_whole(tmp_path: Path) -> None:
         engine.destroy()
 
 
+def test_a_disk_without_room_for_second_copies_has_one_copy(tmp_path: Path) -> None:
+    def reserve(self: swap_file.SwapFile, nbytes: int) -> None:
+        if nbytes > 13 * sum(parameter.numel() for parameter in Net().parameters()):
+            raise OSError(errno.ENOSPC, "no room")
+        reserved(self, nbytes)
+
+    reserved = swap_file.SwapFile.reserve
+    with patch.object(swap_file.SwapFile, "reserve", reserve):
+        engine = start_nvme(tmp_path)
+        expected = [update(engine, number) for number in range(2)]
+        assert engine.sharded.early.nbytes == 0
+        engine.destroy()
+        everything = {"device": "nvme", "nvme_path": str(tmp_path), "update_during_backward": 1}
+        with pytest.raises(OSError, match="no room"):
+            start({"stage": 3, "offload_optimizer": everything})
+    engine = start_nvme(tmp_path)
+    assert engine.sharded.early.nbytes > 0
+    assert [update(engine, number) for number in range(2)] == expected
+    engine.destroy()
+
+
 def change_states(folder: str, device: str, early: float, kind: str) -> list[Any]:
     engine = start(
         {"stage": 2, "offload_optimizer": {"device": device, "nvme_path": folder, "update_during_backward": early}},
@@ -159,10 +182,10 @@ def test_the_report_has_the_size_of_the_file_and_of_the_buffers(depth: int, tmp_
     report, (file,) = engine.memory_report(), list(tmp_path.iterdir())
     elements = sum(parameter.numel() for parameter in Net(depth).parameters())
     assert report["optimizer"]["nvme"] == file.stat().st_size
-    assert report["optimizer"]["nvme"] / elements == pytest.approx(12, rel=0.01)
+    assert report["optimizer"]["nvme"] / elements == pytest.approx(24, rel=0.01)  # with the next ones
     assert report["optimizer"]["host"] < 1000  # the numbers of the steps
     sizes = sorted(12 * sum(p.numel() for p in unit.members) for unit in engine.sharded.units)
-    assert report["slot"]["host"] == pytest.approx(sum(sizes[-4:]), rel=0.01)
+    assert report["slot"]["host"] == pytest.approx(sum(sizes[-4:]) + 2 * elements, rel=0.01)
     assert file.stat().st_blocks * 512 >= file.stat().st_size  # the space is taken before the start
     for _, state in engine.optimizer.state.items():
         assert bool(state["exp_avg"].isnan().all())

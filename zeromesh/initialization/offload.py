@@ -94,7 +94,9 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
         return Tiers(swap, stored, early, offload.form.states)
 
     def prepare(budget: MemoryBudget) -> Tiers:
-        early = budget.first_early(1.0 if offload.early is None and mesh.device.type != "cpu" else offload.early or 0.0)
+        # Where compute and update share the processor, an early update gains what waits for a disk.
+        overlaps = mesh.device.type != "cpu" or offload.disk is not None
+        early = budget.first_early(offload.early or (1.0 if offload.early is None and overlaps else 0.0))
         states = offload.form.states
         if mesh.rank == 0 and offload.form.split and not any(rows.form.split for rows in budget.rows(states)):
             _log.warning(
@@ -121,6 +123,9 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
                 early = []
                 del total[NEXT]
         opened, failure = catch(lambda: open_files(budget, early))
+        if offload.early is None and early and isinstance(failure, OSError):  # there is room for one copy, perhaps
+            early = []
+            opened, failure = catch(lambda: open_files(budget, early))
         tiers = opened or Tiers()
         if failure is None and total and most is not None:
             _, failure = catch(lambda: require_host_memory(total, most, offload.limit))

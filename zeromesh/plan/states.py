@@ -142,13 +142,14 @@ def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, sums: 
             elif tier == Tier.NVME.value:
                 held = size / (ranks if row.optimizer is Placement.SHARDED else 1)
                 files += [(block, number * count) for block, number in _windows(held, nbytes)]
+                _add(resting, state, Tier.NVME, layout.early * nbytes * count)  # a spare place for the next ones
                 width = widths.parameter if _splits(own_row, widths) else widths.master or widths.parameter
                 loaded = max(loaded, held * width if held > WINDOW else 0.0)
         if own_row.optimizer_tier is not Tier.DEVICE:
             in_files = own_row.optimizer_tier is Tier.NVME  # which have a spare place for the next ones
             copied = 0 if in_files else (widths.master or widths.parameter) + widths.states
-            copied += widths.parameter if widths.master else 0
-            _add(resting, "slot", Tier.HOST, layout.early * own * copied * count)
+            copied += widths.parameter if widths.master or _is_apart(own_row) else 0
+            _add(resting, "slot", Tier.HOST, layout.early * (size / ranks if in_files else own) * copied * count)
     stored += _place_frozen(resting, units, row, ranks)
     if any(_splits(own_row, widths) for _, own_row in sizes):
         # One split master at a time is joined in memory of its own, during the update.
@@ -193,8 +194,7 @@ def _place(size: float, elements: float, row: PlacementRow, widths: Widths, rank
     sharded = row.parameter is Placement.SHARDED
     own = size / ranks if row.optimizer is Placement.SHARDED else size
     master = widths.master or widths.parameter
-    apart = row.parameter_tier is Tier.NVME or row.optimizer_tier is not row.parameter_tier
-    rest = widths.parameter
+    apart, rest = _is_apart(row), widths.parameter
     if sharded:
         # On the device parameters rest in their masters, and are converted as they are gathered.
         if not apart and row.parameter_tier is Tier.DEVICE:
@@ -217,6 +217,11 @@ def _place(size: float, elements: float, row: PlacementRow, widths: Widths, rank
     # States have no padding, unless they lie in a block with their masters.
     _add(found, "optimizer", row.optimizer_tier, (own if split else elements) * widths.states)
     return found
+
+
+def _is_apart(row: PlacementRow) -> bool:
+    """Return whether masters are other memory than the parameters because of where they rest."""
+    return row.parameter_tier is Tier.NVME or row.optimizer_tier is not row.parameter_tier
 
 
 def _windows(elements: float, nbytes: float) -> list[tuple[float, int]]:
