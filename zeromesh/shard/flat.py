@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from zeromesh.shard.deferred import Source
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout, Segment
 from zeromesh.shard.narrow import NarrowGather
-from zeromesh.shard.window import StateWindow, whole_window
 from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import zeros_on
 
@@ -45,8 +44,8 @@ class Store(Protocol):
     def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         """Have the master and the optimizer states in memory."""
 
-    def windows(self, flat: Flat, write: bool = False, read: bool = True) -> Iterator[StateWindow]:
-        """Yield the windows of the master and the optimizer states."""
+    def windows(self, flat: Flat, write: bool = False, read: bool = True) -> Iterator[Any]:
+        """Yield the ``StateWindow``s of the master and the optimizer states."""
 
     def load_shard(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         """Have this rank's parameters in memory."""
@@ -127,8 +126,11 @@ class Flat:
         """Write the master, which has changed, to the shard, if that is another tensor."""
         if self.master is not self.shard and not self.splits:
             self.load_shard(write=True, read=False)
+            if not self.keeps_states:
+                self.shard.copy_(self.master)
+                return
             assert self.store is not None
-            for window in self.store.windows(self) if self.keeps_states else [whole_window(self)]:
+            for window in self.store.windows(self):
                 self.shard[window.elements].copy_(window.master)
 
     def unbind(self, index: int, value: torch.Tensor) -> None:

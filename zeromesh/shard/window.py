@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from zeromesh.model.piece import Piece
-
-if TYPE_CHECKING:
-    from zeromesh.shard.flat import Flat
+from zeromesh.shard.flat import Flat
 
 
 class StateWindow(NamedTuple):
