@@ -30,6 +30,7 @@ from zeromesh.checkpoint.folder import is_readable, latest, locate
 from zeromesh.checkpoint.formats.detect import foreign
 from zeromesh.checkpoint.optimizer import (
     load_optimizer,
+    load_options,
     load_rows,
     read_held,
     require_same_optimizer,
@@ -267,6 +268,8 @@ def _call(function: Callable[..., Any], source: dict[str, Any], sharded: Sharded
 
 
 def _load_tensors(sharded: ShardedModel, optimizer: Optimizer | None, reader: Reader, plainly: bool = True) -> None:
+    if optimizer is not None:
+        load_options(optimizer, reader)
     for flat in sharded.flats:
         if not plainly and (optimizer is None or not flat.keeps_states):
             continue

@@ -130,14 +130,18 @@ def _state_keys(reader: Reader) -> list[str]:
     return sorted({name.split("/")[1] for name in reader.names if name.startswith("optimizer/")})
 
 
-def load_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) -> None:
-    """Load the options of the groups, and the states of the pieces that this rank updates."""
+def load_options(optimizer: Optimizer, reader: Reader) -> None:
+    """Load the options of the groups, on which it depends what states there are."""
     # Updated in place: schedulers hold the groups.
     foreign = "imported" in reader.manifest
     for group, saved in zip(optimizer.param_groups, reader.manifest["groups"], strict=True):
         # An option that this optimizer does not have may be one of another library's.
         kept = {key: value for key, value in unpack(saved).items() if key in group or not foreign}
         group.update({key: _restored(group.get(key), value) for key, value in kept.items()})
+
+
+def load_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) -> None:
+    """Load the states of the pieces that this rank updates; ``load_options`` and ``load_rows`` come first."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     keys = _state_keys(reader)
     for flat, piece in pieces(sharded):

@@ -123,9 +123,14 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
                 early = []
                 del total[NEXT]
         opened, failure = catch(lambda: open_files(budget, early))
-        if offload.early is None and early and isinstance(failure, OSError):  # there is room for one copy, perhaps
-            early = []
-            opened, failure = catch(lambda: open_files(budget, early))
+        if offload.early is None and offload.disk is not None:
+            # Ranks share a disk, so that where it has no room for all second copies nobody has one.
+            full = torch.tensor([float(isinstance(failure, OSError))], dtype=torch.float64)
+            if bool(mesh.group("world").exchange(full).any()):
+                (opened or Tiers()).close()
+                mesh.group("world").exchange(full)  # all have given their room back
+                early = []
+                opened, failure = catch(lambda: open_files(budget, early))
         tiers = opened or Tiers()
         if failure is None and total and most is not None:
             _, failure = catch(lambda: require_host_memory(total, most, offload.limit))

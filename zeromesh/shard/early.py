@@ -299,7 +299,8 @@ class EarlyUpdates:
 
     def _before_states(self, flat: Flat) -> None:
         """Forget what was computed before anybody reads states from files: regions have one user at a time."""
-        if self._tasks and self._swap is not None and flat in self._swap and id(flat.gradient) in self._flats:
+        here = self._tasks and self._swap is not None and flat in self._swap
+        if here and (self._state is EarlyState.OPEN or id(flat.gradient) in self._flats):
             self.spoil()
 
     def _forget(self) -> None:

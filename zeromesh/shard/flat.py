@@ -125,12 +125,14 @@ class Flat:
     def write_shard(self) -> None:
         """Write the master, which has changed, to the shard, if that is another tensor."""
         if self.master is not self.shard and not self.splits:
-            self.load_shard(write=True, read=False)
             if not self.keeps_states:
+                self.load_shard(write=True, read=False)
                 self.shard.copy_(self.master)
                 return
             assert self.store is not None
             for window in self.store.windows(self):
+                # Not before a window is there, and with what it holds: if the disk fails, that stays.
+                self.load_shard(write=True)
                 self.shard[window.elements].copy_(window.master)
 
     def unbind(self, index: int, value: torch.Tensor) -> None:

@@ -92,7 +92,7 @@ class Rows:
         first, *states = self.raw(memory, window)
         if not self.form.split:
             return [first, *states]
-        master, upper = torch.zeros(len(first)), self._flat.shard[window or slice(None)]
+        master, upper = torch.empty(len(first)), self._flat.shard[window or slice(None)]
         # In runs, so that the temporaries of a conversion stay in the cache.
         for part in _runs(len(first)) if known else ():
             master[part] = halves.join(upper[part], first[part])
@@ -170,6 +170,9 @@ class Swap:
                 except BaseException:
                     self._give(flat, memory, False)
                     raise
+            # Rows that nobody writes, as of states that do not exist yet, are read some time; several blocks are zeros.
+            if write and not read and len(self._rows[flat].windows) == 1:
+                memory.zero_()
             self._here = flat, memory, self._bind(flat, memory, read)
             self._known = read or write
         self._dirty = self._dirty or write
@@ -198,12 +201,10 @@ class Swap:
         return [(flat, window.start) for flat in flats for window in self._rows[flat].windows]
 
     def _take(self, flat: Flat, read: bool) -> torch.Tensor:
-        """Return one block with all of a flat buffer's elements; without ``read`` it is zeros."""
+        """Return one block with all of a flat buffer's elements."""
         keys, rows = self._keys([flat]), self._rows[flat]
-        # Rows that nobody writes, as of states that do not exist yet, are read some time.
         if len(keys) == 1:
-            memory = self._place.take(keys[0], read)
-            return memory if read else memory.zero_()
+            return self._place.take(keys[0], read)
         memory = torch.from_numpy(numpy.zeros(rows.nbytes, numpy.uint8))  # rows that stay zeros take no pages
         with closing(self._place.stream(keys, write=False)) if read else nullcontext(()) as blocks:
             for window, block in zip(rows.windows, blocks, strict=read):
@@ -228,6 +229,7 @@ class Swap:
 
         Without ``read`` the values are any.
         """
+        assert read or not write
         self._take_in([flat])
         rows = self._rows[flat]
         if rows.form.split:
