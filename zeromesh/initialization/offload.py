@@ -94,7 +94,7 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
         return Tiers(swap, stored, early, offload.form.states)
 
     def prepare(budget: MemoryBudget) -> Tiers:
-        # Where compute and update share the processor, an early update gains what waits for a disk.
+        # On a CPU, model and update share the cores, and only the wait for a disk can be hidden.
         overlaps = mesh.device.type != "cpu" or offload.disk is not None
         early = budget.first_early(offload.early or (1.0 if offload.early is None and overlaps else 0.0))
         states = offload.form.states
