@@ -131,7 +131,8 @@ WHOLE, BOTH = {"stage": 3}, {"stage": 3, "offload_optimizer": CPU, "offload_para
 SPLIT = {"stage": 3, "offload_optimizer": {**CPU, "split_master": True}, "offload_param": CPU}
 FLOAT8 = {"float8": {"enabled": True}}
 BF16_SUMS = {"data_types": {"grad_accum_dtype": "bf16"}}
-FILES = {"stage": 3, "offload_optimizer": NVME, "offload_param": CPU}
+# One copy in files, as the largest model leaves no room for a second one.
+FILES = {"stage": 3, "offload_optimizer": {**NVME, "update_during_backward": 0.0}, "offload_param": CPU}
 
 STEPS = (
     Step("machine", "machine", 1.0, {"width": 8192, "megabytes": 2048}),
