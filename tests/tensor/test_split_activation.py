@@ -176,6 +176,13 @@ ENTRIES: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "stacked": (lambda x: torch.stack([x, 2 * x], 1) + torch.stack((x, x), dim=1), ()),
     "padded": (lambda x: F.pad(x, (0, 0, 1, 2)), ()),
     "product": (lambda x, w: w @ x, (numbers(5, 4),)),
+    "indices for each entry": (lambda x: x.gather(1, x.argsort(1)) + torch.take_along_dim(x, x.argsort(1), 1), ()),
+    "scattered": (lambda x: torch.zeros_like(x).scatter(1, x.argsort(1), x).scatter_add(1, x.argsort(1), x), ()),
+    "written at tokens": (lambda x, y: (x.__setitem__((slice(None), 1), y), x.__setitem__((0, slice(2, 4)), 0.0), x)[2],
+                          (numbers(3, 8),)),
+    "written with itself": (lambda x: (y := torch.zeros_like(x), y.__setitem__((..., slice(None)), x * 2), y)[2], ()),
+    "normalized": (lambda x: F.normalize(x, dim=1), ()),
+    "a layer over tokens": (lambda x, w: F.conv1d(x, w), (numbers(5, 4, 1),)),
     "joined in the dim": (lambda x: torch.cat([x, x], -1).chunk(2, -1)[1], ()),
 }  # fmt: skip
 
@@ -229,6 +236,9 @@ ATTENTION: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
                                   * torch.polar(torch.ones(3), torch.arange(3.0))).flatten(3), ()),
     "a layer of each head": (lambda x, w, b: F.linear(x, w, b), (numbers(7, 6), numbers(7))),
     "einsum": (lambda x: torch.einsum("bhij,bhkj->bhik", x, x), ()),
+    "einsum with dots": (lambda x, w: torch.einsum("...i,ik->...k", x, w), (numbers(6, 2),)),
+    "einsum with dots that are fewer": (lambda x, w: torch.einsum("b...j,...j->b...", x, w), (numbers(4, 5, 6),)),
+    "a convolution of each entry": (lambda x, w: F.conv2d(x.transpose(1, 3), w), (numbers(2, 6, 1, 1),)),
     "einsum with heads behind": (lambda x, w: torch.einsum("bhij,hjk->bhik", x, w), (numbers(4, 6, 2),)),
     "a mask": (lambda x: (x @ x.mT).masked_fill(torch.ones(5, 5).tril() == 0, -9.0).softmax(-1) @ x, ()),
     "lower triangle": (lambda x: (x @ x.mT).tril(), ()),
@@ -240,6 +250,23 @@ ATTENTION: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
 def test_attention_of_heads_needs_no_message(name: str) -> None:
     function, others = ATTENTION[name]
     check(function, HEADS, 1, others=others)
+
+
+ROWS = numbers(8)  # of rows of something, which are split
+TABLE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
+    "outer product": (lambda x, y: torch.outer(x, y) + torch.outer(y[:1], x).T, (numbers(3),)),
+    "a linear layer of GPT-2": (lambda x, w, b: torch.addmm(b, x[:, None] * b, w), (numbers(3, 3), numbers(3))),
+    "rows of a table": (lambda x, t: t[x.abs().long() % 5] * x[:, None], (numbers(5, 3),)),
+    "rows by function": (lambda x, t: t.index_select(0, x.abs().long() % 5) + F.embedding(x.abs().long(), t),
+                         (numbers(5, 3),)),
+    "one of several": (lambda x: F.one_hot(x.abs().long(), 5) * x[:, None], ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_rows_need_no_message(name: str) -> None:
+    function, others = TABLE[name]
+    check(function, ROWS, 0, others=others)
 
 
 # Functions that need the whole -> number of messages in the forward.

@@ -56,6 +56,7 @@ GATHERED_BITS = "communication.across_nodes_gather"
 REDUCED_BITS = "communication.across_nodes_reduce"
 CONTEXT_RANKS = "mesh.context"
 SPREAD_SEQUENCES = '"mesh": {"context": 2}, "context_parallel": {"strategy": "ulysses"}'
+UNCHECKED = "context_parallel.unchecked"
 ONE_CONTEXT_RANK = f"set {CONTEXT_RANKS} to 1"
 
 TABLE_MODULES = "embedding_tables.modules"

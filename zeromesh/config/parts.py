@@ -209,6 +209,9 @@ class ContextParallel(Section):
     strategy: Literal["ring", "ulysses"] = key(
         "ring", "ring: ranks pass keys and values on. ulysses: each rank computes some heads on all tokens."
     )
+    unchecked: list[str] = key(
+        [], "Names of modules that compute each token by itself, though a check of the code cannot tell; * for parts."
+    )
 
 
 class PipelineRecord(Section):

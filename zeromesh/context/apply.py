@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -14,7 +15,9 @@ from zeromesh.context.attention import STRATEGIES
 TAG = 8  # first of three on the context axis that nothing else uses
 
 
-def apply(model: nn.Module, strategy: str, group: Group, tag: int = TAG) -> SpreadSequences:
+def apply(
+    model: nn.Module, strategy: str, group: Group, tag: int = TAG, unchecked: Sequence[str] = ()
+) -> SpreadSequences:  # fmt: skip
     """Change a model in place: it is called as before, with whole sequences, and each rank computes its part.
 
     Given labels, its loss is the mean over the whole sequences, equal on all ranks; the mean of gradients over the
@@ -22,7 +25,8 @@ def apply(model: nn.Module, strategy: str, group: Group, tag: int = TAG) -> Spre
 
     The model is a causal decoder of transformers with the attention sdpa, or one inside of other modules; or a torch
     module that calls ``F.scaled_dot_product_attention(is_causal=True)``, takes the positions of its tokens, and whose
-    labels are those of the next tokens. Raise Unsupported for others, some only in a forward.
+    labels are those of the next tokens. Raise Unsupported for others, some only in a forward. A torch module's code is
+    checked, but for modules whose names fit a pattern in ``unchecked``: they compute each token by itself.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"the strategy is {strategy!r}, but it must be one of {', '.join(STRATEGIES)}")
@@ -35,5 +39,5 @@ def apply(model: nn.Module, strategy: str, group: Group, tag: int = TAG) -> Spre
     if models:
         huggingface.install(models[0], applied)
     else:
-        plain.install(model, applied)
+        plain.install(model, applied, unchecked)
     return applied

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -12,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from zeromesh.config.keys import ONE_CONTEXT_RANK
+from zeromesh.config.keys import ONE_CONTEXT_RANK, UNCHECKED
 from zeromesh.context import batch
 from zeromesh.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
+from zeromesh.tensor.plan import matches
+from zeromesh.tensor.tokens import MixesTokens, OfLabels, TokenCheck, TokenRun, alone
 
 # Layers of torch that mix positions in their own way.
 _MIXING: dict[type[nn.Module], str] = {
@@ -23,7 +26,7 @@ _MIXING: dict[type[nn.Module], str] = {
 }
 
 
-def install(model: nn.Module, applied: SpreadSequences) -> None:
+def install(model: nn.Module, applied: SpreadSequences, unchecked: Sequence[str] = ()) -> None:
     """Change a model so that its sequences are spread over ranks. Raise Unsupported if it cannot."""
     name = type(model).__name__
     parameters = parameters_of(type(model))
@@ -36,11 +39,18 @@ def install(model: nn.Module, applied: SpreadSequences) -> None:
             f"add such an argument, int64 of shape (batch, sequence), or {ONE_CONTEXT_RANK}",
         )
     require_no_mixing(model)
+    check = TokenCheck(model, 2 * applied.group.size, True)  # a rank has two chunks, which are apart
+    for pattern in unchecked:
+        found = [path for path, _ in model.named_modules() if matches(path, pattern)]
+        if not found:
+            raise ValueError(f"{UNCHECKED} has {pattern!r}, which is no module of {name}; name modules of the model")
+        for path in found:
+            check.replace(path, alone)
     # In all modules, not only the whole, as a checkpointed module runs again on its own in the backward.
     for path, module in model.named_modules():
         if not type(module).__module__.startswith("torch.nn"):
             replace_forward(module, _Interception(path or name, applied).run)
-    replace_forward(model, partial(_run, type(model), positions, applied))
+    replace_forward(model, partial(_run, type(model), positions, applied, check))
 
 
 def require_no_mixing(model: nn.Module) -> None:
@@ -54,13 +64,21 @@ def require_no_mixing(model: nn.Module) -> None:
 
 
 def _run(
-    kind: type[nn.Module], positions: str, applied: SpreadSequences, forward: Any, /, *args: Any, **kwargs: Any
+    kind: type[nn.Module],
+    positions: str,
+    applied: SpreadSequences,
+    check: TokenCheck,
+    forward: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:  # by position alone: a model's own argument may have any of these names
     """Cut the arguments of the model's forward, and take the mean of its losses."""
     if not applied.active:
         return forward(*args, **kwargs)
     applied.begin()
     part = batch.split(named_arguments(kind, args, kwargs), applied.group, positions, shift=False)
+    torch.compiler.disable(require_apart)(kind.__name__, check, part, applied.group.size)
     output = forward(**part)
     applied.require_attention(kind.__name__)
     if "labels" not in part:
@@ -72,6 +90,28 @@ def _run(
             "call it without labels, and give your loss of its output, and this rank's labels, to mean_loss",
         )
     return applied.mean_loss(output, part["labels"])
+
+
+def require_apart(name: str, check: TokenCheck, part: dict[str, Any], ranks: int) -> None:
+    """Raise Unsupported, once for arguments of these names, if the model's code mixes tokens outside of attention."""
+
+    def call(model: nn.Module, run: TokenRun) -> None:
+        given = dict(part)
+        for key, value in check.without_memory(part).items():
+            if isinstance(value, Tensor) and value.ndim:
+                length = value.shape[1]
+                own = run.spread(value, 1, length * ranks, length)
+                given[key] = run.join(own).as_subclass(OfLabels) if key in batch.LABELS else own
+        model(**given)
+
+    try:
+        check.once(frozenset(part), call)
+    except MixesTokens as error:
+        raise refuse(
+            name,
+            str(error),
+            f"name the module in {UNCHECKED} if it computes each token by itself, or {ONE_CONTEXT_RANK}",
+        ) from None
 
 
 # The replacement in force. A backward may run on a thread of its own, where none is.

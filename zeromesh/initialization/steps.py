@@ -52,6 +52,7 @@ from zeromesh.tensor.apply import apply, chunk_losses
 from zeromesh.tensor.derive import heads_over_vocabulary
 from zeromesh.tensor.float8 import check_layers, gathered_weights, use_float8
 from zeromesh.tensor.plan import describe_plan
+from zeromesh.tensor.spread import check_of
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
@@ -224,8 +225,12 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
             )
         from zeromesh.context.apply import apply as apply_context
 
-        return apply_context(model, settings.context_parallel.strategy, mesh.group("context"))
+        chosen_context = settings.context_parallel
+        return apply_context(model, chosen_context.strategy, mesh.group("context"), unchecked=chosen_context.unchecked)
 
+    check = None  # of code in which sequences are spread; of the model before anything is changed
+    if plan.split is not None and plan.split[1]:
+        check = check_of(model, *plan.split, mesh.sizes["tensor"])
     # First, because it either succeeds or leaves the model as it was.
     sequences = agree_run(world, "spread its sequences over ranks", spread)
     require_agreement(world, "the tensor-parallel plan", "" if plan.split is None else describe_plan(plan.split[0]))
@@ -257,7 +262,7 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         using = place.while_alive(sharded.events.using)
         if split is not None:
             blocks = () if plan.stages is None else plan.stages.cut.blocks
-            apply(model, split[0], mesh.group("tensor"), mesh.device, split[1], using, blocks)
+            apply(model, split[0], mesh.group("tensor"), mesh.device, split[1], using, blocks, check)
             # Dropout between split layers has to draw the same numbers on all ranks of the tensor axis.
             share_random_state(mesh.group("tensor"))
         else:

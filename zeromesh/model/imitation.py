@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import random
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import _lru_cache_wrapper
 from typing import Any
 
 import numpy
@@ -109,3 +113,64 @@ def imitated(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
 
 
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None)
+
+
+def is_odd(module: nn.Module) -> bool:
+    """Return whether a copy of a module would run the module itself, or hooks see gradients between layers."""
+    return "forward" in vars(module) or bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+@contextmanager
+def left_as_they_are(model: nn.Module) -> Iterator[None]:
+    """Restore what the classes of the model, and the files that they are in, hold; clear caches of their functions."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    kinds = {kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
+    files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
+    values = [value for owner in (*kinds, *files) for name, value in vars(owner).items() if not name.startswith("__")]
+    attributes = {kind: dict(vars(kind)) for kind in kinds}
+    held = [(value, copy.copy(value)) for value in values if type(value) in (dict, list, set)]
+    try:
+        yield
+    finally:
+        for kind, earlier in attributes.items():
+            for name, value in dict(vars(kind)).items():
+                if name not in earlier:
+                    delattr(kind, name)
+                elif value is not earlier[name] and not name.startswith("__"):
+                    setattr(kind, name, earlier[name])
+        for value, before in held:
+            if _identities(value) != _identities(before):
+                value.clear()
+                value.extend(before) if isinstance(value, list) else value.update(before)
+        for value in values:
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if isinstance(function, _lru_cache_wrapper):
+                function.cache_clear()
+
+
+def _identities(value: Any) -> Any:
+    return [(key, id(one)) for key, one in value.items()] if isinstance(value, dict) else [id(one) for one in value]
+
+
+class _TooLong(BaseException):
+    """The runs take too long; no exception of the kind that users' code may catch."""
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError if code takes longer: with guessed values, a loop may never end."""
+    ended, here = threading.Event(), threading.get_ident()
+
+    def wait() -> None:
+        if not ended.wait(seconds):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(here), ctypes.py_object(_TooLong))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    try:
+        yield
+    except _TooLong:
+        raise TimeoutError(f"its forward took more than {seconds} s on tensors without memory") from None
+    finally:
+        ended.set()
+        thread.join()

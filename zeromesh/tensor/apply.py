@@ -30,8 +30,9 @@ from zeromesh.tensor.parts import LeavingParts, TakingParts, join_parts, replace
 from zeromesh.tensor.plan import Member, SplitPlan
 from zeromesh.tensor.sequence import Stack
 from zeromesh.tensor.split_activation import TensorAxis, whole
-from zeromesh.tensor.spread import activation, replaced, sequence_dim, spread
+from zeromesh.tensor.spread import activation, check_tokens, replaced, sequence_dim, spread
 from zeromesh.tensor.streams import RandomStreams, drops
+from zeromesh.tensor.tokens import TokenCheck
 
 FIRST_TAG = 16  # on the tensor axis; lower ones are for whole parameters and for gradients
 BIAS_TAG = 15  # of tensors that are added to the scores of attention
@@ -56,13 +57,13 @@ class SplitPlace:
 
 def apply(
     model: nn.Module, resolved: SplitPlan, group: Group, device: torch.device, stacks: Sequence[Stack] = (),
-    using: Using = nullcontext, blocks: Collection[str] = (),
+    using: Using = nullcontext, blocks: Collection[str] = (), check: TokenCheck | None = None,
 ) -> None:  # fmt: skip
     """Make the modules of a plan work on what this rank holds of their parameters; these have been cut already.
 
     Activations are on ``device``; ``stacks`` are the lists of blocks in which the sequence is spread over the ranks;
     ``using`` returns a context in which parameters are in memory, also after the forward. No parts of activations leave
-    the modules called ``blocks``, those of a pipeline.
+    the modules called ``blocks``, those of a pipeline. ``check`` is of the code in which the sequence is spread.
     """
     # A module stays the object that it was, as users and the engine hold it: split linear layers get another forward,
     # others get hooks.
@@ -96,6 +97,8 @@ def apply(
         parts = {name: held.whole for name, held in own.items() if held is not None and held.split is not None}
         if parts:
             module.register_state_dict_pre_hook(partial(_require_whole, parts))
+    if check is not None:
+        model.register_forward_pre_hook(_eager(check_tokens, check), with_kwargs=True)
     for number, stack in enumerate(stacks):
         spread(modules, stack, group, place.streams, tag + 4 * (number + 1), _eager)
     for name, heads in resolved.heads.items():

@@ -74,7 +74,8 @@ def is_split(value: Any) -> bool:
     return isinstance(value, SplitActivation)
 
 
-def _needs_gradient(x: Tensor) -> bool:
+def needs_gradient(x: Tensor) -> bool:
+    """Return whether a gradient of an operand will be asked for."""
     return x.requires_grad and torch.is_grad_enabled()
 
 
@@ -110,8 +111,8 @@ def beside(x: Tensor, place: int, split_dim: SplitDim, axis: Axis, most: float =
     """
     if x.ndim < -place or x.shape[place] == 1:
         # Each rank uses it for its own part, and so has a share of its gradient.
-        return axis.copy(x) if _needs_gradient(x) else x
-    if x.shape[place] != split_dim.size or (_needs_gradient(x) and x.numel() > most):
+        return axis.copy(x) if needs_gradient(x) else x
+    if x.shape[place] != split_dim.size or (needs_gradient(x) and x.numel() > most):
         return None
     return axis.take(x, replace(split_dim, dim=place % x.ndim))
 
@@ -174,7 +175,7 @@ _WITH_SELF = ("add", "sub", "mul", "div", "true_divide", "divide", "floor_divide
     "sign", "round", "floor", "ceil", "trunc", "frac", "relu", "nan_to_num", "xlogy", "hypot", "copysign", "heaviside",
     "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "digamma", "lgamma", "sinc", "absolute", "zero", "fill",
     "hardtanh", "elu", "selu", "celu", "leaky_relu", "threshold")  # fmt: skip
-_ENTRY_BY_ENTRY = (*_WITH_SELF, *(f"{name}_" for name in _WITH_SELF), "rsub", "where", "maximum", "minimum", "fmax",
+ENTRY_BY_ENTRY = (*_WITH_SELF, *(f"{name}_" for name in _WITH_SELF), "rsub", "where", "maximum", "minimum", "fmax",
     "fmin", "isnan", "isinf", "isfinite", "isclose", "gelu", "silu", "mish", "softplus", "softsign", "logsigmoid",
     "tanhshrink", "hardshrink", "softshrink", "hardsigmoid", "hardswish", "relu6", "float", "half", "double",
     "bfloat16", "int", "long", "bool", "type", "clone", "detach", "alias", "zeros_like", "ones_like",
@@ -185,7 +186,7 @@ _ENTRY_BY_ENTRY = (*_WITH_SELF, *(f"{name}_" for name in _WITH_SELF), "rsub", "w
     "expit", "ndtr", "i0", "entr")  # fmt: skip
 
 
-@rule(*_ENTRY_BY_ENTRY, anywhere=True)
+@rule(*ENTRY_BY_ENTRY, anywhere=True)
 def entry_by_entry(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Compute each entry from those at the same place, with broadcasting."""
     values = [*args, *kwargs.values()]
@@ -233,7 +234,7 @@ def _prelu(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, weight = (*args, *kwargs.values())
     if is_split(weight) or weight.numel() != 1:
         return NotImplemented
-    return as_parts(func(x, x.axis.copy(weight) if _needs_gradient(weight) else weight), x.split_dim, x.axis)
+    return as_parts(func(x, x.axis.copy(weight) if needs_gradient(weight) else weight), x.split_dim, x.axis)
 
 
 # Functions that compute along dims: name -> position of the argument that says which, and its default.
@@ -254,7 +255,11 @@ def along_dims(func: Any, args: Args, kwargs: Kwargs) -> Any:
     name = func.__name__
     place, default = _ALONG[name]
     x, rest = args[0], [*args[1:], *kwargs.values()]
-    if not isinstance(x, SplitActivation) or any(isinstance(one, Tensor) for one in rest) or "out" in kwargs:
+    if (
+        not isinstance(x, SplitActivation)
+        or any(isinstance(one, Tensor) for one in rest)
+        or kwargs.get("out") is not None
+    ):
         return NotImplemented
     key = _OTHER_NAMES.get(name, "dim")
     dims: Any = kwargs.get(key, args[place] if len(args) > place else default)
@@ -289,7 +294,7 @@ def _norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
     shape: Any = given["normalized_shape"]
     count = 1 if isinstance(shape, int) else len(shape)
     if x.split_dim.dim < x.ndim - count:
-        return _with_copies(func, args, kwargs, x)
+        return with_copies(func, args, kwargs, x)
     if count > 1 or whole_shape(x)[-1:] != torch.Size([shape] if isinstance(shape, int) else shape):
         return NotImplemented
     return _norm_of_all(x, func.__name__ == "layer_norm", given)
@@ -306,7 +311,7 @@ def _norm_of_all(x: SplitActivation, centers: bool, given: Kwargs) -> Any:
 
     def mean(share: Tensor) -> Tensor:
         total = axis.sum(share.sum(-1, keepdim=True)) / split_dim.size
-        return axis.copy(total) if _needs_gradient(total) else total
+        return axis.copy(total) if needs_gradient(total) else total
 
     wide = part_of(x).to(torch.promote_types(x.dtype, torch.float32))
     wide = wide - mean(wide) if centers else wide
@@ -317,124 +322,13 @@ def _norm_of_all(x: SplitActivation, centers: bool, given: Kwargs) -> Any:
     return as_parts(y.to(x.dtype), split_dim, axis)
 
 
-def _with_copies(func: Any, args: Args, kwargs: Kwargs, x: SplitActivation) -> Any:
+def with_copies(func: Any, args: Args, kwargs: Kwargs, x: SplitActivation) -> Any:
     """Apply a function in which every other operand is used for all of the part."""
 
     def copied(value: Any) -> Any:
-        return x.axis.copy(value) if isinstance(value, Tensor) and value is not x and _needs_gradient(value) else value
+        return x.axis.copy(value) if isinstance(value, Tensor) and value is not x and needs_gradient(value) else value
 
     if sum(is_split(one) for one in (*args, *kwargs.values())) > 1:
         return NotImplemented
     result = func(*map(copied, args), **{key: copied(value) for key, value in kwargs.items()})
     return as_parts(result, x.split_dim, x.axis)
-
-
-@rule("linear")
-def _linear(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    x = args[0]
-    if x.split_dim.dim == x.ndim - 1:
-        return NotImplemented
-    return _with_copies(func, args, kwargs, x)
-
-
-@rule("matmul", "bmm", "mm", "__matmul__", anywhere=True)
-def _matmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    if kwargs or len(args) != 2 or min(one.ndim for one in args) < 2:
-        return NotImplemented
-    parts = [one for one in args if isinstance(one, SplitActivation)]
-    axis, split_dim = parts[0].axis, parts[0].split_dim
-    places = [one.split_dim.dim - one.ndim for one in parts]
-    if len(parts) == 2:
-        same = parts[0].split_dim.sections == parts[1].split_dim.sections
-        if places == [-1, -2] and same:
-            return axis.sum(func(*map(part_of, args)))
-        if not same or places[0] != places[1] or places[0] > -3:
-            # The one over whose split dim the product sums, else the smaller one.
-            sums = places[1] == -2 or (places[0] != -1 and args[0].numel() > args[1].numel())
-            return _matmul(func, tuple(whole(one) if n == sums else one for n, one in enumerate(args)), kwargs)
-    place = places[0]
-    if len(parts) == 1 and place == (-1 if is_split(args[0]) else -2):
-        return NotImplemented  # the sum would be over the split dim
-
-    def own(one: Tensor) -> Tensor | None:
-        if is_split(one):
-            return one
-        if place > -3:
-            return axis.copy(one) if _needs_gradient(one) else one
-        return beside(one, place, split_dim, axis)
-
-    given = [own(one) for one in args]
-    if any(one is None for one in given):
-        return NotImplemented
-    sources = frozenset().union(*(one.split_dim.sources for one in parts))
-    ndim = max(one.ndim for one in args)
-    return as_parts(func(*given), SplitDim(place % ndim, split_dim.sections, sources), axis)
-
-
-@rule("scaled_dot_product_attention", anywhere=True)
-def _attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    query: Any = given.get("query")
-    key, value, mask = (given.get(name) for name in names[1:4])
-    if not is_split(query) or any(getattr(one, "ndim", 0) != query.ndim for one in (key, value)):
-        return NotImplemented
-    place, split_dim, axis = query.split_dim.dim - query.ndim, query.split_dim, query.axis
-    if place > -3:
-        return NotImplemented
-    made: dict[str, Tensor] = {"query": query}
-    sources = split_dim.sources
-    for name, one in (("key", key), ("value", value), ("attn_mask", mask)):
-        if isinstance(one, SplitActivation):
-            # With fewer heads of keys than of queries, a rank has those of its queries if each dim is cut in one piece.
-            pieces = max(len(one.split_dim.sections), len(split_dim.sections))
-            fits = one.split_dim.sections == split_dim.sections or (pieces == 1 and given.get("enable_gqa"))
-            if one.split_dim.dim - one.ndim != place or not fits:
-                return NotImplemented
-            made[name], sources = one, sources | one.split_dim.sources
-        elif isinstance(one, Tensor):
-            own = beside(one, place, split_dim, axis)
-            if own is None:
-                return NotImplemented
-            made[name] = own
-    now = {**given, **{name: part_of(one) for name, one in made.items()}}
-    if given.get("dropout_p"):
-        with axis.apart():
-            result = func(**now)
-    else:
-        result = func(**now)
-    return as_parts(result, replace(split_dim, sources=sources), axis)
-
-
-@rule("einsum", anywhere=True)
-def _einsum(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    equation, *operands = args
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = list(operands[0])
-    if not isinstance(equation, str) or "." in equation or "->" not in equation:
-        return NotImplemented
-    terms, _, output = equation.replace(" ", "").partition("->")
-    inputs = terms.split(",")
-    parts = [(term, one) for term, one in zip(inputs, operands, strict=True) if isinstance(one, SplitActivation)]
-    letters = {(term[one.split_dim.dim], one.split_dim.sections) for term, one in parts}
-    if len(letters) != 1 or not all(isinstance(one, Tensor) for one in operands):
-        return NotImplemented
-    letter, sections = letters.pop()
-    axis = parts[0][1].axis
-    sources = frozenset().union(*(one.split_dim.sources for _, one in parts))
-    own: list[Tensor] = []
-    for term, one in zip(inputs, operands, strict=True):
-        if isinstance(one, SplitActivation):
-            if term.count(letter) > 1:
-                return NotImplemented
-            own.append(one)
-        elif letter not in term:
-            own.append(axis.copy(one) if _needs_gradient(one) else one)
-        elif term.count(letter) == 1 and one.shape[term.index(letter)] == sum(sections):
-            own.append(axis.take(one, SplitDim(term.index(letter), sections)))
-        else:
-            return NotImplemented
-    result = func(equation, *own)
-    if letter not in output:
-        return axis.sum(part_of(result))
-    return as_parts(result, SplitDim(output.index(letter), sections, sources), axis)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.tensor.split_activation import Axis, SplitActivation, SplitDim, whole_shape
+from zeromesh.tensor import split_products as split_products  # which registers rules
+from zeromesh.tensor.split_activation import Axis, SplitActivation, SplitDim, part_of, whole_shape
 from zeromesh.tensor.split_rules import Args, Kwargs, as_parts, beside, is_split, rule, same_dim
 
 MOST_SECTIONS = 4096  # of one dim
@@ -262,17 +263,22 @@ def _select(func: Any, args: Args, kwargs: Kwargs) -> Any:
     )
 
 
-@rule("index_select")
+@rule("index_select", anywhere=True)
 def _index_select(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if not is_split(x):
+        simple = dim == 0 and not kwargs and is_split(args[2])
+        return _look_up(func, args, args[2]) if simple else NotImplemented
     if any(map(is_split, args[1:])) or dim is None or dim % x.ndim == x.split_dim.dim:
         return NotImplemented
     return as_parts(func(*args, **kwargs), x.split_dim, x.axis)
 
 
-@rule("__getitem__")
+@rule("__getitem__", anywhere=True)
 def _getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, index = args
+    if not is_split(x):
+        return _look_up(func, (x, index), index) if is_split(index) and not is_of_flags(index) else NotImplemented
     items = list(index) if isinstance(index, tuple) else [index]
     if not all(one is None or one is ... or type(one) in (int, slice) for one in items):
         return NotImplemented
@@ -299,6 +305,59 @@ def _getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if (start, stop, step) == (0, split_dim.size, 1):
         return part
     return _slice(part, start, stop) if step == 1 and stop > start else NotImplemented
+
+
+@rule("gather", "scatter", "scatter_add", "take_along_dim", anywhere=True)
+def _along_index(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Pick, or put, entries along another dim, by an index for each place of the dim that is split."""
+    positions = [number for number, one in enumerate(args) if type(one) is int]
+    dim, parts = kwargs.get("dim", args[positions[0]] if positions else None), [one for one in args if is_split(one)]
+    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+    joint = same_dim(parts) if parts else None
+    if joint is None or dim is None or len(parts) < len(tensors) or (dim - parts[0].ndim * (dim >= 0)) == joint[0]:
+        return NotImplemented
+    same = len({one.ndim for one in parts}) == 1
+    return as_parts(func(*args, **kwargs), joint[1], parts[0].axis) if same else NotImplemented
+
+
+@rule("__setitem__")
+def _setitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, index, value = args
+    view = _getitem(Tensor.__getitem__, (x, index), {})
+    if not is_split(view):
+        return NotImplemented
+    if isinstance(value, Tensor):
+        own: Tensor | None = value
+        if isinstance(value, SplitActivation):
+            own = None if same_dim([view, value]) is None else value
+        else:
+            own = beside(value, view.split_dim.dim - view.ndim, view.split_dim, view.axis)
+        if own is None:
+            return NotImplemented
+        value = part_of(own)
+    part_of(view)[...] = value
+    return None
+
+
+def is_of_flags(x: Tensor) -> bool:
+    """Return whether an index is a mask, which picks as many entries as it has values that are true."""
+    return x.dtype in (torch.bool, torch.uint8)
+
+
+@rule("embedding", "one_hot", anywhere=True)
+def _embedding(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x = args[0]
+    return _look_up(func, args, x, kwargs) if is_split(x) and not any(map(is_split, args[1:])) else NotImplemented
+
+
+def _look_up(func: Any, args: Args, x: SplitActivation, kwargs: Kwargs | None = None) -> Any:
+    """Return the rows of a table, which all ranks have whole, by indices, of which each has a part."""
+
+    def shared(value: Any) -> Any:
+        is_table = isinstance(value, Tensor) and value is not x and value.requires_grad and torch.is_grad_enabled()
+        return x.axis.copy(value) if is_table else value
+
+    return as_parts(func(*map(shared, args), **(kwargs or {})), x.split_dim, x.axis)
 
 
 @rule("cat", "concat", "concatenate", "stack", anywhere=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,11 @@ from zeromesh.comm.collectives import Group
 from zeromesh.config.keys import SEQUENCE, WHOLE_SEQUENCE
 from zeromesh.tensor.guard import Apart
 from zeromesh.tensor.operators import move
+from zeromesh.tensor.plan import SplitPlan
 from zeromesh.tensor.sequence import Stack
+from zeromesh.tensor.split_activation import SplitActivation
 from zeromesh.tensor.streams import RandomStreams
+from zeromesh.tensor.tokens import MixesTokens, TokenCheck, TokenRun
 
 
 def sequence_dim(x: Tensor) -> int:
@@ -75,6 +78,12 @@ def _is_floating(value: Any) -> bool:
 def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor) -> Any:
     """Return the arguments of a module with another tensor in place of one."""
     return tuple(new if arg is old else arg for arg in args), {k: new if v is old else v for k, v in kwargs.items()}
+
+
+def _has_ids_only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a module inside a block is an embedding: it has the ids of all tokens, as no ids are spread."""
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    return bool(given) and not any(map(_is_floating, given))
 
 
 class _Order:
@@ -138,13 +147,83 @@ def _recomputes() -> bool:
     return torch._C._current_graph_task_id() != -1  # autograd runs a backward on this thread
 
 
+def check_of(model: nn.Module, resolved: SplitPlan, stacks: Sequence[Stack], ranks: int) -> TokenCheck:
+    """Return a check that code in the blocks, where parts of sequences are, leaves tokens apart."""
+    check = TokenCheck(model, ranks, False)
+    for stack in stacks:
+        for name in (*stack.whole, *filter(stack.spreads, resolved.heads)):
+            check.replace(name, _with_whole if name in stack.whole else _opened)
+        for member in resolved.members:
+            if member.parameter is None and stack.spreads(member.name):
+                if member.rule.style == "heads":
+                    check.replace(member.name, _with_whole)
+                elif member.kind == "linear" and member.style.before == "enter":
+                    check.replace(member.name, _opened)
+                elif member.kind == "linear" and member.style.cut == "inputs":
+                    check.replace(member.name, _closed)
+        for name in stack.blocks:
+            check.replace(name, _entered)
+        check.replace(stack.blocks[-1], _last)
+    return check
+
+
+def _split(run: TokenRun, x: Tensor) -> Tensor:
+    dim = sequence_dim(x)
+    return run.spread(x, dim, x.shape[dim], x.shape[dim] // run.parts)
+
+
+def _of_first(output: Any, function: Callable[[Tensor], Any]) -> Any:
+    return function(output) if isinstance(output, Tensor) else (function(output[0]), *output[1:])
+
+
+def _entered(run: TokenRun, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    x = activation(args, kwargs)
+    if not isinstance(x, SplitActivation):  # ``_Order`` tells of a block that is not called after the one before it
+        args, kwargs = replaced(args, kwargs, x, _split(run, x))
+    return forward(*args, **kwargs)
+
+
+def _last(run: TokenRun, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _of_first(forward(*args, **kwargs), run.join)
+
+
+def _with_whole(run: TokenRun, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not _has_ids_only(args, kwargs):
+        x = activation(args, kwargs)
+        args, kwargs = replaced(args, kwargs, x, run.join(x))
+    with run.with_whole():
+        output = forward(*args, **kwargs)
+    return _of_first(output, lambda x: _split(run, x))
+
+
+def _opened(run: TokenRun, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    x = activation(args, kwargs)
+    args, kwargs = replaced(args, kwargs, x, run.join(x))
+    with run.with_whole():
+        return forward(*args, **kwargs)
+
+
+def _closed(run: TokenRun, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _of_first(forward(*run.join(args), **kwargs), lambda x: _split(run, x))
+
+
+def check_tokens(check: TokenCheck, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Hook of the model: its code leaves tokens apart. Raise ValueError if not."""
+    if _recomputes():
+        return
+    given, more = check.without_memory((args, kwargs))
+    try:
+        check.once((len(given), frozenset(more)), lambda copied, _: copied(*given, **more))
+    except MixesTokens as error:
+        raise ValueError(f"{error}; {WHOLE_SEQUENCE}") from None
+
+
 def _change_input(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, group: Group, tag: int,
     apart: Apart | None = None,
 ) -> Any:  # fmt: skip
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    if name == "join" and given and not any(map(_is_floating, given)):
-        return None  # an embedding inside a block: only activations are spread, so it has the ids of all tokens
+    if name == "join" and _has_ids_only(args, kwargs):
+        return None
     x = activation(args, kwargs)
     if apart is not None:
         apart.check(x, sequence_dim(x))

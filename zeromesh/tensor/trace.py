@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import sys
-import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import _lru_cache_wrapper, partial
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,7 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import arg_tree_leaves
 
-from zeromesh.model.imitation import META, WithoutMemory, imitated, seed_all, undisturbed
+from zeromesh.model.imitation import (
+    META,
+    WithoutMemory,
+    imitated,
+    is_odd,
+    left_as_they_are,
+    limited,
+    seed_all,
+    undisturbed,
+)
 from zeromesh.model.samples import ModelInput, guesses_of, samples_of
 from zeromesh.tensor import split_views as split_views  # which registers rules
 from zeromesh.tensor.plan import PlanRule, pattern_of
@@ -79,7 +84,7 @@ def traced_plan(
         sample: returns an input of the run, which is tried before guessed ones.
     """
     kinds = {name: type(model.get_submodule(name)).__name__ for name in layers}
-    odd = next((name for name, module in model.named_modules() if _is_odd(module)), None)
+    odd = next((name for name, module in model.named_modules() if is_odd(module)), None)
     try:
         if odd is not None:
             raise ValueError(f"{odd or 'the model'} has another forward than its class, or hooks of its backward")
@@ -90,7 +95,7 @@ def traced_plan(
     alike = {name: _alike(name, model.get_submodule(name)) for name in layers}
     runs = _Runs(copied, weights, dict(layers), alike, ranks)
     try:
-        with undisturbed(), warnings.catch_warnings(), _left_as_they_are(model), _limited(SECONDS):
+        with undisturbed(), warnings.catch_warnings(), left_as_they_are(model), limited(SECONDS):
             warnings.simplefilter("ignore")
             found = runs.first(chain(filter(None, [sample()]), samples_of(model), guesses_of(model)))
     except Exception as error:
@@ -116,11 +121,6 @@ def _one_line(error: Exception) -> str:
 def _weights(model: nn.Module, layers: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:
     for name in layers:
         yield from ((name, parameter) for parameter in model.get_submodule(name).parameters())
-
-
-def _is_odd(module: nn.Module) -> bool:
-    """Return whether a copy of a module would run the module itself, or hooks see gradients between layers."""
-    return "forward" in vars(module) or bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _alike(name: str, layer: Any) -> Alike:
@@ -149,62 +149,6 @@ def _with_others(
             chosen = {merged.get(name) for name in names if name in found.called}
             merged |= dict.fromkeys(names, chosen.pop() if len(chosen) == 1 else None)
     return replace(found, rules={name: rule for name, rule in merged.items() if rule is not None})
-
-
-@contextmanager
-def _left_as_they_are(model: nn.Module) -> Iterator[None]:
-    """Restore what the classes of the model, and the files that they are in, hold; clear caches of their functions."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    kinds = {kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
-    files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
-    values = [value for owner in (*kinds, *files) for name, value in vars(owner).items() if not name.startswith("__")]
-    attributes = {kind: dict(vars(kind)) for kind in kinds}
-    held = [(value, copy(value)) for value in values if type(value) in (dict, list, set)]
-    try:
-        yield
-    finally:
-        for kind, earlier in attributes.items():
-            for name, value in dict(vars(kind)).items():
-                if name not in earlier:
-                    delattr(kind, name)
-                elif value is not earlier[name] and not name.startswith("__"):
-                    setattr(kind, name, earlier[name])
-        for value, before in held:
-            if _identities(value) != _identities(before):
-                value.clear()
-                value.extend(before) if isinstance(value, list) else value.update(before)
-        for value in values:
-            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-            if isinstance(function, _lru_cache_wrapper):
-                function.cache_clear()
-
-
-def _identities(value: Any) -> Any:
-    return [(key, id(one)) for key, one in value.items()] if isinstance(value, dict) else [id(one) for one in value]
-
-
-class _TooLong(BaseException):
-    """The runs take too long; no exception of the kind that users' code may catch."""
-
-
-@contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError if code takes longer: with guessed values, a loop may never end."""
-    ended, here = threading.Event(), threading.get_ident()
-
-    def wait() -> None:
-        if not ended.wait(seconds):
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(here), ctypes.py_object(_TooLong))
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    try:
-        yield
-    except _TooLong:
-        raise TimeoutError(f"its forward took more than {seconds} s on tensors without memory") from None
-    finally:
-        ended.set()
-        thread.join()
 
 
 class _Runs:
