@@ -275,6 +275,19 @@ def test_models_of_transformers_that_cannot_be_spread_are_refused(name: str) -> 
         apply(make(), "ring", fake(2))
 
 
+def test_classes_of_others_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = of("llama")
+    model.model.layers[0].mlp = Wrapper(model.model.layers[0].mlp)
+    with caplog.at_level("WARNING", "zeromesh"):
+        apply(of("llama"), "ring", fake(2))
+        assert not caplog.records
+        apply(model, "ring", fake(2))
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(
+        "LlamaForCausalLM has classes that are not of transformers (Wrapper): it is not checked that "
+    )
+
+
 def test_heads_are_checked_before_anything_runs() -> None:
     with pytest.raises(ValueError, match="3 ranks do not divide 4 heads"):
         apply(of("llama"), "ulysses", fake(3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import weakref
 from functools import partial
 from typing import Any
@@ -16,7 +17,10 @@ from zeromesh.context.applied import SpreadSequences, named_arguments, parameter
 from zeromesh.context.attention import require_heads
 from zeromesh.context.plain import require_no_mixing, require_plain
 
+_log = logging.getLogger(__name__)
 _numbers = itertools.count()
+
+_KNOWN = ("torch", "transformers", "peft", "bitsandbytes", "zeromesh")  # packages whose layers are known
 
 # Rotary positions whose frequencies depend on the longest position that a rank has.
 _FROM_LONGEST = ("dynamic", "longrope")
@@ -37,6 +41,14 @@ def install(model: Any, applied: SpreadSequences) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     require(model)
+    kinds = {type(module) for module in model.modules()}
+    others = sorted(kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN)
+    if others and applied.group.rank == 0:
+        _log.warning(
+            "%s has classes that are not of transformers (%s): it is not checked that their code leaves the tokens of "
+            "a sequence apart; compare its first losses with those of one process, as zeromesh verify does",
+            type(model).__name__, ", ".join(others),
+        )  # fmt: skip
     heads = getattr(model.config, "num_attention_heads", None)
     if applied.strategy == "ulysses" and heads is not None:
         require_heads(heads, applied.group.size)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
+from types import MethodType
 from typing import Any
 
 import numpy
@@ -117,7 +118,10 @@ HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in n
 
 def is_odd(module: nn.Module) -> bool:
     """Return whether a copy of a module would run the module itself, or hooks see gradients between layers."""
-    return "forward" in vars(module) or bool(module._backward_hooks or module._backward_pre_hooks)
+    forward = vars(module).get("forward")
+    # Of a method of its own, as kernels for known models are put in place, the copy gets its own.
+    own = forward is None or (isinstance(forward, MethodType) and forward.__self__ is module)
+    return not own or bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 @contextmanager
