@@ -19,7 +19,11 @@ PLACES: dict[str, dict[str, Any]] = {
     "early": {"stage": 3, "offload_optimizer": {**HOST, "update_during_backward": 0.5}, "offload_param": HOST},
     "split": {"stage": 3, "offload_optimizer": {**HOST, "split_master": True, "ratio": 0.5}, "offload_param": HOST},
     "early, files": {"stage": 2, "offload_optimizer": {"device": "nvme", "update_during_backward": 1.0}},
-    "files": {"stage": 3, "offload_optimizer": {"device": "nvme", "buffer_count": 2}, "offload_param": HOST},
+    "files": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "buffer_count": 2, "update_during_backward": 0.0},
+        "offload_param": HOST,
+    },
     "parameters in files": {"stage": 3, "offload_optimizer": HOST, "offload_param": {"device": "nvme"}},
     "all in files": {
         "stage": 3,

@@ -28,8 +28,8 @@ class OffloadOptimizer(Section):
     update_during_backward: Fraction | None = key(
         None,
         "Share of the offloaded states, in whole units, that the host updates during the backward. This needs a second "
-        "copy of them. Null: 1 on an accelerator and for states on NVMe if half of the host memory stays free and the "
-        "disk has room, otherwise 0.",
+        "copy of them. Null: 1 on an accelerator, and for states on NVMe whose parameters are not, if half of the host "
+        "memory stays free and the disk has room; otherwise 0.",
     )
     split_master: bool = key(
         False,

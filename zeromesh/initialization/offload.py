@@ -94,8 +94,9 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
         return Tiers(swap, stored, early, offload.form.states)
 
     def prepare(budget: MemoryBudget) -> Tiers:
-        # On a CPU, model and update share the cores, and only the wait for a disk can be hidden.
-        overlaps = mesh.device.type != "cpu" or offload.disk is not None
+        # On a CPU, model and update share the cores, and only the wait for a disk can be hidden. Next copies of
+        # parameters lie in host memory, which is short where parameters rest in files.
+        overlaps = mesh.device.type != "cpu" or (offload.disk is not None and offload.stored is None)
         early = budget.first_early(offload.early or (1.0 if offload.early is None and overlaps else 0.0))
         states = offload.form.states
         if mesh.rank == 0 and offload.form.split and not any(rows.form.split for rows in budget.rows(states)):
