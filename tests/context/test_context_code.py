@@ -13,13 +13,26 @@ from torch import Tensor, nn
 import zeromesh
 from harness import run_ranks
 from test_context import fake
-from token_programs import APART, LENGTH, LOSSES, MIXES, NOISE, ROTARY, Decoder, batch, build
+from token_programs import (
+    APART,
+    LENGTH,
+    LOSSES,
+    MIXES,
+    NOISE,
+    OTHER_ATTENTION,
+    ROTARY,
+    VOCABULARY,
+    WIDTH,
+    Decoder,
+    batch,
+    build,
+)
 from zeromesh.config.keys import UNCHECKED
 from zeromesh.context import batch as batches
 from zeromesh.context.applied import Unsupported
 from zeromesh.context.apply import apply
 from zeromesh.context.plain import require_apart
-from zeromesh.tensor.tokens import TokenCheck, alone
+from zeromesh.tensor.token_check import TokenCheck, alone
 
 RANKS = 2
 MODELS: dict[str, tuple[Any, ...]] = {
@@ -58,7 +71,60 @@ def test_code_that_leaves_tokens_apart_is_accepted(name: str, caplog: pytest.Log
     assert not caplog.records
 
 
-def test_a_module_that_is_said_to_compute_each_token_by_itself_is_not_checked() -> None:
+@pytest.mark.parametrize("name", OTHER_ATTENTION)
+def test_attention_that_is_not_over_tokens_is_refused(name: str) -> None:
+    with pytest.raises(Unsupported, match="scaled_dot_product_attention, in .*queries, keys and values of all tokens"):
+        check(build(OTHER_ATTENTION[name]), batch())
+
+
+def test_a_sequence_may_be_as_long_as_the_width() -> None:
+    def code(module: Any, y: Tensor) -> Tensor:
+        return y + y.new_zeros(y.shape) + torch.zeros(WIDTH, dtype=y.dtype) + torch.zeros(*y.shape[:2], 1)
+
+    text = torch.randint(0, VOCABULARY, (WIDTH, WIDTH))
+    for unchecked in ("", "blocks.0.inside"):
+        check(build(code), {"tokens": text, "labels": text}, unchecked)
+
+
+def test_each_state_of_a_model_and_each_way_to_call_it_is_checked() -> None:
+    def code(module: Any, y: Tensor) -> Tensor:
+        return y.cumsum(1) if module.training else y
+
+    model = build(code).eval()
+    made = TokenCheck(model, 2 * RANKS, True)
+    part = batches.split(batch(), fake(RANKS), "positions", shift=False)
+    require_apart("Decoder", made, part, RANKS)
+    model.train()
+    for _ in range(2):  # an error that was caught is raised again
+        with pytest.raises(Unsupported, match="cumsum"):
+            require_apart("Decoder", made, part, RANKS)
+    model.eval()
+    require_apart("Decoder", made, part, RANKS)
+
+
+def test_code_behind_a_loss_is_checked() -> None:
+    class Early(Decoder):
+        def forward(self, tokens: Tensor, positions: Any = None, labels: Any = None) -> Tensor:
+            x = self.tokens(tokens) + self.places(positions)
+            x = self.blocks[0](x, positions)
+            kept = labels != -100
+            first = nn.functional.cross_entropy(self.head(x)[kept], labels[kept])
+            x = self.blocks[1](x.cumsum(1), positions)
+            return first + self.loss(self.head(x), labels)
+
+    with pytest.raises(Unsupported, match="cumsum"):
+        check(Early(APART["nothing"]).double(), batch())
+
+
+def test_hooks_of_the_user_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = build(APART["nothing"])
+    model.norm.register_forward_hook(lambda module, args, output: output.cumsum(1))
+    with caplog.at_level(logging.WARNING, "zeromesh"):
+        check(model, batch())
+    assert "norm has hooks of its forward, which are not run" in caplog.text
+
+
+def test_a_module_that_is_said_to_compute_each_token_by_itself_is_not_checked(caplog: pytest.LogCaptureFixture) -> None:
     def chosen(module: Any, y: Tensor) -> Tensor:  # experts that get their tokens only
         found = torch.zeros_like(y)
         for number, most in enumerate(module.gate(y).argmax(-1).unsqueeze(0) == torch.arange(4)[:, None, None]):
@@ -71,7 +137,9 @@ def test_a_module_that_is_said_to_compute_each_token_by_itself_is_not_checked() 
     made = TokenCheck(model, 2 * RANKS, True)
     for name in ("blocks.0.inside", "blocks.1.inside"):
         made.replace(name, alone)
-    require_apart("Decoder", made, batches.split(batch(), fake(RANKS), "positions", shift=False), RANKS)
+    with caplog.at_level(logging.WARNING, "zeromesh"):
+        require_apart("Decoder", made, batches.split(batch(), fake(RANKS), "positions", shift=False), RANKS)
+    assert not caplog.records
     with pytest.raises(ValueError, match=re.escape(f"{UNCHECKED} has 'blocks.*.moe', which is no module of Decoder")):
         apply(model, "ring", fake(RANKS), unchecked=["blocks.*.moe"])
 

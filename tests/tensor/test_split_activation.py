@@ -181,6 +181,9 @@ ENTRIES: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "written at tokens": (lambda x, y: (x.__setitem__((slice(None), 1), y), x.__setitem__((0, slice(2, 4)), 0.0), x)[2],
                           (numbers(3, 8),)),
     "written with itself": (lambda x: (y := torch.zeros_like(x), y.__setitem__((..., slice(None)), x * 2), y)[2], ()),
+    "vector": (lambda x, v: x.mT @ v, (numbers(4),)),
+    "under other names": (lambda x: torch.special.softmax(x, 1) + torch.linalg.vector_norm(x, dim=1, keepdim=True), ()),
+    "copied": (lambda x, y: torch.zeros_like(x).copy_(x) + torch.empty_like(x).copy_(y), (numbers(8),)),
     "normalized": (lambda x: F.normalize(x, dim=1), ()),
     "a layer over tokens": (lambda x, w: F.conv1d(x, w), (numbers(5, 4, 1),)),
     "joined in the dim": (lambda x: torch.cat([x, x], -1).chunk(2, -1)[1], ()),
@@ -267,6 +270,17 @@ TABLE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
 def test_rows_need_no_message(name: str) -> None:
     function, others = TABLE[name]
     check(function, ROWS, 0, others=others)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, t: F.embedding(x.abs().long(), t, scale_grad_by_freq=True),
+        lambda x, t: F.one_hot(x.abs().long()) + t.sum() * x[:, None],
+    ],
+)
+def test_what_counts_all_rows_gets_all(function: Function) -> None:
+    check(function, ROWS, 0, others=(numbers(5, 3),), sends=1)
 
 
 # Functions that need the whole -> number of messages in the forward.

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import on_ranks, run_ranks
 from same_training import require_same_training, train_on_engine
-from token_programs import APART, MIXES, NOISE, Code, Inside
+from token_programs import APART, MIXES, NOISE, OTHER_ATTENTION, Code, Inside
 from zeromesh.tensor.plan import parse, resolve
 from zeromesh.tensor.sequence import find_stacks
 from zeromesh.tensor.spread import check_of, check_tokens
@@ -189,8 +189,8 @@ def test_code_that_computes_over_tokens_is_refused_with_its_line(name: str) -> N
         checked(code)
 
 
-@pytest.mark.parametrize("name", [*APART, *NOISE])
+@pytest.mark.parametrize("name", [*APART, *NOISE, "over samples", "over heads"])
 def test_code_that_leaves_tokens_apart_is_accepted(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "zeromesh"):
-        checked({**APART, **NOISE}[name])
+        checked({**APART, **NOISE, **OTHER_ATTENTION}[name])
     assert not caplog.records

@@ -255,6 +255,8 @@ def test_the_command_compares_a_model_and_its_batch(tmp_path: Path) -> None:
 def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))
-    result = CliRunner().invoke(app, ["verify", str(file), "verifying:net_and_batch", "--timeout", "1"])
+    result = CliRunner().invoke(
+        app, ["verify", str(file), "verifying:net_and_batch", "--steps", "200", "--timeout", "1"]
+    )
     assert result.exit_code == 2
     assert "did not end within 1 s" in " ".join(result.output.split())

@@ -17,7 +17,8 @@ from zeromesh.config.keys import ONE_CONTEXT_RANK, UNCHECKED
 from zeromesh.context import batch
 from zeromesh.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
 from zeromesh.tensor.plan import matches
-from zeromesh.tensor.tokens import MixesTokens, OfLabels, TokenCheck, TokenRun, alone
+from zeromesh.tensor.token_check import TokenCheck, alone
+from zeromesh.tensor.tokens import MixesTokens, OfLabels, TokenRun
 
 # Layers of torch that mix positions in their own way.
 _MIXING: dict[type[nn.Module], str] = {

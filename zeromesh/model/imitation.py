@@ -7,10 +7,10 @@ import ctypes
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
-from types import MethodType
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -64,6 +64,8 @@ class WithoutMemory(TorchDispatchMode):
         if operator in _OF_VALUES and args[0].is_meta:
             self.guessed = True
             return _OF_VALUES[operator](args[0], self._guess)
+        if operator in _BY_INDEX and any(one is not None and one.dtype is torch.bool for one in args[1]):
+            args = args[0], _few(args[1]), *args[2:]
         if operator is torch.ops.aten._grouped_mm:  # of which torch knows the shape for some dtypes only
             return _grouped_product(*args, **kwargs)
         return func(*args, **kwargs)
@@ -74,6 +76,18 @@ def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor | None = None, *rest:
         assert offsets is not None
         return a.new_empty((len(offsets), a.shape[0], b.shape[1]))
     return a.new_empty((*a.shape[int(b.ndim == 2 and a.ndim == 3) : -1], b.shape[-1]))
+
+
+_BY_INDEX = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
+
+
+def _few(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return indices in which masks pick one entry: how many they do is not known."""
+    found: list[Tensor | None] = []
+    for one in indices:
+        is_mask = one is not None and one.dtype is torch.bool
+        found += [one.new_empty(1, dtype=torch.long)] * one.ndim if is_mask and one is not None else [one]
+    return found
 
 
 def _number(tensor: Tensor, guess: bool) -> bool | int | float:
@@ -118,10 +132,7 @@ HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in n
 
 def is_odd(module: nn.Module) -> bool:
     """Return whether a copy of a module would run the module itself, or hooks see gradients between layers."""
-    forward = vars(module).get("forward")
-    # Of a method of its own, as kernels for known models are put in place, the copy gets its own.
-    own = forward is None or (isinstance(forward, MethodType) and forward.__self__ is module)
-    return not own or bool(module._backward_hooks or module._backward_pre_hooks)
+    return "forward" in vars(module) or bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 @contextmanager
@@ -129,7 +140,11 @@ def left_as_they_are(model: nn.Module) -> Iterator[None]:
     """Restore what the classes of the model, and the files that they are in, hold; clear caches of their functions."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     kinds = {kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
-    files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
+    files = {sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules}
+    # Functions of other files that these use may keep tensors, too.
+    used = {getattr(value, "__module__", None) for file in files for value in vars(file).values()}
+    files |= {sys.modules[name] for name in used if name in sys.modules and name.partition(".")[0] != "torch"}
+    files |= {value for file in [*files] for value in vars(file).values() if _is_users(value)}
     values = [value for owner in (*kinds, *files) for name, value in vars(owner).items() if not name.startswith("__")]
     attributes = {kind: dict(vars(kind)) for kind in kinds}
     held = [(value, copy.copy(value)) for value in values if type(value) in (dict, list, set)]
@@ -150,6 +165,11 @@ def left_as_they_are(model: nn.Module) -> Iterator[None]:
             function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             if isinstance(function, _lru_cache_wrapper):
                 function.cache_clear()
+
+
+def _is_users(value: Any) -> bool:
+    file = getattr(value, "__file__", None) if isinstance(value, ModuleType) else None
+    return file is not None and "site-packages" not in file and not file.startswith(sys.base_prefix)
 
 
 def _identities(value: Any) -> Any:

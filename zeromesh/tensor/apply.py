@@ -32,7 +32,7 @@ from zeromesh.tensor.sequence import Stack
 from zeromesh.tensor.split_activation import TensorAxis, whole
 from zeromesh.tensor.spread import activation, check_tokens, replaced, sequence_dim, spread
 from zeromesh.tensor.streams import RandomStreams, drops
-from zeromesh.tensor.tokens import TokenCheck
+from zeromesh.tensor.token_check import TokenCheck
 
 FIRST_TAG = 16  # on the tensor axis; lower ones are for whole parameters and for gradients
 BIAS_TAG = 15  # of tensors that are added to the scores of attention

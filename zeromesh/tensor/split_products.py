@@ -23,7 +23,11 @@ def _linear(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @rule("matmul", "bmm", "mm", "__matmul__", anywhere=True)
 def _matmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    if kwargs or len(args) != 2 or min(one.ndim for one in args) < 2:
+    if kwargs or len(args) != 2:
+        return NotImplemented
+    if args[1].ndim == 1 and is_split(args[0]) and args[0].split_dim.dim < args[0].ndim - 1:
+        return with_copies(func, args, kwargs, args[0])  # of rows with a vector
+    if min(one.ndim for one in args) < 2:
         return NotImplemented
     parts = [one for one in args if isinstance(one, SplitActivation)]
     axis, split_dim = parts[0].axis, parts[0].split_dim

@@ -31,7 +31,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-_OWNERS: tuple[Any, ...] = (torch, Tensor, functional, torch._C._nn, torch.special)
+_OWNERS: tuple[Any, ...] = (torch, Tensor, functional, torch._C._nn, torch.special, torch.linalg)
 
 
 def rule(*names: str, anywhere: bool = False) -> Callable[[Rule], Rule]:
@@ -183,7 +183,7 @@ ENTRY_BY_ENTRY = (*_WITH_SELF, *(f"{name}_" for name in _WITH_SELF), "rsub", "wh
     "__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__", "__rpow__", "__pow__", "__ipow__", "__rfloordiv__",
     "__floordiv__", "__mod__", "__rmod__", "__and__", "__or__", "__xor__", "__rand__", "__ror__", "__rxor__",
     "__invert__", "__lt__", "__gt__", "__le__", "__ge__", "__eq__", "__ne__", ".data", ".real", ".imag",
-    "expit", "ndtr", "i0", "entr")  # fmt: skip
+    "expit", "ndtr", "i0", "entr", "copy_")  # fmt: skip
 
 
 @rule(*ENTRY_BY_ENTRY, anywhere=True)
@@ -243,6 +243,7 @@ _ALONG = {
         "amax", "amin", "max", "min", "sum", "mean", "std", "var", "prod", "any", "all", "flip", "median", "cummax",
         "cummin", "logcumsumexp", "count_nonzero", "std_mean", "var_mean", "aminmax", "nansum"), (1, None)),
     "sort": (1, -1), "argsort": (1, -1), "normalize": (2, 1), "topk": (2, -1), "norm": (2, None), "roll": (2, None),
+    "vector_norm": (2, None),
     "diff": (2, -1), "tril": (9, (-1, -2)), "triu": (9, (-1, -2)), "unbind": (1, 0), "view_as_complex": (9, -1),
     "view_as_real": (9, ()),
 }  # fmt: skip
@@ -252,14 +253,10 @@ _OTHER_NAMES = {"roll": "dims", "flip": "dims"}
 @rule(*_ALONG)
 def along_dims(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Compute along dims other than the one that is split; a sum over it is completed over the ranks."""
-    name = func.__name__
+    name = func.__name__.removeprefix("special_").removeprefix("linalg_")
     place, default = _ALONG[name]
     x, rest = args[0], [*args[1:], *kwargs.values()]
-    if (
-        not isinstance(x, SplitActivation)
-        or any(isinstance(one, Tensor) for one in rest)
-        or kwargs.get("out") is not None
-    ):
+    if not isinstance(x, SplitActivation) or any(isinstance(one, Tensor) for one in rest):
         return NotImplemented
     key = _OTHER_NAMES.get(name, "dim")
     dims: Any = kwargs.get(key, args[place] if len(args) > place else default)

@@ -307,12 +307,13 @@ def _getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return _slice(part, start, stop) if step == 1 and stop > start else NotImplemented
 
 
-@rule("gather", "scatter", "scatter_add", "take_along_dim", anywhere=True)
+@rule("gather", "scatter", "scatter_add", "scatter_", "scatter_add_", "take_along_dim", anywhere=True)
 def _along_index(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Pick, or put, entries along another dim, by an index for each place of the dim that is split."""
     positions = [number for number, one in enumerate(args) if type(one) is int]
-    dim, parts = kwargs.get("dim", args[positions[0]] if positions else None), [one for one in args if is_split(one)]
+    dim = kwargs.get("dim", args[positions[0]] if positions else None)
     tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+    parts = [one for one in tensors if isinstance(one, SplitActivation)]
     joint = same_dim(parts) if parts else None
     if joint is None or dim is None or len(parts) < len(tensors) or (dim - parts[0].ndim * (dim >= 0)) == joint[0]:
         return NotImplemented
@@ -346,8 +347,14 @@ def is_of_flags(x: Tensor) -> bool:
 
 @rule("embedding", "one_hot", anywhere=True)
 def _embedding(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    x = args[0]
-    return _look_up(func, args, x, kwargs) if is_split(x) and not any(map(is_split, args[1:])) else NotImplemented
+    x, given = args[0], dict(zip(("num_classes",), args[1:2], strict=False)) | kwargs
+    if func is torch.nn.functional.embedding:
+        # These count, or write to, what the indices of all ranks pick, and torch cannot sum sparse gradients here.
+        odd = len(args) > 3 or any(kwargs.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
+    else:
+        odd = given.get("num_classes", -1) < 0  # as many as the largest index says
+    simple = is_split(x) and not odd and not any(map(is_split, (*args[1:], *kwargs.values())))
+    return _look_up(func, args, x, kwargs) if simple else NotImplemented
 
 
 def _look_up(func: Any, args: Args, x: SplitActivation, kwargs: Kwargs | None = None) -> Any:

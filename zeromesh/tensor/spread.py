@@ -17,7 +17,8 @@ from zeromesh.tensor.plan import SplitPlan
 from zeromesh.tensor.sequence import Stack
 from zeromesh.tensor.split_activation import SplitActivation
 from zeromesh.tensor.streams import RandomStreams
-from zeromesh.tensor.tokens import MixesTokens, TokenCheck, TokenRun
+from zeromesh.tensor.token_check import TokenCheck
+from zeromesh.tensor.tokens import MixesTokens, TokenRun
 
 
 def sequence_dim(x: Tensor) -> int:

@@ -7,19 +7,20 @@ would tell. So a copy of the model runs once with activations that know that the
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from numbers import Number
+from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import arg_tree_leaves
 
@@ -27,44 +28,44 @@ from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.model.imitation import (
     META,
     WithoutMemory,
-    imitated,
-    is_odd,
-    left_as_they_are,
-    limited,
-    seed_all,
-    undisturbed,
 )
+from zeromesh.model.in_place import version
 from zeromesh.tensor import split_views as split_views  # which registers rules
-from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation, SplitDim, part_of
+from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation, SplitDim
 from zeromesh.tensor.split_rules import ENTRY_BY_ENTRY, as_split, entry_by_entry
 
-SECONDS = 60  # of all runs
 MOST_OPERATORS = 300_000  # of a run
-FOREIGN = tuple(os.path.dirname(str(one.__file__)) for one in (torch, sys.modules["zeromesh"]))
+FOREIGN = tuple(os.path.dirname(str(one.__file__)) + os.sep for one in (torch, sys.modules["zeromesh"]))
 
 # Random numbers for each entry are drawn for each token, as in dropout.
 DRAWS = {"rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_"}
-# Tensors whose entries are all alike, or drawn: a rank makes as many as it has tokens.
-CONSTANTS = {"zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty"}
-# Values that a model may look for in all that it has, to raise an error, and what it expects.
+# Tensors whose entries are all alike, or drawn: a rank makes as many as it has tokens. True: they are given a value.
+CONSTANTS = {**dict.fromkeys(("zeros", "ones", "empty", "rand", "randn", "new_zeros", "new_ones", "new_empty"), False),
+    "full": True, "new_full": True}  # fmt: skip
+# Tests for broken values, over all entries -> what each entry is in a sound run.
 FLAWS = {"isnan": torch.tensor(False), "isinf": torch.tensor(False), "isfinite": torch.tensor(True)}
-NUMBERED = {*ENTRY_BY_ENTRY, "full", "new_full", "tensor", "as_tensor", "scalar_tensor", "full_like",
-    "scaled_dot_product_attention"}  # fmt: skip
-"""Functions whose result depends on the numbers that they are given, where others take lengths and dims."""
-
-_log = logging.getLogger(__name__)
+# Functions whose result depends on the whole numbers that they are given, where others take lengths and dims.
+NUMBERED = {*ENTRY_BY_ENTRY, "full_like"}
 
 
 class MixesTokens(ValueError):
     """Code computes over tokens, of which a rank has a part."""
 
 
+class DependsOnLength(MixesTokens):
+    """Code computes with what depends on the length of the sequence."""
+
+
 class OfLabels(Tensor):
-    """Tensor made of labels, with which begins the loss: a mean over tokens, which is completed over the ranks."""
+    """Tensor made of labels, with which the loss begins: a mean over tokens, which is completed over the ranks."""
 
 
-class LossReached(BaseException):
-    """Code has come to the loss, and takes what a run without memory does not have."""
+class OfLength(Tensor):
+    """Tensor that was made for the length of the sequence, which is another one for a part."""
+
+
+class Constant(Tensor):
+    """Tensor with as many entries as wanted, which are all alike or drawn at random."""
 
 
 class TokenRun(WithoutMemory):
@@ -72,40 +73,54 @@ class TokenRun(WithoutMemory):
 
     Attributes:
         parts: number of parts of a sequence.
+        size: the same; where the code is told that the sequence is as long as a rank's part, a divisor of that.
         has_whole: True while a module runs that is given whole sequences.
-        size: the same, but if the code is told that the sequence is as long as this rank's part.
+        refused: the first error, which code may have caught.
+        seen: by function and place in the code, the numbers and shapes of its calls with a part of a sequence.
+        plain: the same of the numbers of its other calls.
     """
 
-    def __init__(self, parts: int, tells_part: bool, attends: bool, guess: bool) -> None:
+    def __init__(self, parts: int, attends: bool, guess: bool, other: TokenRun | None = None) -> None:
         super().__init__(guess)
         self.has_whole = False
-        self.parts, self.size, self._tells_part = parts, parts, tells_part
-        self.numbers: list[tuple[str, str, tuple[float, ...]]] = []  # function, place in the code, and its numbers
-        self._left = MOST_OPERATORS
+        self.refused: MixesTokens | None = None
+        self.parts = self.size = parts
+        self.seen: dict[tuple[str, str], set[Any]] = defaultdict(set)
+        self.plain: dict[tuple[str, str], set[Any]] = defaultdict(set)
+        # The run of the whole length; the code is told that of a part then.
+        self.other = other
         # Tokens of the first sequence that is spread, of a rank's part of it, and of that which code is told of.
         self._whole = self._part = self._told = 0
         self._joined_dims: dict[tuple[int, int, int], SplitDim] = {}
+        self._left = MOST_OPERATORS
         self._watch = _Watch(self, attends)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Follow activations in this context; raise MixesTokens where one is needed whole."""
-        with torch.no_grad(), self, self._watch:  # without gradients, a function's own backward has not to be known
+        with torch.no_grad(), self, self._watch:  # without gradients, a function's own backward need not be known
             try:
                 yield
-            except LossReached:
-                pass
-            except NeedsWhole:
-                raise self._mixed("works on memory, or on code, that cannot be followed") from None
+            except NeedsWhole as error:
+                frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+                raise self.mixed(
+                    "works on memory, or on code, that cannot be followed", place_of(frames[::-1])
+                ) from None
+            except Exception:
+                if self.refused is not None:
+                    raise self.refused from None
+                raise
+        if self.refused is not None:
+            raise self.refused
 
     def spread(self, x: Tensor, dim: int, whole: int, part: int) -> Tensor:
         """Return this rank's part of a tensor with a dim of tokens: ``part`` of a ``whole`` sequence."""
         if not self._whole:
-            # The part is cut as well, or rules would take it for what all ranks have.
-            divisors = (n for n in range(2, part + 1) if part % n == 0)
-            self.size = next(divisors, 1) if self._tells_part else self.parts
-            self._told = part if self._tells_part else whole
-            self._whole, self._part = whole, part
+            self._whole, self._part, self._told = whole, part, whole
+            if self.other is not None:
+                # The part is cut as well, or rules would take it for what all ranks have.
+                self.size = next((n for n in range(2, part + 1) if part % n == 0), 1)
+                self._told = part
         told = whole * self._told // self._whole
         split_dim = self._joined_dims.get((x.ndim, dim, whole), SplitDim(dim, (told,)))
         with torch._C.DisableTorchFunction():
@@ -134,17 +149,13 @@ class TokenRun(WithoutMemory):
         finally:
             self.has_whole = before
 
-    def split_again(self, x: Tensor) -> Tensor:
-        """Return this rank's part of a tensor with one dim that is as long as a whole sequence, or the tensor."""
-        return self._split(x, self._whole)
-
-    def split_made(self, x: Tensor) -> Tensor:
-        """Return this rank's part of a tensor with one dim that is as long as code is told that a sequence is."""
-        return self._split(x, self._told)
-
-    def _split(self, x: Tensor, length: int) -> Tensor:
-        dims = [dim for dim, size in enumerate(x.shape) if size == length] if type(x) is Tensor else []
-        return self.spread(x, dims[0], self._whole, self._part) if len(dims) == 1 else x
+    def split_again(self, x: Tensor, given: Sequence[SplitActivation]) -> Tensor:
+        """Return this rank's part of a result of whole sequences, which are those of some inputs."""
+        for one in given:
+            dim, whole = one.split_dim.dim, one.split_dim.size * self._whole // self._told
+            if type(x) is Tensor and dim < x.ndim and x.shape[dim] == whole:
+                return self.spread(x, dim, whole, whole * self._part // self._whole)
+        return x
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute shapes; torch calls it for every operator."""
@@ -155,21 +166,25 @@ class TokenRun(WithoutMemory):
         if torch._C._is_torch_function_enabled():
             for x in arg_tree_leaves(*args, **kwargs):
                 if isinstance(x, SplitActivation):
-                    raise self._mixed("is code outside of Python, which cannot be followed")
+                    raise self.mixed("is code outside of Python, which cannot be followed")
         return self.compute(func, args, kwargs)
 
-    def _mixed(self, why: str) -> MixesTokens:
-        frame = _users_frame()
-        where = "" if frame is None else f", in {os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno},"
-        return MixesTokens(f"{self._watch.function}{where} {why}")
+    def mixed(self, why: str, place: str = "", kind: type[MixesTokens] = MixesTokens) -> MixesTokens:
+        """Return the error for the function that is called at present, and keep the first one."""
+        where = place or place_of(_frames())
+        error = kind(f"{self._watch.function}{where and f', in {where},'} {why}")
+        self.refused = self.refused or error
+        return error
 
     def gather(self, part: Tensor, split_dim: SplitDim) -> Tensor:
         """Refuse to gather."""
-        raise self._mixed("needs the tokens of all ranks, or is not known to leave tokens apart")
+        raise self.mixed("needs the tokens of all ranks, or is not known to leave tokens apart")
 
     def take(self, whole: Tensor, split_dim: SplitDim) -> Tensor:
-        """Refuse what was not made for this rank's tokens."""
-        raise self._mixed(
+        """Refuse what was not made for this rank's tokens, unless all entries are alike."""
+        if isinstance(whole, Constant):
+            return whole.as_subclass(Tensor).narrow(split_dim.dim, 0, split_dim.size // self.size)
+        raise self.mixed(
             f"is given a tensor with an entry for each of the {split_dim.size} tokens of a sequence, of which a rank "
             "has a part"
         )
@@ -180,7 +195,7 @@ class TokenRun(WithoutMemory):
 
     def sum(self, share: Tensor) -> Tensor:
         """Refuse a sum over the tokens."""
-        raise self._mixed("sums over the tokens")
+        raise self.mixed("sums over the tokens")
 
     def apart(self) -> AbstractContextManager[None]:
         """Do nothing: there are no values."""
@@ -200,153 +215,119 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute a function of torch by the rules, but for what is of this rank's tokens without one."""
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         name = self.function = getattr(func, "__name__", str(func))
         tensors = tensors_of((args, kwargs))
-        if any(isinstance(x, OfLabels) for x in tensors):
+        kinds = {type(x) for x in tensors}
+        attends = func is F.scaled_dot_product_attention
+        if OfLabels in kinds:
+            if attends:
+                raise self._run.mixed("is given what was made of labels, as which only the loss is known")
+            return self._on_plain(func, args, kwargs, OfLabels)
+        if SplitActivation not in kinds:
+            return self._without_parts(func, args, kwargs, kinds)
+        if OfLength in kinds:
+            why = "is given a tensor that was made for the length of the sequence"
+            raise self._run.mixed(why, kind=DependsOnLength)
+        for alias, usual in (("axis", "dim"), ("keepdims", "keepdim")):
+            if alias in kwargs and usual not in kwargs:
+                kwargs[usual] = kwargs.pop(alias)
+        if attends and self._attends:
+            result = self._attend(*args, **kwargs)
+        elif name in ("any", "all") and len(args) == 1 and not kwargs and _is_sound(args[0]):
+            return args[0].expected[0]
+        elif name in DRAWS:
             with torch._C.DisableTorchFunctionSubclass():
-                args, kwargs = map_tensors((args, kwargs), self._plain)
-                try:
-                    return map_tensors(func(*args, **kwargs), lambda x: x.as_subclass(OfLabels))
-                except NotImplementedError:  # it depends on values how many labels count
-                    raise LossReached from None
-        if name in NUMBERED:
-            self._note(name, (args, kwargs))
-        if func is F.scaled_dot_product_attention and self._attends and tensors:
-            query, value = tensors[0], tensors[min(2, len(tensors) - 1)]
-            if isinstance(query, SplitActivation) and query.split_dim.dim == query.ndim - 2:
-                shape = *part_of(query).shape[:-1], value.shape[-1]
-                return as_split(torch.empty(shape, dtype=query.dtype, device=META), query.split_dim, self._run)
-        if name in ("any", "all") and len(args) == 1 and not kwargs and hasattr(args[0], "expected"):
-            return args[0].expected
-        if name in DRAWS and any(isinstance(x, SplitActivation) for x in tensors):
-            with torch._C.DisableTorchFunctionSubclass():
-                return entry_by_entry(func, args, kwargs)
-        result = func(*args, **kwargs)
+                result = entry_by_entry(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         if name in FLAWS and isinstance(result, SplitActivation):
-            result.expected = FLAWS[name]  # type: ignore[attr-defined]
-        made = name in CONSTANTS and not self._run.has_whole
-        return map_tensors(result, self._run.split_made) if made else result
+            result.expected = FLAWS[name], version(result)  # type: ignore[attr-defined]
+        self._note(name, (args, kwargs), result)
+        return self._constant(name, result)
 
-    def _plain(self, x: Tensor) -> Tensor:
-        if isinstance(x, SplitActivation):
-            x = self._run.join(x)
-        return x.as_subclass(Tensor)
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Tensor:
+        """Return the result of attention; every call in a model is replaced, so it must be over its tokens."""
+        parts = [x for x in (query, key, value) if isinstance(x, SplitActivation)]
+        dims = {(x.split_dim.dim - x.ndim, x.split_dim.sections) for x in parts}
+        if len(parts) < 3 or len(dims) > 1 or dims.pop()[0] != -2:
+            raise self._run.mixed("is not of the queries, keys and values of all tokens, (batch, heads, tokens, width)")
+        with torch._C.DisableTorchFunction():
+            made = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=META)
+            return as_split(made, parts[0].split_dim, self._run)
 
-    def _note(self, name: str, given: Any) -> None:
-        args, kwargs = given
-        numbers = tuple(one for one in (*args, *kwargs.values()) if type(one) in (int, float))
-        if numbers:
-            frame = _users_frame()
-            where = "" if frame is None else f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
-            self._run.numbers.append((name, where, numbers))
+    def _without_parts(self, func: Any, args: Any, kwargs: Any, kinds: set[type]) -> Any:
+        """Compute a function of what no rank has a part of; note what depends on the length."""
+        if OfLength in kinds:
+            return self._on_plain(func, args, kwargs, OfLength)
+        name, run = self.function, self._run
+        result = self._on_plain(func, args, kwargs, Constant if kinds == {Constant} and name in SHAPING else Tensor)
+        given = (
+            (args[1:], kwargs.get("fill_value")) if CONSTANTS.get(name) else () if name in CONSTANTS else (args, kwargs)
+        )
+        if not run.has_whole and (numbers := tuple(_numbers(given))):
+            key = name, place_of(_frames())
+            run.plain[key].add(numbers)
+            if run.other is not None and key in run.other.plain and numbers not in run.other.plain[key]:
+                return map_tensors(result, lambda x: x.as_subclass(OfLength))
+        return self._constant(name, result)
+
+    def _constant(self, name: str, result: Any) -> Any:
+        return map_tensors(result, lambda x: x.as_subclass(Constant)) if name in CONSTANTS else result
+
+    def _on_plain(self, func: Any, args: Any, kwargs: Any, kind: type[Tensor]) -> Any:
+        """Compute on whole tensors, and return them as some kind, but for what was written in place."""
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = map_tensors((args, kwargs), lambda x: self._run.join(x).as_subclass(Tensor))
+            result = func(*args, **kwargs)
+            return result if kind is Tensor else map_tensors(result, lambda x: x.as_subclass(kind))
+
+    def _note(self, name: str, given: Any, result: Any) -> None:
+        """Note numbers and shapes that must not depend on the length of the sequence."""
+        numbers = tuple(n for n in _numbers(given) if name in NUMBERED or not isinstance(n, int))
+        with torch._C.DisableTorchFunctionSubclass():
+            shapes = tuple(
+                tuple(size for dim, size in enumerate(x.shape) if dim != x.split_dim.dim)
+                for x in tensors_of(result)
+                if isinstance(x, SplitActivation)
+            )
+        self._run.seen[name, place_of(_frames())].add((numbers, shapes))
 
 
-def _users_frame() -> FrameType | None:
-    """Return the innermost frame of code that is neither torch's nor of this package."""
+SHAPING = {*ENTRY_BY_ENTRY, "expand", "unsqueeze", "__getitem__", "view", "reshape", "expand_as", "to", "type_as"}
+"""Functions of tensors that are all alike whose results are so, too."""
+
+
+def _is_sound(x: Any) -> bool:
+    return hasattr(x, "expected") and version(x) == x.expected[1]
+
+
+def _numbers(value: Any) -> Iterator[Any]:
+    """Yield the numbers in nested arguments."""
+    if isinstance(value, Number | numpy.number):
+        yield value
+    elif isinstance(value, numpy.ndarray):
+        yield from value.ravel().tolist()
+    elif isinstance(value, slice):
+        yield from _numbers((value.start, value.stop, value.step))
+    elif isinstance(value, Mapping):
+        yield from _numbers(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _numbers(one)
+
+
+def _frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def place_of(frames: Iterable[FrameType]) -> str:
+    """Return file and line of the first frame of code that is neither torch's nor of this package, or ''."""
+    for frame in frames:
         file = frame.f_code.co_filename
         if os.path.isabs(file) and not file.startswith(FOREIGN):
-            return frame
-        frame = frame.f_back
-    return None
-
-
-Call = Callable[[nn.Module, TokenRun], Any]
-
-
-def alone(run: TokenRun, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a module whose code is not to be checked: it is said to compute each token by itself."""
-    with run.with_whole():
-        output = forward(*run.join(args), **run.join(kwargs))
-    return map_tensors(output, run.split_again)
-
-
-class TokenCheck:
-    """Check of one model's code, in a copy without memory that is made before the model is changed."""
-
-    def __init__(self, model: nn.Module, parts: int, attends: bool) -> None:
-        self._parts, self._attends = parts, attends
-        self._name = type(model).__name__
-        self._model: nn.Module | None = None
-        self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self._done: set[Any] = set()
-        self._current: TokenRun | None = None
-        odd = next((name for name, module in model.named_modules() if is_odd(module)), None)
-        try:
-            if odd is not None:
-                raise ValueError(f"{odd or 'it'} has another forward than its class, or hooks of its backward")
-            self._model = imitated(model)[0].requires_grad_(False)
-        except Exception as error:  # a model may have what cannot be copied
-            self._tell(error)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TokenCheck:
-        """Return the same object: a copy of a model has the same code."""
-        return self
-
-    def replace(self, name: str, run: Callable[..., Any]) -> None:
-        """Have a module of the copy compute by ``run(token_run, forward, *args, **kwargs)``."""
-        if self._model is not None:
-            module = self._model.get_submodule(name)
-            setattr(module, "forward", partial(self._replaced, run, module.forward))  # noqa: B010
-
-    def _replaced(self, run: Callable[..., Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self._current is not None
-        return run(self._current, forward, *args, **kwargs)
-
-    def _tell(self, error: Exception) -> None:
-        _log.warning(
-            "it could not be checked that the code of %s leaves the tokens of a sequence apart (%s: %s): compare its "
-            "first losses with those of one process, as zeromesh verify does", self._name, type(error).__name__,
-            str(error).partition("\n")[0],
-        )  # fmt: skip
-
-    def without_memory(self, value: Any) -> Any:
-        """Return arguments of the model without memory, in the dtype that its parameters had."""
-        return map_tensors(value, lambda x: x.detach().to(META, self._dtype if x.is_floating_point() else x.dtype))
-
-    def once(self, key: Any, call: Call) -> None:
-        """Check what ``call`` runs, unless it was done under the same key. Raise MixesTokens."""
-        if self._model is None or key in self._done:
-            return
-        self._done.add(key)
-        model = self._model
-        with undisturbed(), warnings.catch_warnings(), left_as_they_are(model):
-            warnings.simplefilter("ignore")
-            try:
-                with limited(SECONDS):
-                    self._check(model, call)
-            except MixesTokens:
-                raise
-            except Exception as error:
-                _log.debug("the model cannot be checked", exc_info=True)
-                self._tell(error)
-
-    def _check(self, model: nn.Module, call: Call) -> None:
-        whole = self._run(model, call, False, False)
-        if whole.guessed:  # a condition on values is tried both ways
-            try:
-                self._run(model, call, False, True)
-            except MixesTokens:
-                raise
-            except Exception:
-                _log.debug("the check has failed with other values", exc_info=True)
-        part: TokenRun | None = None
-        with suppress(Exception):  # code need not run with this length, and was found to leave tokens apart
-            part = self._run(model, call, True, False)
-        for (name, where, one), (other, _, two) in zip(whole.numbers, part.numbers if part else [], strict=False):
-            if name != other:
-                return
-            if one != two:
-                raise MixesTokens(
-                    f"{name}, in {where}, computes with a number that depends on the length of the sequence: {one} for "
-                    f"all of it, {two} for the part of a rank"
-                )
-
-    def _run(self, model: nn.Module, call: Call, tells_part: bool, guess: bool) -> TokenRun:
-        self._current = run = TokenRun(self._parts, tells_part, self._attends, guess)
-        seed_all()
-        with run.watched():
-            call(model, run)
-        return run
+            return f"{os.path.relpath(file)}:{frame.f_lineno}"
+    return ""
