@@ -102,6 +102,20 @@ def test_each_state_of_a_model_and_each_way_to_call_it_is_checked() -> None:
     require_apart("Decoder", made, part, RANKS)
 
 
+def test_what_flags_switch_on_is_checked() -> None:
+    class Smooth(Decoder):
+        def forward(self, tokens: Tensor, smooth: bool = False, **more: Any) -> Tensor:  # type: ignore[override]
+            self.blocks[0].inside.code = MIXES["mean"][0] if smooth else APART["nothing"]
+            return super().forward(tokens, **more)
+
+    model = Smooth(APART["nothing"]).double()
+    made = TokenCheck(model, 2 * RANKS, True)
+    part = batches.split(batch(), fake(RANKS), "positions", shift=False)
+    require_apart("Smooth", made, part, RANKS)
+    with pytest.raises(Unsupported, match="sums over the tokens"):
+        require_apart("Smooth", made, {**part, "smooth": True}, RANKS)
+
+
 def test_code_behind_a_loss_is_checked() -> None:
     class Early(Decoder):
         def forward(self, tokens: Tensor, positions: Any = None, labels: Any = None) -> Tensor:

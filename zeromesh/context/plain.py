@@ -106,7 +106,7 @@ def require_apart(name: str, check: TokenCheck, part: dict[str, Any], ranks: int
         model(**given)
 
     try:
-        check.once(frozenset(part), call)
+        check.once(part, call)
     except MixesTokens as error:
         raise refuse(
             name,

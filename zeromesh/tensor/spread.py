@@ -214,7 +214,7 @@ def check_tokens(check: TokenCheck, model: nn.Module, args: tuple[Any, ...], kwa
         return
     given, more = check.without_memory((args, kwargs))
     try:
-        check.once((len(given), frozenset(more)), lambda copied, _: copied(*given, **more))
+        check.once({**dict(enumerate(given)), **more}, lambda copied, _: copied(*given, **more))
     except MixesTokens as error:
         raise ValueError(f"{error}; {WHOLE_SEQUENCE}") from None
 

@@ -6,7 +6,7 @@ import copy
 import logging
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -82,15 +82,18 @@ class TokenCheck:
         """Return arguments of the model without memory, in the dtype that its parameters had."""
         return map_tensors(value, lambda x: x.detach().to(META, self._dtype if x.is_floating_point() else x.dtype))
 
-    def once(self, key: Any, call: Call) -> None:
-        """Check what ``call`` runs; raise MixesTokens, also later for the same key."""
+    def once(self, given: Mapping[Any, Any], call: Call) -> None:
+        """Check what ``call`` runs, unless that was done for arguments alike; raise MixesTokens, also later."""
+        # Flags and names choose what code does; numbers, such as that of a step, may differ in each call.
+        key: Any = frozenset((name, x if isinstance(x, bool | str) else x is None) for name, x in given.items())
         model, original = self._model, self._original()
         if model is None or original is None:
             return
         key = key, original.training
         if key not in self._done:
-            for own, module in zip(model.modules(), original.modules(), strict=False):
-                own.training = module.training
+            modules = dict(original.named_modules())
+            for name, own in model.named_modules():  # children after what is around them
+                own.train(modules.get(name, original).training)
             self._done[key] = self._found(model, call)
         if (error := self._done[key]) is not None:
             raise error
