@@ -57,7 +57,8 @@ def test_code_that_computes_over_tokens_is_refused_with_its_line(name: str) -> N
     code, said = MIXES[name]
     with pytest.raises(Unsupported, match=said) as error:
         check(build(code), batch())
-    assert re.search(r"in \S*token_programs\.py:\d+, ", str(error.value))
+    inside = r"in \S*token_programs\.py:\d+( \(blocks\.0\.inside\))?, "  # not where tensors are made for the length
+    assert re.search(inside, str(error.value))
     remedy = f"; name the module in {UNCHECKED} if it computes each token by itself, or set mesh.context to 1"
     assert str(error.value).endswith(remedy)
 

@@ -135,9 +135,10 @@ class TokenCheck:
                 )
 
     def _run(self, model: nn.Module, call: Call, guess: bool, other: TokenRun | None = None) -> TokenRun:
-        self._current = run = TokenRun(self._parts, self._attends, guess, other)
-        seed_all()
         copied = copy.deepcopy(model)  # for what code keeps in the model
+        names = {id(module): name for name, module in copied.named_modules()}
+        self._current = run = TokenRun(self._parts, self._attends, guess, names, other)
+        seed_all()
         with run.watched():
             call(copied, run)
         return run

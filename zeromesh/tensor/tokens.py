@@ -25,10 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import arg_tree_leaves
 
 from zeromesh.model.containers import map_tensors, tensors_of
-from zeromesh.model.imitation import (
-    META,
-    WithoutMemory,
-)
+from zeromesh.model.imitation import META, WithoutMemory
 from zeromesh.model.in_place import version
 from zeromesh.tensor import split_views as split_views  # which registers rules
 from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation, SplitDim
@@ -80,8 +77,11 @@ class TokenRun(WithoutMemory):
         plain: the same of the numbers of its other calls.
     """
 
-    def __init__(self, parts: int, attends: bool, guess: bool, other: TokenRun | None = None) -> None:
+    def __init__(
+        self, parts: int, attends: bool, guess: bool, names: Mapping[int, str], other: TokenRun | None = None
+    ) -> None:  # fmt: skip
         super().__init__(guess)
+        self._names = names  # of modules, by ``id``
         self.has_whole = False
         self.refused: MixesTokens | None = None
         self.parts = self.size = parts
@@ -172,7 +172,9 @@ class TokenRun(WithoutMemory):
     def mixed(self, why: str, place: str = "", kind: type[MixesTokens] = MixesTokens) -> MixesTokens:
         """Return the error for the function that is called at present, and keep the first one."""
         where = place or place_of(_frames())
-        error = kind(f"{self._watch.function}{where and f', in {where},'} {why}")
+        inside = next((one for frame in _frames() if (one := self._names.get(id(frame.f_locals.get("self"))))), "")
+        around = f", in {where}{inside and f' ({inside})'}," if where else ""
+        error = kind(f"{self._watch.function}{around} {why}")
         self.refused = self.refused or error
         return error
 
