@@ -160,7 +160,7 @@ def check(folder: Path, ranks: int, names: list[str], accumulations: tuple[int, 
     for name in names:
         zero, row = CASES[name]
         for steps in accumulations:
-            early = float(row.optimizer_tier is Tier.NVME)
+            early = float(row.optimizer_tier is Tier.NVME and row.parameter_tier is not Tier.NVME)
             layout = ParallelLayout(data=ranks, row=row, accumulation=steps, early=early)
             found, sums = reported(configuration(zero, steps, folder, ADAMW))
             (rank,) = memory_of(Cost(), 8, layout, sums=sums)
