@@ -117,6 +117,10 @@ MIXES: dict[str, tuple[Code, str]] = {
     "groups": (lambda m, y: (z := y.unflatten(1, (4, -1)), (z - z.mean(2, keepdim=True)).flatten(1, 2))[1], "length"),
     "samples and back": (lambda m, y: y.transpose(0, 1).reshape(y.shape).cumsum(1)
                          .reshape(y.shape[1], -1, WIDTH).transpose(0, 1), "length"),
+    "first of ones": (lambda m, y: (k := torch.ones(y.shape[1], 1), k.__setitem__(0, 0.0), y * k)[2], "entry for each"),
+    "copied places": (lambda m, y: (k := torch.zeros(y.shape[1]), k.copy_(torch.arange(y.shape[1])), y + k[:, None])[2],
+                      "entry for each|made for the length"),
+    "added length": (lambda m, y: (k := torch.zeros(()), k.add_(y.shape[1]), y + k)[2], "made for the length"),
     "error that is caught": (lambda m, y: m.careless(y), "cumsum"),
     "flaws that are written": (lambda m, y: y * 2 if torch.isnan(y).logical_or_(y > 0).any() else y, "any"),
     "keys of a table": (lambda m, y: F.scaled_dot_product_attention(
@@ -164,6 +168,7 @@ APART: dict[str, Code] = {
     "one expert": lambda m, y: torch.einsum("btc,ecd,bte->btd", y, m.experts,
                                             F.one_hot(m.gate(y).argmax(-1), 4).to(y.dtype)),
     "zeros": lambda m, y: y + y.new_zeros(y.shape) + torch.zeros(*y.shape[:2], 1) + torch.zeros(y.shape[:2])[..., None],
+    "filled": lambda m, y: (k := torch.empty(y.shape[1], 1), k.fill_(2.0), y * k)[2],
     "written": lambda m, y: (z := torch.empty_like(y), z.__setitem__(..., y * 2), z)[2],
     "in place": lambda m, y: y.clone().mul_(0.5).add_(1).clamp_(-2, 2),
     "where": lambda m, y: torch.where(y > 0, y, y.expm1()),

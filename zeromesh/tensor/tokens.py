@@ -26,7 +26,7 @@ from torch.utils._pytree import arg_tree_leaves
 
 from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.model.imitation import META, WithoutMemory
-from zeromesh.model.in_place import version
+from zeromesh.model.in_place import version, writes, written
 from zeromesh.tensor import split_views as split_views  # which registers rules
 from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation, SplitDim
 from zeromesh.tensor.split_rules import ENTRY_BY_ENTRY, as_split, entry_by_entry
@@ -62,7 +62,21 @@ class OfLength(Tensor):
 
 
 class Constant(Tensor):
-    """Tensor with as many entries as wanted, which are all alike or drawn at random."""
+    """Tensor with as many entries as wanted, which are all alike or drawn at random until it is written to."""
+
+    known: int  # its version when it was last known to be so
+
+    def settle(self) -> Constant:
+        """Take the entries for alike as they are now, and return the tensor."""
+        with torch._C.DisableTorchFunction():
+            self.known = version(self)
+        return self
+
+    @property
+    def is_alike(self) -> bool:
+        """True if nothing else was written to it."""
+        with torch._C.DisableTorchFunction():
+            return version(self) == self.known
 
 
 class TokenRun(WithoutMemory):
@@ -184,7 +198,7 @@ class TokenRun(WithoutMemory):
 
     def take(self, whole: Tensor, split_dim: SplitDim) -> Tensor:
         """Refuse what was not made for this rank's tokens, unless all entries are alike."""
-        if isinstance(whole, Constant):
+        if isinstance(whole, Constant) and whole.is_alike:
             return whole.as_subclass(Tensor).narrow(split_dim.dim, 0, split_dim.size // self.size)
         raise self.mixed(
             f"is given a tensor with an entry for each of the {split_dim.size} tokens of a sequence, of which a rank "
@@ -214,13 +228,14 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.function = "the code"
         self._run, self._attends = run, attends
+        self._written: dict[int, Tensor] = {}  # what was made for the length in place
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute a function of torch by the rules, but for what is of this rank's tokens without one."""
         kwargs = dict(kwargs or {})
         name = self.function = getattr(func, "__name__", str(func))
         tensors = tensors_of((args, kwargs))
-        kinds = {type(x) for x in tensors}
+        kinds = {OfLength if id(x) in self._written else type(x) for x in tensors}
         attends = func is F.scaled_dot_product_attention
         if OfLabels in kinds:
             if attends:
@@ -246,7 +261,7 @@ class _Watch(TorchFunctionMode):
         if name in FLAWS and isinstance(result, SplitActivation):
             result.expected = FLAWS[name], version(result)  # type: ignore[attr-defined]
         self._note(name, (args, kwargs), result)
-        return self._constant(name, result)
+        return map_tensors(result, _constant) if name in CONSTANTS else result
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Tensor:
         """Return the result of attention; every call in a model is replaced, so it must be over its tokens."""
@@ -261,21 +276,28 @@ class _Watch(TorchFunctionMode):
     def _without_parts(self, func: Any, args: Any, kwargs: Any, kinds: set[type]) -> Any:
         """Compute a function of what no rank has a part of; note what depends on the length."""
         if OfLength in kinds:
-            return self._on_plain(func, args, kwargs, OfLength)
+            return self._of_length(func, args, kwargs, self._on_plain(func, args, kwargs, Tensor))
         name, run = self.function, self._run
-        result = self._on_plain(func, args, kwargs, Constant if kinds == {Constant} and name in SHAPING else Tensor)
-        given = (
-            (args[1:], kwargs.get("fill_value")) if CONSTANTS.get(name) else () if name in CONSTANTS else (args, kwargs)
-        )
-        if not run.has_whole and (numbers := tuple(_numbers(given))):
+        given = tensors_of((args, kwargs))
+        alike = kinds == {Constant} and name in SHAPING and all(x.is_alike for x in given)  # type: ignore[attr-defined]
+        result = self._on_plain(func, args, kwargs, Tensor)
+        if alike:
+            result = map_tensors((given, result), _constant)[1]  # what was written in place is still alike
+        counted: Any = (args, kwargs)
+        if name in CONSTANTS:
+            counted = (args[1:], kwargs.get("fill_value")) if CONSTANTS[name] else ()
+        if not run.has_whole and (numbers := tuple(_numbers(counted))):
             key = name, place_of(_frames())
             run.plain[key].add(numbers)
             if run.other is not None and key in run.other.plain and numbers not in run.other.plain[key]:
-                return map_tensors(result, lambda x: x.as_subclass(OfLength))
-        return self._constant(name, result)
+                return self._of_length(func, args, kwargs, result)
+        return map_tensors(result, _constant) if name in CONSTANTS else result
 
-    def _constant(self, name: str, result: Any) -> Any:
-        return map_tensors(result, lambda x: x.as_subclass(Constant)) if name in CONSTANTS else result
+    def _of_length(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """Return a result as one that was made for the length, and mark what was written in place."""
+        if writes(func, kwargs) and isinstance(target := written(args, kwargs), Tensor):
+            self._written[id(target)] = target
+        return map_tensors(result, lambda x: x.as_subclass(OfLength))
 
     def _on_plain(self, func: Any, args: Any, kwargs: Any, kind: type[Tensor]) -> Any:
         """Compute on whole tensors, and return them as some kind, but for what was written in place."""
@@ -298,6 +320,11 @@ class _Watch(TorchFunctionMode):
 
 SHAPING = {*ENTRY_BY_ENTRY, "expand", "unsqueeze", "__getitem__", "view", "reshape", "expand_as", "to", "type_as"}
 """Functions of tensors that are all alike whose results are so, too."""
+
+
+def _constant(x: Tensor) -> Tensor:
+    """Return a tensor, or itself, as one whose entries are all alike now."""
+    return (x if isinstance(x, Constant) else x.as_subclass(Constant)).settle()
 
 
 def _is_sound(x: Any) -> bool:
