@@ -92,6 +92,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "numerics": {"steps": 2, "shape": TINIEST},
     "layouts": {"steps": 1, "shape": {**TINIEST, "layers": 4}},
     "copies": {"updates": 2, "shape": TINIEST, "places": ["stage 2, optimizer", "stage 3, all"]},
+    "pages": {"pages": ["README.md"]},
     "trace": {"sequence": 32, "batch": 2},
     "train": {"sequence": 32, "batch": 2, "warmup": 1, "steps": 1, "room": {"device": 3e6, "host": 3e6, "nvme": 3e6}},
 }
@@ -143,6 +144,7 @@ STEPS = (
     Step("layouts, four ranks on one GPU, gloo", "layouts", 1.0, {"steps": 2}, "layouts", 4, "gloo"),
     Step("late copies, one rank, nccl", "copies", 1.5, {"updates": 5}, "copies"),
     Step("late copies, two ranks on one GPU, gloo", "copies", 2.0, {"updates": 5}, "copies", 2, "gloo"),
+    Step("pages", "pages", 1.0, {"pages": ["README.md", "docs/getting-started.md", "docs/your-model.md"]}),
     Step("trace", "trace", 1.5, {"model": LLAMA_8B, "layers": 6, "sequence": 8192, "batch": 2, "zeros": {
         "all on the device": WHOLE, "optimizer on the host": {**host(), "stage": 3}, "all on the host": BOTH,
     }}, "trace"),

@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 import traceback
@@ -26,6 +27,7 @@ from determinism import LAYOUTS
 from gpu import DONE, FAILED, LEFT_OUT, NO_ROOM, ROOT, WRONG
 from gpu_train import Figures, LeftOut, Options, tell, trace, train
 from zeromesh.comm.environment import device_of_group, init_distributed, shutdown
+from zeromesh.comm.launchers import TORCHRUN
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import ModelShape
 from zeromesh.launcher.launch import launch
@@ -342,6 +344,30 @@ def copies(options: Options, job: Options) -> Figures:
     return {"rows": rows, "wrong": wrong}
 
 
+def pages(options: Options, job: Options) -> Figures:
+    """Run the scripts of ``pages`` of the manual, each in a process of its own, as a reader does."""
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    from pages import blocks_of, program
+
+    folder, ran, wrong = Path(job["folder"]) / "pages", [], []
+    variables = {key: value for key, value in os.environ.items() if key not in TORCHRUN.marks}
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support")))
+    for page in options["pages"]:
+        folder.mkdir()
+        (folder / "examples").symlink_to(ROOT / "examples")
+        (folder / "page.py").write_text(program(blocks_of((ROOT / page).read_text()), "python"))
+        ended = subprocess.run(
+            [sys.executable, "page.py"], cwd=folder, env={**variables, "PYTHONPATH": path}, text=True,
+            capture_output=True,
+        )  # fmt: skip
+        shutil.rmtree(folder)
+        if ended.returncode == 0:
+            ran.append(page)
+        elif "ModuleNotFoundError" not in ended.stderr:  # a page may need a library that is not here
+            wrong.append(f"{page}: {ended.stderr[-500:]}")
+    return {"pages": ran, "wrong": wrong}
+
+
 # The process of a step.
 
 
@@ -398,7 +424,8 @@ def main() -> None:
 
 
 WORK: dict[str, Callable[[Options, Options], Figures]] = {
-    "machine": machine, "numerics": numerics, "layouts": layouts, "copies": copies, "trace": trace, "train": train,
+    "machine": machine, "numerics": numerics, "layouts": layouts, "copies": copies, "pages": pages, "trace": trace,
+    "train": train,
 }  # fmt: skip
 
 if __name__ == "__main__":

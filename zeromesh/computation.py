@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from zeromesh import batches
+from zeromesh.config.keys import KEEP_FP32
 from zeromesh.curriculum import LengthCurriculum
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import map_tensors
+from zeromesh.model.dtypes import explaining
 from zeromesh.model.precision import Precision
 from zeromesh.observe.observer import Observer
 from zeromesh.reports import explained
@@ -54,7 +56,8 @@ class Computation:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure a phase of the run in this context, and explain a shortage of memory."""
-        with self._observer.phase(name), explained(self._explain):
+        mismatch = explaining(self._model, self._precision.compute, self._mesh.device, KEEP_FP32)
+        with self._observer.phase(name), explained(self._explain), mismatch:
             yield
 
     def _computing(self) -> AbstractContextManager[None]:

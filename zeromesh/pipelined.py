@@ -22,6 +22,7 @@ from zeromesh.config.parts import Pipeline
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import tensors_of
 from zeromesh.model.linear import Kept, keeping
+from zeromesh.model.precision import Precision
 from zeromesh.pipeline.runtime.cut import Place, take_away
 from zeromesh.pipeline.runtime.record import Recorded, Recorder, gather
 from zeromesh.pipeline.runtime.run import Interpreter, Messages, Work
@@ -97,11 +98,11 @@ class Pipelined:
         """Names of buffers outside of blocks that are here, while only other ranks compute with them."""
         return frozenset(n for n, stage in self.cut.buffers.items() if self._placement[stage] != self._group.rank)
 
-    def take_away(self, dtype: torch.dtype | None) -> None:
-        """Remove the parameters of other ranks' stages; ``dtype`` is that of 16-bit runs."""
+    def take_away(self, precision: Precision) -> None:
+        """Remove the parameters of other ranks' stages; stand-ins have the dtypes of the run."""
         if isinstance(self._model, Chain):
             self._model.cut(self.cut.starts)
-        self.taken = take_away(self._model, self.cut, self.stages, dtype, self._mesh.device)
+        self.taken = take_away(self._model, self.cut, self.stages, precision, self._mesh.device)
 
     def units_of(self, stage: int, sharded: ShardedModel) -> frozenset[int] | None:
         """Return the units that have parameters of a stage; None where the rank has one stage only."""

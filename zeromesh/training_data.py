@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from zeromesh.config.errors import counted
+from zeromesh.model.containers import map_tensors
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Sampler(DistributedSampler[Any]):
 
 
 class Loader(DataLoader[Any]):
-    """Batches of this rank's share of the data set; ``position`` is up to where batches were handed out.
+    """Batches of this rank's share of the data set, on ``device``; ``position`` is up to where they were handed out.
 
     Raises:
         ValueError: there is no batch in the data.
@@ -76,13 +77,17 @@ class Loader(DataLoader[Any]):
 
     sampler: Sampler
 
-    def __init__(self, data: Any, sampler: Sampler, batch_size: int, collate_fn: Any, drop_last: bool) -> None:
+    def __init__(
+        self, data: Any, sampler: Sampler, batch_size: int, collate_fn: Any, drop_last: bool,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
         # torch draws a number for every pass; from the model's generator, it would draw it again for a resumed one.
         own = torch.Generator()
         own.manual_seed(sampler.seed + sampler.rank)
         options: Any = {"collate_fn": collate_fn, "drop_last": drop_last, "generator": own}
         super().__init__(data, batch_size, sampler=sampler, **options)
         self.position = Position(0, 0)
+        self._device = device or torch.device("cpu")
         each = sampler.used // sampler.num_replicas
         if not (each // batch_size if drop_last else sampler.length):
             left_out = ", and dataloader_drop_last leaves out what fills none" if drop_last else ""
@@ -116,7 +121,8 @@ class Loader(DataLoader[Any]):
             assert self.batch_size is not None
             taken = begun.samples + count * self.batch_size * self.sampler.num_replicas
             self.position = Position(begun.number, min(taken, self.sampler.length))
-            yield batch
+            # Most models do not move their inputs.
+            yield map_tensors(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
 
     def state(self, position: Position) -> dict[str, Any]:
         """Return the state of a position for a checkpoint, with the data that it refers to."""

@@ -10,12 +10,12 @@ import os
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from harness import FOLDERS, run_command
+from pages import Block, blocks_of, program
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -24,56 +24,6 @@ ALONE = pytest.param(PAGES[0], ("python",), id="README.md, without its commands"
 RUN = [ALONE, *(pytest.param(p, tuple(COMMANDS), id=str(p.relative_to(ROOT)), marks=pytest.mark.full) for p in PAGES)]
 """Pages and languages, in this order; by default the README alone, whose commands other tests call in process."""
 LANGUAGES = {"sh", "python", "json", "text", "mermaid"}
-
-PART = re.compile(
-    r"^<!-- not run: (?P<reason>.+?) -->\n\s*(?=```)"
-    r"|^<!-- before:\n(?P<hidden>.*?)^-->"
-    r"|^```(?P<language>[^\n]*)\n(?P<text>.*?)^```$",
-    re.MULTILINE | re.DOTALL,
-)
-
-
-@dataclass(frozen=True)
-class Block:
-    line: int
-    language: str
-    text: str
-    reason: str | None = None
-
-
-def blocks_of(page: str) -> list[Block]:
-    blocks: list[Block] = []
-    reason = None
-    hidden: list[re.Match[str]] = []
-
-    def take_hidden(language: str) -> None:
-        blocks.extend(Block(page.count("\n", 0, m.start("hidden")) + 1, language, m["hidden"]) for m in hidden)
-        hidden.clear()
-
-    for match in PART.finditer(page):
-        if match["reason"]:
-            reason = match["reason"]
-            continue
-        if match["hidden"] is not None:
-            hidden.append(match)
-            continue
-        language = match["language"].strip()
-        if language in COMMANDS:
-            take_hidden(language)
-        line = page.count("\n", 0, match.start("text")) + 1
-        blocks.append(Block(line, language, match["text"], reason))
-        reason = None
-    take_hidden("python")
-    return blocks
-
-
-def program(blocks: list[Block], language: str) -> str:
-    """The blocks of one language as one text, on the lines that they have in the page."""
-    lines: list[str] = []
-    for block in blocks:
-        if block.language == language and block.reason is None:
-            lines += [""] * (block.line - 1 - len(lines)) + block.text.splitlines()
-    return "\n".join(lines) + "\n" if lines else ""
 
 
 def run_page(page: Path, folder: Path, languages: Iterable[str] = COMMANDS) -> None:

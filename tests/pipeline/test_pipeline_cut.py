@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import zeromesh
 from huggingface_models import MODELS, Model
 from zeromesh.batches import loss_of
+from zeromesh.model.precision import Precision
 from zeromesh.model.samples import ModelInput
 from zeromesh.pipeline.runtime.cut import examine, take_away
 from zeromesh.pipeline.runtime.stage import Handed, Header, Stages
@@ -286,7 +287,7 @@ def test_a_parameter_that_a_stage_needs_and_does_not_have_is_told() -> None:
 def test_stand_ins_have_the_device_and_dtype_of_their_parameters() -> None:
     model = Decoder()
     cut = examine(model).cut([0, 2])
-    take_away(model, cut, [0], torch.bfloat16, torch.device("meta"))
+    take_away(model, cut, [0], Precision(compute=torch.bfloat16), torch.device("meta"))
     stand_in: Any = model.norm.weight
     assert (stand_in.device.type, stand_in.dtype, stand_in.shape) == ("meta", torch.bfloat16, (WIDTH,))
 

@@ -14,6 +14,7 @@ FP16 = '"fp16": {"enabled": true}'
 MIN_LOSS_SCALE = "fp16.min_loss_scale"
 SCALE_POWER = "fp16.initial_scale_power"
 SCALE_WINDOW = "fp16.loss_scale_window"
+KEEP_FP32 = "data_types.keep_in_fp32_modules"
 
 COMPILE_BACKEND = "compile.backend"
 UNITS = "units"

@@ -89,19 +89,6 @@ class Compile(Section):
     )
 
 
-class DataTypes(Section):
-    """Dtypes of gradients and buffers."""
-
-    grad_accum_dtype: Dtype | None = key(
-        None, "Dtype in which gradients are accumulated. Null: fp32 for 16-bit parameters."
-    )
-    buffer_dtype: Dtype | None = key(
-        None,
-        "Dtype of the model's floating-point buffers, except running statistics of batch norms. Null: buffers keep "
-        "their dtype.",
-    )
-
-
 class Optimizer(Section):
     """The optimizer that ZeroMesh builds."""
 

@@ -17,7 +17,7 @@ from zeromesh.config.tables import UNREAD, UNSET, look_up, sections_of
 _log = logging.getLogger("zeromesh")
 
 # For these "auto" has a meaning of its own, so that there is nothing to warn of.
-DOCUMENTED = ("model.vocab_size", "data.vocabulary_size", "run.resume")
+DOCUMENTED = ("model.vocab_size", "data.vocabulary_size", "run.resume", "data_types.keep_in_fp32_modules")
 
 
 TABLES = ("optimizer.params", "scheduler.params")

@@ -16,6 +16,7 @@ from zeromesh.config import parts, train
 from zeromesh.config.batch import solve_batch, solve_mesh
 from zeromesh.config.catalogue import Entry, catalogue, explain
 from zeromesh.config.curriculum import Curriculum
+from zeromesh.config.data_types import DataTypes
 from zeromesh.config.document import read_document
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.printing import jsonable
@@ -101,7 +102,7 @@ class Settings(Section):
     communication_data_type: Dtype | None = key(
         None, "Dtype in which gradients are sent. Null: the dtype of the parameters."
     )
-    data_types: parts.DataTypes = parts.DataTypes()
+    data_types: DataTypes = DataTypes()
     fp16: parts.Fp16 = parts.Fp16()
     bf16: parts.Bf16 = key(parts.Bf16(), "Train in bf16 with fp32 master weights.")
     torch_autocast: parts.TorchAutocast = key(
@@ -281,6 +282,7 @@ class Settings(Section):
             communicate=as_dtype(self.communication_data_type),
             accumulate=as_dtype(self.data_types.grad_accum_dtype),
             buffers=as_dtype(self.data_types.buffer_dtype),
+            keep_fp32=self.data_types.keep_in_fp32_modules,
             autocast=as_dtype(autocast),
             cast_inputs=self.fp16.auto_cast if self.fp16.enabled else self.bf16.auto_cast,
             loss_scale=self._loss_scale if "fp16" in (compute, autocast) else None,

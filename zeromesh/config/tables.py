@@ -224,7 +224,6 @@ NOT_YET: dict[str, NotYet] = {
     "zero_optimization.zero_quantized_nontrainable_weights": NotYet(_OFF, "quantized frozen weights"),
     "aio.use_gds": NotYet(_OFF, "GPUDirect Storage"),
     "weight_quantization": NotYet(({"enabled": False}, None), "weight quantization"),
-    "data_types.keep_in_fp32_modules": NotYet((None, []), "fp32 modules in a 16-bit run"),
     "fp16.fp16_master_weights_and_grads": NotYet(_OFF, "16-bit master weights"),
     "bf16.bf16_master_weights_and_grads": NotYet(_OFF, "16-bit master weights"),
     "bf16.bf16_optimizer_states": NotYet(_OFF, "16-bit optimizer states"),

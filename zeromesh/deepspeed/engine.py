@@ -241,7 +241,7 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         whole = self.train_batch_size() if drop else 1
         share = self.mesh.data_size, self.mesh.data_rank
         sampler = Sampler(dataset, *share, self.config.seed, drop, whole, shuffle=route == "train")
-        return Loader(dataset, sampler, batch, collate_fn, drop)
+        return Loader(dataset, sampler, batch, collate_fn, drop, self.device)
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Let ``train_batch()`` without an iterator take the micro-batches of a loader or iterator, for one pass."""

@@ -19,6 +19,7 @@ from zeromesh.comm.formats import FORMATS
 from zeromesh.comm.mesh import Links, Mesh
 from zeromesh.config import keys
 from zeromesh.model.keras_layers import layers_of
+from zeromesh.model.precision import Precision
 from zeromesh.model.quantized import layers
 from zeromesh.shard.table.find import find_tables
 from zeromesh.tensor.derive import derive
@@ -155,10 +156,10 @@ def _sample(loader: Loader | None, loss_fn: Any, device: torch.device) -> ModelI
 
 
 def take_stage(
-    model: nn.Module, cut: Pipelined, owned: list[dict[str, Any]], plan: Split | None, dtype: torch.dtype | None
+    model: nn.Module, cut: Pipelined, owned: list[dict[str, Any]], plan: Split | None, precision: Precision
 ) -> tuple[list[dict[str, Any]], Split | None]:
     """Take from the model all that other stages have; return the parameter groups and the plan of the rest."""
-    cut.take_away(dtype)
+    cut.take_away(precision)
     # All groups stay, even empty ones, so that each has the same number on every stage.
     here = {id(parameter) for parameter in model.parameters()}
     groups = [{**group, "params": [p for p in group["params"] if id(p) in here]} for group in owned]

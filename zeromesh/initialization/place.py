@@ -14,6 +14,8 @@ from torch import nn
 from zeromesh.comm.agreement import catch
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model import quantized
+from zeromesh.model.dtypes import dtypes
+from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.shard.accumulation import Accumulation
@@ -85,20 +87,17 @@ def shard(
     return ShardedModel(model, mesh, sharding, part, accumulation, materialise, prepare)
 
 
-def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Move buffers to the device, and convert floating-point ones to ``dtype``; None keeps the dtype of each."""
+def place_buffers(model: nn.Module, device: torch.device, precision: Precision) -> None:
+    """Move buffers to the device, and convert them to the dtype that each has in the run."""
+    chosen = dtypes(model, precision)
     # By ``id``, so that what is in two places stays one; with the old one, so that it keeps its ``id``.
     placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
-        # Running statistics keep their dtype, as the parameters of these modules do in 16-bit runs: small changes
-        # would be rounded away.
-        keeps_all = isinstance(module, nn.modules.batchnorm._BatchNorm)
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
             if id(buffer) not in placed:
-                converts = buffer.is_floating_point() and not keeps_all
-                placed[id(buffer)] = buffer, buffer.to(device=device, dtype=dtype if converts else None)
+                placed[id(buffer)] = buffer, buffer.to(device=device, dtype=chosen[id(buffer)])
             module._buffers[name] = placed[id(buffer)][1]
 
 

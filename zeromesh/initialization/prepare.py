@@ -180,7 +180,7 @@ def build_loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh, shu
     batch = settings.train_batch_size
     whole = batch if len(data) >= batch else settings.train_micro_batch_size_per_gpu * mesh.data_size
     sampler = Sampler(data, mesh.data_size, mesh.data_rank, settings.seed, drop, whole, shuffles)
-    return Loader(data, sampler, settings.train_micro_batch_size_per_gpu, collate_fn, drop)
+    return Loader(data, sampler, settings.train_micro_batch_size_per_gpu, collate_fn, drop, mesh.device)
 
 
 def open_monitors(settings: Settings | Resolved, rank: int) -> Monitor:

@@ -25,7 +25,7 @@ from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
 from zeromesh.config.errors import counted
-from zeromesh.config.keys import OPTIMIZER_PARAMS, UNITS
+from zeromesh.config.keys import KEEP_FP32, OPTIMIZER_PARAMS, UNITS
 from zeromesh.config.printing import jsonable, lines_of, refuse_unfilled, tell_unset
 from zeromesh.config.written import row_name
 from zeromesh.curriculum import LengthCurriculum
@@ -35,6 +35,7 @@ from zeromesh.initialization import layout, place, prepare, tables
 from zeromesh.initialization.automatic import choose_layout
 from zeromesh.initialization.offload import preparation, where_offloaded
 from zeromesh.initialization.plan import Arguments, Plan, Prepared
+from zeromesh.model.dtypes import kept_layers, unmatched
 from zeromesh.model.keras_layers import expose_layers, follow_buffers, require_policy, separate_seeds
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
@@ -111,11 +112,17 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
         )
     check_parameters(model)
     require_dtype(model, settings.precision.compute)
+    if unused := unmatched(model, settings.precision.keep_fp32 or ()):
+        names = ", ".join([name for name, _ in model.named_parameters()][:3])
+        raise ValueError(
+            f"{KEEP_FP32}: {unused[0]!r} is in the name of no parameter and no buffer; write a part of the model's "
+            f"names, which are as {names}"
+        )
     require_policy(model, settings.precision.compute)
     units = find_units(model, settings.units)
     if settings.float8.enabled:
         # The whole model: a stage does not know the names of others.
-        check_layers(model, settings.float8.skip, settings.precision.compute)
+        check_layers(model, _unquantized(model, settings), settings.precision.compute)
     if settings.compile.enabled:
         require_backend(settings.compile.backend)
         if not units:
@@ -126,6 +133,11 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
         check_compiled(model, settings.units)
     if lr_scheduler is not None and not prepare.makes_scheduler(lr_scheduler):
         prepare.check_scheduler(lr_scheduler)
+
+
+def _unquantized(model: nn.Module, settings: Settings | Resolved) -> list[str]:
+    """Return patterns of names of layers that do not compute in float8: named as such, or kept in fp32."""
+    return [*settings.float8.skip, *kept_layers(model, settings.precision)]
 
 
 def _is_driven(module: nn.Module) -> bool:
@@ -244,12 +256,12 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
     try:
         described, unread = catch(lambda: describe_sources(model))  # the whole model, of which stages have parts
         if plan.stages is not None:
-            groups, split = layout.take_stage(model, plan.stages, groups, split, settings.precision.compute)
+            groups, split = layout.take_stage(model, plan.stages, groups, split, settings.precision)
         values, failure = catch(lambda: place.Values(materialiser(model, settings.seed)))
         agree_success(world, "read its part of the weights", failure or unread)
         require_agreement(world, "the checkpoint that is read", described or "")
         assert values is not None
-        place.place_buffers(model, mesh.device, settings.precision.buffers)
+        place.place_buffers(model, mesh.device, settings.precision)
         follow_buffers(model)
         separate_seeds(model, mesh.data_rank, mesh.data_size)
         for _, layer in layers(model):
@@ -257,7 +269,8 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         held = None if split is None else split[0].held
         files = preparation(model, prepared.offload, mesh)
         here = tables.table_settings(plan.tables, settings)
-        narrow = gathered_weights(model, settings.float8.skip, heads) if settings.float8.gather else ()
+        unquantized = _unquantized(model, settings)
+        narrow = gathered_weights(model, unquantized, heads) if settings.float8.gather else ()
         sharded = place.shard(model, mesh, settings, values, held, plan.stages, files, here, narrow)
         using = place.while_alive(sharded.events.using)
         if split is not None:
@@ -269,7 +282,7 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
             chunk_losses(model, heads, using)
         if settings.float8.enabled:
             rowwise, resolved = settings.float8.recipe == "rowwise", None if split is None else split[0]
-            use_float8(model, rowwise, settings.float8.skip, mesh, resolved, heads)
+            use_float8(model, rowwise, unquantized, mesh, resolved, heads)
         # Only now: a rank that could not read its weights went on with zeros, so that no other one waited for it.
         agree_success(world, "read its part of the weights", values.failure)
         place.place_quantized(model, mesh)

@@ -27,6 +27,8 @@ class Precision:
     communicate: torch.dtype | None = None  # gradients on the wire
     accumulate: torch.dtype | None = None  # sums of gradients; None is fp32 for 16-bit parameters
     buffers: torch.dtype | None = None  # floating-point buffers; None keeps the dtype of each, in 16-bit runs too
+    # Patterns of names of tensors that have fp32 in a 16-bit run; None: those that the model itself names.
+    keep_fp32: tuple[str, ...] | None = None
     autocast: torch.dtype | None = None  # the forward runs under ``torch.autocast``, parameters unchanged
     cast_inputs: bool = True  # floating-point inputs of the model are cast to ``compute``
     loss_scale: LossScale | None = None  # None where the loss is not scaled

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from zeromesh.comm.mesh import Mesh
+from zeromesh.model.dtypes import dtypes
 from zeromesh.model.placement import PlacementRow, offloaded_units
 from zeromesh.model.precision import Precision
-from zeromesh.model.quantized import is_wrapper, parts
 from zeromesh.model.split import Held
 from zeromesh.shard.find import assign, unit_modules
 from zeromesh.shard.flat import Flat
@@ -82,10 +82,10 @@ def lay_out(
     sizes = [sum(p.numel() for _, p in owned[unit.name] if p.requires_grad) for unit in units]
     away = offloaded_units(sizes, sharding.row, accumulates)
     found: list[tuple[Unit, list[Flat], PlacementRow]] = []
-    number = 0
+    number, chosen = 0, dtypes(units[0].module, sharding.precision)
     for unit, is_away in zip(units, away, strict=True):
         row, flats = sharding.row if is_away else sharding.row.on_device, []
-        kinds = _kinds(unit.module, owned[unit.name], sharding, part.tied)
+        kinds = _kinds(owned[unit.name], chosen, sharding, part.tied)
         for (dtype, trainable, tied_stages, narrow), members in kinds.items():
             shapes = [(name, parameter.shape) for name, parameter in members]
             whole = {name: Held(tuple(shape), rank=tensor.rank, ranks=tensor.size) for name, shape in shapes}
@@ -110,22 +110,14 @@ def lay_out(
 
 
 def _kinds(
-    module: nn.Module, named: Named, sharding: Sharding, tied: Mapping[str, Sequence[int]]
+    named: Named, chosen: Mapping[int, torch.dtype], sharding: Sharding, tied: Mapping[str, Sequence[int]]
 ) -> dict[Kind, list[tuple[str, nn.Parameter]]]:
     """The parameters by (dtype to compute in, trainable, pipeline stages that have it if several do, narrow)."""
-    # Of normalisations with running statistics: torch's kernels take 16-bit inputs with these in fp32.
-    norms = [one for one in module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
-    keeps = {id(parameter) for one in norms for parameter in one.parameters(recurse=False)}
-    # Scales of a quantized weight are no parameters of their own: its library computes with them as they are.
-    keeps |= {id(part) for one in module.parameters() if is_wrapper(one) for _, part in parts(one)}
     kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
-        dtype, precision = parameter.dtype, sharding.precision
         # Of one kind are parameters that can travel in one message, and be updated or left alone together.
-        if precision.compute is not None and dtype.is_floating_point and id(parameter) not in keeps:
-            dtype = precision.compute
         # What is frozen rests rounded nowhere, and is written back from where it was gathered.
         narrow = parameter.requires_grad and name in sharding.narrow
-        kind = dtype, parameter.requires_grad, tuple(tied.get(name, ())), narrow
+        kind = chosen[id(parameter)], parameter.requires_grad, tuple(tied.get(name, ())), narrow
         kinds.setdefault(kind, []).append((name, parameter))
     return kinds

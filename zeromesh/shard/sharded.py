@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zeromesh.comm.mesh import Mesh
+from zeromesh.model.dtypes import dtypes
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement, Tier
 from zeromesh.model.quantized import stored
@@ -76,7 +77,9 @@ class ShardedModel:
         laid_out = lay_out(self.units, mesh, sharding, part, self.accumulation.steps > 1)
         self.root, rest = self.units[0], self.units[1:]
         of_units = [flat for _, flats, _ in laid_out for flat in flats]
-        self.tables = Tables(sharding.tables, mesh, max(len(of_units), len(self.units)), precision)
+        self.tables = Tables(
+            sharding.tables, mesh, max(len(of_units), len(self.units)), dtypes(model, precision), precision.communicate
+        )
         self.flats = [*of_units, *self.tables.flats]
         self.names = {id(p): s.name for f in self.flats for p, s in zip(f.parameters, f.layout.segments, strict=True)}
         policy = GradientPolicy.of(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.mesh import Mesh
-from zeromesh.config.keys import BF16, FLOAT8, FLOAT8_SKIP
+from zeromesh.config.keys import BF16, FLOAT8, FLOAT8_SKIP, KEEP_FP32
 from zeromesh.config.parts import HEADS
 from zeromesh.model.float8 import Float8Products, Largest, has_products, reason_to_skip
 from zeromesh.model.linear import ARITHMETIC, columns_of, is_transposed, multiply
@@ -148,7 +148,7 @@ def _reason(
     """Return why a layer keeps its products; "" if it does not. ``split``: ids of layers that ranks share."""
     pattern = next((pattern for pattern in skip if fnmatchcase(name, pattern)), None)
     if pattern is not None:
-        return f"{FLOAT8_SKIP} has {pattern!r}"
+        return f"{FLOAT8_SKIP} or {KEEP_FP32} has {pattern!r}"
     own = vars(module).get("forward")
     # Split layers have a forward of this library, and so has the model of an engine that is gone.
     if own is not None and id(module) not in split and getattr(own, "__func__", None) is not _forward:

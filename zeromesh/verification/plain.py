@@ -21,6 +21,7 @@ from zeromesh.computation import cast_inputs
 from zeromesh.config.settings import Settings
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import map_tensors
+from zeromesh.model.dtypes import dtypes
 from zeromesh.model.piece import Piece
 from zeromesh.model.quantized import change
 from zeromesh.model.split import Held
@@ -139,17 +140,13 @@ class PlainTraining:
         self._own: list[dict[str, torch.Tensor]] = [{} for _ in range(trial.shares)]
 
     def _cast(self, model: nn.Module) -> None:
-        """Give parameters and buffers the dtypes that the configuration says; batch norms keep theirs."""
-        compute, buffers = self._precision.compute, self._precision.buffers
+        """Give parameters and buffers the dtypes of the run."""
+        chosen = dtypes(model, self._precision)
         for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                continue
             for parameter in module.parameters(recurse=False):
-                if compute is not None and parameter.is_floating_point():
-                    change(parameter, data=parameter.data.to(compute))
+                change(parameter, data=parameter.data.to(chosen[id(parameter)]))
             for name, buffer in module.named_buffers(recurse=False):
-                if buffers is not None and buffer.is_floating_point():
-                    module._buffers[name] = buffer.to(buffers)
+                module._buffers[name] = buffer.to(chosen[id(buffer)])
 
     def _optimizer(self) -> torch.optim.Optimizer:
         chosen = self._trial.settings.optimizer

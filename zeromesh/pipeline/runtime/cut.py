@@ -11,6 +11,8 @@ from torch import nn
 
 from zeromesh.config.keys import ONE_STAGE, STAGE_BLOCKS
 from zeromesh.model.chain import Chain
+from zeromesh.model.dtypes import dtypes
+from zeromesh.model.precision import Precision
 from zeromesh.model.samples import ModelInput
 from zeromesh.pipeline.runtime.elsewhere import Elsewhere
 from zeromesh.pipeline.runtime.trace import ModelTrace, trace
@@ -195,13 +197,14 @@ def _by_registration(model: nn.Module, position: Mapping[str, int]) -> dict[str,
 
 
 def take_away(
-    model: nn.Module, cut: Cut, stages: Sequence[int], dtype: torch.dtype | None = None,
+    model: nn.Module, cut: Cut, stages: Sequence[int], precision: Precision | None = None,
     device: torch.device | None = None,
 ) -> list[Place]:  # fmt: skip
     """Remove the parameters, and the buffers that are state, of all but some stages; return the parameters' places.
 
-    Stand-ins have the dtype of computation, ``dtype``, but for those of batch norms; None: the parameters' own.
+    Stand-ins have the dtypes of the run; without a ``precision``, the parameters' own.
     """
+    chosen = dtypes(model, precision or Precision())
     # Zeros that take no memory are in the places of the others. The code before a stage's blocks can be computed with
     # these; blocks of other stages are not called.
     taken = []
@@ -214,9 +217,7 @@ def take_away(
                 del module._parameters[name]
                 taken.append((module, name))
                 full = f"{path}.{name}".lstrip(".")
-                # Batch norms compute in their own dtype, as their statistics would suffer in 16 bits.
-                keeps = isinstance(module, nn.modules.batchnorm._BatchNorm)
-                vars(module)[name] = Elsewhere.make(full, parameter, device, None if keeps else dtype)
+                vars(module)[name] = Elsewhere.make(full, parameter, device, chosen[id(parameter)])
         # Buffers stay as plain attributes: a checkpoint must not have their values from here.
         for name in [n for n in module._buffers if n not in module._non_persistent_buffers_set]:
             if id(module._buffers[name]) in idle:

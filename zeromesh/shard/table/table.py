@@ -13,7 +13,6 @@ from torch import nn
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import Placement, PlacementRow, Tier
-from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held
 from zeromesh.shard.deferred import Source
 from zeromesh.shard.flat import Flat
@@ -59,15 +58,16 @@ class Table:
     """One table: its rows here, their gradients and their updates."""
 
     def __init__(
-        self, name: str, module: Any, number: int, mesh: Mesh, tier: Tier, precision: Precision
+        self, name: str, module: Any, number: int, mesh: Mesh, tier: Tier, dtype: torch.dtype,
+        sent: torch.dtype | None,
     ) -> None:  # fmt: skip
         weight = module.weight
         self.name, self.module, self.index = name, module, number
         self.count, self.width = weight.shape
         self.mesh, self.group = mesh, mesh.shard
         self.per_rank = -(-self.count // self.group.size)
-        self.wire = precision.compute or weight.dtype  # dtype in which rows travel and are computed with
-        self._sent = precision.communicate or self.wire  # dtype in which gradients travel
+        self.wire = dtype  # in which rows travel and are computed with
+        self._sent = sent or dtype  # dtype in which gradients travel
         self._reopened = False
         row = PlacementRow(
             Placement.SHARDED, Placement.SHARDED, Placement.SHARDED, parameter_tier=tier, gradient_tier=tier,

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from zeromesh.comm.agreement import agree_run
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import Tier
-from zeromesh.model.precision import Precision
 from zeromesh.observe.spans import span
 from zeromesh.shard.deferred import Source
 from zeromesh.shard.flat import Flat
@@ -41,11 +40,14 @@ class TableSettings:
 class Tables:
     """Tables of one model, in the order of its modules."""
 
-    def __init__(self, settings: TableSettings | None, mesh: Mesh, first: int, precision: Precision) -> None:
+    def __init__(
+        self, settings: TableSettings | None, mesh: Mesh, first: int, chosen: Mapping[int, torch.dtype],
+        wire: torch.dtype | None,
+    ) -> None:  # fmt: skip
         self._settings = settings or TableSettings()
         self._mesh = mesh
         self.every = [
-            Table(name, module, first + number, mesh, self._settings.tier, precision)
+            Table(name, module, first + number, mesh, self._settings.tier, chosen[id(module.weight)], wire)
             for number, (name, module) in enumerate(self._settings.modules.items())
         ]
         self.lookups = Lookups(mesh.shard, self.every, self._settings.batched)

@@ -1,0 +1,133 @@
+"""Dtypes that parameters and buffers have in a run, and errors where code expects others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from zeromesh.model.linear import is_transposed
+from zeromesh.model.precision import Precision
+from zeromesh.model.quantized import is_wrapper, parts
+
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+# Words of torch's errors, of kernels on CPU and CUDA.
+_DTYPES = re.compile(r"(?:same|weight) dtype|scalar type|type \(.* should be the same")
+_DEVICES = re.compile(
+    r"on the same device|on the expected device|type \(torch\.cuda\.\w+\) and \w+ type \(torch\.\w+\)"
+    r"|type \(torch\.\w+\) and \w+ type \(torch\.cuda\.\w+\)"
+)
+
+
+def dtypes(model: nn.Module, precision: Precision) -> dict[int, torch.dtype]:
+    """Return the dtype that each parameter and buffer of a model has in a run, by its ``id``.
+
+    Batch norms keep the dtype of theirs, as running statistics would suffer in 16 bits. In a 16-bit run, tensors that
+    ``precision.keep_fp32`` names have fp32, or those that a model of transformers names itself. Of a tensor at several
+    places, one place that keeps it decides.
+    """
+    pattern = _kept(model, precision)
+    result: dict[int, torch.dtype] = {}
+    for path, module in model.named_modules():
+        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for tensors, dtype in ((module._parameters, precision.compute), (module._buffers, precision.buffers)):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if is_norm or not tensor.is_floating_point():
+                    result[id(tensor)] = tensor.dtype
+                elif pattern is not None and pattern.search(f"{path}.{name}".lstrip(".")):
+                    result[id(tensor)] = torch.float32
+                else:
+                    result.setdefault(id(tensor), dtype or tensor.dtype)
+                if is_wrapper(tensor):  # its library computes with scales as they are
+                    result |= {id(part): part.dtype for _, part in parts(tensor)}
+    return result
+
+
+def kept_layers(model: nn.Module, precision: Precision) -> list[str]:
+    """Return the names of linear layers whose weight has fp32 in a 16-bit run; see ``dtypes``."""
+    pattern = _kept(model, precision)
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) or is_transposed(module)]
+    return [] if pattern is None else [name for name in layers if pattern.search(f"{name}.weight")]
+
+
+def unmatched(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Return the patterns of ``Precision.keep_fp32`` that are in the name of no parameter and no buffer.
+
+    Raise ValueError for one that is no pattern.
+    """
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    result = []
+    for pattern in patterns:
+        try:
+            compiled = re.compile(pattern.replace("*", ".*"))
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no pattern of names ({error}); write a part of tensors' names") from None
+        if not any(map(compiled.search, names)):
+            result.append(pattern)
+    return result
+
+
+def _kept(model: nn.Module, precision: Precision) -> re.Pattern[str] | None:
+    """Return what finds the names of tensors that stay in fp32, as transformers finds them; None if there are none."""
+    if precision.compute not in SIXTEEN_BIT:
+        return None
+    if precision.keep_fp32 is not None:
+        patterns = [name.replace("*", ".*") for name in precision.keep_fp32]
+    else:
+        lists = ["_keep_in_fp32_modules_strict"]
+        # transformers loads these in bf16: they overflow in fp16 only.
+        lists += ["_keep_in_fp32_modules"] if precision.compute is torch.float16 else []
+        patterns = [
+            (rf"^{re.escape(path)}\..*" if path else "") + name.replace("*", ".*")
+            for path, module in model.named_modules()
+            for listed in lists
+            for name in getattr(module, listed, None) or ()
+        ]
+    return re.compile("|".join(f"(?:{each})" for each in dict.fromkeys(patterns))) if patterns else None
+
+
+class MismatchError(RuntimeError):
+    """An error of torch about dtypes or devices that do not fit, with the module and the remedy."""
+
+
+@contextmanager
+def explaining(model: nn.Module, compute: torch.dtype | None, device: torch.device, key: str) -> Iterator[None]:
+    """Name the module and the remedy where torch says that dtypes, in a 16-bit run, or devices do not fit.
+
+    ``key`` is that of ``Precision.keep_fp32`` in the configuration.
+    """
+    try:
+        yield
+    except MismatchError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        message = str(error)
+        if _DEVICES.search(message):
+            raise MismatchError(
+                f"{message}: {_where(model, error)} computes on {device}, the engine's device; move its inputs there: "
+                "batch = batch.to(engine.device)"
+            ) from error
+        if compute in SIXTEEN_BIT and _DTYPES.search(message):
+            path = _where(model, error)
+            raise MismatchError(
+                f"{message}: {path} meets another dtype than {compute}, which the run computes in; if its parameters "
+                f'are meant to have fp32, write {key} = ["{path}"]; if they have it, cast its inputs '
+                "to their dtype in its forward (x.to(self.weight.dtype)), and its output back"
+            ) from error
+        raise
+
+
+def _where(model: nn.Module, error: BaseException) -> str:
+    """Return the name of the innermost module of the model whose method raised the error."""
+    names = {id(module): name for name, module in model.named_modules()}
+    path, trace = "", error.__traceback__
+    while trace is not None:
+        path = names.get(id(trace.tb_frame.f_locals.get("self"))) or path
+        trace = trace.tb_next
+    return path or "the model"
