@@ -122,19 +122,25 @@ def require_same_inputs(ranks: Sequence[int], checksums: Sequence[float]) -> Non
 
 
 class MicroBatchSizes:
-    """A comparison of micro-batches with the configured size, which warns once."""
+    """A comparison of micro-batches with the configured size, which warns once.
 
-    def __init__(self, configured: int | None) -> None:
-        self._configured = configured  # samples per rank and micro-batch; None where this rank is not to warn
+    Args:
+        size: samples per rank and micro-batch.
+        warns: whether this rank is to warn; a size that nobody configured is not compared.
+    """
+
+    def __init__(self, size: int, warns: bool) -> None:
+        self._size, self._configured = size, size if warns else None
         self._was_small = True  # so that a smaller one is warned of at once, if it is the first
 
-    def compare(self, inputs: Any) -> None:
-        """Compare one micro-batch of training: the model's arguments, in any containers."""
-        if self._configured is None:
-            return
-        size = _samples_in(inputs, self._configured)
-        if size is None:
-            return
+    def compare(self, inputs: Any) -> int | None:
+        """Compare one micro-batch of training, the model's arguments in any containers, and return its samples.
+
+        None if it is unclear which dimension has the samples.
+        """
+        size = _samples_in(inputs, self._size)
+        if self._configured is None or size is None:
+            return size
         # A single smaller one later on is the last of a pass over the data: only two in a row are warned of.
         if size > self._configured or (size < self._configured and self._was_small):
             _log.warning(
@@ -148,6 +154,25 @@ class MicroBatchSizes:
             )
             self._configured = None
         self._was_small = self._configured is not None and size < self._configured
+        return size
+
+
+def tell_uneven(samples: Sequence[float], number: int) -> bool:
+    """Warn if ranks computed on different numbers of samples at a time; return whether they did.
+
+    ``samples`` are means over the forwards of update ``number``, by rank; 0 or NaN is not known.
+    """
+    sizes = {size: rank for rank, size in reversed([*enumerate(samples)]) if size > 0}
+    if len(sizes) < 2:
+        return False
+    small, large = min(sizes), max(sizes)
+    _log.warning(
+        "in update %d rank %d computed on %g samples at a time, and rank %d on %g: gradients are means over ranks, so "
+        "a sample of the smaller micro-batch weighs %.3g times as much; feed each rank as many, or sum the loss and "
+        "divide it by the samples of all ranks, times engine.data_size",
+        number, sizes[small], small, sizes[large], large, large / small,
+    )  # fmt: skip
+    return True
 
 
 def _samples_in(inputs: Any, configured: int) -> int | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim import Optimizer
 
-from zeromesh.batches import require_same_inputs
+from zeromesh.batches import require_same_inputs, tell_uneven
 from zeromesh.comm.stragglers import Stragglers
 from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
@@ -57,7 +57,7 @@ class Update:
         self._sharded, self._config, self._optimizer = sharded, config, optimizer
         self._mesh, self._accumulation = sharded.mesh, sharded.accumulation
         self._asked, self._skipped_in_a_row = 0, 0
-        self._save_failed = save_failed
+        self._save_failed, self._told_uneven = save_failed, False
         self.stragglers = Stragglers(self._mesh)  # comparison of the ranks' work between updates
         answer(optimizer, self.loss_scale, overflow=False)
         if optimizer is not None:  # by a weak reference: the hook lives as long as the model, the engine may not
@@ -91,6 +91,10 @@ class Update:
         self.stragglers.compare(agreement.notes[:, 5].tolist(), agreement.notes[:, 7].tolist())
         self.save_failed = bool(agreement.notes[:, 6].any())
         self._require_same_losses(agreement)
+        # Sums over ranks do not weigh samples.
+        if not self._told_uneven and self._config.gradient_allreduce_op != "sum":
+            told = self._mesh.rank == 0 and tell_uneven(agreement.notes[:, 8].tolist(), number)
+            self._told_uneven = told
         interval = self._config.replica_check.interval
         if interval is not None and number % interval == 0:
             with span("compare_replicas"):
@@ -164,7 +168,8 @@ class Update:
     def _notes(self) -> list[float]:
         """Return this rank's notes, one number each.
 
-        They are: bad loss, sum and number of losses, checksum of inputs, number asked, busy time, failed save.
+        They are: bad loss, sum and number of losses, checksum of inputs, number asked, busy time, failed save, work,
+        samples of a forward.
         """
         noted = self._accumulation
         losses: list[float] = torch.stack(noted.losses).tolist() if noted.losses else []
@@ -174,7 +179,8 @@ class Update:
         bad = 0.0 if all(finite) else 1.0 + finite.index(False)
         asked, self._asked = self._asked, 0  # at once: a signal that comes while ranks agree is for the next update
         (busy, work), failed = self.stragglers.busy(), float(self._save_failed())
-        return [bad, sum(losses), float(len(losses)), inputs, float(asked), busy, failed, work]
+        samples = sum(noted.samples) / max(1, len(noted.samples))
+        return [bad, sum(losses), float(len(losses)), inputs, float(asked), busy, failed, work, samples]
 
     def _require_same_losses(self, agreement: Agreement) -> None:
         """Compare losses and inputs of ranks that split one model or one sequence, and so share a batch."""

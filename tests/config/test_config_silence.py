@@ -206,6 +206,37 @@ def test_without_configured_sizes_there_is_nothing_to_compare(caplog: pytest.Log
     assert warnings(caplog) == []
 
 
+def uneven(sizes: tuple[int, int], operation: str | None) -> list[str]:
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeromesh").addHandler(handler)
+    more = {} if operation is None else {"gradient_allreduce_op": operation}
+    engine = zeromesh.initialize(
+        model=Any2d(), config={**ADAM, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, **more}
+    )[0]
+    for size in (max(sizes), sizes[engine.mesh.rank]) * 2:
+        engine.backward(engine(torch.ones(size, 3)).sum())
+        engine.step()
+    logging.getLogger("zeromesh").removeHandler(handler)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "operation", "told"), [((4, 2), None, 1), ((2, 4), None, 1), ((4, 4), None, 0), ((4, 2), "sum", 0)]
+)
+def test_a_smaller_micro_batch_on_one_rank_is_told_of_once(
+    sizes: tuple[int, int], operation: str | None, told: int
+) -> None:
+    first, second = run_ranks(uneven, 2, sizes, operation)
+    assert len(first) == told
+    assert second == []
+    if told:
+        small = sizes.index(2)
+        assert f"rank {small} computed on 3 samples at a time, and rank {1 - small} on 4" in first[0]
+        assert "weighs 1.33 times as much" in first[0]
+
+
 def staged() -> list[str]:
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)

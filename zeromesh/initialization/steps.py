@@ -321,7 +321,7 @@ def make_engine(
         used["lr"] = used.get("initial_lr", used.get("lr"))  # a schedule has moved it already
         values = {f"{OPTIMIZER_PARAMS}.{k}": v for k, v in used.items() if k != "params"}
         tell_unset(chosen.config, settings, values)
-    sizes = MicroBatchSizes(settings.train_micro_batch_size_per_gpu if plan.says_batch and first else None)
+    sizes = MicroBatchSizes(settings.train_micro_batch_size_per_gpu, plan.says_batch and first)
     observer = prepare.make_observer(plan, prepared.monitor)
 
     def explain() -> str:

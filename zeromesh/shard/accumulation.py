@@ -71,6 +71,7 @@ class Accumulation:
         self.running = False  # a backward is running
         self.losses: list[torch.Tensor] = []  # of the micro-batches since the last update, detached; float64, 0-dim
         self.inputs: list[torch.Tensor] = []  # checksums of the inputs since then
+        self.samples: list[float] = []  # of each forward in training since then; NaN: not known
 
     @property
     def waits(self) -> bool:
@@ -162,6 +163,7 @@ class Accumulation:
         """Forget the losses of micro-batches whose gradients were dropped."""
         self.losses.clear()
         self.inputs.clear()
+        self.samples.clear()
 
     # Factors.
 
