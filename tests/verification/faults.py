@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -11,12 +11,13 @@ from unittest.mock import patch
 import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from verifying import of_model, of_net
+import zeromesh
+from verifying import OWN, of_model
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.engine import Engine
 from zeromesh.optim.host import HostSteps
-from zeromesh.shard import sharded, sums
+from zeromesh.shard import place, sharded, sums
 from zeromesh.shard.buffers import ModelBuffers
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient
@@ -294,6 +295,21 @@ def host_factor() -> Any:
     return patch.object(HostSteps, "__init__", changed)
 
 
+def written_values_lost() -> Any:
+    """Let an update begin before its script writes to a parameter, and not hear of it."""
+    return patch.object(zeromesh.zero, "safe_set_full_fp32_param", lambda *_: None)
+
+
+def all_in_16_bits() -> Any:
+    """Compute with all parameters in 16 bits, routers too."""
+    plain = place.dtypes
+
+    def changed(model: Any, precision: Any) -> Any:
+        return plain(model, replace(precision, keep_fp32=()))
+
+    return patch.object(place, "dtypes", changed)
+
+
 @dataclass(frozen=True)
 class Fault:
     """A mistake, a run in which it shows, and words of the report."""
@@ -372,6 +388,13 @@ FAULTS: dict[str, Fault] = {
         lambda: patch.object(sums, "_sum_ties", lambda *_: None), ("gradient transformer.wte",),
         {"mesh": {"pipeline": 2}}, "gpt2",
     ),
+    "written values lost": Fault(
+        written_values_lost, ("master weight", "written to between the backward and this update"), zero(2)
+    ),
+    "routers in 16 bits": Fault(
+        all_in_16_bits, ("parameter router.weight", "bfloat16 here and torch.float32"), zero(2, bf16={"enabled": True}),
+        "routed",
+    ),
     "recomputation of something else": Fault(
         recomputed_otherwise, ("gradient model.layers.1",), zero(2, activation_checkpointing={"enabled": True})
     ),
@@ -390,7 +413,7 @@ def config_of(fault: Fault) -> dict[str, Any]:
 def found(name: str) -> tuple[str, str]:
     """Verify with a fault, on every rank; the verdict and the sentence."""
     fault = FAULTS[name]
-    verify = of_net if fault.model == "net" else of_model
+    verify = OWN.get(fault.model, of_model)
     with fault.plant():
         report = verify(fault.model, config_of(fault))
     return report.verdict.name, report.sentence

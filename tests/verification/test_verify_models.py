@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
-from verifying import of_model, of_net
+from verifying import of_model, of_net, of_tables
 
 FAMILIES = ("gpt2", "llama", "qwen2", "opt", "phi3", "bert", "vit", "t5", "mixtral", "net")
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
@@ -41,10 +41,33 @@ def test_a_right_layout_is_equal(family: str, layout: str) -> None:
     assert verdict == "EQUAL", sentence
 
 
+TABLES: dict[str, Any] = {
+    "adagrad": {"optimizer": {"type": "Adagrad", "params": {"lr": 1e-2}}},
+    "sparse adam, bf16": {"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}, "bf16": {"enabled": True}},
+    "rowwise, scheduled": {
+        "embedding_tables": {"optimizer": {"type": "rowwise_adagrad", "params": {"lr": 1e-2}}},
+        "scheduler": {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}},
+    },
+    "host": {"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}, "embedding_tables": {"device": "cpu"}},
+}
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("case", TABLES)
+def test_embedding_tables_are_equal(case: str) -> None:
+    given = {"optimizer": OPTIMIZER, "gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}
+    report = run_ranks(of_tables, 2, "", {**given, **TABLES[case]})[0]
+    assert report.equal, report.sentence
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "config",
     [
+        {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}},
+        {"bf16": {"enabled": True}, "float8": {"enabled": True, "recipe": "rowwise"}},
+        {"bf16": {"enabled": True}, "float8": {"enabled": True}, "zero_optimization": {"stage": 3}},
+        {"mesh": {"tensor": 2}, "tensor_parallel": {"sequence": True}},
         {"mesh": {"pipeline": 2}},
         {"mesh": {"context": 2}},
         {"mesh": {"replicate": 2, "data": 1}, "zero_optimization": {"stage": 3}},

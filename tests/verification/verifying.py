@@ -44,3 +44,53 @@ def of_net(_: str, config: dict[str, Any], **options: Any) -> Report:
     """Verify the small network, on every rank."""
     model, batch = net_and_batch()
     return zeromesh.verify(model, config, batch, **options)
+
+
+class Routed(nn.Module):
+    """Experts whose router is to compute in fp32, as in models of transformers."""
+
+    _keep_in_fp32_modules_strict = ("router.",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.router = nn.Embedding(32, 16), nn.Linear(16, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of the experts' outputs, weighted by the router."""
+        x = self.tokens(tokens)
+        weights = self.router(x.to(self.router.weight.dtype)).softmax(-1).to(x.dtype)
+        y = sum(weights[..., number, None] * expert(x) for number, expert in enumerate(self.experts))
+        return (y.sum(-1) - labels).float().square().mean()
+
+
+class Recommender(nn.Module):
+    """Two tables with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(50, 8, sparse=True), nn.EmbeddingBag(60, 8, mode="sum", sparse=True)
+        self.top = nn.Linear(16, 1)
+
+    def forward(self, user: torch.Tensor, items: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        """Return the mean square error."""
+        features = torch.cat([self.users(user), self.items(items)], 1)
+        return (self.top(features).squeeze(1) - label).float().square().mean()
+
+
+def of_routed(_: str, config: dict[str, Any], **options: Any) -> Report:
+    """Verify the experts, on every rank."""
+    torch.manual_seed(0)
+    batch = {"tokens": torch.randint(32, (4, 8)), "labels": torch.randn(4, 8)}
+    return zeromesh.verify(Routed(), config, batch, **options)
+
+
+def of_tables(_: str, config: dict[str, Any], **options: Any) -> Report:
+    """Verify the recommender, on every rank."""
+    torch.manual_seed(0)
+    batch = {"user": torch.randint(50, (8,)), "items": torch.randint(60, (8, 3)), "label": torch.randn(8)}
+    return zeromesh.verify(Recommender(), config, batch, **options)
+
+
+OWN = {"net": of_net, "routed": of_routed, "tables": of_tables}
+"""Comparisons of models that are none of transformers', by name."""

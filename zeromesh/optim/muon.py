@@ -123,7 +123,7 @@ class Muon(StepOptimizer):
             update = orthogonalize(matrix, group["ns_coefficients"], group["ns_steps"])
             factor = _ADJUST_LR[group["adjust_lr_fn"]](*matrix.shape)
             piece.parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            part = piece.cut(update.view(piece.shape)).to(piece.parameter.device)
+            part = piece.cut(update.view(piece.shape)).view_as(piece.parameter).to(piece.parameter.device)
             piece.parameter.add_(part, alpha=-group["lr"] * factor)
 
     def _momentum(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> torch.Tensor:

@@ -69,6 +69,14 @@ def use_float8(
     return chosen
 
 
+def use_alone(model: nn.Module, rowwise: bool, skip: Sequence[str], device: torch.device) -> None:
+    """Let the linear layers of a model that one process trains compute in float8; see ``use_float8``."""
+    unread, arithmetic = _unread(model, None), Float8Products(rowwise, has_products(device))
+    for name, module in model.named_modules():
+        if _is_linear(module) and not _reason(name, module, skip, unread):
+            _change(module, arithmetic)
+
+
 def check_layers(model: nn.Module, skip: Sequence[str], dtype: torch.dtype | None) -> None:
     """Check the layers of the whole model, before it is split.
 

@@ -100,6 +100,8 @@ def explain(kind: str, got: torch.Tensor, evidence: Evidence) -> str:
     old = evidence.cut(kind, back=1)
     if old is not None and not torch.equal(old, expected) and torch.allclose(got, old, rtol=1e-9, atol=0):
         return "it has its value from before this update: the update has not reached it"
+    if kind == "master" and evidence.piece.name == trial.written and evidence.number == trial.steps - 1:
+        return "it was written to between the backward and this update, and the update does not know of it"
     if kind != "master" or old is None:
         ratio = ratio_of(got, expected, close)
         return "" if ratio is None else f"it is {named_factor(ratio, trial, step, close)}"
@@ -167,6 +169,14 @@ def stale(got: torch.Tensor, old: torch.Tensor | None) -> str:
     if old is not None and torch.equal(got, old):
         return "it has its value from before this update: the new one was not published to this rank"
     return "it is not what its master says: the update was not published to this rank, or something else was"
+
+
+def of_dtype(got: torch.dtype, expected: torch.dtype) -> str:
+    """Return the likely cause of a parameter in another dtype."""
+    return (
+        f"it has {got} here and {expected} in the plain process: the model's, or the configuration's, list of tensors "
+        "that stay in fp32 is not followed"
+    )
 
 
 def of_count(got: object, expected: torch.Tensor) -> str:

@@ -25,7 +25,7 @@ APART = frozenset(
 )  # fmt: skip
 """Keys that trials set themselves, or that change nothing of an update."""
 
-PRECISION = ("fp16", "bf16", "torch_autocast", "communication_data_type", "data_types")
+PRECISION = ("fp16", "bf16", "torch_autocast", "communication_data_type", "data_types", "float8")
 
 
 @dataclass(frozen=True)

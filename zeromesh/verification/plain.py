@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, isfinite, isnan, sqrt
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -21,18 +22,23 @@ from zeromesh.computation import cast_inputs
 from zeromesh.config.settings import Settings
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import map_tensors
-from zeromesh.model.dtypes import dtypes
+from zeromesh.model.dtypes import dtypes, kept_layers
 from zeromesh.model.piece import Piece
 from zeromesh.model.quantized import change
 from zeromesh.model.split import Held
 from zeromesh.optim import factory, schedules
 from zeromesh.optim.groups import hidden_matrices
 from zeromesh.precision.scaler import LossScaler
+from zeromesh.tensor import split_views as split_views  # which registers rules
+from zeromesh.tensor.float8 import use_alone
+from zeromesh.tensor.split_activation import RULES
+from zeromesh.verification.plain_tables import PlainTables
 from zeromesh.verification.rows import SampleRows
 
 SAMPLED = 512  # elements of each parameter whose share of every micro-batch's gradient is kept, to find causes
 SAFETY = 16.0  # times what round-off did in trials; two of them see a scalar's whole range only so far
 TRIALS = 2
+WRITTEN = 1.01  # times its value: what scripts write between a backward and its update
 EXACT = 2.0**-22  # relative round-off of a few operations in fp32
 
 
@@ -49,6 +55,8 @@ class Trial:
         micro_batches: of an update, on each rank.
         steps: number of updates.
         device: of the plain process. Devices have kernels of their own, so it is the ranks'.
+        written: name of a parameter that both sides multiply by ``WRITTEN`` between the last backward and its update;
+            empty: none.
     """
 
     name: str
@@ -59,6 +67,7 @@ class Trial:
     micro_batches: int
     steps: int
     device: torch.device
+    written: str = ""
 
     @property
     def shares(self) -> int:
@@ -91,6 +100,7 @@ class PlainStep:
     samples: dict[str, torch.Tensor] = field(default_factory=dict)  # of each gradient: (shares x micro-batches, n)
     bounds: dict[str, float] = field(default_factory=dict)
     start: dict[str, torch.Tensor] = field(default_factory=dict)  # ``master/NAME`` before the first update
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of parameters as the forward computes with them
     clip: float = 1.0
     scale: float = 1.0
     skipped: bool = False
@@ -129,8 +139,14 @@ class PlainTraining:
         }
         self.frozen = {name: p.detach().clone() for name, p in named.items() if not p.requires_grad}
         self._cast(self.model)
+        chosen = trial.settings.float8
+        if chosen.enabled:
+            skip = [*chosen.skip, *kept_layers(self.model, precision)]
+            use_alone(self.model, chosen.recipe == "rowwise", skip, trial.device)
         self._computed = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._tables = PlainTables(self.model, trial.settings, [*self.masters])
         self.optimizer = self._optimizer()
+        self._tables.start(self.optimizer, self.masters)
         given = trial.settings.scheduler
         self.scheduler = None if given is None else schedules.build(given.type, dict(given.params), self.optimizer)
         self.scaler = LossScaler(precision.loss_scale) if precision.loss_scale else None
@@ -151,10 +167,13 @@ class PlainTraining:
     def _optimizer(self) -> torch.optim.Optimizer:
         chosen = self._trial.settings.optimizer
         assert chosen is not None
-        pieces = tuple(Piece(n, Held(tuple(p.shape)), 0, p.numel(), p) for n, p in self.masters.items())
+        pieces = {n: Piece(n, Held(tuple(p.shape)), 0, p.numel(), p) for n, p in self.masters.items()}
         alone = Alone({name: p.shape for name, p in self.masters.items()})
         matrices = hidden_matrices(self.model) if chosen.type.lower() == "muon" else frozenset()
-        groups = [factory.ParameterGroup(pieces)]
+        groups = []
+        for group in self._tables.groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            groups.append(factory.ParameterGroup(tuple(pieces[name] for name in group["params"]), options))
         return factory.build(chosen.type, dict(chosen.params), groups, alone, False, matrices=matrices)
 
     def steps(self) -> list[PlainStep]:
@@ -185,7 +204,7 @@ class PlainTraining:
                 values[f"loss/{share}.{micro_batch}"] = loss.double()
                 for name, computed in self._computed.items():
                     gradient = computed.grad
-                    parts[name].append(None if gradient is None else sampled(gradient).double().cpu())
+                    parts[name].append(None if gradient is None else sampled(dense(gradient)).double().cpu())
                     if gradient is not None:
                         wide = gradient.to(self.masters[name].dtype)
                         sums[name] = sums[name] + wide if name in sums else wide.clone()
@@ -195,7 +214,7 @@ class PlainTraining:
         # Sums of parameters, not means, where the configuration says so; each share's own mean over micro-batches.
         count = 1 if trial.settings.gradient_allreduce_op == "sum" else trial.shares
         factor = 1.0 / (count * scale)
-        norm = sqrt(sum(float(total.double().square().sum()) for total in sums.values())) * factor
+        norm = sqrt(sum(float(dense(total).double().square().sum()) for total in sums.values())) * factor
         skipped = not isfinite(norm)
         if self.scaler and not skipped:
             self.scaler.update(False)
@@ -206,23 +225,33 @@ class PlainTraining:
             values[f"rate/{group}"] = torch.tensor(float(options["lr"]), dtype=torch.float64)
         samples = {}
         for name, master in self.masters.items():
-            change(master, grad=sums[name].mul(factor * clip) if name in sums else None)
+            of_table = name in self._tables.names
+            change(master, grad=sums[name].mul(factor * clip) if name in sums and not of_table else None)
             samples[name] = _stacked(parts[name])
             if name in sums:
-                values[f"gradient/{name}"] = sums[name].mul(factor)
+                values[f"gradient/{name}"] = dense(sums[name]).mul(factor)
+        if trial.written and number == trial.steps - 1:
+            self.masters[trial.written].data.mul_(WRITTEN)
         if not skipped:
             self.optimizer.step()
+            for name in self._tables.names & sums.keys():
+                change(self.masters[name], grad=sums[name].mul(factor * clip).coalesce())
+            self._tables.step()
             if self.scheduler is not None:
                 self.scheduler.step()
         # Every rank takes the first one's running statistics at an update; what is no part of the state stays its own.
         self._buffers |= {name: self._own[0][name] for name in self._persistent}
         values |= buffers | {f"master/{name}": master.detach().clone() for name, master in self.masters.items()}
         for name, master in self.masters.items():
-            for key, state in self.optimizer.state.get(master, {}).items():
+            of_table = name in self._tables.names
+            states = self._tables.state(name) if of_table else self.optimizer.state.get(master, {})
+            for key, state in states.items():
                 if isinstance(state, torch.Tensor):
                     values[f"state {key}/{name}"] = state.detach().clone()
         values, start = ({key: value.cpu() for key, value in found.items()} for found in (values, start))
-        return PlainStep(values, samples, {}, start, clip, scale, skipped)
+        # Rows of tables rest in their masters, and are cast on their way to a forward.
+        chosen = {n: p.dtype for n, p in self.model.named_parameters() if n not in self._tables.names}
+        return PlainStep(values, samples, {}, start, chosen, clip, scale, skipped)
 
     def _restore(self, share: int) -> None:
         """Begin a share with the buffers that its rank has."""
@@ -256,6 +285,11 @@ def loss_of_model(inputs: Any, model: nn.Module, call: Callable[..., Any]) -> to
     return loss_of(inputs, call, getattr(model, "loss_fn", None) if chain else None, chain)
 
 
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or the dense form of a sparse one."""
+    return tensor.to_dense() if tensor.layout is torch.sparse_coo else tensor
+
+
 def sampled(tensor: torch.Tensor) -> torch.Tensor:
     """Return some elements of a tensor, spread evenly: 1-D."""
     return tensor.detach().reshape(-1)[sample_places(tensor.numel())].clone()
@@ -285,10 +319,13 @@ def wide() -> Iterator[None]:
     # Their round-off would be that of float32, and bounds so wide that small mistakes go unseen. Functions are
     # replaced, because a mode of torch does not reach what is recomputed in the backward.
     before = [(owner, name, getattr(owner, name), name in vars(owner)) for owner, name in CASTS]
+    replacements = {function: _kept_wide(function, name) for _, name, function, _ in before}
     try:
         for owner, name, function, _ in before:
-            setattr(owner, name, _kept_wide(function, name))
-        yield
+            setattr(owner, name, replacements[function])
+        # Of activations that are split over ranks: what replaces a function has its rule.
+        with patch.dict(RULES, {new: RULES[old] for old, new in replacements.items() if old in RULES}):
+            yield
     finally:
         for owner, name, function, own in before:
             if own:

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
+from zeromesh import zero
 from zeromesh.build import initialize
 from zeromesh.engine import Engine
 from zeromesh.model.containers import map_tensors
 from zeromesh.model.piece import Piece
 from zeromesh.optim.bound import PartHook
 from zeromesh.verification import cause
-from zeromesh.verification.plain import PlainStep, Trial, distance, largest, loss_of_model
+from zeromesh.verification.plain import WRITTEN, PlainStep, Trial, distance, largest, loss_of_model
 
 ORDER = ("loss", "rate", "gradient", "norm", "state", "master", "parameter", "frozen", "buffer")
 """Kinds of values in the order in which an update computes them: the first that is apart is nearest to the cause."""
@@ -172,8 +173,17 @@ class Comparison:
                 loss = loss_of_model(here, engine.module, engine)
                 engine.backward(loss)
             losses[f"{share}.{micro_batch}"] = loss.detach().double().item()
+            if trial.written and (number, micro_batch) == (trial.steps - 1, trial.micro_batches - 1):
+                self._write(engine.module.get_parameter(trial.written))
             engine.step()
         return losses
+
+    @staticmethod
+    def _write(parameter: torch.nn.Parameter) -> None:
+        """Change a parameter as a script may do between a backward and its update."""
+        value = zero.safe_get_full_fp32_param(parameter)
+        assert value is not None
+        zero.safe_set_full_fp32_param(parameter, value * WRITTEN)
 
     # Values.
 
@@ -246,6 +256,11 @@ class Comparison:
 
     def _parameter(self, number: int, kind: str, name: str, got: torch.Tensor, master: torch.Tensor) -> None:
         """Compare each element with its master, rounded: at most half a unit in the last place, as rounding does."""
+        expected = self._plain[number].dtypes.get(name, got.dtype)
+        if expected is not got.dtype:
+            look = partial(cause.of_dtype, got.dtype, expected)
+            self._add(number, kind, name, torch.full_like(master, inf), master, 0.0, "", look)
+            return
         # Ties may go either way, as those of split masters do.
         kept = torch.finfo(got.dtype)
         half = torch.ldexp(torch.full_like(master, kept.eps / 4), torch.frexp(master).exponent)

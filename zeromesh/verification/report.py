@@ -78,6 +78,7 @@ class Report:
     steps: int
     changes: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)  # what this comparison cannot see
     trials: list[TrialReport] = field(default_factory=list)
     reason: str = ""  # why nothing could be verified
     ranks: list[int] = field(default_factory=list)  # on which the first value is apart
@@ -137,7 +138,10 @@ class Report:
         first = self.first
         return {
             "verdict": self.verdict.name.lower(),
-            **{key: getattr(self, key) for key in ("sentence", "model", "layout", "steps", "changes", "notes")},
+            **{
+                key: getattr(self, key)
+                for key in ("sentence", "model", "layout", "steps", "changes", "notes", "unseen")
+            },
             "first": None if first is None else _plain(first) | {"ranks": self.ranks, "place": self.place},
             "cause": self.cause,
             "trials": [
@@ -170,7 +174,8 @@ class Report:
                 console.print(f"  apart: step {one.step}, {described(one)}, rank {one.rank} ({one.place}){because}")
             if len(trial.apart) > SHOWN:
                 console.print(f"  and {len(trial.apart) - SHOWN} more")
-        for title, lines in (("changed for the comparison", self.changes), ("note", self.notes)):
+        titles = {"changed for the comparison": self.changes, "note": self.notes, "not seen": self.unseen}
+        for title, lines in titles.items():
             if lines:
                 console.print(f"{title}: {', '.join(lines)}")
         console.print(f"{self.sentence} ({self.seconds:.0f} s)")

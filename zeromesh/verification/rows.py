@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +22,13 @@ class SampleRows:
         batch: whatever the model takes: nested containers of tensors with the samples along dim 0.
         count: samples of a micro-batch.
         ids: a bound for whole numbers, which are taken modulo it; 0: none. A smaller vocabulary needs it.
+        length: tokens of the samples in the second update; 0: as many as in the batch.
     """
 
     batch: Any
     count: int
     ids: int = 0
+    length: int = 0
 
     @property
     def samples(self) -> int:
@@ -41,7 +44,23 @@ class SampleRows:
         generator = torch.Generator().manual_seed((step * 1009 + share) * 1013 + micro_batch)
         samples = self.samples
         chosen = torch.randint(samples, (self.count,), generator=generator)
-        return map_tensors(self.batch, lambda tensor: self._drawn(tensor, chosen, samples, generator, dtype))
+        drawn = map_tensors(self.batch, lambda tensor: self._drawn(tensor, chosen, samples, generator, dtype))
+        if step != 1 or not self.length:
+            return drawn
+        return map_tensors(drawn, lambda tensor: tensor[:, : self.length] if tensor.ndim > 1 else tensor)
+
+    def shorter(self, multiple: int) -> Iterator[SampleRows]:
+        """Yield these with shorter samples in the second update, multiples of ``multiple``, the longest first.
+
+        There are none unless all tensors with more than one dim have shape (samples, tokens), and some are ids.
+        """
+        tables = [tensor for tensor in tensors_of(self.batch) if tensor.ndim > 1]
+        lengths = {tensor.shape[1] for tensor in tables}
+        whole = any(not tensor.is_floating_point() and not is_mask(tensor) for tensor in tables)
+        if len(lengths) == 1 and whole and all(tensor.ndim == 2 for tensor in tables):
+            (longest,) = lengths
+            for length in range((longest - 1) // multiple * multiple, 0, -multiple):
+                yield replace(self, length=length)
 
     def _drawn(
         self, tensor: torch.Tensor, chosen: torch.Tensor, samples: int, generator: torch.Generator,

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import isclose
+from itertools import islice
+from math import isclose, lcm
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from zeromesh.launcher.launch import launch
 from zeromesh.model.containers import tensors_of
 from zeromesh.observe.machine import memory
 from zeromesh.verification.layout import SmallLayout, scale_powers, skipped_text, small_layout, trial_settings
-from zeromesh.verification.plain import PlainTraining, Trial, is_alike, reference
+from zeromesh.verification.plain import PlainTraining, Trial, is_alike, loss_of_model, reference
 from zeromesh.verification.ranks import RankResult, run_trials
 from zeromesh.verification.report import Report, TrialReport, Verdict
 from zeromesh.verification.rows import SampleRows, longest_sum
@@ -43,6 +44,8 @@ REPEATED = 1e-6  # relative difference of losses of one batch on an accelerator;
 
 # The arithmetic is the same on CPUs, which run as many ranks as are needed.
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
+
+MOST_LENGTHS = 4  # shorter ones that are tried, since code may need a multiple of its own
 
 OVERFLOW = "overflow"  # in place of a dtype: a smaller loss scale is tried
 
@@ -100,6 +103,9 @@ def verify(
         subject = subject_of(model, batch, layout.sizes, fewest_blocks(settings, layout.sizes), whole)
         changes = [*subject.changes, *layout.changes]
         report = Report(Verdict.UNVERIFIED, type(subject.model).__name__, layout.text, steps, changes)
+        report.unseen.append(f"what the model does only after {counted(steps, 'update')}")
+        if subject.changes:
+            report.unseen.append("layers, widths and ids that the smaller model lacks: whole (--whole) compares yours")
         with _shared_folder(launched) as folder:
             verification = Verification(subject, settings, layout, report, folder, timeout, tell, launched, device)
             try:
@@ -172,15 +178,36 @@ class Verification:
         """Return the comparison in float64, and that in the configuration's precision."""
         rows, layout = SampleRows(self.subject.batch, self.layout.rows, self.subject.ids), self.layout
         rows.samples  # noqa: B018  raises for a batch without samples
+        multiple = lcm(2 * layout.sizes["context"], layout.sizes["tensor"])
+        tried = islice(rows.shorter(multiple), MOST_LENGTHS) if self.report.steps > 1 else ()
+        shorter = self._on_first(lambda: next((each.length for each in tried if self._takes(each)), 0))
+        if shorter:
+            rows = replace(rows, length=shorter)
+            self.report.changes.append(f"{shorter} tokens a sample in step 2")
         wide = Trial(
             "float64", self._settings(wide=True), rows, torch.float64, layout.sizes, layout.micro_batches,
-            self.report.steps, self.device,
+            self.report.steps, self.device, self._written(),
         )  # fmt: skip
         precision = self.settings.precision
         dtypes = {p.dtype for p in self.subject.model.parameters() if p.is_floating_point()}
         name = " and ".join(sorted(map(str, {precision.compute} if precision.compute else dtypes)))
         name = f"autocast {precision.autocast}" if precision.autocast and not precision.compute else name
         return wide, replace(wide, name=name.replace("torch.", ""), settings=self._settings(wide=False), dtype=None)
+
+    def _written(self) -> str:
+        """Return a parameter to write to before the last update; empty with stages, where no line of a script is."""
+        names = (name for name, parameter in self.subject.model.named_parameters() if parameter.requires_grad)
+        return "" if self.layout.sizes["pipeline"] > 1 else next(names, "")
+
+    def _takes(self, rows: SampleRows) -> bool:
+        """Return whether the model computes a loss of the second update's samples."""
+        model: nn.Module = torch.load(self.model, map_location="cpu", weights_only=False)
+        try:
+            with torch.no_grad():
+                loss_of_model(rows.at(1, 0, 0), model.train(), model)
+        except Exception:  # whatever the user's model raises
+            return False
+        return True
 
     def _on_first(self, work: Callable[[], Any]) -> Any:
         """Return on every rank what the first one's work returns, or raise its exception."""
