@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import zeromesh
+from zeromesh.deepspeed import parameters
 from zeromesh.model.dtypes import MismatchError
 from zeromesh.training_data import Loader, Sampler
 
@@ -138,3 +139,20 @@ def test_batches_of_the_engines_loader_are_on_its_device() -> None:
     data = [(torch.ones(2), {"label": number}) for number in range(4)]
     loader = Loader(data, Sampler(data, 1, 0, 7, False), 2, None, False, torch.device("meta"))
     assert [(x.device.type, y["label"].device.type) for x, y in loader] == [("meta", "meta")] * 2
+
+
+def test_tensors_that_stay_in_fp32_have_it_before_weights_are_read_into_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = transformers.Ernie4_5_MoeConfig(
+        hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=64, moe_num_experts=8, moe_k=2, moe_layer_start_index=0,
+    )  # fmt: skip
+    monkeypatch.setattr(parameters, "_transformers_loads", lambda: True)
+    with parameters.ZeroInit(config_dict_or_path=config("bf16", zero_optimization={"stage": 3})):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)  # as from_pretrained does
+        model = transformers.Ernie4_5_MoeForCausalLM(shape)
+        torch.set_default_dtype(before)
+    gate = model.model.layers[0].mlp.gate
+    assert gate.weight.dtype is gate.moe_statics.e_score_correction_bias.dtype is torch.float32
+    assert model.model.layers[0].self_attn.q_proj.weight.dtype is torch.bfloat16

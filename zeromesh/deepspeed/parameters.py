@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,13 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeromesh import zero
 from zeromesh.config.adopt import adopt
 from zeromesh.config.settings import Settings
 from zeromesh.deepspeed.group import init_distributed
+from zeromesh.model.dtypes import keep_wide
+from zeromesh.model.precision import Precision
 from zeromesh.shard.deferred import is_deferred, replayed
 from zeromesh.shard.guard import is_unloaded
 from zeromesh.shard.materialise import replace
@@ -57,12 +63,14 @@ class ZeroInit(zero.Init):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = signature(zero.Init).bind(*args, **kwargs).arguments
-        self._dtype, self._before = given.pop("dtype", None), torch.get_default_dtype()
-        if isinstance(self._dtype, str):
-            raise ValueError(f"zero.Init: dtype is {self._dtype!r}; pass a dtype of torch, such as torch.bfloat16")
+        dtype, self._before = given.pop("dtype", None), torch.get_default_dtype()
+        if isinstance(dtype, str):
+            raise ValueError(f"zero.Init: dtype is {dtype!r}; pass a dtype of torch, such as torch.bfloat16")
         config = given.get("config_dict_or_path") or given.get("config")
-        if self._dtype is None and config is not None:
-            self._dtype = Settings.load(adopt(config)[0]).precision.compute
+        asked = Precision() if config is None else Settings.load(adopt(config)[0]).precision
+        self._precision = asked if dtype is None else dataclasses.replace(asked, compute=dtype)
+        self._roots: dict[nn.Module, None] = {}  # modules that were built here, and are in no other
+        self._notes: list[Any] = []  # hooks that find them; an object may be entered again inside of itself
         for name in ("data_parallel_group", "zero_param_parallel_group", "sequence_data_parallel_group"):
             group = given.get(name)
             if isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():
@@ -78,15 +86,27 @@ class ZeroInit(zero.Init):
         if _transformers_loads():
             self.defers = False
         self._before = torch.get_default_dtype()
-        if self.defers and self._dtype is not None:
-            torch.set_default_dtype(self._dtype)
+        if self.defers and self._precision.compute is not None:
+            torch.set_default_dtype(self._precision.compute)
         super().__enter__()
+        self._notes.append(register_module_module_registration_hook(self._note_module))
         # Small tensors are real ones even here, so that only their registration tells where they were built.
         if self.defers:
             self._entered.append(register_module_parameter_registration_hook(_note))
         return self
 
+    def _note_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        self._roots[module] = None
+        if child is not None:
+            self._roots.pop(child, None)
+
     def __exit__(self, *error: Any) -> None:
+        self._notes.pop().remove()
+        if not self._notes:
+            roots, self._roots = self._roots, {}
+            for root in () if any(error) else roots:
+                # Before weights are read into them: what is read in 16 bits is rounded for good.
+                keep_wide(root, self._precision)
         if self.defers:
             torch.set_default_dtype(self._before)
             self._entered.pop().__exit__(*error)

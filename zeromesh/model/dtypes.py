@@ -11,7 +11,7 @@ from torch import nn
 
 from zeromesh.model.linear import is_transposed
 from zeromesh.model.precision import Precision
-from zeromesh.model.quantized import is_wrapper, parts
+from zeromesh.model.quantized import change, is_wrapper, parts
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
@@ -47,6 +47,16 @@ def dtypes(model: nn.Module, precision: Precision) -> dict[int, torch.dtype]:
                 if is_wrapper(tensor):  # its library computes with scales as they are
                     result |= {id(part): part.dtype for _, part in parts(tensor)}
     return result
+
+
+def keep_wide(model: nn.Module, precision: Precision) -> None:
+    """Convert to fp32, in place, the tensors that have it in a run of 16 bits; those without memory stay."""
+    if _kept(model, precision) is None:
+        return
+    chosen = dtypes(model, precision)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if chosen[id(tensor)] is torch.float32 and tensor.dtype in SIXTEEN_BIT and not tensor.is_meta:
+            change(tensor, data=tensor.data.float())
 
 
 def kept_layers(model: nn.Module, precision: Precision) -> list[str]:
