@@ -32,6 +32,7 @@ from zeromesh.initialization.trial import try_out
 from zeromesh.launcher.launch import launch
 from zeromesh.model.containers import tensors_of
 from zeromesh.observe.machine import memory
+from zeromesh.shard.find import find_units
 from zeromesh.verification.layout import SmallLayout, scale_powers, skipped_text, small_layout, trial_settings
 from zeromesh.verification.plain import PlainTraining, Trial, is_alike, loss_of_model, reference
 from zeromesh.verification.ranks import RankResult, run_trials
@@ -196,8 +197,16 @@ class Verification:
 
     def _written(self) -> str:
         """Return a parameter to write to before the last update; empty with stages, where no line of a script is."""
-        names = (name for name, parameter in self.subject.model.named_parameters() if parameter.requires_grad)
-        return "" if self.layout.sizes["pipeline"] > 1 else next(names, "")
+        model = self.subject.model
+        blocks = [(f"{name}.", block) for name, block in find_units(model, self.settings.units)] or [("", model)]
+        names = [
+            f"{prefix}{name}"
+            for prefix, block in blocks
+            for name, parameter in block.named_parameters()
+            if parameter.requires_grad
+        ]
+        # Gradients of the last block arrive first: an update during the backward has begun with them.
+        return names[-1] if names and self.layout.sizes["pipeline"] == 1 else ""
 
     def _takes(self, rows: SampleRows) -> bool:
         """Return whether the model computes a loss of the second update's samples."""
