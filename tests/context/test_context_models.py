@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness import run_ranks
-from huggingface_models import GROUPED, LAYERS, MODELS, SPECIAL, VOCABULARY, Model, text, without_dropout
+from huggingface_models import GROUPED, LAYERS, MODELS, SPECIAL, USUAL, VOCABULARY, Model, text, without_dropout
 from test_context import fake
 from zeromesh.activation.checkpoint import checkpoint_modules
 from zeromesh.comm.mesh import Mesh
@@ -23,6 +23,7 @@ from zeromesh.context.applied import SpreadSequences, Unsupported
 from zeromesh.context.apply import apply
 from zeromesh.context.attention import STRATEGIES
 from zeromesh.context.batch import IGNORE_LABEL
+from zeromesh.context.order import keep
 from zeromesh.train.architectures.decoder import Decoder
 
 LENGTH = 16
@@ -34,6 +35,10 @@ DECODERS = {name: MODELS[name] for name in ("llama", "qwen3", "gpt_neox", *OTHER
     "starcoder2": Model("Starcoder2ForCausalLM", "Starcoder2Config", {**GROUPED, **SPECIAL}, text, LAYERS),
     "olmo2": Model("Olmo2ForCausalLM", "Olmo2Config", {**GROUPED, **SPECIAL}, text, LAYERS),
 }  # fmt: skip
+BERT = {**USUAL, **SPECIAL, "pad_token_id": 1, "is_decoder": True}
+COUNTING = ("Roberta", "RobertaPreLayerNorm", "XLMRoberta", "XLMRobertaXL", "Camembert", "Data2VecText", "Xmod")
+DECODERS |= {name: Model(f"{name}ForCausalLM", f"{name}Config", {**BERT}, text, LAYERS) for name in COUNTING}
+DECODERS["Xmod"].options["default_language"] = "en_XX"
 PLAIN = {
     "gpt": ModelShape(
         architecture="gpt", vocab_size=VOCABULARY, hidden_size=32, layers=2, heads=4, sequence_length=LENGTH
@@ -67,6 +72,9 @@ def data(name: str) -> dict[str, torch.Tensor]:
     labels = ids.clone()
     labels[0, :9] = IGNORE_LABEL
     labels[1, 13] = IGNORE_LABEL
+    if name in COUNTING:  # positions of padding are not counted
+        ids[:, [3, 14, 15]] = 1
+        labels[:, 14:] = IGNORE_LABEL
     if name not in PLAIN:
         return {"input_ids": ids, "labels": labels}
     return {"tokens": ids, "labels": F.pad(labels[:, 1:], (0, 1), value=IGNORE_LABEL)}
@@ -119,10 +127,32 @@ def test_a_decoder_trains_as_in_one_process(name: str, ranks: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [*OTHERS, *COUNTING])
 def test_other_decoders_train_as_in_one_process(name: str, ranks: int) -> None:
     model = DECODERS[name]
     compare(name, ranks, model.tolerance, model.dtype)
+
+
+@pytest.mark.parametrize("name", COUNTING)
+@pytest.mark.parametrize("given", ["input_ids", "inputs_embeds"])
+def test_positions_are_those_that_a_model_counts_of_whole_sequences(name: str, given: str) -> None:
+    seen = []
+    batch = data(name)
+    for rank in (None, 0, 1):
+        model = build(name)
+        (embedding,) = (one for path, one in model.named_modules() if path.endswith("position_embeddings"))
+        embedding.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        if given == "inputs_embeds":
+            batch = {given: torch.randn(2, LENGTH, 32, dtype=torch.float64)}
+        if rank is not None:
+            applied = apply(model, "ring", fake(2, rank))
+            applied.attend = lambda q, k, v, scale: [setattr(applied, "_attentions", 1), q][1]  # type: ignore[method-assign]
+            batch.pop("labels", None)
+        model(**batch)
+    whole, *parts = seen
+    assert whole.min() >= 1 and not torch.equal(whole[0], torch.arange(LENGTH))
+    for rank, part in enumerate(parts):
+        assert torch.equal(part.expand(2, -1), keep(whole.expand(2, -1), rank, 2, 1))
 
 
 def test_the_loss_function_of_transformers_gets_labels_that_are_shifted() -> None:

@@ -22,12 +22,14 @@ POSITIONS = ("position_ids", "positions")
 
 
 def split(
-    batch: Mapping[str, Any], group: Group, positions: str = "position_ids", shift: bool = True
-) -> dict[str, Any]:
+    batch: Mapping[str, Any], group: Group, positions: str = "position_ids", shift: bool = True,
+    counted: Tensor | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return this rank's part of a batch that all ranks of the context axis have, with positions.
 
-    If ``shift``, a token's label is the token itself, as transformers' models take it; else it is the next. Raise
-    ValueError for a sequence that cannot be cut, or for something in the batch that is not known to be cut.
+    If ``shift``, a token's label is the token itself, as transformers' models take it; else it is the next. Where the
+    batch has no positions, they are those ``counted`` by the model, or else from 0 on. Raise ValueError for a sequence
+    that cannot be cut, or for something in the batch that is not known to be cut.
     """
     parts = {name: value for name, value in batch.items() if value is not None}
     first = next((parts[name] for name in TOKENS if name in parts), None)
@@ -57,7 +59,9 @@ def split(
             "they stand for packed documents, which context-parallel attention cannot hide from each other: leave "
             f"them out, give one document per row, or {ONE_CONTEXT_RANK}"
         )
-    parts[positions] = torch.arange(length, device=first.device).expand(size, length) if where is None else where
+    if where is None:
+        where = torch.arange(length, device=first.device).expand(size, length) if counted is None else counted
+    parts[positions] = where
     if labels is not None:
         parts["labels"] = labels
     known = {*TOKENS, *LABELS, positions}

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import logging
 import weakref
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -128,6 +129,25 @@ def _require_modules(model: Any) -> None:
             raise refuse(what, "its attention has sinks")
 
 
+def _counted_positions(model: nn.Module | None, named: Mapping[str, Any]) -> Tensor | None:
+    """Return the positions of whole sequences, as a model like RoBERTa counts them; None for others."""
+    # From ``padding_idx + 1`` on, and without the padding: the tokens before a rank's part must be seen.
+    name = "input_ids" if named.get("input_ids") is not None else "inputs_embeds"
+    for module in () if model is None else model.modules():
+        count = getattr(module, _COUNTING[name], None)
+        if count is not None:
+            settings = {name: named[name], "padding_idx": module.padding_idx, "past_key_values_length": 0}
+            counted: Tensor = count(**{key: settings[key] for key in inspect.signature(count).parameters})
+            return counted.expand(named[name].shape[:2])
+    return None
+
+
+# Methods by which modules of transformers' models count positions, by what they count those of.
+_COUNTING = {
+    "input_ids": "create_position_ids_from_input_ids", "inputs_embeds": "create_position_ids_from_inputs_embeds",
+}  # fmt: skip
+
+
 class _Parts:
     """Replacements of a model's forward, attention and mask functions."""
 
@@ -145,7 +165,7 @@ class _Parts:
         if named.get("num_items_in_batch") is not None:
             reason = "num_items_in_batch counts labels, and the ranks count theirs themselves"
             raise refuse(name, reason, "leave it out")
-        part = batch.split(named, applied.group)
+        part = batch.split(named, applied.group, counted=_counted_positions(self._model(), named))
         if "use_cache" in parameters_of(self._kind):
             # A cache would have this rank's tokens only.
             part["use_cache"] = False
