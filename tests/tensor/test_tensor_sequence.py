@@ -21,7 +21,7 @@ WIDTH, LENGTH = 32, 8
 class Block(nn.Module):
     def __init__(self, inside: str) -> None:
         super().__init__()
-        self.inside = inside
+        self.inside, self.calls = inside, 0
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         if "positions" in inside:
@@ -30,6 +30,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         match self.inside:
+            case "later":
+                self.calls += 1
+                y = y.cumsum(1) if self.calls > 2 else y
+            case "apart later":
+                self.calls += 1
+                y = y.cumsum(2) if self.calls > 2 else y.roll(1, 2)
             case "mean of tokens":
                 y = y - y.mean(1, keepdim=True)
             case "shift of tokens":
@@ -111,7 +117,7 @@ SETTINGS = {
 
 RIGHT = (
     "usual", "apart", "positions of all tokens", "positions of a sample", "without the second", "twice", "recomputed",
-    "recomputed, reentrant",
+    "recomputed, reentrant", "apart later",
 )  # fmt: skip
 
 
@@ -130,6 +136,7 @@ WRONG = {
     "without the last": "mean, in .*, needs the tokens of all ranks",
     "sum between": "cumsum, in .*, needs the tokens of all ranks",
     "residual outside": f"add, in .*, is given a tensor with {TOKENS}",
+    "later": "cumsum, in .*, needs the tokens of all ranks",
     "mean of tokens": "mean, in .*, sums over the tokens",
     "shift of tokens": "roll, in .*, needs the tokens of all ranks",
     "softmax of tokens": "softmax, in .*, needs the tokens of all ranks",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from zeromesh.context import batch
 from zeromesh.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
 from zeromesh.tensor.plan import matches
 from zeromesh.tensor.token_check import TokenCheck, alone
-from zeromesh.tensor.tokens import MixesTokens, OfLabels, TokenRun
+from zeromesh.tensor.tokens import MixesTokens, OfLabels
 
 # Layers of torch that mix positions in their own way.
 _MIXING: dict[type[nn.Module], str] = {
@@ -46,11 +47,12 @@ def install(model: nn.Module, applied: SpreadSequences, unchecked: Sequence[str]
         if not found:
             raise ValueError(f"{UNCHECKED} has {pattern!r}, which is no module of {name}; name modules of the model")
         for path in found:
-            check.replace(path, alone)
+            check.replace(path, alone, True)
     # In all modules, not only the whole, as a checkpointed module runs again on its own in the backward.
     for path, module in model.named_modules():
         if not type(module).__module__.startswith("torch.nn"):
-            replace_forward(module, _Interception(path or name, applied).run)
+            replace_forward(module, _Interception(path or name, applied, check).run)
+    check.install(model)
     replace_forward(model, partial(_run, type(model), positions, applied, check))
 
 
@@ -79,8 +81,7 @@ def _run(
         return forward(*args, **kwargs)
     applied.begin()
     part = batch.split(named_arguments(kind, args, kwargs), applied.group, positions, shift=False)
-    torch.compiler.disable(require_apart)(kind.__name__, check, part, applied.group.size)
-    output = forward(**part)
+    output = followed(kind.__name__, check, part, applied.group.size, partial(forward, **part))
     applied.require_attention(kind.__name__)
     if "labels" not in part:
         return output
@@ -94,19 +95,40 @@ def _run(
 
 
 def require_apart(name: str, check: TokenCheck, part: dict[str, Any], ranks: int) -> None:
-    """Raise Unsupported, once for arguments of these names, if the model's code mixes tokens outside of attention."""
+    """Raise Unsupported if the model's code mixes tokens outside of attention; see ``TokenCheck.begin``."""
 
-    def call(model: nn.Module, run: TokenRun) -> None:
+    def call(model: nn.Module, run: Any) -> None:
         given = dict(part)
         for key, value in check.without_memory(part).items():
-            if isinstance(value, Tensor) and value.ndim:
+            if isinstance(value, Tensor):
+                given[key] = value
+            if isinstance(value, Tensor) and value.ndim and run.has_rules:
                 length = value.shape[1]
                 own = run.spread(value, 1, length * ranks, length)
                 given[key] = run.join(own).as_subclass(OfLabels) if key in batch.LABELS else own
         model(**given)
 
+    with _refused(name):
+        check.begin(part, call)
+
+
+def followed(name: str, check: TokenCheck, part: dict[str, Any], ranks: int, forward: Callable[[], Any]) -> Any:
+    """Return what a forward does whose code was checked. Raise Unsupported if it takes a way that mixes tokens."""
+    torch.compiler.disable(require_apart)(name, check, part, ranks)
+    completed = False
     try:
-        check.once(part, call)
+        output = forward()
+        completed = True
+    finally:
+        with _refused(name):
+            torch.compiler.disable(check.end)(completed)
+    return output
+
+
+@contextmanager
+def _refused(name: str) -> Iterator[None]:
+    try:
+        yield
     except MixesTokens as error:
         raise refuse(
             name,
@@ -122,9 +144,9 @@ _inside: ContextVar[_Interception | None] = ContextVar("the module whose attenti
 class _Interception(TorchFunctionMode):
     """Replacement of the attention that one module calls."""
 
-    def __init__(self, name: str, applied: SpreadSequences) -> None:
+    def __init__(self, name: str, applied: SpreadSequences, check: TokenCheck) -> None:
         super().__init__()
-        self._name, self._applied = name, applied
+        self._name, self._applied, self._check = name, applied, check
 
     def run(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not self._applied.active:
@@ -140,6 +162,8 @@ class _Interception(TorchFunctionMode):
             _inside.reset(token)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not torch.compiler.is_compiling():
+            self._check.follow(func, args, kwargs, sys._getframe(1))
         if func is F.multi_head_attention_forward:
             raise refuse((_inside.get() or self)._name, "F.multi_head_attention_forward cannot be replaced")
         if func is not F.scaled_dot_product_attention:

@@ -30,7 +30,7 @@ from zeromesh.tensor.parts import LeavingParts, TakingParts, join_parts, replace
 from zeromesh.tensor.plan import Member, SplitPlan
 from zeromesh.tensor.sequence import Stack
 from zeromesh.tensor.split_activation import TensorAxis, whole
-from zeromesh.tensor.spread import activation, check_tokens, replaced, sequence_dim, spread
+from zeromesh.tensor.spread import Followed, activation, replaced, sequence_dim, spread
 from zeromesh.tensor.streams import RandomStreams, drops
 from zeromesh.tensor.token_check import TokenCheck
 
@@ -98,7 +98,10 @@ def apply(
         if parts:
             module.register_state_dict_pre_hook(partial(_require_whole, parts))
     if check is not None:
-        model.register_forward_pre_hook(_eager(check_tokens, check), with_kwargs=True)
+        hooks = Followed(check)
+        check.install(model)
+        model.register_forward_pre_hook(torch.compiler.disable(hooks.before), with_kwargs=True)
+        model.register_forward_hook(torch.compiler.disable(hooks.after), always_call=True)
     for number, stack in enumerate(stacks):
         spread(modules, stack, group, place.streams, tag + 4 * (number + 1), _eager)
     for name, heads in resolved.heads.items():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from zeromesh.comm.collectives import Group
 from zeromesh.config.keys import SEQUENCE, WHOLE_SEQUENCE
@@ -15,10 +17,9 @@ from zeromesh.tensor.guard import Apart
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.plan import SplitPlan
 from zeromesh.tensor.sequence import Stack
-from zeromesh.tensor.split_activation import SplitActivation
 from zeromesh.tensor.streams import RandomStreams
 from zeromesh.tensor.token_check import TokenCheck
-from zeromesh.tensor.tokens import MixesTokens, TokenRun
+from zeromesh.tensor.tokens import MixesTokens
 
 
 def sequence_dim(x: Tensor) -> int:
@@ -153,11 +154,11 @@ def check_of(model: nn.Module, resolved: SplitPlan, stacks: Sequence[Stack], ran
     check = TokenCheck(model, ranks, False)
     for stack in stacks:
         for name in (*stack.whole, *filter(stack.spreads, resolved.heads)):
-            check.replace(name, _with_whole if name in stack.whole else _opened)
+            check.replace(name, _with_whole if name in stack.whole else _opened, True)
         for member in resolved.members:
             if member.parameter is None and stack.spreads(member.name):
                 if member.rule.style == "heads":
-                    check.replace(member.name, _with_whole)
+                    check.replace(member.name, _with_whole, True)
                 elif member.kind == "linear" and member.style.before == "enter":
                     check.replace(member.name, _opened)
                 elif member.kind == "linear" and member.style.cut == "inputs":
@@ -168,27 +169,28 @@ def check_of(model: nn.Module, resolved: SplitPlan, stacks: Sequence[Stack], ran
     return check
 
 
-def _split(run: TokenRun, x: Tensor) -> Tensor:
+def _split(run: Any, x: Tensor) -> Tensor:
     dim = sequence_dim(x)
-    return run.spread(x, dim, x.shape[dim], x.shape[dim] // run.parts)
+    part: Tensor = run.spread(x, dim, x.shape[dim], x.shape[dim] // run.parts)
+    return part
 
 
 def _of_first(output: Any, function: Callable[[Tensor], Any]) -> Any:
     return function(output) if isinstance(output, Tensor) else (function(output[0]), *output[1:])
 
 
-def _entered(run: TokenRun, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _entered(run: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     x = activation(args, kwargs)
-    if not isinstance(x, SplitActivation):  # ``_Order`` tells of a block that is not called after the one before it
+    if not run.is_spread(x):  # ``_Order`` tells of a block that is not called after the one before it
         args, kwargs = replaced(args, kwargs, x, _split(run, x))
     return forward(*args, **kwargs)
 
 
-def _last(run: TokenRun, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _last(run: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return _of_first(forward(*args, **kwargs), run.join)
 
 
-def _with_whole(run: TokenRun, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _with_whole(run: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not _has_ids_only(args, kwargs):
         x = activation(args, kwargs)
         args, kwargs = replaced(args, kwargs, x, run.join(x))
@@ -197,24 +199,58 @@ def _with_whole(run: TokenRun, forward: Callable[..., Any], *args: Any, **kwargs
     return _of_first(output, lambda x: _split(run, x))
 
 
-def _opened(run: TokenRun, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _opened(run: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     x = activation(args, kwargs)
     args, kwargs = replaced(args, kwargs, x, run.join(x))
     with run.with_whole():
         return forward(*args, **kwargs)
 
 
-def _closed(run: TokenRun, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _closed(run: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return _of_first(forward(*run.join(args), **kwargs), lambda x: _split(run, x))
 
 
+class Followed(TorchFunctionMode):
+    """Hooks of a model whose code, where parts of sequences are, is checked in each forward."""
+
+    def __init__(self, check: TokenCheck) -> None:
+        super().__init__()
+        self._check, self._is_on = check, False
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check that the code leaves tokens apart. Raise ValueError if not."""
+        if _recomputes():
+            return
+        check_tokens(self._check, model, args, kwargs)
+        self.__enter__()  # type: ignore[no-untyped-call]
+        self._is_on = True
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Check it again if the forward took another way; the hook is always called."""
+        if not self._is_on:
+            return
+        self._is_on = False
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        with _refused():
+            self._check.end(sys.exception() is None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not torch.compiler.is_compiling():
+            self._check.follow(func, args, kwargs, sys._getframe(1))
+        return func(*args, **(kwargs or {}))
+
+
 def check_tokens(check: TokenCheck, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hook of the model: its code leaves tokens apart. Raise ValueError if not."""
-    if _recomputes():
-        return
+    """Check that a model's code leaves tokens apart, where parts of sequences are. Raise ValueError if not."""
     given, more = check.without_memory((args, kwargs))
+    with _refused():
+        check.begin({**dict(enumerate(args)), **kwargs}, lambda copied, _: copied(*given, **more))
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
     try:
-        check.once({**dict(enumerate(given)), **more}, lambda copied, _: copied(*given, **more))
+        yield
     except MixesTokens as error:
         raise ValueError(f"{error}; {WHOLE_SEQUENCE}") from None
 

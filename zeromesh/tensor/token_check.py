@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from os.path import relpath
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from zeromesh.model.containers import map_tensors, tensors_of
-from zeromesh.model.imitation import META, imitated, is_odd, left_as_they_are, limited, seed_all, undisturbed
+from zeromesh.model.imitation import META, imitated, left_as_they_are, limited, seed_all, undisturbed
+from zeromesh.tensor.backwards import gradient_hooks
 from zeromesh.tensor.split_activation import SplitActivation
-from zeromesh.tensor.tokens import DependsOnLength, MixesTokens, TokenRun
+from zeromesh.tensor.tokens import DependsOnLength, MixesTokens, TokenRun, WayNotChecked
+from zeromesh.tensor.ways import HARMLESS, Beginning, Place, WayRun, is_known, way_of
 
 SECONDS = 60  # of a run
+MOST_KEPT = 256  # results, the ways of which take some 30 KB each
 
 _log = logging.getLogger(__name__)
 
@@ -43,13 +53,18 @@ class TokenCheck:
         self._name = type(model).__name__
         self._model: nn.Module | None = None
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self._done: dict[Any, MixesTokens | None] = {}
+        self._done: OrderedDict[Any, _Checked] = OrderedDict()
         self._original = weakref.ref(model)
-        self._current: TokenRun | None = None
-        odd = next((name for name, module in model.named_modules() if is_odd(module)), None)
+        self._current: TokenRun | WayRun | None = None
+        self._places: dict[Any, set[Place]] = {}  # of calls, by what arguments have in common but shapes
+        self._forward: _Forward | None = None
+        self._whole: list[str] = []  # names of modules whose code may compute over tokens
+        self._outside = 0  # how many of these run at present
+        self._graphs = 0
+        odd = next((name for name, module in model.named_modules() if "forward" in vars(module)), None)
         try:
             if odd is not None:
-                raise ValueError(f"{odd or 'it'} has another forward than its class, or hooks of its backward")
+                raise ValueError(f"{odd or 'it'} has another forward than its class")
             self._model = imitated(model)[0].requires_grad_(False)
             hooked = next((name for name, module in model.named_modules() if _has_hooks(module)), None)
             if hooked is not None:
@@ -61,15 +76,34 @@ class TokenCheck:
         """Return the same object: a copy of a model has the same code."""
         return self
 
-    def replace(self, name: str, run: Callable[..., Any]) -> None:
-        """Have a module of the copy compute by ``run(token_run, forward, *args, **kwargs)``."""
+    def replace(self, name: str, run: Callable[..., Any], gives_whole: bool = False) -> None:
+        """Have a module of the copy compute by ``run(token_run, forward, *args, **kwargs)``.
+
+        If it ``gives_whole`` sequences to the module's code, or that is not to be checked, its ways do not count.
+        """
         if self._model is not None:
             module = self._model.get_submodule(name)
             setattr(module, "forward", partial(self._replaced, run, module.forward))  # noqa: B010
+            self._whole += [name] * gives_whole
 
     def _replaced(self, run: Callable[..., Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
         assert self._current is not None
         return run(self._current, forward, *args, **kwargs)
+
+    def install(self, model: nn.Module) -> None:
+        """Have modules of the model tell when code runs that is given whole sequences, or is not to be checked."""
+        for name in self._whole:
+            module = model.get_submodule(name)
+            setattr(module, "forward", wraps(module.forward)(partial(self._run_outside, module.forward)))  # noqa: B010
+
+    def _run_outside(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        self._outside += 1
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._outside -= 1
 
     def _tell(self, error: Exception) -> None:
         _log.warning(
@@ -82,48 +116,135 @@ class TokenCheck:
         """Return arguments of the model without memory, in the dtype that its parameters had."""
         return map_tensors(value, lambda x: x.detach().to(META, self._dtype if x.is_floating_point() else x.dtype))
 
-    def once(self, given: Mapping[Any, Any], call: Call) -> None:
-        """Check what ``call`` runs, unless that was done for arguments alike; raise MixesTokens, also later."""
-        # Flags and names choose what code does; numbers, such as that of a step, may differ in each call.
-        key: Any = frozenset((name, x if isinstance(x, bool | str) else x is None) for name, x in given.items())
+    def begin(self, given: Mapping[Any, Any], call: Call) -> None:
+        """Check what ``call`` runs, unless that was done for arguments alike; raise MixesTokens, also later.
+
+        A forward of the model begins, whose calls of torch's functions go to ``follow`` until it ends with ``end``.
+        """
         model, original = self._model, self._original()
         if model is None or original is None:
             return
-        key = key, original.training
-        if key not in self._done:
-            modules = dict(original.named_modules())
-            for name, own in model.named_modules():  # children after what is around them
-                own.train(modules.get(name, original).training)
-            self._done[key] = self._found(model, call)
-        if (error := self._done[key]) is not None:
-            raise error
+        modules = dict(original.named_modules())
+        hooks = {name: both for name, module in modules.items() if any(both := gradient_hooks(module))}
+        # Flags, names and shapes choose what code does; numbers, such as that of a step, may differ in each call.
+        arguments = frozenset((name, _kind(value)) for name, value in given.items())
+        hooked = tuple((name, *(tuple(map(id, kinds)) for kinds in both)) for name, both in hooks.items())
+        key = arguments, original.training, torch.is_grad_enabled(), hooked
+        users = {name: module for name, module in modules.items() if not is_known(module)}
+        # The same way in sequences of other lengths.
+        like = frozenset(name for name, _ in arguments), *key[1:]
+        device = next((x.device for x in tensors_of(given)), torch.device("cpu"))
+        self._forward = forward = _Forward(key, like, call, hooks, Beginning.of(users), self._done.get(key), device)
+        if forward.checked is None:
+            forward.checked = self._checked(model, original, forward, like in self._places)
+            self._done[key] = forward.checked
+        self._done.move_to_end(key)
+        if len(self._done) > MOST_KEPT:
+            self._done.popitem(last=False)
+        if forward.checked.error is not None:
+            self._forward = None
+            raise forward.checked.error
 
-    def _found(self, model: nn.Module, call: Call) -> MixesTokens | None:
-        with undisturbed(), warnings.catch_warnings(), left_as_they_are(model):
+    def follow(self, function: Any, args: Any, kwargs: Any, frame: FrameType | None) -> None:
+        """Note a call of a function of torch, by code in a frame, that the check of this forward has not seen."""
+        forward = self._forward
+        if forward is None or self._outside or forward.checked is None or forward.checked.ways is None:
+            return
+        way = way_of(function, args, kwargs, frame)
+        if way is not None and way[0] not in forward.checked.ways:
+            forward.strange[way[0]] = way[1]
+
+    def end(self, completed: bool = True) -> None:
+        """End a forward: check the code again if it took another way; raise MixesTokens."""
+        forward, self._forward, self._outside = self._forward, None, 0
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        # Compiled code is not followed, but compiled anew where it takes another way.
+        before, self._graphs = self._graphs, 0 if dynamo is None else dynamo.counters["stats"]["unique_graphs"]
+        model, original = self._model, self._original()
+        if forward is None or not completed or model is None or original is None:
+            return
+        assert forward.checked is not None
+        ways = forward.checked.ways
+        if ways == set() and forward.strange.keys() and self._places[forward.like].issuperset(forward.strange.values()):
+            ways |= forward.strange.keys()
+            return
+        if not forward.strange and self._graphs == before:
+            return
+        again = self._checked(model, original, forward)
+        if ways is not None:
+            again.ways = ways | (again.ways or set())
+        self._done[forward.key] = again
+        if again.error is None and again.ways is not None:
+            for way, place in forward.strange.items():
+                name = getattr(place[0], "__name__", str(place[0]))
+                if way not in again.ways and name not in HARMLESS:
+                    again.error = WayNotChecked(
+                        f"{name}, in {relpath(place[1])}:{place[2]}, ran in this forward, and not when the code was "
+                        "checked, which was run with the same attributes of modules and the same random numbers"
+                    )
+                    break
+        if again.error is not None:
+            raise again.error
+
+    def _checked(
+        self, model: nn.Module, original: nn.Module, forward: _Forward, is_known_way: bool = False
+    ) -> _Checked:  # fmt: skip
+        """Run the check; where the way is known from another length, it is enough that no token is mixed on it."""
+        modules = dict(original.named_modules())
+        for name, own in model.named_modules():  # children after what is around them
+            own.train(modules.get(name, original).training)
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        engines = hooks is not None and is_known(hooks[0])
+        unchanged = saved_tensors_hooks(_same, _same) if engines else nullcontext()
+        with undisturbed(), warnings.catch_warnings(), left_as_they_are(model), unchanged:
             warnings.simplefilter("ignore")
+            error = self._found(model, original, forward, is_known_way)
+            ways = set() if is_known_way else None if error is not None else self._ways(model, original, forward)
+        return _Checked(error, ways)
+
+    def _found(
+        self, model: nn.Module, original: nn.Module, forward: _Forward, is_known_way: bool
+    ) -> MixesTokens | None:  # fmt: skip
+        try:
+            with limited(SECONDS):
+                whole = self._run(model, original, forward, False)
+        except MixesTokens as error:
+            return error
+        except Exception as error:
+            _log.debug("the model cannot be checked", exc_info=True)
+            self._tell(error)
+            return None
+        # Code need not run with other values, nor with another length, and was found to leave tokens apart.
+        for guess, other in ((True, None), (False, None if is_known_way else whole)):
             try:
                 with limited(SECONDS):
-                    whole = self._run(model, call, False)
+                    if other is None and guess and whole.guessed:
+                        self._run(model, original, forward, guess)
+                    elif other is not None:
+                        self._compare(whole, self._run(model, original, forward, guess, other))
             except MixesTokens as error:
-                return error
-            except Exception as error:
-                _log.debug("the model cannot be checked", exc_info=True)
-                self._tell(error)
-                return None
-            # Code need not run with other values, nor with another length, and was found to leave tokens apart.
-            for guess, other in ((True, None), (False, whole)):
-                try:
-                    with limited(SECONDS):
-                        if other is None and whole.guessed:
-                            self._run(model, call, guess)
-                        elif other is not None:
-                            self._compare(whole, self._run(model, call, guess, other))
-                except MixesTokens as error:
-                    if other is None or isinstance(error, DependsOnLength):
-                        return error
-                except Exception:
-                    _log.debug("another run of the check has failed", exc_info=True)
+                if other is None or isinstance(error, DependsOnLength):
+                    return error
+            except Exception:
+                _log.debug("another run of the check has failed", exc_info=True)
         return None
+
+    def _ways(self, model: nn.Module, original: nn.Module, forward: _Forward) -> set[int] | None:
+        """Return the ways of the code in a rank's part of the sequence; None if that cannot be run."""
+        ways: set[int] = set()
+        for guess in (False, True):  # a condition on values is tried both ways
+            run = WayRun(self._parts, guess, forward.device)
+            try:
+                with limited(SECONDS):
+                    self._call(model, original, forward, run)
+            except Exception:
+                _log.debug("the ways of the code are not known", exc_info=True)
+                return ways if guess else None
+            ways |= run.ways.keys()
+            self._places.setdefault(forward.like, set()).update(run.ways.values())
+            if not run.guessed:
+                break
+        return ways
 
     def _compare(self, whole: TokenRun, part: TokenRun) -> None:
         for place in {**whole.seen, **part.seen}:
@@ -134,14 +255,55 @@ class TokenCheck:
                     f"sequence: {_told(one)} for all of it, {_told(two)} for the part of a rank"
                 )
 
-    def _run(self, model: nn.Module, call: Call, guess: bool, other: TokenRun | None = None) -> TokenRun:
-        copied = copy.deepcopy(model)  # for what code keeps in the model
-        names = {id(module): name for name, module in copied.named_modules()}
-        self._current = run = TokenRun(self._parts, self._attends, guess, names, other)
-        seed_all()
-        with run.watched():
-            call(copied, run)
+    def _run(
+        self, model: nn.Module, original: nn.Module, forward: _Forward, guess: bool, other: TokenRun | None = None
+    ) -> TokenRun:  # fmt: skip
+        run = TokenRun(self._parts, self._attends, guess, forward.device, other)
+        self._call(model, original, forward, run)
         return run
+
+    def _call(self, model: nn.Module, original: nn.Module, forward: _Forward, run: Any) -> None:
+        copied = copy.deepcopy(model)  # for what code keeps in the model
+        seed_all()
+        forward.state.restore(copied, original)
+        if run.has_rules:
+            run.prepare(copied, forward.hooks)
+        self._current = run
+        with run.watched():
+            forward.call(copied, run)
+
+
+@dataclass
+class _Checked:
+    """Result of a check: its error, and the ways of the code, as far as they are known."""
+
+    error: MixesTokens | None
+    ways: set[int] | None
+
+
+@dataclass
+class _Forward:
+    """Forward of the model that is under way."""
+
+    key: Any
+    like: Any
+    call: Call
+    hooks: Mapping[str, Any]  # of gradients, by the names of modules
+    state: Beginning
+    checked: _Checked | None
+    device: torch.device
+    strange: dict[int, Place] = field(default_factory=dict)  # calls that the check has not seen
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _kind(value: Any) -> Any:
+    """Return what an argument is, as far as it says what code does with it."""
+    if isinstance(value, bool | str) or value is None:
+        return value
+    return tuple((tuple(x.shape), x.dtype) for x in tensors_of(value))
 
 
 def _told(seen: set[Any] | None) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import arg_tree_leaves
 
@@ -28,8 +28,10 @@ from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.model.imitation import META, WithoutMemory
 from zeromesh.model.in_place import version, writes, written
 from zeromesh.tensor import split_views as split_views  # which registers rules
+from zeromesh.tensor.backwards import Backwards, Hooks, OfSum
 from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation, SplitDim
 from zeromesh.tensor.split_rules import ENTRY_BY_ENTRY, as_split, entry_by_entry
+from zeromesh.tensor.ways import answer
 
 MOST_OPERATORS = 300_000  # of a run
 FOREIGN = tuple(os.path.dirname(str(one.__file__)) + os.sep for one in (torch, sys.modules["zeromesh"]))
@@ -51,6 +53,10 @@ class MixesTokens(ValueError):
 
 class DependsOnLength(MixesTokens):
     """Code computes with what depends on the length of the sequence."""
+
+
+class WayNotChecked(MixesTokens):
+    """Code runs that a check could not follow."""
 
 
 class OfLabels(Tensor):
@@ -91,11 +97,15 @@ class TokenRun(WithoutMemory):
         plain: the same of the numbers of its other calls.
     """
 
+    has_rules = True
+
     def __init__(
-        self, parts: int, attends: bool, guess: bool, names: Mapping[int, str], other: TokenRun | None = None
+        self, parts: int, attends: bool, guess: bool, device: torch.device, other: TokenRun | None = None
     ) -> None:  # fmt: skip
         super().__init__(guess)
-        self._names = names  # of modules, by ``id``
+        self.device = device
+        self._names: Mapping[int, str] = {}  # of modules, by ``id``
+        self.backwards = Backwards(self, torch.is_grad_enabled())
         self.has_whole = False
         self.refused: MixesTokens | None = None
         self.parts = self.size = parts
@@ -109,10 +119,15 @@ class TokenRun(WithoutMemory):
         self._left = MOST_OPERATORS
         self._watch = _Watch(self, attends)
 
+    def prepare(self, model: nn.Module, hooks: Mapping[str, Hooks]) -> None:
+        """Name modules of a model in errors, and follow these hooks of their gradients."""
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self.backwards.hook(model, hooks)
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Follow activations in this context; raise MixesTokens where one is needed whole."""
-        with torch.no_grad(), self, self._watch:  # without gradients, a function's own backward need not be known
+        with self, self._watch, self.backwards.followed():
             try:
                 yield
             except NeedsWhole as error:
@@ -140,6 +155,10 @@ class TokenRun(WithoutMemory):
         with torch._C.DisableTorchFunction():
             made = torch.empty([*x.shape[:dim], told // self.size, *x.shape[dim + 1 :]], dtype=x.dtype, device=META)
             return as_split(made, split_dim, self)
+
+    def is_spread(self, x: Tensor) -> bool:
+        """Return whether it has a rank's part of the sequence."""
+        return isinstance(x, SplitActivation)
 
     def join(self, value: Any) -> Any:
         """Return a value with all sequences whole."""
@@ -183,12 +202,14 @@ class TokenRun(WithoutMemory):
                     raise self.mixed("is code outside of Python, which cannot be followed")
         return self.compute(func, args, kwargs)
 
-    def mixed(self, why: str, place: str = "", kind: type[MixesTokens] = MixesTokens) -> MixesTokens:
-        """Return the error for the function that is called at present, and keep the first one."""
+    def mixed(
+        self, why: str, place: str = "", function: str = "", kind: type[MixesTokens] = MixesTokens
+    ) -> MixesTokens:  # fmt: skip
+        """Return the error for a function, or that which is called at present, and keep the first one."""
         where = place or place_of(_frames())
         inside = next((one for frame in _frames() if (one := self._names.get(id(frame.f_locals.get("self"))))), "")
         around = f", in {where}{inside and f' ({inside})'}," if where else ""
-        error = kind(f"{self._watch.function}{around} {why}")
+        error = kind(f"{function or self._watch.function}{around} {why}")
         self.refused = self.refused or error
         return error
 
@@ -210,7 +231,9 @@ class TokenRun(WithoutMemory):
         return whole
 
     def sum(self, share: Tensor) -> Tensor:
-        """Refuse a sum over the tokens."""
+        """Refuse a sum over the tokens, unless it is the gradient of what is used for all of them."""
+        if self.backwards.runs and self._watch.function not in ("layer_norm", "rms_norm"):
+            return share.as_subclass(OfSum)
         raise self.mixed("sums over the tokens")
 
     def apart(self) -> AbstractContextManager[None]:
@@ -241,8 +264,24 @@ class _Watch(TorchFunctionMode):
             if attends:
                 raise self._run.mixed("is given what was made of labels, as which only the loss is known")
             return self._on_plain(func, args, kwargs, OfLabels)
+        known = answer(func, args, self._run.backwards.differentiates, self._run.device)
+        if known is not None:
+            if name == "register_hook" and isinstance(args[0], SplitActivation):
+                with self:
+                    self._run.backwards.of_tensor(args[0], args[1] if len(args) > 1 else kwargs["hook"])
+            return known
+        if OfSum in kinds:
+            if SplitActivation in kinds:
+                raise self._run.mixed("is given a sum over the tokens")
+            return self._on_plain(func, args, kwargs, OfSum)
         if SplitActivation not in kinds:
             return self._without_parts(func, args, kwargs, kinds)
+        if func == _GRAPH and self._run.backwards.differentiates:
+            raise self._run.mixed("gives autograd's graph, whose hooks cannot be followed", function="grad_fn")
+        if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False):
+            with self:
+                self._run.backwards.of_saved(next(x for x in tensors if isinstance(x, SplitActivation)))
+            self.function = name
         if OfLength in kinds:
             why = "is given a tensor that was made for the length of the sequence"
             raise self._run.mixed(why, kind=DependsOnLength)
@@ -318,6 +357,7 @@ class _Watch(TorchFunctionMode):
         self._run.seen[name, place_of(_frames())].add((numbers, shapes))
 
 
+_GRAPH: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 SHAPING = {*ENTRY_BY_ENTRY, "expand", "unsqueeze", "__getitem__", "view", "reshape", "expand_as", "to", "type_as"}
 """Functions of tensors that are all alike whose results are so, too."""
 

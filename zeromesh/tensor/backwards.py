@@ -1,0 +1,176 @@
+"""Backwards of a user's own, in a run of a check: those of autograd's functions, and hooks of gradients.
+
+A run computes no gradients, so they are called with gradients that know that their sequence is split, as activations
+do. What is no gradient of tokens, such as that of a weight, may be a sum over them: the ranks' shares are added.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from os.path import relpath
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import function as functions
+
+from zeromesh.model.containers import tensors_of
+from zeromesh.model.imitation import META
+from zeromesh.model.in_place import version
+from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation, part_of
+from zeromesh.tensor.split_rules import as_split
+from zeromesh.tensor.ways import is_known
+
+Hooks = tuple[tuple[Any, ...], tuple[Any, ...]]  # of gradients of outputs, and of inputs
+
+
+class OfSum(Tensor):
+    """Sum over the tokens in a backward, of which a rank has a share."""
+
+
+class _Context(functions.FunctionCtx):
+    needs_input_grad: tuple[bool, ...] = ()
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return getattr(self, "to_save", ())
+
+
+def gradient_hooks(module: nn.Module) -> Hooks:
+    """Return a user's hooks of the gradients of a module's outputs, and of its inputs."""
+    every = nn.modules.module
+    before, after = (module._backward_pre_hooks, module._backward_hooks)
+    if not (before or after or every._global_backward_pre_hooks or every._global_backward_hooks):
+        return (), ()
+    both = (every._global_backward_pre_hooks, before), (every._global_backward_hooks, after)
+    first, second = (tuple(one for kind in kinds for one in kind.values() if not is_known(one)) for kinds in both)
+    return first, second
+
+
+class Backwards:
+    """Backwards that a run of a check comes to.
+
+    Attributes:
+        differentiates: True if the real forward computes gradients.
+        runs: True while a backward runs.
+    """
+
+    def __init__(self, run: Any, differentiates: bool) -> None:
+        self._run, self.differentiates, self.runs = run, differentiates, False
+        self._seen: set[Any] = set()  # hooks of saved tensors
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow the backwards of autograd's functions that are applied in this context."""
+        thread, usual = threading.get_ident(), functions._is_setup_context_defined
+
+        def asked(setup: Any) -> bool:
+            is_defined = bool(usual(setup))  # type: ignore[no-untyped-call]
+            applied = sys._getframe(1).f_locals
+            if self.differentiates and threading.get_ident() == thread and "cls" in applied:
+                self._apply(applied["cls"], applied["args"], is_defined)
+            return is_defined
+
+        # Each call of ``apply`` asks by this function, also of one that was looked up before.
+        with patch.object(functions, "_is_setup_context_defined", asked):
+            yield
+
+    def _apply(self, kind: Any, args: tuple[Any, ...], sets_up: bool) -> None:
+        if is_known(kind) or self._run.has_whole or not any(isinstance(x, SplitActivation) for x in args):
+            return
+        context = _Context()
+        context.needs_input_grad = tuple(isinstance(x, Tensor) and x.is_floating_point() for x in args)
+        with torch.no_grad():
+            outputs = kind.forward(*args) if sets_up else kind.forward(context, *args)
+            if sets_up:
+                kind.setup_context(context, args, outputs)
+        several = outputs if isinstance(outputs, tuple) else (outputs,)
+        backward = kind.backward if kind.backward is not functions.Function.backward else kind.vjp
+        self._follow(f"{kind.__name__}.backward", backward, partial(backward, context), several, args)
+
+    def hook(self, model: nn.Module, hooks: Mapping[str, Hooks]) -> None:
+        """Have modules of the run's model follow the hooks of gradients of those that it is a copy of."""
+        modules = dict(model.named_modules())
+        for name, both in hooks.items():
+            if name in modules:
+                module = modules[name]
+                setattr(module, "forward", partial(self._hooked, module, module.forward, both))  # noqa: B010
+
+    def _hooked(self, module: nn.Module, forward: Any, hooks: Hooks, /, *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        outputs, inputs = tuple(tensors_of(output)), tuple(x for x in args if isinstance(x, Tensor))
+        count = len(inputs)
+        for one in hooks[0]:
+            self._of_hook(one, lambda *given, one=one: one(module, given), outputs, outputs)
+        for one in hooks[1]:
+            call = lambda *given, one=one: one(module, given[:count], given[count:])  # noqa: E731
+            self._of_hook(one, call, inputs + outputs, inputs)
+        return output
+
+    def of_tensor(self, x: SplitActivation, hook: Any) -> None:
+        """Follow a hook of a tensor's gradient."""
+        self._of_hook(hook, hook, (x,), (x,))
+
+    def of_saved(self, x: SplitActivation) -> None:
+        """Follow what hooks in force make of tensors that are saved for the backward."""
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if is_known(pack) or pack in self._seen or self._run.has_whole:
+            return
+        self._seen.add(pack)
+        self._follow("a hook of saved tensors", pack, lambda given: unpack(pack(given)), (x,), (x,))
+
+    def _of_hook(
+        self, hook: Any, call: Callable[..., Any], like: tuple[Any, ...], wanted: tuple[Any, ...]
+    ) -> None:  # fmt: skip
+        """Follow a hook, unless it gives no other gradient, as one that logs norms."""
+        if self._run.has_whole or not self.differentiates or not any(isinstance(x, SplitActivation) for x in like):
+            return
+        plain = [None if x is None else part_of(x) for x in map(self._gradient, like)]
+        before = [None if x is None else version(x) for x in plain]
+        try:
+            with self._run.with_whole(), torch.no_grad():
+                if call(*plain) is None and before == [None if x is None else version(x) for x in plain]:
+                    return
+        except Exception:
+            pass  # it needs what only the run has, or shows it there again
+        self._follow(f"the hook {getattr(hook, '__name__', hook)}", hook, call, like, wanted)
+
+    def _follow(
+        self, name: str, code: Any, call: Callable[..., Any], like: tuple[Any, ...], wanted: tuple[Any, ...]
+    ) -> None:
+        """Call code with the gradients of some tensors; it must return parts of gradients of those that are parts."""
+        code = inspect.unwrap(code)
+        code = getattr(code, "__code__", getattr(type(code).__call__, "__code__", None))
+        place = "" if code is None else f"{relpath(code.co_filename)}:{code.co_firstlineno}"
+        before, self.runs = self.runs, True
+        try:
+            with torch.no_grad():
+                result = call(*map(self._gradient, like))
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, NeedsWhole) as error:
+            reason = f"cannot be followed ({type(error).__name__}: {error})"
+            refused: Exception = self._run.mixed(reason, place, name)
+            raise refused from None
+        finally:
+            self.runs = before
+        results = result if isinstance(result, tuple) else (result,)
+        for x, gradient in zip(wanted, results, strict=False):
+            if isinstance(x, SplitActivation) and not self._is_part(gradient, x):
+                raise self._run.mixed("gives a gradient that is not known to be of each token by itself", place, name)
+
+    def _is_part(self, gradient: Any, x: SplitActivation) -> bool:
+        if isinstance(gradient, SplitActivation):
+            return (gradient.split_dim.dim, gradient.split_dim.sections) == (x.split_dim.dim, x.split_dim.sections)
+        return gradient is None or getattr(gradient, "is_alike", False) or not x.is_floating_point()
+
+    def _gradient(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return None
+        with torch._C.DisableTorchFunction():
+            made = torch.empty(x.shape, dtype=x.dtype, device=META)
+            return as_split(made, x.split_dim, self._run) if isinstance(x, SplitActivation) else made

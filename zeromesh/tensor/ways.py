@@ -1,0 +1,234 @@
+"""Ways of code: which functions of torch a forward calls, where, and with which whole numbers.
+
+A check follows the code of one forward, and a later one may take another way: by a counter, a flag, or chance. So each
+forward is compared with the ways that were checked, call by call.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from zeromesh.model.containers import map_tensors, tensors_of
+from zeromesh.model.imitation import HOOKS, WithoutMemory
+from zeromesh.tensor.split_rules import ENTRY_BY_ENTRY
+
+_TORCH = os.path.dirname(str(torch.__file__)) + os.sep
+_OURS = os.path.dirname(str(sys.modules["zeromesh"].__file__)) + os.sep
+# Files of torch's compiler, whose code was seen when it was compiled, and of its hooks and recomputation.
+_BETWEEN = tuple(_TORCH + file for file in ("_dynamo", "_inductor", "_functorch", "fx", "autograd", "utils/hooks.py",
+    "utils/checkpoint.py", "nn/modules/_functions.py"))  # fmt: skip
+
+# Functions that leave tokens apart whatever they are given, or that only tell something.
+HARMLESS = {*ENTRY_BY_ENTRY, "__get__", "requires_grad_", "dim", "size", "numel", "is_floating_point", "__len__",
+    "register_hook", "backward"}  # fmt: skip
+
+
+class _Code(NamedTuple):
+    """Code: the file if it is a user's, "" if it is torch's, and None where what it calls is no part of a user's."""
+
+    code: CodeType
+    file: str | None
+    lines: dict[int, int]  # by instruction; to ask a frame takes longer
+
+
+_codes: dict[int, _Code] = {}  # by the code's id: its hash takes long
+
+
+def _described(code: CodeType) -> _Code:
+    file = code.co_filename
+    is_between = not os.path.isabs(file) or "torchinductor" in file or file.startswith((_OURS, *_BETWEEN))
+    spans = code.co_lines()
+    lines = {at: line for first, last, line in spans if line for at in range(first, last, 2)}
+    described = _Code(code, None if is_between else "" if file.startswith(_TORCH) else file, lines)
+    return _codes.setdefault(id(code), described)
+
+
+Place = tuple[Any, str, int]  # function, file and line
+
+
+def way_of(function: Any, args: Any, kwargs: Any, frame: FrameType | None) -> tuple[int, Place] | None:
+    """Return the number and the place of a call that code in a frame makes; None unless it is part of a user's."""
+    while frame is not None:
+        _, file, lines = _codes.get(id(frame.f_code)) or _described(frame.f_code)
+        if file is None:
+            return None
+        if file:
+            numbers: list[Any] = []
+            if getattr(function, "__name__", "") not in HARMLESS:
+                _collect(args, numbers)
+                if kwargs:
+                    _collect(kwargs.values(), numbers)
+            line = lines.get(frame.f_lasti, 0)
+            place = function, file, line
+            return hash((place, *numbers)), place
+        frame = frame.f_back
+    return None
+
+
+def _collect(values: Any, into: list[Any]) -> None:
+    """Collect what says how a function computes, without numbers with a fraction, which may be others each time."""
+    for one in values:
+        kind = type(one)
+        if kind in _SAYING:
+            into.append(one)
+        elif kind is slice:
+            _collect((one.start, one.stop, one.step), into)
+        elif kind in _NESTED:
+            into.append(kind)
+            _collect(one.values() if kind is dict else one, into)
+
+
+_SAYING = {int, str, bool, type(None), type(...)}
+_NESTED = {tuple, list, dict, torch.Size}
+
+
+class WayRun(WithoutMemory):
+    """One forward of what a rank has, on tensors without memory, that notes its ways and checks nothing.
+
+    It stands in for a ``TokenRun``, whose methods it has that modules of a check's copy call.
+    """
+
+    has_rules = False
+    has_whole = True  # for modules that are not to be checked
+
+    def __init__(self, parts: int, guess: bool, device: torch.device) -> None:
+        super().__init__(guess)
+        self.parts, self.device = parts, device
+        self.ways: dict[int, Place] = {}
+        self.differentiates = torch.is_grad_enabled()
+        self._part = 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note the ways of code in this context."""
+        with self, _Noting(self):
+            yield
+
+    @contextmanager
+    def with_whole(self) -> Iterator[None]:
+        """Do nothing."""
+        yield
+
+    def spread(self, x: Tensor, dim: int, whole: int, part: int) -> Tensor:
+        """Return as many tokens as a rank has."""
+        self._part = part
+        return x.narrow(dim, 0, part)
+
+    def join(self, value: Any) -> Any:
+        """Return a value with as many tokens as all ranks have."""
+        return map_tensors(value, self._joined)
+
+    def is_spread(self, x: Tensor) -> bool:
+        """Return whether it has as many tokens as a rank."""
+        return x.ndim > 1 and x.is_floating_point() and x.shape[x.ndim > 2] == self._part
+
+    def _joined(self, x: Tensor) -> Tensor:
+        return torch.cat([x] * self.parts, int(x.ndim > 2)) if self.is_spread(x) else x
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute shapes; torch calls it for every operator."""
+        return self.compute(func, args, kwargs or {})
+
+
+class _Noting(TorchFunctionMode):
+    def __init__(self, run: WayRun) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        way = way_of(func, args, kwargs, sys._getframe(1))
+        if way is not None:
+            self._run.ways[way[0]] = way[1]
+        known = answer(func, args, self._run.differentiates, self._run.device)
+        return func(*args, **(kwargs or {})) if known is None else known
+
+
+def answer(function: Any, args: Any, differentiates: bool, device: torch.device) -> Any:
+    """Return what a function would in the real forward, on a device and with gradients; None for others."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__" and function in _OF_DEVICE:
+        return _OF_DEVICE[function](device)
+    if not differentiates:
+        return None
+    if function == _REQUIRES and args[0].is_floating_point():
+        return True
+    if name in ("requires_grad_", "retain_grad"):
+        return args[0]
+    return RemovableHandle(OrderedDict()) if name in ("register_hook", "register_post_accumulate_grad_hook") else None
+
+
+_OF_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
+    Tensor.device.__get__: lambda device: device,
+    Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
+    Tensor.is_meta.__get__: lambda device: False,  # type: ignore[attr-defined]
+}
+_REQUIRES: Any = vars(torch._C.TensorBase)["requires_grad"].__get__
+
+
+@dataclass
+class Beginning:
+    """Begin of a forward: attributes and counters of a model, and random numbers, which may decide on its way."""
+
+    attributes: dict[str, dict[str, Any]]  # by the names of modules
+    numbers: dict[str, dict[str, Tensor]]  # the same of buffers
+    drawn: tuple[Any, Any]
+
+    @classmethod
+    def of(cls, modules: Mapping[str, nn.Module]) -> Beginning:
+        """Return the present one."""
+        attributes = {name: dict(vars(module)) for name, module in modules.items()}
+        numbers = {
+            name: {key: value.clone() for key, value in module._buffers.items() if value is not None and not value.ndim}
+            for name, module in modules.items()
+            if module._buffers
+        }
+        return cls(attributes, numbers, (random.getstate(), numpy.random.get_state()))
+
+    def restore(self, copied: nn.Module, original: nn.Module) -> None:
+        """Set the attributes of a copy of the model, and the random numbers, to these."""
+        random.setstate(self.drawn[0])
+        numpy.random.set_state(self.drawn[1])
+        copies = dict(copied.named_modules())
+        # What is in the model itself is in the copy already.
+        memo: dict[int, Any] = {id(module): copies[name] for name, module in original.named_modules() if name in copies}
+        tensors = {**dict(copied.named_parameters()), **dict(copied.named_buffers())}
+        for name, tensor in (*original.named_parameters(), *original.named_buffers()):
+            memo[id(tensor)] = tensors.get(name)
+        for place, numbers in self.numbers.items():
+            copies.get(place, copied)._buffers.update(
+                {key: value.to("cpu", copy=True) for key, value in numbers.items()}
+            )
+        for place, attributes in self.attributes.items():
+            there: Any = vars(copies.get(place, copied))
+            for name, value in attributes.items():
+                if name in _OF_MODULES or name in HOOKS or tensors_of(value) or is_known(value):
+                    continue
+                with suppress(Exception):  # what cannot be copied stays as it was
+                    there[name] = copy.deepcopy(value, memo)
+
+
+def is_known(value: Any) -> bool:
+    """Return whether a function, or the class of another value, is of this package, torch or transformers."""
+    while isinstance(value, partial):
+        value = value.func
+    return str(getattr(value, "__module__", "")).partition(".")[0] in ("torch", "transformers", "zeromesh")
+
+
+_OF_MODULES = {"forward", "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
