@@ -29,7 +29,7 @@ from zeromesh.tensor.operators import move
 from zeromesh.tensor.parts import LeavingParts, TakingParts, join_parts, replace_forward
 from zeromesh.tensor.plan import Member, SplitPlan
 from zeromesh.tensor.sequence import Stack
-from zeromesh.tensor.split_activation import TensorAxis, whole
+from zeromesh.tensor.split_activation import TensorAxis, unseen, whole
 from zeromesh.tensor.spread import Followed, activation, replaced, sequence_dim, spread
 from zeromesh.tensor.streams import RandomStreams, drops
 from zeromesh.tensor.token_check import TokenCheck
@@ -288,9 +288,10 @@ def _by_columns(
     module: Any, x: Tensor, name: str, entrance: Entrance, index: int, leaves: LeavingParts | None
 ) -> Tensor:
     x = whole(x)
-    _require_width(name, module, x, entrance.ranks if entrance.spread else 1)
-    x, layer = entrance.admit(x, index, module.training)
-    y = multiply(x, columns_of(module)) if layer is None else layer(x)
+    with unseen():
+        _require_width(name, module, x, entrance.ranks if entrance.spread else 1)
+        x, layer = entrance.admit(x, index, module.training)
+        y = multiply(x, columns_of(module)) if layer is None else layer(x)
     # A hook of the user's may look at the output on some ranks only, and so must find it whole.
     hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
     return y if leaves is None else leaves(y, at_once=bool(hooks))
@@ -320,11 +321,12 @@ def _by_rows(
         guard.check(x)
     if takes is not None:
         x = takes(x)
-    _require_width(name, module, x)
-    y = multiply(x, replace(columns_of(module), bias=None))
-    if not spread:
-        place.streams.join()
-    return leave(y, module.bias, place.group, tag, sequence_dim(y) if spread else None)
+    with unseen():
+        _require_width(name, module, x)
+        y = multiply(x, replace(columns_of(module), bias=None))
+        if not spread:
+            place.streams.join()
+        return leave(y, module.bias, place.group, tag, sequence_dim(y) if spread else None)
 
 
 def _left(place: SplitPlace, entrance: Entrance, module: nn.Module, args: Any, output: Any) -> None:

@@ -15,7 +15,7 @@ from zeromesh.model.split import Split
 from zeromesh.tensor import split_views as split_views  # which registers rules
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.plan import CONTAINERS, Member, SplitPlan
-from zeromesh.tensor.split_activation import SplitActivation, SplitDim, TensorAxis, part_of, whole
+from zeromesh.tensor.split_activation import Sealed, SplitActivation, SplitDim, TensorAxis, part_of, whole
 from zeromesh.tensor.split_rules import as_split
 
 
@@ -97,7 +97,8 @@ def _block_around(name: str, modules: dict[str, nn.Module]) -> str:
 
 
 def _run(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return forward(*args, **kwargs)
+    with Sealed():
+        return forward(*args, **kwargs)
 
 
 def _whole_output(module: nn.Module, args: Any, output: Any) -> Any:

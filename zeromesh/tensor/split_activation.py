@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.comm.collectives import Group
 from zeromesh.config.keys import TENSOR_PLAN
@@ -117,6 +119,70 @@ RULES: dict[Any, Rule] = {}
 """Function of torch -> what it does with parts; ``NotImplemented`` where it needs the whole."""
 
 
+class Sealed(TorchDispatchMode):
+    """Context in which no operator computes on parts unless a function of torch was asked before.
+
+    Code outside of Python, and functions that torch lets nobody replace (``torch.tensor``, ``vmap``), would take a part
+    for the whole.
+    """
+
+    current: ClassVar[_OfThread]
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Sealed:
+        """Begin, unless it is in force already."""
+        if self.current.deepen(1) == 1:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """End where it began. Raise what was refused, which code may have caught, or put in other words."""
+        if self.current.deepen(-1):
+            return
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        refused = self.current.refused
+        self.current.refuse(None)
+        if refused is not None and error is not refused:
+            raise refused from error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute an operator."""
+        if torch._C._is_torch_function_enabled():
+            for x in args:
+                leaks = [x] if isinstance(x, SplitActivation) else x if isinstance(x, list) else ()
+                if leaks and any(isinstance(one, SplitActivation) for one in leaks):
+                    try:
+                        _refuse(f"code outside of Python, which calls {func},", [*leaks])
+                    except NeedsWhole as error:
+                        self.current.refuse(self.current.refused or error)
+                        raise
+        return func(*args, **(kwargs or {}))
+
+
+class _OfThread(threading.local):
+    depth = 0
+    refused: NeedsWhole | None = None
+
+    def deepen(self, by: int) -> int:
+        self.depth += by
+        return self.depth
+
+    def refuse(self, error: NeedsWhole | None) -> None:
+        self.refused = error
+
+
+Sealed.current = _OfThread()
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """Return a context for operators that are known not to be given parts by mistake, of which Python need not hear."""
+    # Only where nothing else wants to hear of them, such as a recomputation that keeps some results.
+    is_alone = Sealed.current.depth and torch._C._len_torch_dispatch_stack() == 1
+    return torch._C._DisableTorchDispatch() if is_alone else nullcontext()
+
+
 class SplitActivation(Tensor):
     """Part of an activation, which answers as the whole: ``shape`` is that of the whole, and so are all results."""
 
@@ -140,7 +206,8 @@ class SplitActivation(Tensor):
                 args = (more.pop(first),)
             rule = None if _ALIASES & more.keys() else RULES.get(func)
             if rule is not None and args:
-                result = rule(func, args, more)
+                with unseen() if types == _PARTS else nullcontext():
+                    result = rule(func, args, more)
                 if result is not NotImplemented:
                     return result
             return _on_whole(func, args, more)
@@ -154,6 +221,10 @@ class SplitActivation(Tensor):
         # Each time anew: whether somebody still holds an earlier one may differ between ranks.
         with torch._C.DisableTorchFunctionSubclass():
             return self.axis.gather(part_of(self), self.split_dim)
+
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """Return the whole as a tensor of another class: torch asks nobody here. For rules, it is the part."""
+        return Tensor.as_subclass(self.gathered() if torch._C._is_torch_function_enabled() else self, cls)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe it without its values, which would take messages to print."""
@@ -219,6 +290,7 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return map_tensors(result, lambda x: written[id(x)] if id(x) in written else _read_only(x, sources))
 
 
+_PARTS = (SplitActivation,)
 _SETTERS: list[Any] = [Tensor.data, Tensor.grad]
 _REFUSED = {torch.autograd.grad, torch.autograd.backward, Tensor.backward, Tensor.retain_grad, Tensor.as_strided,
     torch.as_strided, torch.as_tensor, torch.asarray, *(one.__set__ for one in _SETTERS)}  # fmt: skip

@@ -171,7 +171,8 @@ class TokenRun(WithoutMemory):
         # Tokens of all samples in one dim are cut sample by sample, also where they are cut again.
         self._joined_dims[x.ndim, dim, whole] = x.split_dim
         with torch._C.DisableTorchFunction():
-            return x.as_subclass(Tensor).narrow(dim, 0, 1).expand([*x.shape[:dim], whole, *x.shape[dim + 1 :]]).clone()
+            one: Tensor = x.as_subclass(Tensor).narrow(dim, 0, 1)
+            return one.expand([*x.shape[:dim], whole, *x.shape[dim + 1 :]]).clone()
 
     @contextmanager
     def with_whole(self) -> Iterator[None]:

@@ -196,7 +196,29 @@ class _Runs:
         """Return what the choices that send the fewest bytes give; ``guess`` stands for every value."""
         self._sample, self._guess = sample, guess
         forced: frozenset[Alike] = frozenset()
-        choices, best = Choices(), None
+        for _ in range(MOST_RUNS):
+            choices, found = self._chosen(forced)
+            # Code may need the whole in the other mode only: in evaluation, or in training.
+            before = {module: module.training for module in self._copied.modules()}
+            try:
+                for module, trains in before.items():
+                    module.train(not trains)
+                self._try(choices)
+            except NeedsWhole as error:
+                if not (more := {self._alike[name] for name in error.sources} - forced):
+                    break
+                forced |= more
+                continue
+            except Exception:  # it need not run so
+                _log.debug("the model cannot be traced in its other mode", exc_info=True)
+            finally:
+                for module, trains in before.items():
+                    module.train(trains)
+            break
+        return found
+
+    def _chosen(self, forced: frozenset[Alike]) -> tuple[Choices, Found]:
+        choices, best = Choices(gathered=forced), None
         for _ in range(MOST_RUNS):
             try:
                 found = self._try(choices)
@@ -223,7 +245,7 @@ class _Runs:
                 continue
             if flipped.sent < found.sent and not flipped.wishes.keys() - choices.sections.keys():
                 choices, found = other, flipped
-        return found
+        return choices, found
 
     def _try(self, choices: Choices) -> Found:
         self._run = run = _Run(self._weights, self._layers, self._alike, self._ranks, choices, self._guess, self._left)

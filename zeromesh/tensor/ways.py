@@ -36,7 +36,7 @@ _BETWEEN = tuple(_TORCH + file for file in ("_dynamo", "_inductor", "_functorch"
 
 # Functions that leave tokens apart whatever they are given, or that only tell something.
 HARMLESS = {*ENTRY_BY_ENTRY, "__get__", "requires_grad_", "dim", "size", "numel", "is_floating_point", "__len__",
-    "register_hook", "backward"}  # fmt: skip
+    "register_hook", "backward", "embedding"}  # fmt: skip
 
 
 class _Code(NamedTuple):
