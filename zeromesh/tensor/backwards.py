@@ -7,14 +7,12 @@ do. What is no gradient of tokens, such as that of a weight, may be a sum over t
 from __future__ import annotations
 
 import inspect
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from os.path import relpath
+from types import FrameType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +23,7 @@ from zeromesh.model.imitation import META
 from zeromesh.model.in_place import version
 from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation, part_of
 from zeromesh.tensor.split_rules import as_split
-from zeromesh.tensor.ways import is_known
+from zeromesh.tensor.ways import applied, is_known
 
 Hooks = tuple[tuple[Any, ...], tuple[Any, ...]]  # of gradients of outputs, and of inputs
 
@@ -68,22 +66,13 @@ class Backwards:
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Follow the backwards of autograd's functions that are applied in this context."""
-        thread, usual = threading.get_ident(), functions._is_setup_context_defined
-
-        def asked(setup: Any) -> bool:
-            is_defined = bool(usual(setup))  # type: ignore[no-untyped-call]
-            applied = sys._getframe(1).f_locals
-            if self.differentiates and threading.get_ident() == thread and "cls" in applied:
-                self._apply(applied["cls"], applied["args"], is_defined)
-            return is_defined
-
-        # Each call of ``apply`` asks by this function, also of one that was looked up before.
-        with patch.object(functions, "_is_setup_context_defined", asked):
+        with applied(self._apply) if self.differentiates else nullcontext():
             yield
 
-    def _apply(self, kind: Any, args: tuple[Any, ...], sets_up: bool) -> None:
-        if is_known(kind) or self._run.has_whole or not any(isinstance(x, SplitActivation) for x in args):
+    def _apply(self, kind: Any, args: tuple[Any, ...], frame: FrameType | None) -> None:
+        if self._run.has_whole or not any(isinstance(x, SplitActivation) for x in args):
             return
+        sets_up = kind.setup_context is not functions.Function.setup_context
         context = _Context()
         context.needs_input_grad = tuple(isinstance(x, Tensor) and x.is_floating_point() for x in args)
         with torch.no_grad():

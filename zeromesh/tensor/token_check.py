@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from os.path import relpath
@@ -25,7 +25,7 @@ from zeromesh.model.imitation import META, imitated, left_as_they_are, limited, 
 from zeromesh.tensor.backwards import gradient_hooks
 from zeromesh.tensor.split_activation import SplitActivation
 from zeromesh.tensor.tokens import DependsOnLength, MixesTokens, TokenRun, WayNotChecked
-from zeromesh.tensor.ways import HARMLESS, Beginning, Place, WayRun, is_known, way_of
+from zeromesh.tensor.ways import HARMLESS, Beginning, Place, WayRun, applied, is_known, way_of
 
 SECONDS = 60  # of a run
 MOST_KEPT = 256  # results, the ways of which take some 30 KB each
@@ -61,6 +61,7 @@ class TokenCheck:
         self._whole: list[str] = []  # names of modules whose code may compute over tokens
         self._outside = 0  # how many of these run at present
         self._graphs = 0
+        self._applied = ExitStack()
         odd = next((name for name, module in model.named_modules() if "forward" in vars(module)), None)
         try:
             if odd is not None:
@@ -144,6 +145,8 @@ class TokenCheck:
         if forward.checked.error is not None:
             self._forward = None
             raise forward.checked.error
+        if torch.is_grad_enabled():
+            self._applied.enter_context(applied(lambda kind, args, frame: self.follow(kind, args, None, frame)))
 
     def follow(self, function: Any, args: Any, kwargs: Any, frame: FrameType | None) -> None:
         """Note a call of a function of torch, by code in a frame, that the check of this forward has not seen."""
@@ -157,6 +160,7 @@ class TokenCheck:
     def end(self, completed: bool = True) -> None:
         """End a forward: check the code again if it took another way; raise MixesTokens."""
         forward, self._forward, self._outside = self._forward, None, 0
+        self._applied.close()
         dynamo = sys.modules.get("torch._dynamo.utils")
         # Compiled code is not followed, but compiled anew where it takes another way.
         before, self._graphs = self._graphs, 0 if dynamo is None else dynamo.counters["stats"]["unique_graphs"]

@@ -10,6 +10,7 @@ import copy
 import os
 import random
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,10 +18,12 @@ from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.autograd import function as functions
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -117,8 +120,13 @@ class WayRun(WithoutMemory):
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Note the ways of code in this context."""
-        with self, _Noting(self):
+        with self, _Noting(self), applied(lambda kind, args, frame: self.note(way_of(kind, args, None, frame))):
             yield
+
+    def note(self, way: tuple[int, Place] | None) -> None:
+        """Note a way."""
+        if way is not None:
+            self.ways[way[0]] = way[1]
 
     @contextmanager
     def with_whole(self) -> Iterator[None]:
@@ -152,11 +160,26 @@ class _Noting(TorchFunctionMode):
         self._run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        way = way_of(func, args, kwargs, sys._getframe(1))
-        if way is not None:
-            self._run.ways[way[0]] = way[1]
+        self._run.note(way_of(func, args, kwargs, sys._getframe(1)))
         known = answer(func, args, self._run.differentiates, self._run.device)
         return func(*args, **(kwargs or {})) if known is None else known
+
+
+@contextmanager
+def applied(note: Callable[[Any, Any, FrameType | None], None]) -> Iterator[None]:
+    """Call ``note(class, arguments, frame)`` where code of this thread applies a user's ``autograd.Function``."""
+    thread, usual = threading.get_ident(), functions._is_setup_context_defined
+
+    def asked(setup: Any) -> bool:
+        frame = sys._getframe(1)
+        kind = frame.f_locals.get("cls")
+        if kind is not None and threading.get_ident() == thread and not is_known(kind):
+            note(kind, frame.f_locals["args"], frame.f_back)
+        return bool(usual(setup))  # type: ignore[no-untyped-call]
+
+    # No mode sees it. Each call of ``apply`` asks by this function, also of one that was looked up before.
+    with patch.object(functions, "_is_setup_context_defined", asked):
+        yield
 
 
 def answer(function: Any, args: Any, differentiates: bool, device: torch.device) -> Any:
