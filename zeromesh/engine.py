@@ -91,6 +91,7 @@ class Engine(Batching, Answers, Saving):
         """
         if self.pipelined is not None:
             raise RuntimeError(f"the model is cut into stages, whose backwards go together; {BY_BATCH}")
+        self._require_trained("backward")
         batches.check_loss(loss)
         # Before the division: notes hold the mean loss as the user sees it.
         self._accumulation.note_loss(loss, divided=scale_wrt_gas)
@@ -133,6 +134,7 @@ class Engine(Batching, Answers, Saving):
         """
         if not self._accumulation.syncs:
             raise RuntimeError("step() inside no_sync(): leave the context first, the update needs the gradients' sum")
+        self._require_trained("step")
         if not self._accumulation.waits:
             raise RuntimeError(
                 "step() without backward(): call engine.backward(loss) for each micro-batch first; after an update by "
@@ -143,6 +145,14 @@ class Engine(Batching, Answers, Saving):
         self.micro_steps += self._accumulation.count()
         if self._accumulation.complete:
             self._step(None if self.lr_scheduler is None else partial(self.lr_scheduler.step, **(lr_kwargs or {})))
+
+    def _require_trained(self, name: str) -> None:
+        if not self.sharded.count(trained=True):
+            raise RuntimeError(
+                f"{name}() of an engine whose model had no trainable parameters at initialize: it only evaluates; set "
+                "requires_grad before initialize. For gradients of its inputs call loss.backward(), or backward() of "
+                "the engine that trains what made them"
+            )
 
     def update(self) -> None:
         """Update the parameters now, with the gradients that there are: ``step()`` of the engine's optimizer.
@@ -214,6 +224,7 @@ class Engine(Batching, Answers, Saving):
             StopIteration: there are too few micro-batches left for an update; none was used.
             ValueError: there is no iterator, and no ``training_data``.
         """
+        self._require_trained("train_batch")
         data_iter = self._batches(data_iter)
         self.train()
         # All micro-batches first, because too few of them would leave an update half done.

@@ -100,10 +100,6 @@ def test_a_configuration_or_a_model_is_needed() -> None:
         zeromesh.initialize(config=config())
 
 
-def frozen() -> nn.Module:
-    return build_net(torch.float32).requires_grad_(False)
-
-
 def on_two_devices() -> nn.Module:
     model = build_net(torch.float32)
     model.head.to("meta")
@@ -127,7 +123,6 @@ def compiled_in_place() -> nn.Module:
 BAD_MODELS = [
     (compiled, r"compiled as a whole; pass the plain one, and call engine.compile\(\)"),
     (compiled_in_place, r"compiled as a whole; pass the plain one, and call engine.compile\(\)"),
-    (frozen, "no trainable parameters(?s:.*)requires_grad"),
     (on_two_devices, "scale on cpu, head.weight on meta"),
     (lazy, "1.weight is lazy"),
 ]
@@ -339,8 +334,8 @@ def differing(kind: str) -> str:
                 model.head = nn.Linear(10, 14)
             case "frozen":
                 model.head.requires_grad_(False)
-            case "all frozen":
-                model.requires_grad_(False)
+            case "lazy":
+                model.head = nn.LazyLinear(14)
             case "dtype":
                 model.mix.bfloat16()
             case "samples":
@@ -379,7 +374,7 @@ def test_ranks_with_different_configurations_or_models_all_see_the_difference(ki
         assert all(line in found for line in lines), found
 
 
-@pytest.mark.parametrize(("kind", "text"), [("key", "stage is not a known key"), ("all frozen", "no trainable")])
+@pytest.mark.parametrize(("kind", "text"), [("key", "stage is not a known key"), ("lazy", "head.weight is lazy")])
 def test_an_error_of_one_rank_reaches_the_others(kind: str, text: str) -> None:
     first, last = run_ranks(differing, 2, kind, timeout=LIMIT)
     assert text in last

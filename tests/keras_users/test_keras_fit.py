@@ -51,3 +51,24 @@ def test_fit_equals_one_keras_process(name: str, stage: int) -> None:
     assert len(found[0]) == 6
     for one, other, tolerance in zip(found, wanted, (1e-10, 1e-6, 1e-10, 1e-6, 1e-10), strict=True):
         assert_near(one, other, tolerance)  # 1e-6: Keras rounds these to fp32
+
+
+@on_ranks(2)
+def test_a_frozen_model_evaluates_and_fits_as_in_keras() -> None:
+    import zeromesh.keras
+    from keras_models import assert_near, fresh, keras, layers, np
+
+    x, y = np.arange(48.0).reshape(8, 6) / 48, np.ones((8, 3))
+
+    def run(stage: int | None) -> list[Any]:
+        fresh()
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(4), layers.BatchNormalization(), layers.Dense(3)])
+        model.trainable = False
+        model.compile("adam", "mse", metrics=["mae"])
+        if stage is not None:
+            zeromesh.keras.distribute(model, config(stage))
+        with pytest.warns(UserWarning, match="does not have any trainable weights"):
+            history = model.fit(x, y, batch_size=4, verbose=0).history
+        return [history, model.evaluate(x, y, verbose=0), model.predict(x, verbose=0), model.get_weights()]
+
+    assert_near(run(3), run(None), 1e-6)

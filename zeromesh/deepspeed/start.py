@@ -62,10 +62,12 @@ def initialize(
     written, document = _configuration(config, config_params, args)
     if model in _WANTED and isinstance(document, dict):
         share_layers(document, _WANTED[model])
+    # DeepSpeed's stages 1 and 2 need an optimizer, which a model that is only evaluated has no use for.
+    updates = model_parameters != [] and any(parameter.requires_grad for parameter in model.parameters())
     make = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     try:
         asked = Asked(written, Settings.load(document))
-        require_supported(optimizer, asked)
+        require_supported(optimizer, asked, updates)
         answer("checkpoint_tag_validation_fail", asked)  # an unknown value is refused now, not at the first save
     except ConfigError as error:
         raise DeepSpeedConfigError(error.problems, error.source) from None

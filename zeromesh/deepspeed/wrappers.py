@@ -102,8 +102,10 @@ def attributes(engine: Engine, is_users: bool) -> dict[str, Any]:
     }
 
 
-def require_supported(optimizer: Any, asked: Asked) -> None:
+def require_supported(optimizer: Any, asked: Asked, updates: bool) -> None:
     """Raise what DeepSpeed raises of an optimizer and data types that it does not bring together.
+
+    ``updates`` says that the model is to be trained.
 
     Raises:
         AssertionError: no size of a batch, an optimizer that DeepSpeed does not know under ZeRO, none at stages 1, 2,
@@ -117,7 +119,7 @@ def require_supported(optimizer: Any, asked: Asked) -> None:
         raise AssertionError(f"the configuration says no size of batches; set {keys.MICRO_BATCH}")
     if not (optimizer is None or isinstance(optimizer, Optimizer) or callable(optimizer)):
         raise AssertionError(f"optimizer is {optimizer!r}; pass an optimizer of torch's, or a function that makes one")
-    if stage in (1, 2) and optimizer is None and settings.optimizer is None:
+    if stage in (1, 2) and updates and optimizer is None and settings.optimizer is None:
         raise AssertionError(
             f"ZeRO stage {stage} shards an optimizer's states, and there is none: pass optimizer=, name one in the "
             "configuration, or leave the stage out"

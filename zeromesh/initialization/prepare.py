@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.comm.mesh import Mesh
-from zeromesh.initialization.plan import Plan
+from zeromesh.initialization.plan import Arguments, Plan
 from zeromesh.initialization.tables import check_rules
 from zeromesh.model.piece import Piece, PieceExchange
 from zeromesh.model.split import Held
@@ -39,11 +39,22 @@ ARGUMENTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
 """Arguments of each monitor's writer, by the name of its section."""
 
 
-def parameter_groups(model: nn.Module, given: Iterable[Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield the groups that the configuration's optimizer will update, as lists of the model's parameters."""
-    members = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
-    if not members:
-        raise ValueError("model_parameters is empty; leave it out to train all trainable parameters")
+def parameter_groups(
+    model: nn.Module, given: Iterable[Any] | None, updates: bool = True
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Yield the groups that an optimizer will update, as lists of the model's parameters; none of a frozen model.
+
+    ``updates`` says that there is an optimizer.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    members = list(given) if given is not None else trained
+    if updates and trained and not members:
+        raise ValueError(
+            "model_parameters is empty; leave it out to train all trainable parameters, or name no optimizer, for an "
+            "engine that only evaluates"
+        )
+    if not (trained and members):
+        return
     groups: list[Any] = members if isinstance(members[0], Mapping) else [{"params": members}]
     known = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(groups):
@@ -54,6 +65,17 @@ def parameter_groups(model: nn.Module, given: Iterable[Any] | None) -> Iterator[
         if any(id(parameter) not in known for parameter in parameters):
             raise ValueError(f"model_parameters, group {number}: holds a parameter that is not the model's")
         yield {**group, "params": parameters}
+
+
+def refuse_unused(chosen: Arguments) -> None:
+    """Raise ValueError if an optimizer or a schedule was passed that would have nothing to update."""
+    for name, passed in (("optimizer", chosen.optimizer), ("lr_scheduler", chosen.scheduler)):
+        if passed is not None:
+            raise ValueError(
+                f"initialize was given {name}=, and there are no trainable parameters to update "
+                f"({len(list(chosen.model.parameters()))} in all): set requires_grad on those to be trained before "
+                "initialize, or leave it out, for an engine that only evaluates"
+            )
 
 
 def user_optimizer(plan: Plan, owned: Sequence[dict[str, Any]]) -> Optimizer | None:

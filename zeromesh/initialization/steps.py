@@ -202,7 +202,16 @@ def prepare_run(plan: Plan) -> Prepared:
 
     def made() -> Prepared:
         monitor = prepare.open_monitors(settings, plan.mesh.rank)
-        groups = list(prepare.parameter_groups(plan.model, chosen.parameters))
+        updates = chosen.optimizer is not None or settings.optimizer is not None
+        groups = list(prepare.parameter_groups(plan.model, chosen.parameters, updates))
+        if not groups:  # the engine of a teacher or a reward model: sharded inference
+            prepare.refuse_unused(chosen)
+            if plan.mesh.rank == 0 and (updates or settings.scheduler is not None):
+                _log.warning(
+                    "the model has no trainable parameters: its engine only evaluates, without the optimizer and the "
+                    "schedule of the configuration; to train, set requires_grad before initialize"
+                )
+            return Prepared([], None, None, monitor, where_offloaded(settings, None))
         owned = tables.with_table_group(groups, plan.tables, settings)
         user = prepare.user_optimizer(plan, owned)
         if user is not None:
@@ -293,7 +302,7 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
             own |= {p: pieces[id(p)] for flat in sharded.flats if flat.layout.trainable for p in flat.parameters}
             untested = settings.zero_allow_untested_optimizer
             factory.adopt(built, own, plan.cuts_parameters, untested, exchange)
-        else:
+        elif groups:
             built = prepare.build_optimizer(model, settings, groups, plan.cuts_parameters, pieces, exchange)
             scheduler = prepare.build_scheduler(settings, chosen.scheduler, built)
         if sharded.swap is not None and built is not None:

@@ -81,4 +81,5 @@ def try_out(model: nn.Module, settings: Resolved, sizes: Mapping[str, int]) -> N
         mesh: Any = SimpleNamespace(sizes=sizes, group=lambda axis: SimpleNamespace(size=sizes[axis], rank=0))
         Pipelined(model, mesh, settings.pipeline, settings.gradient_accumulation_steps, blocks)
     cuts = cuts_parameters(settings, sizes["data"] * sizes["context"], ranks)
-    try_optimizer(model, settings, list(parameter_groups(model, None)), cuts)
+    if groups := list(parameter_groups(model, None)):  # none of a model that is frozen
+        try_optimizer(model, settings, groups, cuts)

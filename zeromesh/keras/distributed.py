@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -123,8 +124,12 @@ class Distributed:
         x, y, weights, rows = self._rows_here(data)
         with self.zeromesh.own_numbers():
             y_pred, loss = self._loss_here(x, y, weights, rows, training=True)
-            self.engine.backward(loss)
-        self.engine.step()
+            if self.trainable_weights:  # type: ignore[attr-defined]
+                self.engine.backward(loss)
+        if self.trainable_weights:  # type: ignore[attr-defined]
+            self.engine.step()
+        else:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=1)  # as Keras does
         # A rank without rows of its own has nothing to count.
         counts = self.compute_metrics if rows.count else lambda *_, **__: self.get_metrics_result()  # type: ignore[attr-defined]
         return counts(x, y, y_pred, sample_weight=weights)
@@ -228,7 +233,10 @@ class Distributed:
 
 
 def _require_own_optimizer(model: Any) -> None:
-    if without_scaling(model.optimizer) is not model.engine.optimizer.keras_optimizer:
+    if (
+        model.engine.optimizer is not None
+        and without_scaling(model.optimizer) is not model.engine.optimizer.keras_optimizer
+    ):
         raise RuntimeError(
             "model.optimizer was replaced after zeromesh.keras.distribute, and the engine has the one before: set its "
             "learning_rate instead, or compile with another optimizer before distribute"
@@ -262,12 +270,16 @@ def distribute(
     expose_layers(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     variables = model.trainable_variables
-    optimizer = KerasOptimizer(without_scaling(model.optimizer), variables, [names[id(one.value)] for one in variables])
+    optimizer = None
+    if variables:  # a model that is frozen only evaluates
+        parameters = [names[id(variable.value)] for variable in variables]
+        optimizer = KerasOptimizer(without_scaling(model.optimizer), variables, parameters)
     # Keras computes each element by itself, which the engine cannot know of this class.
     settings = settings.model_copy(update={"zero_allow_untested_optimizer": True})
     engine, *_ = initialize(model=model, optimizer=optimizer, config=settings)
-    pieces = (piece for flat in engine.sharded.flats for _, _, piece in flat.pieces)
-    optimizer.connect(engine.mesh, settings.row.optimizer is Placement.SHARDED, pieces)
+    if optimizer is not None:
+        pieces = (piece for flat in engine.sharded.flats for _, _, piece in flat.pieces)
+        optimizer.connect(engine.mesh, settings.row.optimizer is Placement.SHARDED, pieces)
     world = engine.mesh.group("world")
     run = DistributedRun(engine, JointBatch(world), not own_batches, probes=world.size > 1 and has_own_loss(model))
     vars(model)["zeromesh"] = run

@@ -53,6 +53,8 @@ class KerasOptimizer(Optimizer):
         self._slots: list[tuple[str, str, Any]] = []
         self._kind = type(optimizer).__name__
         pairs = [(name, variable.value) for name, variable in self._variables.items()]
+        if not pairs:
+            raise ValueError("the model has no trainable variables to update: pass no optimizer, to evaluate it only")
         done = int(optimizer.iterations.numpy())
         # Not in ``state`` at once: ``initialize`` takes no optimizer that has been stepped.
         self._whole, numbers = _taken_states(optimizer, self._variables)

@@ -204,12 +204,6 @@ def check_parameters(model: nn.Module) -> None:
                     "register it with persistent=False, or as a dense tensor"
                 )
     require_frozen(model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        count = len(list(model.parameters()))
-        raise ValueError(
-            f"the model has no trainable parameters ({count} in all, none with requires_grad); "
-            "set requires_grad on those to be trained before initialize"
-        )
     if len(devices) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(
