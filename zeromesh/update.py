@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial, reduce
 from math import isfinite
 from operator import or_
@@ -15,9 +16,9 @@ from torch.optim import Optimizer
 
 from zeromesh.batches import require_same_inputs, tell_uneven
 from zeromesh.comm.stragglers import Stragglers
-from zeromesh.model.placement import Tier
+from zeromesh.model.placement import Placement, Tier
 from zeromesh.observe.spans import span
-from zeromesh.optim.bound import answer, steps_in_parts
+from zeromesh.optim.bound import answer, pieces_hidden, steps_in_parts
 from zeromesh.optim.host import HostSteps
 from zeromesh.optim.spikes import SpikeWatch
 from zeromesh.precision.scaler import LossScaler
@@ -56,6 +57,9 @@ class Update:
         self.runs = False  # whether the optimizer's own step runs as a part of an update
         self._sharded, self._config, self._optimizer = sharded, config, optimizer
         self._mesh, self._accumulation = sharded.mesh, sharded.accumulation
+        # Gradients of states on the host are not the optimizer's own either.
+        shards = sharded.row.optimizer is Placement.SHARDED and self._mesh.shard.size > 1
+        self._holds_pieces = shards or self._mesh.sizes["tensor"] > 1 or sharded.updates_on_host
         self._asked, self._skipped_in_a_row = 0, 0
         self._save_failed, self._told_uneven = save_failed, False
         self.stragglers = Stragglers(self._mesh)  # comparison of the ranks' work between updates
@@ -138,7 +142,7 @@ class Update:
             for flats in _turns(self._sharded.flats, steps_in_parts(optimizer)):
                 with span("clip"):
                     self._sharded.set_gradients(factor, steps, flats)
-                with span("update"):
+                with span("update"), pieces_hidden(optimizer) if self._holds_pieces else nullcontext():
                     optimizer.step()
                 for flat in flats:
                     flat.unset_gradients()

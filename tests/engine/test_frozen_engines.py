@@ -87,6 +87,7 @@ def test_a_frozen_model_is_split_and_cut() -> None:
         engine.destroy()
 
 
+@on_ranks(1)
 def test_what_would_have_nothing_to_update_is_refused() -> None:
     frozen, trained = build_net(torch.float32).requires_grad_(False), build_net(torch.float32)
     adam = torch.optim.Adam(frozen.parameters())

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeromesh
 from harness import on_ranks, run_ranks
+from zeromesh.optim.bound import PartHook
 
 RANKS = 2
 WIDTH = 16
@@ -655,7 +656,7 @@ def test_the_loss_scale_is_taken_off_in_the_masters_dtype(row: int) -> None:
     def look(optimizer: Any, *rest: Any) -> None:
         seen.extend(p.grad.abs().max().item() for group in optimizer.param_groups for p in group["params"])
 
-    engine.optimizer.register_step_pre_hook(look)
+    engine.optimizer.register_step_pre_hook(PartHook(look))
     engine.backward(engine(torch.ones(1, WIDTH)).float().sum() * 3e-9)
     engine.step()
     # A gradient is rounded to fp16 when it is computed, and when it is divided among the ranks or summed.

@@ -146,7 +146,7 @@ class Settings(Section):
     flops_profiler: parts.FlopsProfiler = parts.FlopsProfiler()
     dataloader_drop_last: bool = key(False, "Drop the last samples of an epoch if they are too few for an update.")
     zero_allow_untested_optimizer: bool = key(
-        False, "Allow optimizers that may compute wrong updates on shards of parameters."
+        False, "Allow optimizers of other classes on shards of parameters; a trial refuses those that are wrong there."
     )
     checkpoint: parts.Checkpoint = parts.Checkpoint()
     model: train.ModelShape | None = key(None, "The language model of zeromesh train.")

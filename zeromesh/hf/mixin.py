@@ -51,6 +51,25 @@ class TrainerMixin:
                 _refuse_stages(type(self), chosen)
                 self._stages = StagedSteps()
         super().__init__(*args, **kwargs)
+        self._users: tuple[Any, Any] = (None, None)
+        if zeromesh is not None:
+            # transformers forgets them where its arguments name a configuration.
+            self._users = self.optimizer, self.lr_scheduler
+            _refuse_two(document, *self._users)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the optimizer of ``optimizers=``, or make the one that the arguments name."""
+        if self._users[0] is None:
+            return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        self.optimizer = self._users[0]
+        return self.optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the schedule of ``optimizers=``, or make the one that the arguments name."""
+        if self._users[1] is None:
+            return super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+        self.lr_scheduler = self._users[1]
+        return self.lr_scheduler
 
     @property
     def gather_function(self) -> Any:
@@ -121,6 +140,21 @@ def _refuse_engines(model: object) -> None:
         raise ValueError(
             "the model belongs to an engine already; pass it to the trainer before zeromesh.initialize, or call "
             "engine.destroy() first"
+        )
+
+
+def _refuse_two(document: Mapping[str, Any], optimizer: Any, schedule: Any) -> None:
+    """Raise ValueError if ``optimizers=`` and the configuration name an optimizer or a schedule each."""
+    for name, passed in (("optimizer", optimizer), ("scheduler", schedule)):
+        if passed is not None and document.get(name) is not None:
+            raise ValueError(
+                f"the trainer was given optimizers= with a {type(passed).__name__}, and the configuration has a "
+                f"section {name}: leave one of them out"
+            )
+    if schedule is not None and optimizer is None:
+        raise ValueError(
+            f"the trainer was given optimizers=(None, {type(schedule).__name__}), whose optimizer would not be "
+            "stepped: pass that optimizer, too"
         )
 
 

@@ -81,6 +81,7 @@ def refuse_unused(chosen: Arguments) -> None:
 def user_optimizer(plan: Plan, owned: Sequence[dict[str, Any]]) -> Optimizer | None:
     """Return the user's optimizer, made by the user's function if one was passed; None if there is none."""
     from zeromesh.optim import factory
+    from zeromesh.optim.pieces import require_pieces
 
     user = plan.arguments.optimizer
     if user is None:
@@ -97,6 +98,9 @@ def user_optimizer(plan: Plan, owned: Sequence[dict[str, Any]]) -> Optimizer | N
             raise ValueError(f"the function passed as optimizer returned a {kind}, not a torch optimizer")
     trained = {parameter for parameter in plan.model.parameters() if parameter.requires_grad}
     factory.check_users(user, trained, plan.cuts_parameters, plan.settings.zero_allow_untested_optimizer)
+    # The key is no proof: trainers of other libraries set it for every optimizer.
+    if plan.cuts_parameters and not factory.is_tested(user):
+        require_pieces(user)
     return user
 
 

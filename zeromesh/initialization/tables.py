@@ -101,4 +101,4 @@ def check_rules(
                 f"{TABLE_OPTIMIZER} is set, but {names[0]} is in a group of the optimizer that was passed; give tables "
                 f'a group of their own with "{RULE_KEY}" and its options, or pass a function that makes the optimizer'
             )
-        rule_of(type(optimizer), group, ", ".join(names))
+        rule_of(optimizer, group, ", ".join(names))

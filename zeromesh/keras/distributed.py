@@ -274,8 +274,6 @@ def distribute(
     if variables:  # a model that is frozen only evaluates
         parameters = [names[id(variable.value)] for variable in variables]
         optimizer = KerasOptimizer(without_scaling(model.optimizer), variables, parameters)
-    # Keras computes each element by itself, which the engine cannot know of this class.
-    settings = settings.model_copy(update={"zero_allow_untested_optimizer": True})
     engine, *_ = initialize(model=model, optimizer=optimizer, config=settings)
     if optimizer is not None:
         pieces = (piece for flat in engine.sharded.flats for _, _, piece in flat.pieces)

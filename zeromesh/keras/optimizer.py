@@ -42,6 +42,8 @@ class KerasOptimizer(Optimizer):
         ValueError: another optimizer, or an option that pieces cannot honour.
     """
 
+    updates_pieces = True  # Keras computes each element by itself
+
     def __init__(self, optimizer: Any, variables: Iterable[Any], names: Iterable[str]) -> None:
         check_optimizer(optimizer)
         self.keras_optimizer = optimizer

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from inspect import unwrap
-from types import FunctionType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -95,30 +93,70 @@ _OPTIMIZERS: dict[str, str] = {
 _REFUSED = ("amsgrad", "differentiable", "capturable")
 
 
-def update_class(cls: type[Optimizer]) -> type[Optimizer]:
-    """Return the class whose ``step`` an optimizer class has: itself, or a base if it only adds a constructor."""
+# Torch puts a wrapper of this code around the ``step`` of a class when its first object is made.
+_HOOKED = Optimizer.profile_hook_step(len).__code__
+
+# What an optimizer computes does not depend on these.
+_BESIDE = frozenset({"zero_grad", "add_param_group", "state_dict", "load_state_dict"})
+
+
+def update_class(optimizer: Optimizer | type[Optimizer]) -> type[Optimizer]:
+    """Return the class that computes what an optimizer does: its own, or a base if that only gets a constructor.
+
+    It is ``Optimizer``, which computes nothing, where an object has a method of its own, such as a patched ``step``.
+    """
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if isinstance(optimizer, Optimizer) and any(_is_replaced(optimizer, name) for name in vars(optimizer)):
+        return Optimizer
     # Those of torch and ours are known one by one: torch's AdamW is an Adam with another constructor.
     while not cls.__module__.startswith(("torch.optim.", "zeromesh.optim.")) and len(cls.__bases__) == 1:
         base: Any = cls.__bases__[0]
-        methods: dict[str, Any] = {
-            name: value for name, value in vars(cls).items() if isinstance(value, FunctionType | property)
-        }
-        # Torch puts a wrapper of the base's ``step`` into a class when its first object is made.
-        own = [name for name, value in methods.items() if unwrap(value) is not unwrap(getattr(base, name, unwrap))]
+        methods = {name: value for name, value in vars(cls).items() if callable(value) or hasattr(value, "__get__")}
+        own = [name for name, value in methods.items() if _is_method(name) and not _is_same(value, base, name)]
         if own not in ([], ["__init__"]):
             break
         cls = base
     return cls
 
 
-def rule_of(optimizer: type[Optimizer], group: Group) -> str | None:
-    """The name of the rule that updates a group as an optimizer of this class does; None where no rule does.
+def _is_method(name: str) -> bool:
+    return name not in ("__dict__", "__weakref__", "__module__", "__annotations__", "__annotate__", "__annotate_func__")
+
+
+def _is_same(method: Any, base: type, name: str) -> bool:
+    """Return whether a method is that of ``base``, apart from torch's wrapper; other wrappers may compute more."""
+    if not hasattr(base, name):
+        return False
+    layers = [method, getattr(base, name)]
+    for place, layer in enumerate(layers):
+        while getattr(layer, "__code__", None) is _HOOKED:
+            layer = layer.__wrapped__
+        layers[place] = layer
+    return layers[0] is layers[1]
+
+
+def _is_replaced(optimizer: Optimizer, name: str) -> bool:
+    """Return whether an attribute of an optimizer stands in for a method, and is no wrapper that only counts steps."""
+    cls, method = type(optimizer), vars(optimizer)[name]
+    if name in _BESIDE or not (callable(method) and callable(getattr(cls, name, None))):
+        return False
+    # Torch's schedules put one around the step that was there before, and an engine does.
+    while hasattr(method, "_wrapped_by_lr_sched") or hasattr(method, "updates_engine"):
+        inner = method.__wrapped__
+        if inner is getattr(cls, name):
+            return False
+        method = inner
+    return True
+
+
+def rule_of(optimizer: Optimizer | type[Optimizer], group: Group) -> str | None:
+    """The name of the rule that updates a group as an optimizer, or one of a class, does; None where no rule does.
 
     The kernel has no ``amsgrad``, ``differentiable`` and ``capturable``, and no subclasses of the optimizers that have
     more than a constructor. Which of torch's forms (``foreach``, ``fused``) a group asks for does not matter.
     """
-    optimizer = update_class(optimizer)
-    name = _OPTIMIZERS.get(f"{optimizer.__module__}.{optimizer.__qualname__}")
+    cls = update_class(optimizer)
+    name = _OPTIMIZERS.get(f"{cls.__module__}.{cls.__qualname__}")
     if name is None or any(group.get(key) for key in _REFUSED):
         return None
     return "adamw" if name == "adam" and group.get("decoupled_weight_decay") else name

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper, wraps
 from typing import Any, Protocol
 from weakref import ref
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from zeromesh.config.keys import CLIPPING, UNSHARDED
 from zeromesh.kernels.rules import rule_of
 
 
@@ -32,27 +34,52 @@ def bind(optimizer: Optimizer, engine: Updates) -> Callable[[], None]:
     """Let ``optimizer.step()`` be an update of the engine, and ``zero_grad()`` drop its gradients; return the undo."""
     alive = ref(engine)  # the optimizer may outlive the engine
     # The optimizer itself holds pieces of parameters, whose gradients exist only during an update.
-    handle = optimizer.register_step_pre_hook(PartHook(partial(_update_first, alive)))
-    optimizer.zero_grad = partial(_zero_grad, alive)  # type: ignore[method-assign]
+    before, step = {k: v for k, v in vars(optimizer).items() if k == "step"}, EngineStep(optimizer, alive)
+    vars(optimizer).update(step=step, zero_grad=partial(_zero_grad, alive))
 
     def unbind() -> None:
-        handle.remove()
         vars(optimizer).pop("zero_grad", None)
+        if vars(optimizer).get("step") is step:  # or a schedule is around it, and it passes all calls on
+            del vars(optimizer)["step"]
+            vars(optimizer).update(before)
 
     return unbind
 
 
-def _update_first(engine: ref[Updates], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Update before a step of the user's, which then finds no gradients and does nothing."""
-    alive = engine()
-    if alive is None or alive.updating:
-        return
-    if any(value is not None for value in (*args[1:], *kwargs.values())):
-        raise RuntimeError(
-            "optimizer.step() with a closure would evaluate the model in the middle of an update; compute the loss, "
-            "call engine.backward(loss), and then engine.step()"
-        )
-    alive.update()
+class EngineStep:
+    """The ``step`` of an engine's optimizer: a call of the user's updates by the engine, whose call it passes on.
+
+    So hooks of the step run once for an update, when there are gradients.
+    """
+
+    def __init__(self, optimizer: Optimizer, engine: ref[Updates]) -> None:
+        inner, before = optimizer.step, vars(optimizer).get("step", type(optimizer).step)
+        function: Any = getattr(inner, "__func__", lambda _, *args, **kwargs: before(*args, **kwargs))
+
+        @wraps(inner)
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            alive = engine()
+            if alive is None or alive.updating:
+                return function(optimizer, *args, **kwargs)
+            if any(value is not None for value in (*args, *kwargs.values())):
+                raise RuntimeError(
+                    "optimizer.step() with a closure would evaluate the model in the middle of an update; compute the "
+                    "loss, call engine.backward(loss), and then engine.step()"
+                )
+            alive.update()
+            return None
+
+        # ``update_class`` looks behind it.
+        vars(step).update(updates_engine=True, __wrapped__=before)
+        update_wrapper(self, step)
+        # Torch's schedules ask for the function. The optimizer must not hold itself alive.
+        self.__func__, self._of = step, ref(optimizer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Update, or pass the engine's call on."""
+        optimizer = self._of()
+        assert optimizer is not None
+        return self.__func__(optimizer, *args, **kwargs)
 
 
 def _zero_grad(engine: ref[Updates], set_to_none: bool = True) -> None:
@@ -73,18 +100,66 @@ class PartHook:
 
 def steps_in_parts(optimizer: Optimizer) -> bool:
     """Return whether steps of some parameters after the others are one step of all: nothing counts or watches them."""
-    own = vars(optimizer).get("step")
-    # Of wrappers around the step, torch's schedulers have one that counts nothing.
-    if own is not None and not (
-        hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is type(optimizer).step
-    ):
-        return False
-    hooks = (
-        *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values(),
-        *_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values(),
-    )  # fmt: skip
-    known = all(rule_of(type(optimizer), group) for group in optimizer.param_groups)
+    hooks = (hook for table in _hooks(optimizer) for hook in table.values())
+    known = all(rule_of(optimizer, group) for group in optimizer.param_groups)
     return known and all(isinstance(hook, PartHook) for hook in hooks)
+
+
+def _hooks(optimizer: Optimizer) -> Sequence[dict[int, Any]]:
+    return (
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks, _global_optimizer_post_hooks,
+    )  # fmt: skip
+
+
+class _Pieces:
+    """Stands for what an optimizer holds while a hook of the user's runs, which would take pieces for parameters."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            "a hook of the optimizer's step reads its parameters or states, which are pieces on this rank: set "
+            f"{CLIPPING} to clip, read and change gradients before the step by safe_get_full_grad and "
+            f"safe_set_full_grad, or use {UNSHARDED}"
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.refused  # type: ignore[no-any-return]
+
+    __len__ = __getitem__ = __contains__ = __iter__
+
+
+@contextmanager
+def pieces_hidden(optimizer: Optimizer) -> Iterator[None]:
+    """Let hooks of the step that are not ZeroMesh's run in this context without the pieces of parameters.
+
+    They may count, and read and set options of groups.
+    """
+    users = [
+        (table, key, hook)
+        for table in _hooks(optimizer)
+        for key, hook in table.items()
+        if not isinstance(hook, PartHook)
+    ]
+    for table, key, hook in users:
+        table[key] = partial(_call_without_pieces, hook)
+    try:
+        yield
+    finally:
+        for table, key, hook in users:
+            if key in table:  # it may have removed itself
+                table[key] = hook
+
+
+def _call_without_pieces(hook: Callable[..., Any], optimizer: Optimizer, *args: Any) -> Any:
+    held = [(vars(optimizer), "state", optimizer.state)]
+    held += [(group, "params", group["params"]) for group in optimizer.param_groups]
+    for place, name, _ in held:
+        place[name] = _Pieces()
+    try:
+        return hook(optimizer, *args)
+    finally:
+        for place, name, value in held:
+            place[name] = value
 
 
 def answer(optimizer: Optimizer | None, scale: float, overflow: bool) -> None:

@@ -191,7 +191,7 @@ def adopt(
     Raises:
         ValueError: if the optimizer would be wrong on pieces, has been stepped, or holds foreign parameters.
     """
-    cls = update_class(type(optimizer))
+    cls = update_class(optimizer)
     check_users(optimizer, pieces_by_parameter, sharded, allow_untested)
     if not sharded and cls not in _ELEMENTWISE | _EXCHANGING.keys():
         _give_shapes(piece for piece in pieces_by_parameter.values() if piece is not None)
@@ -248,7 +248,7 @@ def check_users(
 ) -> None:
     """Raise what ``adopt`` raises, of a model with these trainable ``parameters``."""
     kind = type(optimizer).__name__
-    _check_class(update_class(type(optimizer)), sharded, allow_untested)
+    _check_class(update_class(optimizer), sharded, allow_untested or is_tested(optimizer), kind)
     # Its state is of whole parameters. Some optimizers make theirs, with a step of 0, when they are built.
     if any(state and float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
         raise ValueError(
@@ -270,15 +270,20 @@ def check_users(
         )
 
 
-def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool) -> None:
+def is_tested(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is right on pieces of parameters: its class is known, or says so itself."""
+    return update_class(optimizer) in _ELEMENTWISE | _EXCHANGING.keys() or hasattr(optimizer, "updates_pieces")
+
+
+def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool, name: str = "") -> None:
     if cls in _NEVER:
         raise ValueError(f"{cls.__name__} cannot be used: {_NEVER[cls]}")
     if sharded and cls in _WHOLE:
         raise ValueError(f"{cls.__name__} would be wrong on sharded parameters: {_WHOLE[cls]}")
     if sharded and not (allow_untested or cls in _ELEMENTWISE | _EXCHANGING.keys()):
         raise ValueError(
-            f"{cls.__name__} is not known to update each element by itself, as it must where parameters are sharded; "
-            f"use {UNSHARDED}, or set `{UNTESTED_OPTIMIZER}` to true if it does"
+            f"{name or cls.__name__} is not known to update each element by itself, as it must where parameters are "
+            f"sharded; use {UNSHARDED}, or set `{UNTESTED_OPTIMIZER}` to true if it does"
         )
 
 
@@ -292,7 +297,7 @@ def _give_shapes(pieces: Iterable[Piece]) -> None:
 
 def _fuse(optimizer: Optimizer) -> None:
     """Switch on the fused update in groups whose user did not choose, where the device and dtype have one."""
-    devices = _FUSED.get(update_class(type(optimizer)), frozenset())
+    devices = _FUSED.get(update_class(optimizer), frozenset())
     for group in optimizer.param_groups:
         undecided = group.get("fused", False) is None and group["foreach"] is None and not group["differentiable"]
         if undecided and all(p.device.type in devices and p.is_floating_point() for p in group["params"]):

@@ -26,7 +26,7 @@ def states_of(
     is needed for (``place``), and what to do without it (``remedy``).
     """
     for number, group in enumerate(optimizer.param_groups):
-        if group["params"] and rule_of(type(optimizer), group) is None:
+        if group["params"] and rule_of(optimizer, group) is None:
             raise ValueError(
                 f"{place}, but {type(optimizer).__name__}, with the options of group {number}, is not one that is "
                 f"updated so: {', '.join(RULES)}, without amsgrad, capturable and differentiable; use one of these, or "
@@ -36,7 +36,7 @@ def states_of(
 
     def names(parameter: Parameter) -> Sequence[str]:
         group = groups.get(id(parameter))
-        rule = None if group is None else rule_of(type(optimizer), group)
+        rule = None if group is None else rule_of(optimizer, group)
         return () if group is None or rule is None else RULES[rule].states(group)
 
     return names
@@ -68,7 +68,7 @@ class HostSteps:
         """Return whether the kernel does for this parameter what the optimizer would."""
         group = self._groups.get(id(parameter))
         on_host = parameter.device.type == "cpu" and parameter.dtype in (torch.float32, torch.float64)
-        return group is not None and on_host and rule_of(type(self._optimizer), group) is not None
+        return group is not None and on_host and rule_of(self._optimizer, group) is not None
 
     def step(self, inputs: Sequence[StepInput]) -> None:
         """Take one step of parameters that ``takes`` is true for; all tensors of one have as many elements.
@@ -79,7 +79,7 @@ class HostSteps:
         pieces = []
         for parameter, gradient, output, apart in inputs:
             group = self._groups[id(parameter)]
-            rule = rule_of(type(self._optimizer), group)
+            rule = rule_of(self._optimizer, group)
             assert rule is not None
             master, remainder = parameter.detach().view(-1), None
             if apart is None:
@@ -94,7 +94,7 @@ class HostSteps:
     def coming(self, parameter: Parameter) -> tuple[UpdateStep, tuple[torch.Tensor, ...]] | None:
         """Return the next step of a parameter, and its states; None if it has none yet."""
         group = self._groups[id(parameter)]
-        rule, state = rule_of(type(self._optimizer), group), self._optimizer.state.get(parameter, {})
+        rule, state = rule_of(self._optimizer, group), self._optimizer.state.get(parameter, {})
         if rule is None:
             return None
         states = tuple(state.get(name) for name in RULES[rule].states(group))
@@ -108,7 +108,7 @@ class HostSteps:
     def adopt(self, parameter: Parameter, states: Sequence[torch.Tensor]) -> None:
         """Count a step that was taken elsewhere; the states are now these, or as they were where none are given."""
         group, state = self._groups[id(parameter)], self._optimizer.state[parameter]
-        rule = rule_of(type(self._optimizer), group)
+        rule = rule_of(self._optimizer, group)
         assert rule is not None
         if states:
             state |= dict(zip(RULES[rule].states(group), states, strict=True))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from zeromesh.config.keys import TABLE_MODULES, TABLE_OPTIMIZER
+from zeromesh.kernels.rules import update_class
 
 Options = Mapping[str, Any]
 RULE_KEY = "table_rule"
@@ -86,14 +87,14 @@ _NEUTRAL: Mapping[str, Any] = {"weight_decay": 0, "momentum": 0, "amsgrad": Fals
 """Options that would change rows which no batch has used, and the values at which they do not."""
 
 
-def rule_of(kind: type[torch.optim.Optimizer], group: Options, names: str) -> str:
+def rule_of(optimizer: torch.optim.Optimizer, group: Options, names: str) -> str:
     """Return the name of the rule for the tables of a group; ``names`` says which they are, for messages.
 
     Raises:
         ValueError: there is no rule, or an option would change rows that no batch has used.
     """
-    known = next((OF_CLASS[one] for one in kind.__mro__ if one in OF_CLASS), None)
-    name = group.get(RULE_KEY, known)
+    kind = type(optimizer)
+    name = group.get(RULE_KEY, OF_CLASS.get(update_class(optimizer)))
     if name not in RULES:
         found = f"{RULE_KEY} = {name!r}" if RULE_KEY in group else f"{kind.__name__}"
         raise ValueError(

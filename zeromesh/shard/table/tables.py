@@ -207,7 +207,7 @@ class Tables:
             for _, _, piece in table.flat.pieces if table.used else ():
                 group = groups.get(id(piece.parameter))
                 if group is not None:
-                    rule = rule_of(type(optimizer), group, table.name)
+                    rule = rule_of(optimizer, group, table.name)
                     with span("update", table.name):
                         table.update(rule, group, optimizer.state[piece.parameter])
 

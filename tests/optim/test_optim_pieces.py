@@ -1,0 +1,165 @@
+"""A user's optimizer computes what it computes in torch, on pieces of parameters too, or is refused."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeromesh
+from harness import on_ranks
+from zeromesh.kernels.rules import rule_of, update_class
+from zeromesh.optim.pieces import require_pieces
+from zeromesh.shard.table.rules import rule_of as table_rule_of
+
+AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
+
+
+def parameters() -> list[nn.Parameter]:
+    return [*nn.Sequential(nn.Linear(4, 6), nn.Conv2d(2, 3, 3)).parameters()]
+
+
+def changed(optimizer: torch.optim.Optimizer, change: Callable[[Any], None]) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                change(parameter)
+
+
+class Ascent(AdamW):
+    def step(self, closure: Any = None) -> Any:
+        changed(self, lambda p: p.grad.neg_())
+        return super().step(closure)
+
+
+class Wrapped(AdamW):
+    @wraps(AdamW.step)
+    def step(self, closure: Any = None) -> Any:
+        changed(self, lambda p: p.grad.neg_())
+        return super().step(closure)
+
+
+class Normalised(SGD):
+    def step(self, closure: Any = None) -> Any:
+        changed(self, lambda p: p.grad.div_(p.grad.norm()))
+        return super().step(closure)
+
+
+class Rows(torch.optim.Optimizer):
+    """Means over rows, as Adafactor takes them."""
+
+    def __init__(self, of: Iterable[Any]) -> None:
+        super().__init__(of, {"lr": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        changed(self, lambda p: p.sub_(p.grad / p.grad.square().mean(-1, keepdim=True).sqrt()))
+
+
+class Renamed(AdamW):
+    def __init__(self, of: Iterable[Any]) -> None:
+        super().__init__(of, lr=1e-2)
+
+
+def patched(of: Iterable[Any]) -> torch.optim.Optimizer:
+    optimizer = AdamW(of, lr=1e-2)
+    inner = optimizer.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        changed(self, lambda p: p.grad.neg_())
+        return inner(closure)
+
+    optimizer.step = types.MethodType(step, optimizer)
+    return optimizer
+
+
+def scheduled(of: Iterable[Any]) -> torch.optim.Optimizer:
+    optimizer = Renamed(of)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
+
+
+def test_a_step_of_ones_own_is_not_taken_for_that_of_torch() -> None:
+    for make in (Renamed, scheduled):
+        optimizer = make(parameters())
+        assert update_class(optimizer) is AdamW
+        assert rule_of(optimizer, optimizer.param_groups[0]) == "adamw"
+    for make in (Ascent, Wrapped, patched):
+        optimizer = make(parameters())
+        assert rule_of(optimizer, optimizer.param_groups[0]) is None
+        with pytest.raises(ValueError, match="has no update for rows of table"):
+            table_rule_of(optimizer, optimizer.param_groups[0], "table")
+
+
+def test_a_trial_tells_which_optimizers_are_right_on_pieces() -> None:
+    for make in (Renamed, Ascent, scheduled, lambda of: SGD(of, lr=0.0)):
+        before = parameters()
+        require_pieces(make(before))
+        assert all(parameter.grad is None for parameter in before)
+    wrong: list[tuple[Callable[..., Any], str]] = [
+        (Normalised, "Normalised would be wrong on sharded parameters.*use ZeRO-0"),
+        (Rows, "Rows would be wrong"),
+        (torch.optim.LBFGS, r"a trial of it on small tensors failed \(TypeError"),
+        (patched, "a method of this AdamW was replaced in the object"),
+    ]
+    for make, text in wrong:
+        with pytest.raises(ValueError, match=text):
+            require_pieces(make(parameters()))
+
+
+def start(optimizer: Any, stage: int, host: bool = False) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if host else {})}
+    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
+    made = optimizer(model.parameters())
+    return (model, made) if stage < 0 else zeromesh.initialize(model=model, optimizer=made, config=config)[:2]
+
+
+@on_ranks(2)
+def test_optimizers_with_a_step_of_their_own_compute_it() -> None:
+    model, optimizer = start(Wrapped, -1)
+    for number in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4) * (number + 1)).sum().backward()
+        optimizer.step()
+    for stage, host in ((0, False), (2, True), (3, False)):
+        engine, optimizer = start(Wrapped, stage, host)
+        for number in range(2):
+            engine.backward(engine(torch.ones(2, 4) * (number + 1)).sum())
+            engine.step()
+        torch.testing.assert_close(dict(engine.state_dict()), dict(model.state_dict()))
+        engine.destroy()
+    with pytest.raises(ValueError, match="Rows would be wrong on sharded parameters"):
+        start(Rows, 1)
+
+
+def clips(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+
+
+@on_ranks(2)
+def test_hooks_of_the_step_run_once_and_see_no_pieces() -> None:
+    for stage, host in ((0, False), (2, False), (3, True)):
+        engine, optimizer = start(Renamed, stage, host)
+        calls: list[Any] = []
+        optimizer.register_step_pre_hook(lambda of, *_: calls.append(of.param_groups[0]["lr"]))  # noqa: B023
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))  # noqa: B023
+        for step in (engine.step, optimizer.step):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            step()
+        assert calls == [1e-2, "after"] * 2
+        handle = optimizer.register_step_pre_hook(clips)
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        if stage:
+            with pytest.raises(RuntimeError, match="which are pieces on this rank: set gradient_clipping"):
+                engine.step()
+            handle.remove()
+            engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        engine.destroy()
