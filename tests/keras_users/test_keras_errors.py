@@ -154,7 +154,8 @@ def test_a_loss_that_is_no_mean_over_rows_is_refused() -> None:
         with pytest.raises(ValueError, match="is no mean over rows"):
             distribute(dense(loss=loss), CONFIG).train_on_batch(x, x[:, :3])
     distribute(dense(loss=noise), CONFIG).train_on_batch(x, x[:, :3])  # cannot be compared
-    distribute(dense(loss=total), CONFIG, own_batches=True).evaluate(x, x[:, :3], verbose=0)
+    with pytest.raises(ValueError, match="is no mean over rows"):
+        distribute(dense(loss=total), CONFIG, own_batches=True).evaluate(x, x[:, :3], verbose=0)
 
 
 @pytest.mark.parametrize(

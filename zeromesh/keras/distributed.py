@@ -20,7 +20,7 @@ from zeromesh.engine import Engine
 from zeromesh.keras.checks import check_model
 from zeromesh.keras.data import BatchRows, loader_of
 from zeromesh.keras.optimizer import KerasOptimizer, without_scaling
-from zeromesh.keras.probe import has_own_loss, require_mean
+from zeromesh.keras.probe import Probe, loss_function
 from zeromesh.keras.run import DistributedRun, kept
 from zeromesh.keras.statistics import JointBatch, JointMoments
 from zeromesh.model.keras_layers import expose_layers, layers_of
@@ -121,7 +121,7 @@ class Distributed:
     def train_step(self, data: Any) -> Any:
         """Compute this rank's rows of a batch, update, and return the joint metrics."""
         _require_own_optimizer(self)
-        x, y, weights, rows = self._rows_here(data)
+        x, y, weights, rows = self._rows_here(data, "train")
         with self.zeromesh.own_numbers():
             y_pred, loss = self._loss_here(x, y, weights, rows, training=True)
             if self.trainable_weights:  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ class Distributed:
 
     def test_step(self, data: Any) -> Any:
         """Compute this rank's rows of a batch, and return the joint metrics."""
-        x, y, weights, rows = self._rows_here(data)
+        x, y, weights, rows = self._rows_here(data, "test")
         y_pred, _ = self._loss_here(x, y, weights, rows, training=False)
         # A rank without rows of its own has nothing to count.
         counts = self.compute_metrics if rows.count else lambda *_, **__: self.get_metrics_result()  # type: ignore[attr-defined]
@@ -144,13 +144,17 @@ class Distributed:
 
     def predict_step(self, data: Any) -> Any:
         """Return the predictions for all rows of a batch."""
-        x, _, _, rows = self._rows_here(data)
+        x, _, _, rows = self._rows_here(data, "predict")
         found = self._output_here(x, training=False)
         return keras.tree.map_structure(lambda one: self.zeromesh.joined_rows(one, rows), found)
 
-    def _rows_here(self, data: Any) -> tuple[Any, Any, Any, BatchRows]:
-        parts = keras.utils.unpack_x_y_sample_weight(data)
-        rows = self.zeromesh.rows(parts)
+    def _rows_here(self, data: Any, kind: str) -> tuple[Any, Any, Any, BatchRows]:
+        parts, run = keras.utils.unpack_x_y_sample_weight(data), self.zeromesh
+        rows = run.rows(parts)
+        if kind in run.probes:
+            run.probes.remove(kind)
+            what = "compute parts of a batch"
+            agree_run(run.world, what, lambda: Probe(self, run, data, training=kind == "train").check(kind))
         device = self.engine.device
         move = lambda one: one if one is None else torch.as_tensor(one).to(device)  # noqa: E731
         return *keras.tree.map_structure(move, rows.cut(parts)), rows
@@ -162,14 +166,9 @@ class Distributed:
         """Return the output for these rows, and a loss whose mean over ranks is the joint one; count it."""
         y_pred = self._output_here(x, training)
         values = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": weights, "training": training}
-        # Regularizers read parameters, which the engine has to fetch.
-        reads = any(v.regularizer is not None for v in self.trainable_variables)  # type: ignore[attr-defined]
-        compute: Any = self.engine._compute_loss if reads else self._compute_loss  # type: ignore[attr-defined]
-        if training and self.zeromesh.take_probe():
-            require_mean(self.zeromesh.world, self, compute, values, rows.count)
         # Losses of several outputs have metrics, in which a rank without rows of its own counts nothing.
         with nullcontext() if rows.count else kept(self.metrics_variables):  # type: ignore[attr-defined]
-            loss = compute(**values)
+            loss = loss_function(self)(**values)
         factor = self.zeromesh.factor(y_pred, rows)
         # Sums over ranks are then those of the joint batch.
         self._loss_tracker.update_state(loss.detach() * factor, sample_weight=rows.total / rows.ranks)  # type: ignore[attr-defined]
@@ -279,17 +278,20 @@ def distribute(
         pieces = (piece for flat in engine.sharded.flats for _, _, piece in flat.pieces)
         optimizer.connect(engine.mesh, settings.row.optimizer is Placement.SHARDED, pieces)
     world = engine.mesh.group("world")
-    run = DistributedRun(engine, JointBatch(world), not own_batches, probes=world.size > 1 and has_own_loss(model))
+    # A model for batches of one size cannot be called with parts of them.
+    sized = any(one.shape[0] is not None for one in keras.tree.flatten(getattr(model, "inputs", None) or []))
+    probes = set() if sized or world.size == 1 else {"train", "test", "predict"}
+    run = DistributedRun(engine, JointBatch(world, joint_statistics), not own_batches, probes=probes)
     vars(model)["zeromesh"] = run
-    _change_classes(model, run, joint_statistics)
+    _change_classes(model, run)
     # Without states, which would be of whole variables: Keras builds it in ``fit`` otherwise.
     model.optimizer.build([])
     return model
 
 
-def _change_classes(model: Any, run: DistributedRun, joint_statistics: bool) -> None:
+def _change_classes(model: Any, run: DistributedRun) -> None:
     norms = [one for one in layers_of(model) if isinstance(one, keras.layers.BatchNormalization)]
-    for layer, mixin in [(model, Distributed), *((one, JointMoments) for one in norms if joint_statistics)]:
+    for layer, mixin in [(model, Distributed), *((one, JointMoments) for one in norms)]:
         own = type(layer)
         run.classes.append((layer, own, type(own.__name__, (mixin, own), {"__module__": own.__module__})))
         if mixin is JointMoments:

@@ -1,66 +1,238 @@
-"""Probe of a user's own loss: ranks can share it only if it is a mean over the rows of a batch."""
+"""Probe of a model on some rows, whole and in parts: what ranks with some rows each compute must make up the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import keras
 import torch
 
-from zeromesh.comm.agreement import agree_run
-from zeromesh.comm.collectives import Group
-from zeromesh.keras.run import kept
+from zeromesh.keras.data import rows_in
+from zeromesh.keras.run import DistributedRun, kept
 from zeromesh.model.keras_layers import global_seed, seeds_of
 
+_MOST_ROWS = 16
 
-def has_own_loss(model: Any) -> bool:
-    """Return whether a model's loss, or a part of it, is none of Keras."""
-    chosen = keras.tree.flatten(model._compile_loss._user_loss if model._compile_loss else None)
-    given = [getattr(one, "fn", one) for one in chosen if one is not None and not isinstance(one, str)]
-    kinds = [one if hasattr(one, "__name__") else type(one) for one in given]
-    own = any(not str(getattr(kind, "__module__", "")).startswith("keras.src.") for kind in kinds)
-    return own or type(model).compute_loss is not keras.Model.compute_loss
+_APART = (
+    "ranks that have some rows each would compute another one. Compute each row by itself, or write the loop yourself "
+    "with zeromesh.initialize, and join the rows of all ranks by zeromesh.gather_with_gradient"
+)
 
 
-def require_mean(world: Group, model: Any, compute: Callable[..., Any], values: Mapping[str, Any], rows: int) -> None:
-    """Raise ValueError on all ranks if the loss of some rows is not the mean of those of their halves. Collective.
+class Probe:
+    """Comparison of outputs, losses and metrics of a few rows with those of parts of them.
 
-    A sum over the batch, or a loss that compares its rows with each other, would be silently another one on ranks that
-    have some of the rows. Metrics and generators are as they were afterwards.
+    The variables that a forward, a loss or a metric changes, and all generators, are as they were afterwards.
 
     Args:
-        world: all ranks.
-        model: its metrics and seed generators are given their values back.
-        compute: of ``values``, returns a scalar.
-        values: arguments of ``compute_loss``, with ``rows`` rows each.
-        rows: of this rank; with fewer than two it computes along, as parameters may be gathered for it.
+        model: distributed.
+        run: its state.
+        data: a batch; with one row, that row counts twice.
+        training: as the model is called; False where layers draw random numbers.
     """
-    count, half = max(rows, 1), rows // 2 or 1
-    whole = keras.tree.map_structure(lambda one: one.detach() if isinstance(one, torch.Tensor) else one, dict(values))
 
-    def loss(start: int, stop: int) -> float:
-        cut = lambda one: one[start:stop] if isinstance(one, torch.Tensor) else one  # noqa: E731
-        return float(compute(**keras.tree.map_structure(cut, whole)))
+    def __init__(self, model: Any, run: DistributedRun, data: Any, training: bool) -> None:
+        self._model, self._run = model, run
+        parts = keras.utils.unpack_x_y_sample_weight(data)
+        index = torch.arange(max(2, min(rows_in(parts), _MOST_ROWS))).clamp(max=rows_in(parts) - 1)
+        device = run.engine.device
+        take = lambda one: one if one is None else torch.as_tensor(one)[index].to(device)  # noqa: E731
+        self._x, self._y, self._weights = keras.tree.map_structure(take, parts)
+        self._rows = len(index)
+        self._training = training and not list(seeds_of(model))
 
-    # As many calls on every rank, as each may gather parameters.
-    parts = ((0, count), (0, count), (0, half), (min(half, count - 1), count))
+    def check(self, kind: str) -> None:
+        """Raise ValueError where parts do not make up the whole; ``predict`` has no loss. Collective."""
+        # Uneven parts, as a mean of means is right for even ones.
+        first = max(1, self._rows // 3)
+        with self._undisturbed():
+            y_pred = self._check_rows(self._x, first, losses=kind != "predict")
+            if kind == "predict":
+                return
+            if any(getattr(one, "_keras_mask", None) is not None for one in keras.tree.flatten(y_pred)):
+                self._check_rows(_padded(self._x, first), first, losses=True)
+            with self._run.finding_shapes():  # nothing is exchanged
+                self._check_metrics(y_pred)
 
-    def look() -> None:
-        variables = [*model.metrics_variables, *seeds_of(model), global_seed(make=True)]
-        with torch.no_grad(), kept(variables), torch.random.fork_rng():
-            first, again, *halves = (loss(*part) for part in parts)
-            if rows < 2 or first != again:
-                return  # a loss that draws random numbers cannot be compared
-            mean = (half * halves[0] + (rows - half) * halves[1]) / rows
-        dtypes = [one.dtype for one in keras.tree.flatten(whole["y_pred"]) if one.is_floating_point()]
-        near = max((torch.finfo(dtype).eps for dtype in dtypes), default=1e-7) ** 0.5
-        if abs(first - mean) > near * max(1e-6, *map(abs, halves)):
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        model, joint = self._model, self._run.joint
+        states = [one for one in model.non_trainable_variables if not isinstance(one.value, torch.nn.Parameter)]
+        variables = [*model.metrics_variables, *states, *seeds_of(model), global_seed(make=True)]
+        unchanged = kept({id(one): one for one in variables}.values())
+        with torch.no_grad(), unchanged, torch.random.fork_rng(), joint.without_statistics():
+            yield
+
+    def _output(self, x: Any) -> Any:
+        return self._model._output_here(x, self._training)
+
+    def _loss(self, x: Any, y: Any, y_pred: Any, weights: Any) -> float:
+        values = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": weights, "training": self._training}
+        return float(loss_function(self._model)(**values))
+
+    def _check_rows(self, x: Any, first: int, losses: bool) -> Any:
+        """Compare outputs, and losses if asked; return the output of all rows."""
+        parts = slice(0, self._rows), slice(0, self._rows), slice(0, first), slice(first, self._rows)
+        outputs, values = [], []
+        for part in parts:
+            outputs.append(self._output(_cut(x, part)))
+            if losses:  # at once: those of ``add_loss`` are of the last forward
+                values.append(self._loss(_cut(x, part), _cut(self._y, part), outputs[-1], _cut(self._weights, part)))
+        flat = [keras.tree.flatten(one) for one in outputs]
+        if not all(torch.equal(one, again) for one, again in zip(flat[0], flat[1], strict=True)):
+            return outputs[0]  # a model that draws random numbers cannot be compared
+        for number, (joint, _, *pieces) in enumerate(zip(*flat, strict=True)):
+            self._check_output(number, joint, pieces)
+        if not losses:
+            return outputs[0]
+        shares = [
+            self._run.share(one, part.stop - part.start) for one, part in zip(outputs[2:], parts[2:], strict=True)
+        ]
+        near = max(map(_near, flat[0]), default=0.0) or 1e-3
+        self._check_loss(values, shares, near)
+        # Labels or weights that the first rows happen not to have.
+        half = _cut(self._weights, slice(None), lambda one: _halved(one, first))
+        for value in (None, *_labels(self._model, self._run.engine.device.type == "cpu")):
+            y = _cut(self._y, slice(None), partial(_filled, rows=first, value=value))
+            given = [
+                (_cut(x, part), _cut(y, part), output, _cut(half, part))
+                for part, output in zip(parts, outputs, strict=True)
+            ]
+            try:
+                values = [self._loss(*one) for one in given]
+            except (IndexError, RuntimeError, ValueError):
+                if value is None:
+                    raise
+                continue  # no label of this loss
+            self._check_loss(values, shares, near)
+        return outputs[0]
+
+    def _check_output(self, number: int, joint: torch.Tensor, pieces: list[torch.Tensor]) -> None:
+        found = torch.cat(pieces) if len({one.shape[1:] for one in pieces if one.ndim}) == 1 else joint[:0]
+        limit = _near(joint) * max(1e-6, float(joint.abs().max())) if joint.numel() else 0.0
+        if joint.shape != found.shape or not torch.allclose(joint, found, rtol=0, atol=limit, equal_nan=True):
             raise ValueError(
-                f"the loss of {rows} rows is {first:.6g}, and the mean of its values for their halves {mean:.6g}: it "
-                "is no mean over rows, and ranks that have some rows each would train another one; return one value "
-                "for each row, of which Keras takes the mean, or write the loop yourself with zeromesh.initialize, and "
-                "join the rows of all ranks by zeromesh.gather_with_gradient"
+                f"output {number} of {self._rows} rows of the model is not made of those of its parts, so that a layer "
+                f"computes over the rows of a batch: {_APART}"
             )
 
-    agree_run(world, "compute its loss for parts of a batch", look)
+    def _check_loss(self, values: list[float], shares: list[float], near: float) -> None:
+        first, again, *parts = values
+        mean = sum(value * share for value, share in zip(parts, shares, strict=True)) / max(sum(shares), 1e-9)
+        # A loss that draws random numbers cannot be compared, and one that is not finite tells nothing.
+        if first != again or not all(map(torch.isfinite, map(torch.tensor, values))):
+            return
+        if abs(first - mean) > near * max(1e-6, *map(abs, parts)):
+            raise ValueError(
+                f"the loss of {self._rows} rows is {first:.6g}, and the mean of its values for their parts {mean:.6g}: "
+                f"it (or a loss of add_loss, or a regularizer of activations) is no mean over rows, and {_APART}; a "
+                "loss of one value for each row, of which Keras takes the mean, is one. Labels that do not count "
+                "(ignore_class) are rows with sample_weight 0"
+            )
+
+    def _check_metrics(self, y_pred: Any) -> None:
+        model, even = self._model, self._rows // 2 * 2
+        if any(one.ndim == 0 or len(one) != self._rows for one in keras.tree.flatten(y_pred)):
+            return
+        data = self._x, self._y, y_pred, self._weights
+        states = []
+        for part in (slice(0, even), slice(0, even // 2), slice(even // 2, even)):
+            for metric in model.metrics:
+                metric.reset_state()
+            model.compute_metrics(*_cut(data[:3], part), sample_weight=_cut(data[3], part))
+            states.append([one.value.detach().clone() for one in model.metrics_variables])
+        results = []
+        for values in (states[0], [one + other for one, other in zip(*states[1:], strict=True)]):
+            for variable, value in zip(model.metrics_variables, values, strict=True):
+                variable.assign(value)
+            # Now, as a metric may return its variable.
+            found = keras.tree.map_structure(
+                lambda one: keras.ops.convert_to_tensor(one).double().clone(), model.get_metrics_result()
+            )
+            results.append(found)
+        for metric in model.metrics:  # some may have got their variables here
+            metric.reset_state()
+        for (name, one), other in zip(results[0].items(), results[1].values(), strict=True):
+            if not torch.allclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True):
+                raise ValueError(
+                    f"the metric {name} of {even} rows is {_shown(one)}, and {_shown(other)} from the sums of its "
+                    "variables for their halves: it is no function of sums over rows (a maximum, for example), and is "
+                    "not known over all ranks; compute it from model.predict, or leave it out of compile"
+                )
+
+
+def _losses(model: Any) -> list[Any]:
+    given = keras.tree.flatten(model._compile_loss._user_loss if model._compile_loss else None)
+    return [one for one in given if one is not None and not isinstance(one, str)]
+
+
+def _labels(model: Any, on_cpu: bool) -> Iterator[int]:
+    """Yield labels that may count less than others: those that a loss ignores, and usual ones for a user's own loss."""
+    yield from {one.ignore_class for one in _losses(model) if getattr(one, "ignore_class", None) is not None}
+    kinds = [getattr(one, "fn", one) for one in _losses(model)]
+    kinds = [one if hasattr(one, "__name__") else type(one) for one in kinds]
+    own = any(not str(getattr(kind, "__module__", "")).startswith("keras.src.") for kind in kinds)
+    if own or type(model).compute_loss is not keras.Model.compute_loss:
+        yield 0
+        # An index below 0 stops a GPU, and an error must not leave some ranks in a gather of parameters.
+        if on_cpu and not _reads(model):
+            yield -1
+
+
+def loss_function(model: Any) -> Callable[..., Any]:
+    """Return the function that computes a distributed model's loss; regularizers read parameters, which it fetches."""
+    found: Callable[..., Any] = model.engine._compute_loss if _reads(model) else model._compute_loss
+    return found
+
+
+def _reads(model: Any) -> bool:
+    return any(variable.regularizer is not None for variable in model.trainable_variables)
+
+
+def _cut(tree: Any, part: slice, change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
+    """Return some rows of all tensors, changed by a function if there is one."""
+
+    def cut(one: Any) -> Any:
+        if not (isinstance(one, torch.Tensor) and one.ndim):
+            return one
+        return one[part] if change is None else change(one[part])
+
+    return keras.tree.map_structure(cut, tree)
+
+
+def _filled(tensor: torch.Tensor, rows: int, value: int | None) -> torch.Tensor:
+    """Return a copy with ``value`` in the first rows; None: as it is."""
+    if value is None or (tensor.dtype in (torch.bool, torch.uint8) and value < 0):
+        return tensor
+    made = tensor.clone()
+    made[:rows] = value
+    return made
+
+
+def _halved(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    made = tensor.clone()
+    made[:rows] = made[:rows] / 2 if made.is_floating_point() else made[:rows]
+    return made
+
+
+def _padded(tree: Any, rows: int) -> Any:
+    """Return inputs whose first rows are shorter sequences: 0 in the last half of their tokens."""
+
+    def pad(one: torch.Tensor) -> torch.Tensor:
+        made = one.clone()
+        if one.ndim > 1:
+            made[:rows, one.shape[1] // 2 :] = 0
+        return made
+
+    return _cut(tree, slice(None), pad)
+
+
+def _near(like: torch.Tensor) -> float:
+    return float(torch.finfo(like.dtype).eps ** 0.5) if like.is_floating_point() else 0.0
+
+
+def _shown(value: torch.Tensor) -> str:
+    return f"{float(value):.6g}" if value.ndim == 0 else str(value.tolist())

@@ -45,7 +45,7 @@ class DistributedRun:
         symbolic: Keras is finding out shapes, without values.
         compares: the next batch is compared over the ranks.
         agrees: callbacks of the user's may stop the training on one rank.
-        probes: the loss is the user's own, and the next batch shows whether ranks may share it.
+        probes: kinds of steps whose first batch is yet to show that parts of it make up the whole.
     """
 
     engine: Engine
@@ -55,7 +55,7 @@ class DistributedRun:
     symbolic: bool = False
     compares: bool = True
     agrees: bool = False
-    probes: bool = False
+    probes: set[str] = field(default_factory=set)
 
     def compare_next(self) -> None:
         """Compare the next batch over the ranks."""
@@ -72,10 +72,12 @@ class DistributedRun:
         self.agrees = bool(self.world.exchange(own).any())
         return of_rank(every, self.engine.mesh.rank)
 
-    def take_probe(self) -> bool:
-        """Return whether the loss is to be probed, once."""
-        asked, self.probes = self.probes, False
-        return asked
+    def share(self, y_pred: Any, rows: int) -> float:
+        """Return the weight of a loss of some rows in a mean: their number, or that of elements without a mask."""
+        masks: list[Any] = [getattr(one, "_keras_mask", None) for one in keras.tree.flatten(y_pred)]
+        return (
+            float(rows) if all(mask is None for mask in masks) else float(sum(m.sum() for m in masks if m is not None))
+        )
 
     @contextmanager
     def finding_shapes(self) -> Iterator[None]:
