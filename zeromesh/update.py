@@ -142,7 +142,8 @@ class Update:
             for flats in _turns(self._sharded.flats, steps_in_parts(optimizer)):
                 with span("clip"):
                     self._sharded.set_gradients(factor, steps, flats)
-                with span("update"), pieces_hidden(optimizer) if self._holds_pieces else nullcontext():
+                hides = pieces_hidden(optimizer, steps and steps.take_options)
+                with span("update"), hides if self._holds_pieces else nullcontext():
                     optimizer.step()
                 for flat in flats:
                     flat.unset_gradients()

@@ -163,3 +163,21 @@ def test_hooks_of_the_step_run_once_and_see_no_pieces() -> None:
             engine.backward(engine(torch.ones(2, 4)).sum())
         engine.step()
         engine.destroy()
+
+
+@on_ranks(2)
+def test_hooks_of_the_step_set_the_rate_of_this_update_wherever_states_are() -> None:
+    def warm(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        optimizer.param_groups[0]["lr"] *= 2
+
+    found = []
+    for stage, host in ((0, False), (2, False), (3, True)):
+        engine, optimizer = start(Renamed, stage, host)
+        optimizer.register_step_pre_hook(warm)
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+        found.append(dict(engine.state_dict()))
+        engine.destroy()
+    for state in found[1:]:
+        torch.testing.assert_close(state, found[0])

@@ -106,6 +106,7 @@ def steps_in_parts(optimizer: Optimizer) -> bool:
 
 
 def _hooks(optimizer: Optimizer) -> Sequence[dict[int, Any]]:
+    """Return the hooks before and after the step, of the optimizer and of all."""
     return (
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
         _global_optimizer_pre_hooks, _global_optimizer_post_hooks,
@@ -129,28 +130,30 @@ class _Pieces:
 
 
 @contextmanager
-def pieces_hidden(optimizer: Optimizer) -> Iterator[None]:
+def pieces_hidden(optimizer: Optimizer, changed: Callable[[], None] | None) -> Iterator[None]:
     """Let hooks of the step that are not ZeroMesh's run in this context without the pieces of parameters.
 
-    They may count, and read and set options of groups.
+    They may count, and read and set options of groups; ``changed`` is called after those that come before the step.
     """
     users = [
-        (table, key, hook)
-        for table in _hooks(optimizer)
+        (table, key, hook, None if number % 2 else changed)
+        for number, table in enumerate(_hooks(optimizer))
         for key, hook in table.items()
         if not isinstance(hook, PartHook)
     ]
-    for table, key, hook in users:
-        table[key] = partial(_call_without_pieces, hook)
+    for table, key, hook, after in users:
+        table[key] = partial(_call_without_pieces, hook, after)
     try:
         yield
     finally:
-        for table, key, hook in users:
+        for table, key, hook, _ in users:
             if key in table:  # it may have removed itself
                 table[key] = hook
 
 
-def _call_without_pieces(hook: Callable[..., Any], optimizer: Optimizer, *args: Any) -> Any:
+def _call_without_pieces(
+    hook: Callable[..., Any], after: Callable[[], None] | None, optimizer: Optimizer, *args: Any
+) -> Any:  # fmt: skip
     held = [(vars(optimizer), "state", optimizer.state)]
     held += [(group, "params", group["params"]) for group in optimizer.param_groups]
     for place, name, _ in held:
@@ -160,6 +163,8 @@ def _call_without_pieces(hook: Callable[..., Any], optimizer: Optimizer, *args: 
     finally:
         for place, name, value in held:
             place[name] = value
+        if after is not None:
+            after()
 
 
 def answer(optimizer: Optimizer | None, scale: float, overflow: bool) -> None:

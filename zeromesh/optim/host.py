@@ -56,13 +56,15 @@ class HostSteps:
     def __init__(self, optimizer: Optimizer, factor: float) -> None:
         self.factor = factor
         self._optimizer = optimizer
-        # As they are now: the update may be done while a schedule has gone on.
-        taken = [
-            ({key: _number(value) for key, value in group.items()}, group["params"]) for group in optimizer.param_groups
-        ]
-        self._groups = {id(parameter): group for group, parameters in taken for parameter in parameters}
+        self.take_options()
         # Numbers of the steps of parameters that come in parts, and whether they had no states before.
         self._begun: dict[int, tuple[int, bool]] = {}
+
+    def take_options(self) -> None:
+        """Take the groups' options as they are now: the update may be done while a schedule has gone on."""
+        groups = self._optimizer.param_groups
+        taken = [({key: _number(value) for key, value in group.items()}, group["params"]) for group in groups]
+        self._groups = {id(parameter): group for group, parameters in taken for parameter in parameters}
 
     def takes(self, parameter: Parameter, gradient: torch.Tensor) -> bool:
         """Return whether the kernel does for this parameter what the optimizer would."""
