@@ -142,7 +142,7 @@ class Update:
             for flats in _turns(self._sharded.flats, steps_in_parts(optimizer)):
                 with span("clip"):
                     self._sharded.set_gradients(factor, steps, flats)
-                hides = pieces_hidden(optimizer, steps and steps.take_options)
+                hides = pieces_hidden(optimizer, None if steps is None else steps.take_options)
                 with span("update"), hides if self._holds_pieces else nullcontext():
                     optimizer.step()
                 for flat in flats:
