@@ -53,6 +53,9 @@ MOST_FOREIGN_WRITES = 34
 LEAST_COMMENTS = 0.06
 """Share of lines that have a comment, which says why."""
 
+THREADS = "model/worker.py"
+"""File with the only class of threads: CPython 3.11 takes others for ended after Ctrl-C in a ``join``."""
+
 OWN = ("self", "cls", "ctx", "context")
 """Names of an object in its own methods, and of autograd's contexts, which exist to be written to."""
 
@@ -91,6 +94,14 @@ def foreign_writes(tree: ast.Module) -> Iterator[tuple[int, str]]:
                         base = part.value
                         if not (isinstance(base, ast.Name) and base.id in {*OWN, *made}):
                             yield part.lineno, ast.unparse(part)
+
+
+def threads(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of what makes a thread of ``threading`` itself, or asks one whether it is alive."""
+    for node in ast.walk(tree):
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        if name in ("Thread", "is_alive"):
+            yield node.lineno, ast.unparse(node)
 
 
 def comments(text: str) -> int:
@@ -134,7 +145,7 @@ def check(root: Path) -> list[str]:
     found: dict[str, dict[str, int]] = defaultdict(dict)
     classes: dict[str, list[str]] = defaultdict(list)
     named: dict[str, list[str]] = defaultdict(list)
-    fragments, writes, key = [], [], names_of_keys()
+    fragments, writes, alone, key = [], [], [], names_of_keys()
     total, commented = 0, 0
     for file in sorted((root / PACKAGE).rglob("*.py")):
         text, name = file.read_text(encoding="utf-8"), str(file.relative_to(root / PACKAGE))
@@ -148,6 +159,8 @@ def check(root: Path) -> list[str]:
         writes += [
             f"{PACKAGE}/{name}:{line}: {target} is of another object" for line, target in {*foreign_writes(tree)}
         ]
+        if name != THREADS:
+            alone += [f"{PACKAGE}/{name}:{line}: {what}; use Worker of {THREADS}" for line, what in threads(tree)]
         room = name.split("/")[0] if "/" in name else "top-level modules"
         if room != "config":
             hits = [(line, key.search(text)) for line, text in texts(tree)]
@@ -174,7 +187,7 @@ def check(root: Path) -> list[str]:
     problems += [
         f"{room}: names no keys; take it out of NAMED_ELSEWHERE" for room in NAMED_ELSEWHERE if not named[room]
     ]
-    problems += fragments
+    problems += fragments + alone
     if commented < LEAST_COMMENTS * total:
         problems.append(f"{commented} comments in {total} lines; at least {LEAST_COMMENTS:.0%}")
     if len(writes) > MOST_FOREIGN_WRITES:

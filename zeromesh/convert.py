@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeromesh.checkpoint.contents import own_names
+from zeromesh.checkpoint.contents import own_names, plain_name
 from zeromesh.checkpoint.formats.detect import FORMATS, require_format
 from zeromesh.checkpoint.formats.form import Contents
 from zeromesh.checkpoint.formats.huggingface import states
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 TARGETS = ("zeromesh", "hf", "dcp", "deepspeed-universal")
-
-# Modules that torch and Lightning put around others, whose names stand in the names of tensors.
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
 
 DRAFT = ".draft"
 
@@ -76,7 +72,7 @@ def convert_checkpoint(
     known = _model(model)
 
     def rename(name: str) -> str:
-        return _WRAPPERS.sub("", name).removeprefix(strip)
+        return plain_name(name).removeprefix(strip)
 
     reader = import_module(f"zeromesh.checkpoint.formats.{kind.module}")
     more = []

@@ -10,6 +10,7 @@ import torch
 
 from zeromesh import export
 from zeromesh.checkpoint import load, save, whole
+from zeromesh.checkpoint.contents import model_names
 from zeromesh.checkpoint.memory_files import discard
 from zeromesh.comm.agreement import agree_run
 from zeromesh.config.keys import PEER_COPIES
@@ -190,13 +191,17 @@ class Saving(EngineState):
         The state of a model in pipeline stages holds all stages, as ``state_dict`` returns it.
         """
         sharded = self.sharded
+        keys = whole.keys_of(self.module)[0]
+        own = model_names(self.module, self.module.state_dict(keep_vars=True))
+        state_dict = {own(name): value for name, value in state_dict.items()}
         with sharded.gathered(sharded.parts):
             result = whole.load_here(sharded, state_dict, strict)
             for flat in sharded.flats:
                 for index, segment in enumerate(flat.layout.segments):
                     # From one rank: replicas have to be equal to the bit even if the given states differ.
                     sharded.take_value(flat, index, rank=0)
-                    value, now = state_dict.get(segment.name), flat.parameters[index].detach()
+                    value = state_dict.get(keys.get(id(flat.parameters[index]), [segment.name])[0])
+                    now = flat.parameters[index].detach()
                     if value is not None and flat.master.dtype != now.dtype and torch.equal(value.to(now), now):
                         part = segment.held.cut(value.to(self.device))
                         flat.put(segment, part.reshape(-1))  # not rounded to 16 bits

@@ -90,7 +90,7 @@ class EngineState:
         self.stage_work = None if parts.pipelined is None else parts.pipelined.work(parts.sharded, parts.computation)
         self._computation = parts.computation
         self._accumulation = parts.sharded.accumulation
-        self._saves = BackgroundSaves(self.mesh.group("world"))
+        self._saves = BackgroundSaves(self.mesh)
         kept = parts.config.checkpoint.peer_copies
         self._copies = MemoryCopies(self.mesh, kept) if kept else None
         self._update = Update(parts.sharded, parts.config, parts.optimizer, self._saves.failed)

@@ -6,13 +6,14 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zeromesh.checkpoint.whole import on_every_rank, on_first_rank, shows
+from zeromesh.checkpoint.whole import file_names, on_every_rank, on_first_rank, shows, tensor_states
 from zeromesh.comm.agreement import agree_run, agree_success, catch, texts
 from zeromesh.model.quantized import change, dense, is_quantized, is_transposed, parts, stored, weight_of
 from zeromesh.pretrained import first_names
@@ -160,7 +161,7 @@ def _plain_states(
 ) -> Iterator[State]:
     """Yield the part of the plain model's state that each unit adds, on the ranks that show it."""
     shown = shows(sharded.mesh)
-    for everything in _unit_tensors(sharded):
+    for everything in chain(_unit_tensors(sharded), [tensor_states(sharded.model)]):
         tensors = {
             name: tensor
             for name, tensor in everything.items()
@@ -311,7 +312,8 @@ def _add(files: ExportFiles, model: nn.Module, state: State) -> None:
 
 def _published(model: nn.Module, state: State) -> State:
     """Return tensors under the names, and in the parts, in which the model's checkpoints are published."""
-    model = plain_model(model)
+    named, model = file_names(model, hooks=not is_adapted(model)), plain_model(model)
+    state = {key: value for name, value in state.items() if (key := named(name)) is not None}
     if not state or not hasattr(model, "base_model_prefix"):
         return state
     core = import_module("transformers.core_model_loading")

@@ -252,6 +252,11 @@ def _load(model: nn.Module, path: Path, files: Sequence[FileTensor], strict: boo
             f"{str(path)!r} lacks {some(missing)} of {type(model).__name__}{hint}; use "
             "the class that the checkpoint is of, or pass strict=False, which leaves them at their initial values"
         )
+    if unexpected and not sources:
+        raise ValueError(
+            f"{str(path)!r} has nothing for {type(model).__name__}: it holds {some(unexpected)}; use the class that "
+            "the checkpoint is of"
+        )
     if unexpected:
         _log.info("%s: not used by the model: %s", path, some(unexpected))
     if missing:

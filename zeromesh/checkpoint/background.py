@@ -1,6 +1,7 @@
 """Asynchronous saves: a copy of the state in host memory, which a thread writes while training goes on.
 
-The thread calls no collectives: the ranks find each other's results as files in the draft's folder.
+The thread calls no collectives: the ranks find each other's results as files in the draft's folder. A disk that fails
+may take no note of it, so the ranks tell each other at the next step, save or wait, too.
 """
 
 from __future__ import annotations
@@ -9,21 +10,24 @@ import errno
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
+from typing import cast
 
 import torch
 
 from zeromesh.checkpoint.boxes import Box
-from zeromesh.checkpoint.folder import DRAFT, write_json
-from zeromesh.comm.agreement import agree_success
+from zeromesh.checkpoint.folder import DRAFT, write_text
+from zeromesh.comm.agreement import agree_success, texts
 from zeromesh.comm.collectives import Group
+from zeromesh.comm.mesh import Mesh
 from zeromesh.config.keys import ASYNCHRONOUS, KEEP_LAST
 from zeromesh.model.placement import Tier
+from zeromesh.model.worker import Worker
 from zeromesh.observe.machine import memory
 from zeromesh.tiers.memory import empty_on
 
@@ -53,8 +57,9 @@ class BackgroundSaves:
     The memory of the copy is kept for the next save.
     """
 
-    def __init__(self, world: Group) -> None:
-        self._world = world
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._world: Group = mesh.group("world")
         self._thread: _SaveThread | None = None
         self._known = False  # whether the failure of the last save was raised or accepted on all ranks
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -66,6 +71,7 @@ class BackgroundSaves:
         Raises:
             OSError: the host has less memory than that.
         """
+        assert self._thread is None or self._thread.over, "the memory is being written"
         self._used = 0
         needed = sum(_padded(box.data.nbytes) for box in boxes if not box.from_disk)
         if needed <= self._memory.numel():
@@ -97,11 +103,14 @@ class BackgroundSaves:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
-    def start(self, folder: Path, work: Callable[[], None], held: ExitStack) -> None:
+    def start(self, folder: Path, work: Callable[[SaveState], None], held: ExitStack) -> None:
         """Run ``work``, which writes the checkpoint ``folder``, in a thread; it closes ``held`` in the end."""
         self._known = False
         self._thread = _SaveThread(folder, work, held)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system has no more threads
+            self._thread.write()
 
     def failed(self) -> bool:
         """Return True if the last save has failed here, and the ranks have not agreed on it yet."""
@@ -111,13 +120,23 @@ class BackgroundSaves:
         """Raise the failure of a save on all ranks, or only note it: the thread has logged it. Collective."""
         assert self._thread is not None
         self._known = True
+        self._tell(self._thread.state)
         if raises:
             agree_success(self._world, WHAT, self._thread.failure)
+
+    def _tell(self, state: SaveState) -> None:
+        """Let the ranks hear whose part of the save has failed. Collective."""
+        own = state.failures.get(self._mesh.rank, "")
+        if bool(self._world.exchange(torch.tensor([float(bool(own))], device="cpu")).any()):
+            state.failures.update({rank: text for rank, text in enumerate(texts(self._world, own)) if text})
 
     def finish(self, raises: bool) -> None:
         """Wait until no save is under way on any rank; raise a failure that is not known yet. Collective."""
         if self._thread is None:
             return
+        # The first rank waits for parts of others, and would not hear that one has failed.
+        self._thread.state.part_over.wait()
+        self._tell(self._thread.state)
         self._thread.join()
         raises, self._known = raises and not self._known, True
         try:
@@ -136,35 +155,36 @@ class BackgroundSaves:
 
     def close(self) -> None:
         """Wait for the save of this rank, and give up the memory; raise a failure that is not known yet."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        if (thread := self._thread) is not None:
             thread.join()
+        self._thread = None  # not before: who interrupts the wait, and goes on, waits again
         self._memory, self._used = torch.empty(0, dtype=torch.uint8), 0
         if thread is not None and thread.failure is not None and not self._known:
             raise thread.failure
 
 
-class _SaveThread(threading.Thread):
+class _SaveThread(Worker):
     """Thread that writes one checkpoint. It is no daemon: the end of the program waits for it."""
 
     # It holds Python's lock only between system calls and hashes of megabytes each; see ADR 26.
 
-    def __init__(self, folder: Path, work: Callable[[], None], held: ExitStack) -> None:
-        super().__init__(name=f"zeromesh save {folder.name}", daemon=False)
+    def __init__(self, folder: Path, work: Callable[[SaveState], None], held: ExitStack) -> None:
+        super().__init__(self.write, f"zeromesh save {folder.name}", daemon=False)
         self.folder = folder
-        self.failure: Exception | None = None
-        self._work, self._held = work, held
+        self.state, self.failure = SaveState(), cast(Exception | None, None)
+        self._writes, self._held = work, held
 
-    def run(self) -> None:
+    def write(self) -> None:
         """Write the checkpoint, and keep and log a failure."""
         try:
             with self._held:
-                self._work()
+                self._writes(self.state)
         except BaseException as error:  # whatever it was, the program must hear of it
             self.failure = error if isinstance(error, Exception) else RuntimeError(f"the save ended with {error!r}")
             _log.warning("%s", self.failure)
         finally:
-            del self._work  # which holds what it wrote
+            self.state.part_over.set()
+            del self._writes  # which holds what it wrote
 
 
 class SaveFailed(OSError):
@@ -183,15 +203,23 @@ def explained(folder: Path, error: Exception) -> Exception:
     )
 
 
-def leave_failure(draft: Path, rank: int, error: Exception) -> None:
-    """Tell the first rank, by the file that it waits for, that this rank could not write its part."""
-    with suppress(OSError):  # where nothing can be written at all, it notices that nothing grows
-        (draft / f"rank_{rank:05d}.safetensors").unlink(missing_ok=True)  # a full disk has room for the file then
-        write_json(_description(draft, rank), {"failure": str(error) or type(error).__name__})
+@dataclass
+class SaveState:
+    """State of a save, as far as this rank knows."""
+
+    part_over: Event = field(default_factory=Event)  # this rank's part is written, or failed
+    failures: dict[int, str] = field(default_factory=dict)  # why parts have failed, by rank
+
+    def fail(self, draft: Path, rank: int, error: Exception) -> None:
+        """Note that this rank could not write its part, also in the file that the first rank waits for."""
+        self.failures[rank] = text = str(error) or type(error).__name__
+        with suppress(OSError):  # the ranks tell each other, too
+            (draft / f"rank_{rank:05d}.safetensors").unlink(missing_ok=True)  # a full disk has room for the file then
+            write_text(_description(draft, rank), json.dumps({"failure": text}), flush=False)
 
 
-def wait_for_ranks(draft: Path, ranks: int) -> None:
-    """Wait until all ranks have described their parts.
+def wait_for_ranks(draft: Path, ranks: int, state: SaveState) -> None:
+    """Wait until all ranks have described their parts, or told why they could not write them.
 
     Raises:
         FileNotFoundError: the folder is gone.
@@ -199,7 +227,7 @@ def wait_for_ranks(draft: Path, ranks: int) -> None:
     """
     missing = list(range(ranks))
     size, since, pause = -1, time.monotonic(), 0.01
-    while missing := [rank for rank in missing if not _description(draft, rank).is_file()]:
+    while missing := [rank for rank in missing if not (rank in state.failures or _description(draft, rank).is_file())]:
         if not draft.is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(draft))
         grown = sum(path.stat().st_size for path in draft.glob("rank_*.safetensors"))
@@ -213,8 +241,12 @@ def wait_for_ranks(draft: Path, ranks: int) -> None:
             )
         time.sleep(pause)
         pause = min(1.0, 1.5 * pause)  # for large runs, whose file server should not be asked all the time
-    for rank in range(ranks):
-        text = json.loads(_description(draft, rank).read_text(encoding="utf-8")).get("failure")
+    failures = {
+        rank: json.loads(path.read_text(encoding="utf-8")).get("failure")
+        for rank in range(ranks)
+        if (path := _description(draft, rank)).is_file()
+    } | state.failures
+    for rank, text in sorted(failures.items()):
         if text is not None:
             raise SaveFailed(errno.EIO, f"rank {rank} could not {WHAT}: {text}")
 

@@ -1,20 +1,24 @@
 """Contents of a checkpoint: names of a run's tensors, and their places in memory.
 
 Names: ``parameter/NAME`` are the values that the optimizer updates (fp32 masters of 16-bit parameters), ``buffer/NAME``
-buffers, ``optimizer/KEY/NAME`` one state of one parameter, ``random/RANK`` the generators of a rank as bytes.
+buffers, ``optimizer/KEY/NAME`` one state of one parameter, ``random/RANK`` the generators of a rank as bytes,
+``extra/RANK/NUMBER`` tensors in the extra state of modules. A NAME is the model's own, without those of wrappers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.boxes import Box
 from zeromesh.checkpoint.manifest import dtype_name
+from zeromesh.checkpoint.packing import StoredTensors, pack
 from zeromesh.checkpoint.random_state import random_state
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.piece import Piece
@@ -31,6 +35,15 @@ from zeromesh.shard.window import PiecePart, StateWindow, pieces_in
 if TYPE_CHECKING:
     from zeromesh.training_data import Loader, Position
 
+
+# Modules that torch and Lightning put around others, whose names stand in the names of tensors.
+_WRAPPERS = re.compile(
+    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_forward_module)\."
+)
+
+EXTRA = "_extra_state"  # last part of the names of what ``get_extra_state`` of a module returns
+
+NAMED = ("scalars", "members", "parameters", "tied", "extra")  # entries of the manifest by names of the model
 
 FROZEN_LEFT_OUT = "frozen_left_out"  # entry of the manifest: the checkpoint has no parameters that are not trained
 
@@ -70,6 +83,64 @@ class RunState(Protocol):
 
 def boxes(engine: RunState, read: bool = True, exclude_frozen: bool = False) -> Iterator[Box]:
     """Yield the boxes that this rank writes, each valid until the next; without ``read`` their data are any."""
+    plain = plain_names(engine.sharded.model)
+    for box in _own_boxes(engine, read, exclude_frozen):
+        kind, _, name = box.name.rpartition("/")
+        yield box if (bare := plain(name)) == name else replace(box, name=f"{kind}/{bare}")
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a tensor has in the model without wrappers; see ``plain_names``."""
+    return _WRAPPERS.sub("", name)
+
+
+def plain_names(model: nn.Module) -> Callable[[str], str]:
+    """Return a function of a tensor's name in the model that leaves out the names of wrappers."""
+    parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    # Users have modules that they call "module".
+    prefixes = [f"{path}.module.".removeprefix(".") for path, one in model.named_modules() if isinstance(one, parallel)]
+
+    def plain(name: str) -> str:
+        for prefix in reversed(prefixes):  # the innermost first
+            if name.startswith(prefix):
+                name = prefix.removesuffix("module.") + name.removeprefix(prefix)
+        return plain_name(name)
+
+    return plain
+
+
+def model_names(model: nn.Module, names: Iterable[str]) -> Callable[[str], str]:
+    """Return a function of a saved name, with or without those of wrappers, that returns the one of ``names``."""
+    plain = plain_names(model)
+    by_plain = {plain(name): name for name in names}
+    return lambda name: by_plain.get(name) or by_plain.get(plain_name(name), name)
+
+
+def extra_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with a state beside parameters and buffers, by the name of that state."""
+    return {
+        f"{path}.{EXTRA}".removeprefix("."): one
+        for path, one in model.named_modules()
+        if type(one).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def extra_state(sharded: ShardedModel) -> tuple[dict[str, Any], StoredTensors]:
+    """Return the extra state of the modules of this stage as JSON, by name, and its tensors; the first rank's counts.
+
+    Raises:
+        TypeError: it cannot be kept; the message names the module.
+    """
+    apart, plain = StoredTensors(f"extra/{sharded.mesh.rank}"), plain_names(sharded.model)
+    members = extra_modules(sharded.model) if sharded.mesh.group("stage").rank == 0 else {}
+    packed = {
+        plain(name): pack(one.get_extra_state(), f"the extra state of {name.removesuffix(EXTRA)} {type(one)}", apart)
+        for name, one in members.items()
+    }
+    return packed, apart
+
+
+def _own_boxes(engine: RunState, read: bool, exclude_frozen: bool) -> Iterator[Box]:
     sharded = engine.sharded
     # Replicas write nothing twice: of each value, one rank is the writer.
     if sharded.mesh.replicate.rank == 0:
@@ -85,6 +156,9 @@ def boxes(engine: RunState, read: bool = True, exclude_frozen: bool = False) -> 
         for name, buffer in own_buffers(sharded):
             if buffer.numel():
                 yield Box(f"buffer/{name}", tuple(buffer.shape), 0, buffer.numel(), buffer.flatten())
+    for name, value in extra_state(sharded)[1].items():
+        if value.numel():
+            yield Box(name, tuple(value.shape), 0, value.numel(), value.flatten())
     state = random_state(sharded.model)
     yield Box(f"random/{sharded.mesh.rank}", tuple(state.shape), 0, state.numel(), state)
 

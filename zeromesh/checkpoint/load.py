@@ -16,10 +16,13 @@ from torch.optim import Optimizer
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.contents import (
     FROZEN_LEFT_OUT,
+    NAMED,
     RunState,
     buffers,
+    extra_modules,
     held,
     model_fields,
+    model_names,
     own_buffers,
     own_names,
     quantized_by,
@@ -86,15 +89,18 @@ def load(
     sharded = engine.sharded
     shapes = {f"parameter/{s.name}": s.held.whole for flat in sharded.flats for s in flat.layout.segments}
     shapes |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in own_buffers(sharded)}
+    shapes |= {f"extra/{name}": () for name in extra_modules(sharded.model)}
     wanted = {name: tuple(shape) for name, shape in of_all_stages(mesh, shapes).items()}  # JSON has lists
 
     other_names = of_all_stages(mesh, tied(sharded))
+    extra: dict[str, Any] = {}
 
     def prepare() -> Reader:
         path, named = locate(folder, chosen), folder / chosen
         if path != named:
             _log.warning("%s is missing: a process ended as it was replaced; the one before it is loaded", named)
         reader = Reader(path)
+        _rename(sharded, reader, {*map(_bare, wanted), *other_names})
         if "imported" in reader.manifest:
             # Other libraries keep buffers among the parameters, and tied ones under each of their names.
             own = {_bare(name) for name in wanted if name.startswith("buffer/")}
@@ -117,6 +123,7 @@ def load(
             _require_same_scheduler(engine, reader)
         if loader is not None:
             loader.require_same_data(reader.manifest.get("data"))
+        extra.update(unpack(reader.manifest.get("extra", {}), reader.tensor))
         return reader
 
     reader = agree_run(world, "open the checkpoint", prepare)
@@ -130,7 +137,9 @@ def load(
     plainly = parts.load_model is None
     agree_run(world, "load the checkpoint", lambda: _load_tensors(sharded, optimizer, reader, plainly))
     if parts.load_model is not None:
-        _load_by(parts.load_model, sharded, reader)
+        _load_by(parts.load_model, sharded, reader, extra)
+    else:
+        agree_run(world, "load the extra state of modules", lambda: _load_extra(sharded, extra))
     sharded.updated()
     if parts.progress:
         _load_progress(engine, reader, scheduler_states)
@@ -171,6 +180,11 @@ def _require_same_tag(world: Group, folder: Path, tag: str | None) -> None:
 def _require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict: bool) -> None:
     """Raise ValueError unless the tensors of the checkpoint are the model's, which are ``wanted``."""
     saved = {name: reader.shape(name) for name in reader.names if name.startswith(("parameter/", "buffer/"))}
+    if "extra" in reader.manifest:
+        saved |= {f"extra/{name}": () for name in reader.manifest["extra"]}
+    elif lacks := [name for name in wanted if name.startswith("extra/")]:
+        _log.warning("%s, of another version or library, lacks %s, which stay as they are", reader.folder, some(lacks))
+        wanted = {name: shape for name, shape in wanted.items() if name not in lacks}
     # Of a tensor without elements there is nothing to write.
     saved, wanted = ({name: shape for name, shape in found.items() if 0 not in shape} for found in (saved, wanted))
     missing = {name: shape for name, shape in wanted.items() if name not in saved}
@@ -181,7 +195,7 @@ def _require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict
     other = [f"{_bare(name)}: saved {saved[name]}, wanted {shape}" for name, shape in wanted.items()
              if saved.get(name, shape) != shape]  # fmt: skip
     # Shapes must be equal anyway: a part of a tensor is no value for it.
-    if not strict and not other:
+    if not strict and not other and (saved.keys() & wanted.keys() or not wanted):
         if (missing or extra) and engine.mesh.rank == 0:
             kept = some(map(_bare, missing), "tensors", most=MOST_SHOWN) or "none"
             ignored = some(map(_bare, extra), "tensors", most=MOST_SHOWN) or "none"
@@ -190,7 +204,8 @@ def _require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict
     lacking = _unmatched(missing, extra, "not in the checkpoint")
     unknown = _unmatched(extra, missing, "not in the model")
     if other or lacking or unknown:
-        hint = "" if other else "\nload_module_strict=False loads those that are in both"
+        hint = "" if other or not strict else "\nload_module_strict=False loads those that are in both"
+        hint = hint if strict or other else "\nno tensor is in both, so that nothing would be loaded"
         text = "\n".join(some(lines, "like these", "\n", MOST_SHOWN) for lines in (other, lacking, unknown) if lines)
         fields = reader.manifest.get("model", {})
         differ = [
@@ -249,11 +264,32 @@ def _require_same_scheduler(engine: RunState, reader: Reader) -> None:
         )
 
 
-def _load_by(function: Callable[..., Any], sharded: ShardedModel, reader: Reader) -> None:
+def _rename(sharded: ShardedModel, reader: Reader, names: set[str]) -> None:
+    """Give what the reader shows the model's names: one of the two may have modules with wrappers around them."""
+    own = model_names(sharded.model, names)
+    places = {
+        name: name.rpartition("/") for name in reader.names if name.startswith(("param", "buffer/", "optimizer/"))
+    }
+    reader.rename({name: f"{kind}/{own(bare)}" for name, (kind, _, bare) in places.items() if own(bare) != bare})
+    for key in NAMED:
+        if key in reader.manifest:
+            part = {own(name): value for name, value in reader.manifest[key].items()}
+            reader.manifest[key] = {n: own(one) for n, one in part.items()} if key == "tied" else part
+
+
+def _load_extra(sharded: ShardedModel, extra: dict[str, Any]) -> None:
+    for name, module in extra_modules(sharded.model).items():
+        if name in extra:
+            module.set_extra_state(extra[name])
+
+
+def _load_by(
+    function: Callable[..., Any], sharded: ShardedModel, reader: Reader, extra: dict[str, Any]
+) -> None:  # fmt: skip
     """Let a function of the user's change the model by the whole tensors of a checkpoint. Collective."""
     kinds = ("parameter/", "buffer/")
     source = {_bare(name): reader.tensor(name) for name in reader.names if name.startswith(kinds)}
-    source |= {name: source[own] for name, own in reader.manifest.get("tied", {}).items() if own in source}
+    source |= {name: source[own] for name, own in reader.manifest.get("tied", {}).items() if own in source} | extra
     with sharded.gathered(sharded.parts):
         agree_run(sharded.mesh.group("world"), "load by the user's function", lambda: _call(function, source, sharded))
         for flat in sharded.flats:

@@ -10,7 +10,6 @@ import shutil
 import socket
 import stat
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -18,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeromesh.checkpoint.folder import write_text
+from zeromesh.comm.agreement import catch
 from zeromesh.config.keys import PEER_COPIES
+from zeromesh.model.worker import Worker
 from zeromesh.observe.machine import memory
 from zeromesh.tiers.lock import FolderInUse, locked
 
@@ -70,22 +71,16 @@ def discard(folder: Path) -> None:
         shutil.rmtree(root() / name, ignore_errors=True)
 
 
-class Exchange(threading.Thread):
+class Exchange(Worker):
     """Thread that sends this rank's part of a copy to other nodes, and takes theirs."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__(name="zeromesh copies", daemon=True)
         self.failure: Exception | None = None
-        self._work = work
 
-    def run(self) -> None:
-        """Send and receive, and keep a failure."""
-        try:
-            self._work()
-        except Exception as error:  # the next copy raises it
-            self.failure = error
-        finally:
-            del self._work  # which holds the engine's copies
+        def exchange() -> None:
+            self.failure = catch(work)[1]  # the next copy raises it
+
+        super().__init__(exchange, "zeromesh copies")
 
 
 @dataclass
@@ -154,9 +149,9 @@ class Kept:
 
     def settle(self) -> None:
         """Wait until the nodes have exchanged their parts; raise what went wrong, once."""
-        exchange, self.exchange = self.exchange, None
-        if exchange is not None:
+        if (exchange := self.exchange) is not None:
             exchange.join()
+            self.exchange = None  # not before: who interrupts the wait, and goes on, waits again
             if exchange.failure is not None:
                 raise exchange.failure
 

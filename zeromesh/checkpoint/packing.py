@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from datetime import date, datetime, time, timedelta
@@ -40,6 +41,7 @@ KINDS = (
     _Kind("__frozenset__", frozenset, list, frozenset),
     _Kind("__bytes__", bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
     _Kind("__bytearray__", bytearray, bytes, bytearray),
+    _Kind("__bytesio__", io.BytesIO, io.BytesIO.getvalue, io.BytesIO),
     _Kind("__complex__", complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     _Kind("__datetime__", datetime, datetime.isoformat, datetime.fromisoformat),
     _Kind("__date__", date, date.isoformat, date.fromisoformat),
@@ -56,6 +58,14 @@ KINDS = (
 
 # Keys of what stands for something that JSON does not have.
 MARKS = frozenset({"__items__", "__tensor__", "__stored__", *(kind.mark for kind in KINDS)})
+
+
+class StoredTensors(dict[str, torch.Tensor]):
+    """Tensors that are kept apart, under names of a ``kind``."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
 
 
 def pack(value: Any, path: str = "the value", apart: dict[str, torch.Tensor] | None = None) -> Any:
@@ -105,7 +115,8 @@ def _pack_tensor(
             f"{path} is a {type(value).__name__} of {value.dtype}, which a checkpoint cannot hold there; convert it to "
             "numbers"
         )
-    name = f"client_state/{len(apart)}"  # a tensor of the checkpoint, which may be large, and is no JSON
+    kind = apart.kind if isinstance(apart, StoredTensors) else "client_state"
+    name = f"{kind}/{len(apart)}"  # a tensor of the checkpoint, which may be large, and is no JSON
     apart[name] = tensor.contiguous()
     return {"__stored__": [name, library, list(value.shape), dtype_name(tensor.dtype)]}
 

@@ -14,14 +14,17 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.background import WHAT, BackgroundSaves, explained, leave_failure, wait_for_ranks
+from zeromesh.checkpoint.background import WHAT, BackgroundSaves, SaveState, explained, wait_for_ranks
 from zeromesh.checkpoint.boxes import Box, ShardWriter
 from zeromesh.checkpoint.contents import (
     FROZEN_LEFT_OUT,
+    NAMED,
     RunState,
     boxes,
+    extra_state,
     model_fields,
     parameters,
+    plain_names,
     scheduler_name,
     tied,
 )
@@ -109,8 +112,8 @@ def save(
         if save_latest:
             write_latest(folder, tag)
 
-    def write_beside(part: _Part) -> None:
-        part.write_beside(final, finish)
+    def write_beside(part: _Part, state: SaveState) -> None:
+        part.write_beside(final, finish, state)
         if rank == 0 and count is not None:
             keep_last(folder, tag, count)
 
@@ -161,7 +164,7 @@ class _Part:
         write_json(self.draft / f"rank_{self.rank:05d}.json", {"shard": entry} | self.numbers)
         return self
 
-    def write_beside(self, final: Path, finish: Callable[[_Part], None]) -> None:
+    def write_beside(self, final: Path, finish: Callable[[_Part], None], state: SaveState) -> None:
         """Write it without collectives; the first rank waits for the others and finishes.
 
         Raises:
@@ -170,10 +173,11 @@ class _Part:
         _, failure = catch(self.written)
         if failure is not None:
             failure = explained(final, failure)
-            leave_failure(self.draft, self.rank, failure)
+            state.fail(self.draft, self.rank, failure)
+        state.part_over.set()
         if self.rank == 0:
             # Also after a failure: the draft is removed when nobody writes to it any more.
-            _, problem = catch(partial(wait_for_ranks, self.draft, self.ranks))
+            _, problem = catch(partial(wait_for_ranks, self.draft, self.ranks, state))
             if problem is None:
                 _, problem = catch(partial(finish, self))
             if problem is not None:
@@ -207,7 +211,7 @@ def _taken(draft: Path, ranks: int) -> list[dict[str, Any]]:
 def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the part of the manifest that all ranks describe together."""
     shards: list[Any] = []
-    found: dict[str, dict[str, Any]] = {"scalars": {}, "members": {}, "parameters": {}, "tied": {}}
+    found: dict[str, dict[str, Any]] = {key: {} for key in NAMED}
     for part in parts:
         shards.append(part["shard"])
         for key, known in found.items():
@@ -225,10 +229,13 @@ def pack_client_state(client_state: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 def numbers(engine: RunState) -> dict[str, Any]:
     """Return what this rank describes of its shard, beside the boxes."""
+    plain = plain_names(engine.sharded.model)
     found: dict[str, Any] = {"scalars": scalars(engine), "members": members(engine)}
     if engine.mesh.group("stage").rank == 0:
-        found |= {"parameters": parameters(engine.sharded), "tied": tied(engine.sharded)}
-    return found
+        names = {name: plain(one) for name, one in tied(engine.sharded).items()}
+        found |= {"parameters": parameters(engine.sharded), "tied": names}
+    named = {key: {plain(name): value for name, value in part.items()} for key, part in found.items()}
+    return named | {"extra": extra_state(engine.sharded)[0]}
 
 
 def _scheduler_state(engine: RunState) -> Any:

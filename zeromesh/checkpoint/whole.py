@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from zeromesh.checkpoint.contents import own_buffers, tied
+from zeromesh.checkpoint.contents import EXTRA, extra_modules, own_buffers, plain_names
 from zeromesh.checkpoint.manifest import dtype_name
+from zeromesh.checkpoint.packing import StoredTensors, pack, unpack
 from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.errors import some
 from zeromesh.shard.sharded import ShardedModel
+
+_log = logging.getLogger(__name__)
 
 State = dict[str, torch.Tensor]
 
@@ -152,26 +157,82 @@ def _parts(value: torch.Tensor) -> Iterable[torch.Tensor]:
     return value.view(-1).view(torch.uint8).split(PART) if value.numel() else ()
 
 
+def keys_of(model: nn.Module) -> tuple[dict[int, list[str]], dict[str, Any]]:
+    """Return the keys of the model's state dict by ``id`` of the tensor, and what it has beside parameters and buffers.
+
+    Hooks of modules rename some and leave out others.
+    """
+    members = {id(one) for one in (*model.parameters(), *model.buffers())}
+    keys: dict[int, list[str]] = {}
+    others = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if id(value) in members:
+            keys.setdefault(id(value), []).append(key)
+        else:
+            others[key] = value
+    return keys, others
+
+
+def file_names(model: nn.Module, hooks: bool = True) -> Callable[[str], str | None]:
+    """Return a function of a tensor's name in the model that returns its name in files; None for one without."""
+    plain, keys = plain_names(model), keys_of(model)[0] if hooks else {}
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    choices = {name: keys.get(id(one), []) for name, one in tensors} if hooks else {}
+
+    def named(name: str) -> str | None:
+        known = choices.get(name, [name])
+        return plain(name if name in known else known[0]) if known else None  # of tied ones, the name stays
+
+    return named
+
+
+def tensor_states(model: nn.Module) -> State:
+    """Return the extra state of modules by name, of those where it is a tensor; tell of others, which files lack."""
+    states = {name: module.get_extra_state() for name, module in extra_modules(model).items()}
+    others = [name for name, state in states.items() if not isinstance(state, torch.Tensor)]
+    if others:
+        _log.warning("%s is no tensor, and not written to safetensors; save_checkpoint() keeps it", some(others))
+    return {name: state for name, state in states.items() if name not in others}
+
+
+def extra_of_all_stages(mesh: Mesh, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the extra state of modules of all stages, by name. Collective."""
+    if mesh.sizes["pipeline"] == 1:
+        return dict(own)
+
+    def packs() -> tuple[dict[str, Any], StoredTensors]:
+        apart = StoredTensors(f"extra/{mesh.group('pipeline').rank}")
+        return {name: pack(value, f"the extra state {name}", apart) for name, value in own.items()}, apart
+
+    packed, apart = agree_run(mesh.group("world"), "show the extra state of its modules", packs)
+    tensors = on_all_ranks(mesh, apart)
+    return {name: unpack(value, tensors.__getitem__) for name, value in of_all_stages(mesh, packed).items()}
+
+
 def gathered_state_dict(sharded: ShardedModel) -> State:
-    """Return whole parameters and buffers as CPU tensors on rank 0, {} elsewhere."""
+    """Return whole parameters and buffers as CPU tensors, and extra state, on rank 0, {} elsewhere."""
     found = State()
-    for state in on_first_rank(sharded.mesh, _shown(sharded)):
+    keys, others = keys_of(sharded.model)
+    for state in on_first_rank(sharded.mesh, _shown(sharded, keys)):
         found |= state
-    names = of_all_stages(sharded.mesh, tied(sharded))
-    return found | {name: found[own] for name, own in names.items()} if found else found
+    names = of_all_stages(sharded.mesh, {name: some[0] for some in keys.values() for name in some[1:]})
+    extra = extra_of_all_stages(sharded.mesh, others)
+    return found | {name: found[own] for name, own in names.items()} | extra if found else found
 
 
-def _shown(sharded: ShardedModel) -> Iterator[State]:
-    """Yield the tensors of this rank's stage, on the ranks that show them."""
+def _shown(sharded: ShardedModel, keys: Mapping[int, list[str]]) -> Iterator[State]:
+    """Yield the tensors of this rank's stage, by their first ``keys``, on the ranks that show them."""
     shown = shows(sharded.mesh)
     # One at a time, so that no rank holds the whole model on its device.
     for unit in sharded.parts:
         with sharded.gathered([unit]):
             flats = filter(sharded.is_first, unit.flats) if shown else ()
             members = [parameter for flat in flats for parameter in flat.parameters]
-            state = {sharded.names[id(parameter)]: parameter.detach().cpu().clone() for parameter in members}
-        yield state
-    yield {name: buffer.detach().cpu().clone() for name, buffer in own_buffers(sharded) if shown}
+            state = {keys[id(one)][0]: one.detach().cpu().clone() for one in members if id(one) in keys}
+        if state or not members:
+            yield state
+    held = [one for _, one in own_buffers(sharded) if shown and id(one) in keys]
+    yield {keys[id(one)][0]: one.detach().cpu().clone() for one in held}
 
 
 def add_stages(sharded: ShardedModel, state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -179,17 +240,28 @@ def add_stages(sharded: ShardedModel, state: dict[str, Any], prefix: str = "") -
     own = {
         name: value
         for name, value in state.items()
-        if isinstance(value, torch.Tensor) and name.removeprefix(prefix) not in sharded.idle
+        if isinstance(value, torch.Tensor) and name.removeprefix(prefix) not in sharded.idle and not _is_extra(name)
     }
-    return state | on_all_ranks(sharded.mesh, own)
+    extra = extra_of_all_stages(sharded.mesh, {name: value for name, value in state.items() if _is_extra(name)})
+    return state | on_all_ranks(sharded.mesh, own) | extra
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == EXTRA
 
 
 def load_here(sharded: ShardedModel, state: Mapping[str, Any], strict: bool) -> Any:
     """Load a state of all stages, as the model's own ``load_state_dict``. Collective; all ranks raise."""
-    if sharded.mesh.sizes["pipeline"] == 1:
-        return sharded.model.load_state_dict(state, strict)
-    # Torch would call tensors of other stages unexpected, and miss none of them.
     here = dict.fromkeys(sharded.model.state_dict(keep_vars=True))
+    if sharded.mesh.sizes["pipeline"] == 1:
+        result = sharded.model.load_state_dict(state, strict)
+        if state and here and len(result.unexpected_keys) == len(state):
+            raise RuntimeError(
+                f"nothing was loaded: the state has {some(state, 'names')}, and the model {some(here, 'names')}; pass "
+                "the model's own names"
+            )
+        return result
+    # Torch would call tensors of other stages unexpected, and miss none of them.
     elsewhere = of_all_stages(sharded.mesh, here).keys() - here.keys()
     mine = {name: value for name, value in state.items() if name not in elsewhere}
     world = sharded.mesh.group("world")

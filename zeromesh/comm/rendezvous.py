@@ -7,7 +7,6 @@ import errno
 import os
 import re
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from zeromesh.comm.detect import Environment
 from zeromesh.comm.failure import StartError
 from zeromesh.comm.launchers import LOOPBACK
+from zeromesh.model.worker import Worker
 
 START_SECONDS = 300.0  # that ranks wait for each other, unless ZEROMESH_START_TIMEOUT is set
 
@@ -151,7 +151,7 @@ def in_background(action: Callable[[], Any], result: list[Any]) -> Callable[[flo
         except Exception as error:
             result.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)
+    thread = Worker(run)
     thread.start()
     return thread.join
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
+
+from zeromesh.model.worker import Worker
 
 LEAVING = 1.0  # seconds for which an exiting process waits for unfinished steps
 
@@ -46,7 +48,7 @@ class _Thread:
     def __init__(self, step: Callable[[], None]) -> None:
         self._failure: BaseException | None = None
         # Only the thread keeps the step and its buffers alive: this object stays until the next collective of its tag.
-        self._thread = threading.Thread(target=self._run, args=(step,), name="zeromesh-second-step", daemon=True)
+        self._thread = Worker(partial(self._run, step), "zeromesh-second-step")
         self._thread.start()
         self.running.add(self)
 

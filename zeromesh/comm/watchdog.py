@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from zeromesh.comm.rank import write_failure
 from zeromesh.config.keys import PARAMETER_SLOTS, UNSHARDED_PARAMETERS
+from zeromesh.model.worker import Worker
 
 PATIENCE = 30.0  # seconds that every rank must have waited, each in one collective, before they are given up
 OWN = 10  # times PATIENCE that collectives of the program's own may take: nothing is known of their size
@@ -82,9 +83,7 @@ class Watchdog:
         # Threads of their own, as the main one waits in native code. They must not keep the engine alive, nor outlive
         # it: a rank without an engine, which may prepare data for hours, owes nobody a sign.
         threads = [
-            threading.Thread(
-                target=_repeat, args=(weakref.ref(self), patience / TICKS, gone, act, at_end), daemon=True
-            )
+            Worker(partial(_repeat, weakref.ref(self), patience / TICKS, gone, act, at_end))
             for act, at_end in (
                 (Watchdog.check, partial(store.set, f"zeromesh/signs/{rank}", "")),
                 (Watchdog.judge, lambda: None),
@@ -304,7 +303,7 @@ def _life(sign: str) -> str:
     return "stopped" if stat.rpartition(")")[2].split()[0] in ("T", "t", "Z", "X") else "alive"
 
 
-def _stop(gone: threading.Event, threads: list[threading.Thread]) -> None:
+def _stop(gone: threading.Event, threads: list[Worker]) -> None:
     """End the threads, also as the process ends: one that comes back from the store when Python is gone aborts it."""
     gone.set()
     for thread in threads:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from zeromesh.checkpoint.contents import plain_names
+from zeromesh.checkpoint.whole import keys_of
 from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.deepspeed.fp32_weights import leave_script
 from zeromesh.engine_saving import Saving
@@ -116,8 +118,8 @@ class Weights(Saving):
 
     def _frozen(self, excluded: bool) -> set[str]:
         """Return the names of parameters that are not trained, if they are ``excluded``."""
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {name for name, parameter in named if excluded and not parameter.requires_grad}
+        keys = keys_of(self.module)[0] if excluded else {}
+        return {key for p in self.module.parameters() if not p.requires_grad for key in keys.get(id(p), [])}
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the module's whole state on the CPU of the first rank, in the dtype of the run; empty elsewhere."""
@@ -141,7 +143,8 @@ class Weights(Saving):
             return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters, **more)
         if merge_adapters:
             raise ValueError("merge_adapters is for safetensors; give a save_filename that ends in .safetensors")
-        state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        plain, state = plain_names(self.module), self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        state = {plain(name): value for name, value in state.items()}
 
         def write() -> None:
             if self.mesh.rank == 0:

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from zeromesh.comm.watchdog import PLACE
 from zeromesh.horovod import moves
 from zeromesh.horovod.negotiation import Decision, Negotiator, Request, key_of, shown
 from zeromesh.horovod.timeline import OperationTimeline
+from zeromesh.model.worker import Worker
 
 BLOCKED = 2.0
 """Seconds of waiting after which a rank says so, for rank 0 to see when all wait for each other."""
@@ -110,7 +112,7 @@ class World:
         for store in [self._store, *stores]:
             store.set_timeout(NEVER)
         started = zip(roles, stores, strict=True)
-        self._threads = [threading.Thread(target=role, args=[store], daemon=True) for role, store in started]
+        self._threads = [Worker(partial(role, store)) for role, store in started]
         for thread in self._threads:
             thread.start()
 

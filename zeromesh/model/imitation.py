@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves
 
 from zeromesh.model.containers import map_tensors
+from zeromesh.model.worker import Worker
 
 META = torch.device("meta")
 
@@ -189,7 +190,7 @@ def limited(seconds: float) -> Iterator[None]:
         if not ended.wait(seconds):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(here), ctypes.py_object(_TooLong))
 
-    thread = threading.Thread(target=wait, daemon=True)
+    thread = Worker(wait)
     thread.start()
     try:
         yield

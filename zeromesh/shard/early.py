@@ -21,6 +21,7 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.kernels.update import StepInput, UpdateStep, update
 from zeromesh.kernels.update import UpdatePiece as Elements
 from zeromesh.model.placement import Tier
+from zeromesh.model.worker import Worker
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Arrival, Gradient
 from zeromesh.shard.store import Tiers
@@ -134,7 +135,7 @@ class EarlyUpdates:
         self._pauses, self._left = 0, 0
         self._state = EarlyState.OPEN
         self._queue: SimpleQueue[_Task | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         self._error: BaseException | None = None
         store.before_states(self._before_states)
 
@@ -176,7 +177,7 @@ class EarlyUpdates:
                 self._swap.flush()
             self._error, self._queue = None, SimpleQueue()
             # In a thread: the kernel and the disk leave Python's lock alone, so the backward goes on beside them.
-            self._thread = threading.Thread(target=self._work, name="early update", daemon=True)
+            self._thread = Worker(self._work, "early update")
             self._thread.start()
         self._tasks[flat] = task
         self._queue.put(task)

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOCK = ".lock"  # file in a folder, as long as a process writes there; one that a killed process has left is taken over
@@ -39,10 +39,9 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         if descriptor is not None:
-            try:
+            with suppress(OSError):  # a disk that fails must not hide why the work ended; the next one takes it over
                 path.unlink(missing_ok=True)  # before the lock goes: nobody else deletes a file that is locked
-            finally:
-                os.close(descriptor)
+            os.close(descriptor)
 
 
 def _take(path: Path) -> int | None:

@@ -13,9 +13,9 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Thread
 from types import TracebackType
 from zlib import crc32
 
@@ -23,6 +23,7 @@ import torch
 
 from zeromesh.kernels import sums
 from zeromesh.kernels.native import library
+from zeromesh.model.worker import Worker
 from zeromesh.tiers.buffers import Buffer
 from zeromesh.tiers.swap_file import ALIGNMENT, SwapFile, aligned
 from zeromesh.tiers.traffic import Meter
@@ -185,8 +186,8 @@ class FileStore:
         self._provisional: list[Region] = []
         # The threads know the file, not the store, so that it can be forgotten while they work. At Python's end nobody
         # waits for them but ``_close``, which does not let them finish what is left.
-        known = (self._requests, self._file, self._meter)
-        threads = [Thread(target=_work, args=known, name=f"nvme-{n}", daemon=True) for n in range(queue_depth)]
+        work = partial(_work, self._requests, self._file, self._meter)
+        threads = [Worker(work, f"nvme-{n}") for n in range(queue_depth)]
         self._close = weakref.finalize(self, _close, self._requests, threads, self._file)
         for thread in threads:
             thread.start()
@@ -359,18 +360,24 @@ def _work(requests: SimpleQueue[_Request | None], file: SwapFile, meter: Meter) 
         del request, error  # or the buffer would live until the next one comes
 
 
-def _close(requests: SimpleQueue[_Request | None], threads: Sequence[threading.Thread], file: SwapFile) -> None:
+def _close(requests: SimpleQueue[_Request | None], threads: Sequence[Worker], file: SwapFile) -> None:
     """End the threads, then the file: whoever closes a file under a thread's hands has it write to another one."""
     try:
         with suppress(Empty):
             while (request := requests.get_nowait()) is not None:
                 error = RuntimeError(f"{request.pending.what} was not done: its store was closed before")
                 request.pending.end_one(error)
-        for _ in threads:
-            requests.put(None)
-        for thread in threads:
-            # One that could not be started has nothing to end; the current one may be the one that collects garbage.
-            if thread.ident is not None and thread is not threading.current_thread():
-                thread.join()
-    finally:
-        file.delete()
+        _end(requests, threads, file)
+    except BaseException:  # as Ctrl-C: threads may be with the disk yet, and somebody has to wait for them
+        Worker(partial(_end, requests, threads, file), "nvme-end").start()
+        raise
+
+
+def _end(requests: SimpleQueue[_Request | None], threads: Sequence[Worker], file: SwapFile) -> None:
+    for _ in threads:
+        requests.put(None)
+    for thread in threads:
+        # One that could not be started has nothing to end; the current one may be the one that collects garbage.
+        if thread.ident is not None and thread is not threading.current_thread():
+            thread.join()
+    file.delete()

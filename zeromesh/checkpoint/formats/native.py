@@ -18,6 +18,7 @@ from zeromesh.checkpoint.formats.form import Contents, StoredRange, plain_number
 from zeromesh.checkpoint.manifest import MANIFEST, dtype_name
 from zeromesh.checkpoint.optimizer import options
 from zeromesh.checkpoint.packing import pack, unpack
+from zeromesh.config.errors import some
 from zeromesh.config.version import VERSION
 from zeromesh.tiers.lock import locked
 
@@ -52,6 +53,8 @@ def read(folder: Path) -> Contents:
         contents.scheduler = unpack(manifest["scheduler"]), manifest.get("scheduler_type")
     contents.loss_scale = manifest["loss_scaler"]
     contents.client = unpack(manifest["client_state"], reader.tensor)
+    if manifest.get("extra"):
+        contents.left.append(f"{some(manifest['extra'])}: extra state of modules has no place in other formats")
     if manifest.get("data"):
         contents.left.append("the position in the training data has no place in other formats")
     return contents

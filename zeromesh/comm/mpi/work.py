@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
+from zeromesh.model.worker import Worker
+
 PAUSE = 1e-3  # seconds between two looks of the thread; a look costs some microseconds of the interpreter's lock
 LINGER = 100  # looks in vain after which the thread waits to be woken, which costs whoever wakes it more than a look
 SPIN = 2e-4  # seconds for which a wait asks without a pause, as small messages take less; then it sleeps in between
@@ -62,7 +64,7 @@ class Runtime:
         self._pending: dict[MpiWork, None] = {}  # in the order in which they were added
         self.gone: set[int] = set()  # world ranks that are known to have ended
         self._some = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         self._ended = False
 
     def start(self) -> bool:
@@ -93,7 +95,7 @@ class Runtime:
         # MPI progresses inside of its own calls only. So a thread looks after all that is under way, and whoever waits
         # looks after everything, too, and more often.
         if self._thread is None:
-            self._thread = threading.Thread(target=self._drive, name="mpi", daemon=True)
+            self._thread = Worker(self._drive, "mpi")
             self._thread.start()
         self._some.set()
 
