@@ -161,7 +161,7 @@ def _plain_states(
 ) -> Iterator[State]:
     """Yield the part of the plain model's state that each unit adds, on the ranks that show it."""
     shown = shows(sharded.mesh)
-    for everything in chain(_unit_tensors(sharded), [tensor_states(sharded.model)]):
+    for everything in chain(_unit_tensors(sharded), [tensor_states(sharded)]):
         tensors = {
             name: tensor
             for name, tensor in everything.items()

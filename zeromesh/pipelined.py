@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
 from zeromesh.config.parts import Pipeline
+from zeromesh.model.buffers import EXTRA
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import tensors_of
 from zeromesh.model.linear import Kept, keeping
@@ -95,8 +97,18 @@ class Pipelined:
 
     @property
     def idle(self) -> frozenset[str]:
-        """Names of buffers outside of blocks that are here, while only other ranks compute with them."""
-        return frozenset(n for n, stage in self.cut.buffers.items() if self._placement[stage] != self._group.rank)
+        """Names of buffers outside of blocks, and of extra states, that only other ranks compute with."""
+        buffers = {n for n, stage in self.cut.buffers.items() if self._placement[stage] != self._group.rank}
+        paths = (path for path, _ in self._model.named_modules() if not {*self.stages} & self._stages_of(path))
+        return frozenset(buffers | {f"{path}.{EXTRA}" for path in paths})
+
+    def _stages_of(self, path: str) -> set[int]:
+        """Return the stages that compute with a module."""
+        inside = [number for number, block in enumerate(self.cut.blocks) if f"{path}.".startswith(f"{block}.")]
+        if inside:
+            return {bisect_right(self.cut.starts, inside[0]) - 1}
+        names = {name: needing for name, needing in self.cut.stages.items() if name.startswith(f"{path}.") or not path}
+        return {stage for needing in names.values() for stage in needing} or {0}
 
     def take_away(self, precision: Precision) -> None:
         """Remove the parameters of other ranks' stages; stand-ins have the dtypes of the run."""

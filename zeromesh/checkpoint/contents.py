@@ -21,6 +21,7 @@ from zeromesh.checkpoint.manifest import dtype_name
 from zeromesh.checkpoint.packing import StoredTensors, pack
 from zeromesh.checkpoint.random_state import random_state
 from zeromesh.comm.mesh import Mesh
+from zeromesh.model.buffers import EXTRA
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Tier
 from zeromesh.model.quantized import fingerprint, layers, states
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_forward_module)\."
 )
-
-EXTRA = "_extra_state"  # last part of the names of what ``get_extra_state`` of a module returns
 
 NAMED = ("scalars", "members", "parameters", "tied", "extra")  # entries of the manifest by names of the model
 
@@ -116,12 +115,13 @@ def model_names(model: nn.Module, names: Iterable[str]) -> Callable[[str], str]:
     return lambda name: by_plain.get(name) or by_plain.get(plain_name(name), name)
 
 
-def extra_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with a state beside parameters and buffers, by the name of that state."""
+def extra_modules(sharded: ShardedModel) -> dict[str, nn.Module]:
+    """Return the modules of this stage with a state beside parameters and buffers, by the name of that state."""
     return {
-        f"{path}.{EXTRA}".removeprefix("."): one
-        for path, one in model.named_modules()
+        name: one
+        for path, one in sharded.model.named_modules()
         if type(one).get_extra_state is not nn.Module.get_extra_state
+        and (name := f"{path}.{EXTRA}".removeprefix(".")) not in sharded.idle
     }
 
 
@@ -132,7 +132,7 @@ def extra_state(sharded: ShardedModel) -> tuple[dict[str, Any], StoredTensors]:
         TypeError: it cannot be kept; the message names the module.
     """
     apart, plain = StoredTensors(f"extra/{sharded.mesh.rank}"), plain_names(sharded.model)
-    members = extra_modules(sharded.model) if sharded.mesh.group("stage").rank == 0 else {}
+    members = extra_modules(sharded) if sharded.mesh.group("stage").rank == 0 else {}
     packed = {
         plain(name): pack(one.get_extra_state(), f"the extra state of {name.removesuffix(EXTRA)} {type(one)}", apart)
         for name, one in members.items()

@@ -89,7 +89,7 @@ def load(
     sharded = engine.sharded
     shapes = {f"parameter/{s.name}": s.held.whole for flat in sharded.flats for s in flat.layout.segments}
     shapes |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in own_buffers(sharded)}
-    shapes |= {f"extra/{name}": () for name in extra_modules(sharded.model)}
+    shapes |= {f"extra/{name}": () for name in extra_modules(sharded)}
     wanted = {name: tuple(shape) for name, shape in of_all_stages(mesh, shapes).items()}  # JSON has lists
 
     other_names = of_all_stages(mesh, tied(sharded))
@@ -278,7 +278,7 @@ def _rename(sharded: ShardedModel, reader: Reader, names: set[str]) -> None:
 
 
 def _load_extra(sharded: ShardedModel, extra: dict[str, Any]) -> None:
-    for name, module in extra_modules(sharded.model).items():
+    for name, module in extra_modules(sharded).items():
         if name in extra:
             module.set_extra_state(extra[name])
 

@@ -215,7 +215,7 @@ def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for part in parts:
         shards.append(part["shard"])
         for key, known in found.items():
-            known |= part.get(key, {})
+            known |= part.get(key, {}) | known  # the first stage that has a name counts
     return {"shards": shards, **found}
 
 

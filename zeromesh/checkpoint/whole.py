@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.checkpoint.contents import EXTRA, extra_modules, own_buffers, plain_names
+from zeromesh.checkpoint.contents import extra_modules, own_buffers, plain_names
 from zeromesh.checkpoint.manifest import dtype_name
 from zeromesh.checkpoint.packing import StoredTensors, pack, unpack
 from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.errors import some
+from zeromesh.model.buffers import EXTRA
 from zeromesh.shard.sharded import ShardedModel
 
 _log = logging.getLogger(__name__)
@@ -186,9 +187,9 @@ def file_names(model: nn.Module, hooks: bool = True) -> Callable[[str], str | No
     return named
 
 
-def tensor_states(model: nn.Module) -> State:
+def tensor_states(sharded: ShardedModel) -> State:
     """Return the extra state of modules by name, of those where it is a tensor; tell of others, which files lack."""
-    states = {name: module.get_extra_state() for name, module in extra_modules(model).items()}
+    states = {name: module.get_extra_state() for name, module in extra_modules(sharded).items()}
     others = [name for name, state in states.items() if not isinstance(state, torch.Tensor)]
     if others:
         _log.warning("%s is no tensor, and not written to safetensors; save_checkpoint() keeps it", some(others))
@@ -216,7 +217,7 @@ def gathered_state_dict(sharded: ShardedModel) -> State:
     for state in on_first_rank(sharded.mesh, _shown(sharded, keys)):
         found |= state
     names = of_all_stages(sharded.mesh, {name: some[0] for some in keys.values() for name in some[1:]})
-    extra = extra_of_all_stages(sharded.mesh, others)
+    extra = extra_of_all_stages(sharded.mesh, {k: value for k, value in others.items() if k not in sharded.idle})
     return found | {name: found[own] for name, own in names.items()} | extra if found else found
 
 
@@ -242,7 +243,8 @@ def add_stages(sharded: ShardedModel, state: dict[str, Any], prefix: str = "") -
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and name.removeprefix(prefix) not in sharded.idle and not _is_extra(name)
     }
-    extra = extra_of_all_stages(sharded.mesh, {name: value for name, value in state.items() if _is_extra(name)})
+    here = {name: v for name, v in state.items() if _is_extra(name) and name.removeprefix(prefix) not in sharded.idle}
+    extra = extra_of_all_stages(sharded.mesh, here)
     return state | on_all_ranks(sharded.mesh, own) | extra
 
 

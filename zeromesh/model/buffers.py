@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 Buffers = dict[str, Tensor | None]
 
+EXTRA = "_extra_state"  # last part of the names of what ``get_extra_state`` of a module returns
+
 # Modules that left all their buffers as they were when they first ran in training mode, as with masks.
 _constant: WeakSet[nn.Module] = WeakSet()
 

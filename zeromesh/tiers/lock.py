@@ -39,9 +39,13 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         if descriptor is not None:
-            with suppress(OSError):  # a disk that fails must not hide why the work ended; the next one takes it over
-                path.unlink(missing_ok=True)  # before the lock goes: nobody else deletes a file that is locked
-            os.close(descriptor)
+            try:
+                with suppress(
+                    OSError
+                ):  # a disk that fails must not hide why the work ended
+                    path.unlink(missing_ok=True)  # before the lock goes: nobody else deletes a file that is locked
+            finally:
+                os.close(descriptor)
 
 
 def _take(path: Path) -> int | None:
