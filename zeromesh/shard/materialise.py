@@ -35,6 +35,7 @@ def materialiser(model: nn.Module, seed: int = 0) -> Callable[[str, nn.Parameter
             # By its module's `reset_parameters`, and `_init_weights` of a module around it, as Hugging Face models have
             # it; each module is seeded by its name, so that the order, and what other ranks make, do not matter.
             path, _, last = name.rpartition(".")
+            _require_known(model, path, name)
             values = _initialised(model, path, seed)
             _require_value(model, name, values[last])
             replace(parameter, values[last])
@@ -56,7 +57,9 @@ def _materialise_buffers(model: nn.Module, path: str, module: nn.Module, seed: i
     values = {} if all(map(is_deferred, meta.values())) else _initialised(model, path, seed)
     for name, buffer in meta.items():
         if not is_deferred(buffer):
-            _require_value(model, f"{path}.{name}" if path else name, values[name])
+            full = f"{path}.{name}".removeprefix(".")
+            _require_known(model, path, full)
+            _require_value(model, full, values[name])
         module._buffers[name] = replayed(buffer) if is_deferred(buffer) else values[name]
 
 
@@ -97,6 +100,23 @@ def _unset(like: torch.Tensor) -> torch.Tensor:
     wide = like.is_floating_point() or like.is_complex()
     value = float("nan") if wide else 0 if like.dtype is torch.bool else torch.iinfo(like.dtype).min
     return torch.empty_like(like, device="cpu").fill_(value)
+
+
+def _require_known(model: nn.Module, path: str, name: str) -> None:
+    """Raise ValueError unless the class of the module alone decides on its initial values, or transformers' model."""
+    parts = path.split(".") if path else []
+    around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+    if any(hasattr(one, "base_model_prefix") and hasattr(one, "_init_weights") for one in around):
+        return
+    # A constructor may have given parameters of its parts any values, which are lost.
+    others = [one for one in around if not type(one).__module__.startswith("torch.nn.")]
+    others += [one for one in around[:-1] if isinstance(one, nn.Transformer | nn.MultiheadAttention)]
+    if others:
+        raise ValueError(
+            f"{name} is on the meta device, and what the constructor of {type(others[0]).__name__} made of it is lost; "
+            "build the model under zeromesh.zero.Init() instead of torch.device('meta'), or make it real, with its "
+            "values, before initialize"
+        )
 
 
 def _require_value(model: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -40,9 +40,7 @@ def locked(folder: Path) -> Iterator[None]:
     finally:
         if descriptor is not None:
             try:
-                with suppress(
-                    OSError
-                ):  # a disk that fails must not hide why the work ended
+                with suppress(OSError):  # a disk that fails must not hide why the work ended
                     path.unlink(missing_ok=True)  # before the lock goes: nobody else deletes a file that is locked
             finally:
                 os.close(descriptor)
