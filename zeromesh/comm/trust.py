@@ -29,6 +29,8 @@ from zeromesh.comm.messages import backends, gather_json
 
 TOKEN = "ZEROMESH_TOKEN"
 """Variable with the token of one start of the ranks; ``zeromesh launch`` sets it."""
+LASTING = "ZEROMESH_RUN_KEY"
+"""Variable with a key of all starts of the ranks that one ``zeromesh launch`` makes, for what is left to the next."""
 SECRET = "ZEROMESH_SECRET"
 """Variable with a secret that all nodes share."""
 LEAST_SECRET = 16
@@ -40,10 +42,14 @@ _stores: WeakKeyDictionary[Any, SealedStore] = WeakKeyDictionary()  # by the pro
 _alive: list[SealedStore] = []  # torch keeps the part of a clone in C++ alive, and calls back into that in Python
 
 
-def sign(key: bytes, *parts: str | bytes) -> bytes:
+def sign(key: bytes, *parts: str | bytes | memoryview) -> bytes:
     """Return the HMAC-SHA256 of some parts, which can be told apart."""
-    data = [part.encode() if isinstance(part, str) else part for part in parts]
-    return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in data), "sha256")
+    code = hmac.new(key, digestmod="sha256")
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        code.update(len(data).to_bytes(8, "big"))
+        code.update(data)
+    return code.digest()
 
 
 def run_name(environment: Environment) -> str:
@@ -98,9 +104,12 @@ def _key_of_user() -> bytes:
         ) from None
 
 
-def require_private(folder: Path) -> None:
-    """Raise ValueError if another user may write into a folder, or has put something else in its place."""
-    status = folder.lstat()
+def require_private(folder: Path, descriptor: int | None = None) -> None:
+    """Raise ValueError if another user may write into a folder, or has put something else in its place.
+
+    ``descriptor`` is of the folder where it has been opened, which nobody replaces.
+    """
+    status = folder.lstat() if descriptor is None else os.fstat(descriptor)
     if not stat.S_ISDIR(status.st_mode) or stat.S_IMODE(status.st_mode) & 0o022 or status.st_uid != os.geteuid():
         raise ValueError(
             f"{folder} is not a folder of this user alone (owner {status.st_uid}, mode "
@@ -208,7 +217,12 @@ def adopt(store: SealedStore) -> None:
 
 def shared_store() -> Any:
     """Return the key-value store of all ranks; where the group was started elsewhere, torch's."""
-    return _stores.get(dist.group.WORLD) or dist.distributed_c10d._get_default_store()
+    return _store_of_run() or dist.distributed_c10d._get_default_store()
+
+
+def _store_of_run() -> SealedStore | None:
+    world = dist.group.WORLD
+    return None if world is None else _stores.get(world)
 
 
 def connect_again(store: Any) -> Any:
@@ -221,7 +235,7 @@ def prove(group: Any, limit: timedelta | None = None) -> Any:
 
     gloo takes the first connection that names a rank for that rank's. Raise StartError if it is a stranger's.
     """
-    store = _stores.get(dist.group.WORLD)
+    store = _store_of_run()
     if (
         store is None
         or dist.get_rank(group) < 0
@@ -254,7 +268,9 @@ def prove(group: Any, limit: timedelta | None = None) -> Any:
 
 def shared_key(environment: Environment) -> bytes:
     """Return a new key that the ranks of this run alone have; empty if they share nothing secret. Collective."""
-    store = _stores.get(dist.group.WORLD)
+    store = _store_of_run()
+    if environment.world_size == 1:
+        return secrets.token_bytes(_SIZE)
     token = run_token(environment) if store is None else store.key
     # Each rank's part makes it another key each time, so that nothing recorded before is taken again.
     parts = gather_json(secrets.token_hex(_SIZE))

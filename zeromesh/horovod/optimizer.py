@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.horovod.functions import broadcast_object
+from zeromesh.horovod.functions import broadcast_value
 from zeromesh.horovod.negotiation import ReduceOp
 from zeromesh.horovod.operations import (
     Adasum,
@@ -328,7 +328,7 @@ def DistributedOptimizer(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if groups is not None and members.rank >= 0:
         # In the order of one rank: ranks may have other orders of parameters.
-        order = broadcast_object([names[p] for p in parameters], members.ranks[0], "groups", process_set)
+        order = broadcast_value([names[p] for p in parameters], members.ranks[0], "groups", process_set)
         places = {name: place for place, name in enumerate(order)}
         parameters.sort(key=lambda parameter: places.get(names[parameter], len(places)))
     buckets = [Bucket(names[part[0]], part) for part in _split(parameters, groups) if part]

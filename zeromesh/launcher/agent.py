@@ -36,7 +36,7 @@ from zeromesh.comm.failure import HASTE, SAVED, SAVED_AND_ENDED, RankFailure, fi
 from zeromesh.comm.interface import own_address
 from zeromesh.comm.rank import FAILURES, OUTPUT
 from zeromesh.comm.rendezvous import in_background, reach
-from zeromesh.comm.trust import TOKEN, sign
+from zeromesh.comm.trust import LASTING, TOKEN, sign
 from zeromesh.launcher.rendezvous import RUN, signed_rendezvous
 
 PREFIX = "[${rank}] "  # begins each line of a rank whose output is copied
@@ -242,7 +242,7 @@ class _Output(DefaultLogsSpecs):
 
     def __init__(self, folder: Path, variables: dict[str, str], forks: bool, secret: bytes) -> None:
         super().__init__(log_dir=str(folder))  # of the files that the copied output passes through
-        self._secret = secret
+        self._secret = secret or secrets.token_bytes(32)
         self._variables = variables  # torch has no other place for further variables of the ranks
         self._forks = forks
 
@@ -250,11 +250,11 @@ class _Output(DefaultLogsSpecs):
         """Return the destinations for one start of the ranks, given their variables by local rank."""
         replaced = sys.stdout is not sys.__stdout__  # as in a notebook, where descriptor 1 is not what the user sees
         self._tee = {local: Std.ALL if replaced or int(env["RANK"]) else Std.NONE for local, env in envs.items()}
-        drawn = secrets.token_bytes(32)  # for this start of the ranks alone
         for variables in envs.values():
+            # Another token for each start of the ranks, which all nodes know without another message.
             place = (variables[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
-            token = sign(self._secret, *place) if self._secret else drawn  # all nodes know it without another message
-            variables.update(self._variables, **{TOKEN: token.hex()})
+            keys = {TOKEN: sign(self._secret, "start", *place), LASTING: sign(self._secret, "run")}
+            variables.update(self._variables, **{name: key.hex() for name, key in keys.items()})
         destination = super().reify(envs)
         if self._forks:
             # torch redirects the descriptors of ``sys.stdout``, which a notebook's stream may not have.
