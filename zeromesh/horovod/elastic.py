@@ -251,8 +251,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a training function whose first argument is its state.
 
     The function starts with the last committed state after a restart, and with that of rank 0 on all ranks. If it
-    raises HorovodInternalError, the state goes back to the last commit, and the error goes on to the launcher, which
-    starts all ranks again.
+    raises HorovodInternalError that is no ValueError, the state goes back to the last commit, and the error goes on to
+    the launcher, which starts all ranks again.
     """
 
     @functools.wraps(function)
@@ -262,8 +262,9 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
         state.sync()
         try:
             result = function(state, *args, **kwargs)
-        except HorovodInternalError:
-            state.restore()
+        except HorovodInternalError as error:
+            if not isinstance(error, ValueError):  # no rank is lost where arguments are wrong
+                state.restore()
             raise
         path = state_file()
         if path is not None and rank() == 0:

@@ -28,7 +28,7 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
         process_set: ranks that take part.
 
     Raises:
-        HorovodInternalError: on every rank, if ranks have tensors of other shapes or dtypes under a name.
+        ValueError: on every rank, if ranks have tensors of other shapes or dtypes under a name.
     """
     if not isinstance(params, Iterable) or isinstance(params, torch.Tensor | str):
         raise ValueError(f"params are of {type(params).__name__}; pass model.state_dict() or named_parameters()")

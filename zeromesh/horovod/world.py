@@ -51,6 +51,20 @@ class HorovodInternalError(RuntimeError):
     """An operation failed: ranks contradict each other, or one has ended."""
 
 
+class Contradiction(HorovodInternalError, ValueError):
+    """Ranks gave an operation different arguments, which they would do again after a restart."""
+
+
+class WrongArgument(ValueError, RuntimeError):
+    """An operation cannot take an argument. Horovod raises one class or the other, by operation."""
+
+
+ERRORS: dict[str, type[RuntimeError]] = {
+    "lost": HorovodInternalError, "contradiction": Contradiction, "argument": WrongArgument
+}  # fmt: skip
+"""Kinds of failures of the negotiation."""
+
+
 class Handle(Future[Any]):
     """Operation in progress; see ``synchronize`` and ``poll``. Calling it is the same as ``synchronize``.
 
@@ -69,11 +83,11 @@ class Handle(Future[Any]):
         """Wait, and return the result or raise the error."""
         return self.result() if self.done() else world_for("synchronize").wait(self)
 
-    def end(self, result: Any, error: str = "") -> None:
+    def end(self, result: Any, error: str = "", kind: str = "lost") -> None:
         """Take the result, or the failure."""
         self.tensors = []
         if error:
-            self.set_exception(HorovodInternalError(error))
+            self.set_exception(ERRORS[kind](error))
         else:
             self.set_result(result)
 
@@ -137,7 +151,7 @@ class World:
             if self._broken:
                 raise HorovodInternalError(f"{shown(handle.key)}: {self._broken}")
             if handle.key in self._handles:
-                raise HorovodInternalError(
+                raise WrongArgument(
                     f"{shown(handle.key)} is in progress already; synchronize its handle first, or use another name"
                 )
             self._handles[handle.key] = handle
@@ -212,7 +226,7 @@ class World:
             with self._lock:
                 handle = self._handles.pop(decision["key"], None)
             if handle is not None:  # else this rank has joined, or all has failed
-                handle.end(results, error)
+                handle.end(results, error, decision.get("kind", "lost"))
 
     @torch.no_grad()
     def _run(self, decision: dict[str, Any], handle: Handle | None) -> Any:
