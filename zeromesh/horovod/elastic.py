@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import functools
 import hmac
 import io
@@ -60,13 +61,19 @@ def _read(path: Path) -> memoryview | None:
     """Return what ``_write`` has written in this run, or None; raise ValueError if somebody else has written it."""
     if not path.parent.is_dir():
         return None
+    signed = memoryview(b"")
     with _private_folder(path.parent) as folder:
-        try:  # of a pipe, nobody waits for what comes
+        try:  # without a wait for what comes out of a pipe
             number = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
         except FileNotFoundError:
             return None
-        with open(number, "rb") as file:
-            signed = memoryview(file.read() if stat.S_ISREG(os.fstat(number).st_mode) else b"")
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+        else:
+            with open(number, "rb") as file:
+                if stat.S_ISREG(os.fstat(number).st_mode):
+                    signed = memoryview(file.read())
     if not hmac.compare_digest(signed[:32], sign(_key(), path.name, signed[32:])):
         raise ValueError(
             f"{path} is not the state that this run has committed: another run or user has written it, or it is "
@@ -83,6 +90,7 @@ def _key() -> bytes:
 def _private_folder(path: Path) -> Iterator[int]:
     """Open a folder, which is made, so that no other one is put in its place."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_private(path)
     number = os.open(path, os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         require_private(path, number)
