@@ -54,7 +54,7 @@ def leave() -> int:
 def as_a_stranger(port: int, mark: str) -> None:
     """Join as rank 1 with torch alone, by the names that the package uses, and send an object that runs a command."""
     store: Any = dist.TCPStore("127.0.0.1", port, None, False, LIMIT, wait_for_workers=False)  # type: ignore[attr-defined]
-    store = dist.PrefixStore("zeromesh/0", store)  # type: ignore[attr-defined]
+    store = dist.PrefixStore("zeromesh/0/0", store)  # type: ignore[attr-defined]
     store.wait(["here/0"], LIMIT)
     for stage in ("here", "knows"):
         store.set(f"{stage}/1", store.get("here/0"))  # a greeting that it has overheard

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import re
 import socket
@@ -28,6 +29,8 @@ from zeromesh.comm.trust import SECRET, SealedStore, run_name, run_token, sign
 START_SECONDS = 300.0  # that ranks wait for each other, unless ZEROMESH_START_TIMEOUT is set
 
 FAREWELL_SECONDS = 10.0  # that a rank that cannot go on tries to report why to the others
+
+_log = logging.getLogger("zeromesh")
 
 _SIGNATURE = 64  # digits in front of a greeting
 
@@ -59,7 +62,9 @@ def join_rendezvous(environment: Environment, limit: timedelta, problem: Excepti
         Exception: ``problem``, why this rank cannot go on; the others are told.
     """
     master = environment.master_address, environment.master_port
-    meeting = Meeting(environment, f"zeromesh/{_starts[master]}", limit)
+    # Ranks of several nodes may have counted different restarts.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if environment.one_node else "0"
+    meeting = Meeting(environment, f"zeromesh/{attempt}/{_starts[master]}", limit)
     _starts[master] += 1
     if problem is not None:
         meeting.report(problem)
@@ -97,6 +102,12 @@ class Meeting:
         greetings = self._exchange("here", (self._signature(self._rank, text) + text).encode())
         for rank, greeting in enumerate(greetings):
             self._require_member(rank, greeting)
+        if not self._token and self._rank == 0:
+            _log.warning(
+                "nothing proves that who connects to %s is a rank of this run: its nodes share no secret; set %s to at "
+                "least 16 characters that nobody else knows, the same on all ranks, or use zeromesh launch",
+                self._master, SECRET,
+            )  # fmt: skip
         store = SealedStore(self._store, sign(self._token, *greetings), self._master)
         for rank, proof in enumerate(self._exchange("knows", store.seal(f"knows/{self._rank}", b""))):
             store.unseal(f"knows/{rank}", proof)

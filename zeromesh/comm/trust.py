@@ -91,7 +91,8 @@ def _key_of_user() -> bytes:
         file = folder / "key"
         if not file.exists():
             draft = folder / secrets.token_hex(8)
-            draft.write_bytes(secrets.token_bytes(_SIZE))
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as output:
+                output.write(secrets.token_bytes(_SIZE))
             with contextlib.suppress(FileExistsError):
                 os.link(draft, file)  # the first one stays where several ranks come at once
             draft.unlink()
