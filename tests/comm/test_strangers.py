@@ -1,5 +1,6 @@
 """Processes that do not belong to a run: they run no code in it, forge no value, and do not mix with it."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -81,6 +82,32 @@ def test_a_stranger_who_joins_as_a_rank_is_refused_and_runs_no_code(tmp_path: Pa
     assert "rank 1 is process" in said
     assert stranger == "refused"
     assert not (tmp_path / "mark").exists()
+
+
+def beside_forged_keys(port: int, keys: dict[str, bytes]) -> str:
+    if leave() == 0:
+        return start(member(0, port), "a" * 64)
+    store: Any = dist.TCPStore("127.0.0.1", port, None, False, LIMIT, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = dist.PrefixStore("zeromesh/0/0", store)  # type: ignore[attr-defined]
+    store.wait(["here/0"], LIMIT)
+    for key, forged in keys.items():
+        store.set(key, forged)
+    with contextlib.suppress(RuntimeError):  # rank 0, which holds the store, has gone
+        store.wait(["never"], LIMIT)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"problem": b"\xff" * 80 + "ä".encode()}, "somebody who does not have the token"),
+        ({"here/go": b""}, "though the store there says so: a stranger writes to it"),
+        ({"here/1": b"\xff" * 200, "here/go": b""}, "none that can be read"),
+        ({"here/1": b"0" * 64 + b'{"run": ["a"], "by": 1}', "here/go": b""}, "rank 1 is 1, of another run"),
+    ],
+)
+def test_what_a_stranger_writes_into_the_meeting_is_told(keys: dict[str, bytes], match: str) -> None:
+    assert match in run_ranks(beside_forged_keys, 2, free_port(), keys)[0]
 
 
 def with_tokens(port: int, tokens: list[str], sizes: list[int]) -> str:

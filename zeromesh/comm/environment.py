@@ -216,7 +216,8 @@ def _start(
             "firewall is between them"
         ) from error
     if several:
-        store.set_timeout(timeout or dist.default_pg_timeout)
+        for one in (store, store.raw):  # torch has one or the other
+            one.set_timeout(timeout or dist.default_pg_timeout)
     if connects:
         dist.distributed_c10d._set_pg_timeout(timeout or dist.default_pg_timeout)
 

@@ -200,7 +200,7 @@ class Meeting:
         if problem:
             self._store.add("heard", 1)  # the process that holds the store waits for this before it goes
             text = problem[_SIGNATURE:]
-            if not compare_digest(problem[:_SIGNATURE], self._signature("problem", text)):
+            if not compare_digest(problem[:_SIGNATURE].encode(), self._signature("problem", text).encode()):
                 text = f"somebody who does not have the token of {self._run!r} has reported a problem at {self._master}"
             raise StartError(text)
 
