@@ -2,7 +2,7 @@
 
 ``LIMITS`` hold for all code. ``ABOVE`` lists larger files and classes with their sizes: an entry may shrink and never
 grow, and goes once it is within the limit. Only ``config`` names keys of the configuration and ZeRO stages, in messages
-too; ``NAMED_ELSEWHERE`` counts the strings of other packages that still do.
+too; ``NAMED_ELSEWHERE`` counts the strings of other packages that still do. Nothing is unpickled but in ``UNPICKLED``.
 """
 
 from __future__ import annotations
@@ -55,6 +55,31 @@ LEAST_COMMENTS = 0.06
 
 THREADS = "model/worker.py"
 """File with the only class of threads: CPython 3.11 takes others for ended after Ctrl-C in a ``join``."""
+OBJECT_COLLECTIVES = (
+    "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
+    "recv_object_list", "irecv_object",
+)  # fmt: skip
+"""Functions of torch that unpickle what another rank sends; ``comm/messages.py`` has others."""
+
+UNPICKLERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("pickle", "_pickle", "dill", "cloudpickle", "marshal"), ("load", "loads", "Unpickler")),
+    "joblib": ("load",),
+    "shelve": ("open",),
+    "torch": ("load",),
+}
+"""Module -> its functions that may run code of whoever wrote their input."""
+
+UNPICKLED: dict[str, str] = {
+    "checkpoint/formats/pickles.py": "Unpickler",  # makes no object but those of a table
+    "comm/rank.py": "loads",  # the call, from the process that has started this one
+    "horovod/elastic.py": "load",  # objects of the program, from a file of this run in a private folder
+    "horovod/functions.py": "loads",  # objects of the program, whose signature has been checked
+    "launcher/launch.py": "loads",  # results of processes that this one has started
+    "verification/plain.py": "load",  # the user's model, from a folder of this run
+    "verification/ranks.py": "load",
+    "verification/run.py": "load",
+}
+"""File -> the function with which it unpickles what nobody else can have written. No file may be added lightly."""
 
 OWN = ("self", "cls", "ctx", "context")
 """Names of an object in its own methods, and of autograd's contexts, which exist to be written to."""
@@ -104,6 +129,28 @@ def threads(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, ast.unparse(node)
 
 
+def unpicklings(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """Yield line, name and rule of each use of a function that may run code of whoever wrote its input."""
+    safe = set()
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        flags = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
+        if flags.get("allow_pickle"):
+            yield call.lineno, "allow_pickle", "may run code of whoever wrote the file; store plain arrays"
+        if flags.get("weights_only"):
+            safe.add(call.func)
+    for node in ast.walk(tree):
+        names: list[tuple[str, str]] = []
+        if isinstance(node, ast.ImportFrom):
+            names = [(node.module or "", alias.name) for alias in node.names]
+        elif isinstance(node, ast.Attribute) and node not in safe:
+            names = [(ast.unparse(node.value), node.attr)]
+        for module, name in names:
+            if name in OBJECT_COLLECTIVES:
+                yield node.lineno, name, "unpickles what another rank sends; use comm/messages.py"
+            elif name in UNPICKLERS.get(module, ()):
+                yield node.lineno, name, "may run code of whoever wrote its input; use JSON, or weights_only=True"
+
+
 def comments(text: str) -> int:
     """Return the number of comments of a file."""
     return sum(token.type == tokenize.COMMENT for token in tokenize.generate_tokens(io.StringIO(text).readline))
@@ -145,7 +192,7 @@ def check(root: Path) -> list[str]:
     found: dict[str, dict[str, int]] = defaultdict(dict)
     classes: dict[str, list[str]] = defaultdict(list)
     named: dict[str, list[str]] = defaultdict(list)
-    fragments, writes, alone, key = [], [], [], names_of_keys()
+    fragments, writes, alone, pickles, key = [], [], [], [], names_of_keys()
     total, commented = 0, 0
     for file in sorted((root / PACKAGE).rglob("*.py")):
         text, name = file.read_text(encoding="utf-8"), str(file.relative_to(root / PACKAGE))
@@ -161,6 +208,11 @@ def check(root: Path) -> list[str]:
         ]
         if name != THREADS:
             alone += [f"{PACKAGE}/{name}:{line}: {what}; use Worker of {THREADS}" for line, what in threads(tree)]
+        pickles += [
+            f"{PACKAGE}/{name}:{line}: {function} {rule}"
+            for line, function, rule in unpicklings(tree)
+            if function != UNPICKLED.get(name)
+        ]
         room = name.split("/")[0] if "/" in name else "top-level modules"
         if room != "config":
             hits = [(line, key.search(text)) for line, text in texts(tree)]
@@ -187,7 +239,7 @@ def check(root: Path) -> list[str]:
     problems += [
         f"{room}: names no keys; take it out of NAMED_ELSEWHERE" for room in NAMED_ELSEWHERE if not named[room]
     ]
-    problems += fragments + alone
+    problems += [*fragments, *alone, *pickles]
     if commented < LEAST_COMMENTS * total:
         problems.append(f"{commented} comments in {total} lines; at least {LEAST_COMMENTS:.0%}")
     if len(writes) > MOST_FOREIGN_WRITES:

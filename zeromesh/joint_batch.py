@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from zeromesh.comm.collectives import all_gather, reduce_scatter
+from zeromesh.comm.messages import gather_json
 
 
 class _Gather(torch.autograd.Function):
@@ -66,8 +67,7 @@ def _refuse_different(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> 
     all_gather(sums, torch.tensor([zlib.crc32(own.encode())], device=tensor.device), group=group)
     if bool((sums == sums[0]).all()):
         return
-    every: list[Any] = [None] * ranks
-    dist.all_gather_object(every, own, group=group)
+    every = gather_json(own, group)
     raise ValueError(
         f"ranks 0 to {ranks - 1} have tensors of different dtypes or shapes: {'; '.join(every)}; give all ranks "
         "batches of the same size (drop_last=True) and the same dtype"

@@ -91,7 +91,7 @@ def test_clipping_between_synchronize_and_step_sees_the_mean() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             optimizer.step()
-            assert any("skip_synchronize" in str(one.message) for one in caught)
+            assert any("without optimizer.skip_synchronize() context" in str(one.message) for one in caught)
             warnings.simplefilter("error")
             for step in range(2):  # without synchronize() there is nothing to warn of
                 optimizer.zero_grad()
@@ -353,7 +353,7 @@ def test_training_goes_on_after_a_reduction_that_failed() -> None:
         named = [("first", first), ("second", second)]
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0), named)
         (first.sum() + second.sum()).backward()
-        with pytest.raises(hvd.HorovodInternalError, match=r"allreduce.first: shapes must be the same"):
+        with pytest.raises(ValueError, match=r"allreduce.first: shapes must be the same"):
             optimizer.step()
         optimizer.zero_grad()
         (first.sum() + second.sum()).backward()

@@ -30,6 +30,7 @@ from zeromesh.checkpoint.save import merged, numbers, pack_client_state, run_sta
 from zeromesh.comm.agreement import agree_run, catch, texts
 from zeromesh.comm.mesh import Mesh
 from zeromesh.comm.peers import named
+from zeromesh.comm.trust import prove
 from zeromesh.tiers.lock import FolderInUse, locked
 from zeromesh.tiers.memory import lock_pages
 
@@ -61,7 +62,7 @@ class MemoryCopies:
         self._nodes = [[rank for rank, one in enumerate(where) if one == node] for node in dict.fromkeys(where)]
         self._node = next(number for number, ranks in enumerate(self._nodes) if self._rank in ranks)
         # Of their own, as a thread uses them beside the other collectives.
-        self._links = dist.new_group(backend="gloo") if len(self._nodes) > 1 else None
+        self._links = prove(dist.new_group(backend="gloo")) if len(self._nodes) > 1 else None
 
     @property
     def _leads(self) -> bool:

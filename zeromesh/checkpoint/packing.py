@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from datetime import date, datetime, time, timedelta
@@ -15,6 +16,8 @@ import numpy
 import torch
 
 from zeromesh.checkpoint.manifest import dtype_name
+from zeromesh.comm.agreement import agree_run, texts
+from zeromesh.comm.collectives import Group
 
 
 class _Kind(NamedTuple):
@@ -140,3 +143,19 @@ def unpack(value: Any, apart: Callable[[str], torch.Tensor] | None = None) -> An
         if kind.mark in value:
             return kind.back(unpack(value[kind.mark], apart))
     return {key: unpack(item, apart) for key, item in value.items()}
+
+
+def broadcast_value(value: Any, source: int, group: Group) -> Any:
+    """Return the value that group rank ``source`` has, its tensors on this rank's device. Collective."""
+    apart: dict[str, torch.Tensor] = {}
+    packed = agree_run(group, "send a value", lambda: pack(value, apart=apart) if group.rank == source else None)
+    layout = {name: (dtype_name(tensor.dtype), tensor.numel()) for name, tensor in apart.items()}
+    packed, layout = json.loads(texts(group, json.dumps((packed, layout)))[source])
+    landed: dict[str, torch.Tensor] = {}
+    for name, (dtype, elements) in layout.items():
+        flat = torch.empty(elements, dtype=getattr(torch, dtype), device=group.device)
+        if group.rank == source:
+            flat.copy_(apart[name].reshape(-1))
+        group.broadcast(flat.view(torch.uint8), source)
+        landed[name] = flat
+    return unpack(packed, landed.__getitem__)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeromesh.comm.collectives import Group
+from zeromesh.comm.messages import gather_texts
 from zeromesh.comm.peers import named
 from zeromesh.comm.traffic import Traffic
 
@@ -98,10 +99,4 @@ def require_agreement(world: Group, what: str, text: str) -> None:
 
 def texts(world: Group, text: str) -> list[str]:
     """Return the texts of all ranks, by rank. Collective."""
-    data = text.encode(errors="replace")
-    lengths = world.exchange(torch.tensor([len(data)], dtype=torch.int64, device="cpu")).flatten().tolist()
-    buffer = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
-    if data:
-        buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = world.exchange(buffer)
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+    return gather_texts(text, world.exchange)

@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm import interface, local, peers
+from zeromesh.comm import interface, local, peers, trust
 from zeromesh.comm.detect import VARIABLES, Environment, is_launched
 from zeromesh.comm.failure import StartError
 from zeromesh.comm.launchers import MPI, TORCHRUN, names_of
+from zeromesh.comm.messages import backends
 from zeromesh.comm.mpi import backend as mpi
 from zeromesh.comm.rendezvous import join_rendezvous, start_limit
 from zeromesh.config.errors import counted
@@ -71,12 +72,6 @@ def device_for(environment: Environment, backend: str) -> torch.device:
             f"start at most {counted(devices, 'rank')} per node, or use the backend gloo"
         )
     return torch.device(accelerator.type, environment.local_rank % devices)
-
-
-def backends(group: Any = None) -> dict[str, str]:
-    """Return the backend of a process group, by default the whole one, for each type of device."""
-    # Not ``get_backend``: it gives what the group was started with, which may be a list, or "undefined" for none.
-    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 
 def device_of_group(environment: Environment) -> torch.device:
@@ -192,18 +187,27 @@ def _start(
         dist.init_process_group("mpi", timeout=timeout)
         return
     several = environment.world_size > 1
+    began = time.monotonic()
     store: Any = join_rendezvous(environment, limit, problem) if several else dist.HashStore()  # type: ignore[attr-defined]
     # gloo connects all ranks now, which must not take as long as a collective may. The store has that limit, too.
     connects = backend == "gloo" and several
+    left = max(timedelta(seconds=1), limit - timedelta(seconds=time.monotonic() - began))
     try:
         dist.init_process_group(
             backend,
-            store=store,
+            # nccl's threads ask the store until the process ends, when none may call Python any more.
+            store=store if connects or not several else store.raw,
             rank=environment.rank,
             world_size=environment.world_size,
-            timeout=limit if connects else timeout,
+            timeout=left if connects else timeout,
             device_id=device if backend == "nccl" else None,
         )
+        if several:
+            trust.adopt(store)
+            trust.prove(dist.group.WORLD)
+    except StartError:
+        shutdown()
+        raise
     except RuntimeError as error:
         name = os.environ.get("GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_SOCKET_IFNAME", "not set")
         raise StartError(
@@ -212,7 +216,8 @@ def _start(
             "firewall is between them"
         ) from error
     if several:
-        store.set_timeout(timeout or dist.default_pg_timeout)
+        for one in (store, store.raw):  # torch has one or the other
+            one.set_timeout(timeout or dist.default_pg_timeout)
     if connects:
         dist.distributed_c10d._set_pg_timeout(timeout or dist.default_pg_timeout)
 

@@ -160,8 +160,12 @@ def derived_port(env: Mapping[str, str], launcher: Launcher) -> int:
     if launcher.job:
         job, step = value(env, launcher.job) or "0", value(env, launcher.step) or "0"
         return FIRST_PORT + (int(job) * 61 + int(step)) % PORTS if (job + step).isdecimal() else DEFAULT_PORT
-    # MPI's launchers give no number of a job. The nearest ancestor that is no rank is the same for all ranks of a
-    # node; the direct parent is not, as a rank may be started through a shell.
+    return FIRST_PORT + common_ancestor(launcher) % PORTS  # MPI's launchers give no number of a job
+
+
+def common_ancestor(launcher: Launcher) -> int:
+    """Return the number of the nearest process above this one that is no rank: the same for all ranks of a node."""
+    # The direct parent is not, as a rank may be started through a shell.
     process = os.getppid()
     while process > 1:
         try:
@@ -173,7 +177,7 @@ def derived_port(env: Mapping[str, str], launcher: Launcher) -> int:
         if not any(text.startswith(launcher.rank[0].encode() + b"=") for text in variables):
             break
         process = above
-    return FIRST_PORT + process % PORTS
+    return process
 
 
 def tasks_of_nodes(text: str) -> list[int]:

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
+from zeromesh.comm.messages import gather_json
 from zeromesh.comm.watchdog import PLACE
 from zeromesh.config.keys import LOCAL_MEMORY
 from zeromesh.kernels.native import SUMMED, library
@@ -75,7 +76,7 @@ class Transport:
             file, address = ctypes.c_int32(), ctypes.c_uint64()
             self._link = native.zeromesh_link_open(rank, size, ctypes.byref(file), ctypes.byref(address)) or 0
             mine = (_place(), os.getpid(), file.value, address.value) if self._link else None
-        shown = _everyone(mine)
+        shown = gather_json(mine)
         reached = {
             peer
             for peer, other in enumerate(shown)
@@ -84,7 +85,7 @@ class Transport:
         }  # fmt: skip
         if reached and native.zeromesh_link_start(self._link):
             reached = set()
-        every = _everyone(reached)
+        every = gather_json(sorted(reached))
         self.ranks = frozenset(peer for peer in reached if rank in every[peer])
         self.complete = all(len(one) == size - 1 for one in every)
         if self._link:
@@ -263,12 +264,6 @@ def _timeout() -> timedelta:
     assert dist.group.WORLD is not None
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
     found: timedelta = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
-    return found
-
-
-def _everyone(mine: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
     return found
 
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm import local, watchdog
+from zeromesh.comm import local, trust, watchdog
 from zeromesh.comm.calls import compare_calls
 from zeromesh.comm.collectives import Group, backend_for
 from zeromesh.comm.formats import Format
@@ -88,7 +88,7 @@ class Mesh:
         self._groups = self._make_groups()
 
     def _store(self) -> Any:
-        return mpi.store() if backend_for(self.device) == "mpi" else dist.distributed_c10d._get_default_store()
+        return mpi.store() if backend_for(self.device) == "mpi" else trust.shared_store()
 
     def _make_groups(self) -> dict[str, Group]:
         axes = [axis for axis in AXES if self.sizes[axis] > 1]
@@ -215,5 +215,5 @@ def _groups_of(device_type: str, shape: _Shape, order: _Shape) -> list[dist.Proc
 
         # On the CPU, also where ``initialize`` was called under another default device.
         ranks = torch.tensor(order, device="cpu").view(shape)
-        made[device_type, shape, order] = DeviceMesh(device_type, ranks).get_all_groups()
+        made[device_type, shape, order] = [trust.prove(one) for one in DeviceMesh(device_type, ranks).get_all_groups()]
     return made[device_type, shape, order]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import logging
 import os
 import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from hmac import compare_digest
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import torch.distributed as dist
@@ -19,11 +23,16 @@ import torch.distributed as dist
 from zeromesh.comm.detect import Environment
 from zeromesh.comm.failure import StartError
 from zeromesh.comm.launchers import LOOPBACK
+from zeromesh.comm.trust import SECRET, SealedStore, run_name, run_token, sign
 from zeromesh.model.worker import Worker
 
 START_SECONDS = 300.0  # that ranks wait for each other, unless ZEROMESH_START_TIMEOUT is set
 
 FAREWELL_SECONDS = 10.0  # that a rank that cannot go on tries to report why to the others
+
+_log = logging.getLogger("zeromesh")
+
+_SIGNATURE = 64  # digits in front of a greeting
 
 _TCPStore, _PrefixStore = dist.TCPStore, dist.PrefixStore  # type: ignore[attr-defined]
 
@@ -44,69 +53,156 @@ def start_limit(timeout: timedelta | None = None) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def join_rendezvous(environment: Environment, limit: timedelta, problem: Exception | None) -> Any:
+def join_rendezvous(environment: Environment, limit: timedelta, problem: Exception | None) -> SealedStore:
     """Join the other ranks at the master and return the store that they share; all of them go on, or none does.
 
     Raises:
-        StartError: the master's port is in use, the master or some rank does not come, or another rank has a problem.
+        StartError: the master's port is in use, the master or some rank does not come, another rank has a problem, or
+            another run or a stranger is in the place of a rank.
         Exception: ``problem``, why this rank cannot go on; the others are told.
     """
     master = environment.master_address, environment.master_port
-    prefix = f"zeromesh/{_starts[master]}"
+    # Ranks of several nodes may have counted different restarts.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if environment.one_node else "0"
+    meeting = Meeting(environment, f"zeromesh/{attempt}/{_starts[master]}", limit)
     _starts[master] += 1
     if problem is not None:
-        _report(environment, prefix, problem)
+        meeting.report(problem)
         raise problem
-    store = _PrefixStore(prefix, _store(environment, limit))
-    store.set(f"here/{environment.rank}", "")
-    if store.add("count", 1) == environment.world_size:
-        store.set("go", "")
-    _await_all(store, environment, limit)
-    problem_of_another = store.get("go").decode()
-    if problem_of_another:
-        store.add("heard", 1)  # the process that holds the store waits for this before it goes
-        raise StartError(problem_of_another)
-    return store
+    meeting.connect()
+    return meeting.meet()
 
 
-def _await_all(store: Any, environment: Environment, limit: timedelta) -> None:
-    end, pause, missing = time.monotonic() + limit.total_seconds(), 0.005, []
-    master = f"{environment.master_address}:{environment.master_port}"
-    try:
-        # Polled, as torch's own wait ignores Ctrl-C, and prints two warnings on a timeout.
-        while not store.check(["go"]) and time.monotonic() < end:
-            time.sleep(min(pause, max(0.0, end - time.monotonic())))
-            pause = min(2 * pause, 0.2)
-        if not store.check(["go"]):
-            missing = [str(rank) for rank in range(environment.world_size) if not store.check([f"here/{rank}"])]
-    except RuntimeError as error:
+class Meeting:
+    """Ranks of one run that come together in a store which anybody may reach.
+
+    Each puts a greeting there, with a number that it has drawn and its signature with the run's token. The key that
+    follows from all greetings is another one each time: nobody knows it who has recorded an earlier meeting.
+    """
+
+    def __init__(self, environment: Environment, prefix: str, limit: timedelta) -> None:
+        self._environment, self._prefix, self._limit = environment, prefix, limit
+        self._end = time.monotonic() + limit.total_seconds()
+        self._rank, self._ranks = environment.rank, range(environment.world_size)
+        self._master = f"{environment.master_address}:{environment.master_port}"
+        self._token, self._run = run_token(environment), run_name(environment)
+        self._store: Any = None
+
+    def connect(self) -> None:
+        """Serve the store, or connect to it."""
+        self._store = _PrefixStore(self._prefix, _store(self._environment, self._limit))
+
+    def meet(self) -> SealedStore:
+        """Wait for all ranks, see that each belongs to this run, and return their store."""
+        if self._rank:  # what comes first may be another run's, which this rank must not disturb
+            self._await("here/0", ranks=(0,))
+            self._require_member(0, self._store.get("here/0"))
+        words = {"run": self._run, "by": f"process {os.getpid()} on {socket.gethostname()}", "draws": token_hex()}
+        text = json.dumps(words)
+        greetings = self._exchange("here", (self._signature(self._rank, text) + text).encode())
+        for rank, greeting in enumerate(greetings):
+            self._require_member(rank, greeting)
+        if not self._token and self._rank == 0:
+            _log.warning(
+                "nothing proves that who connects to %s is a rank of this run: its nodes share no secret; set %s to at "
+                "least 16 characters that nobody else knows, the same on all ranks, or use zeromesh launch",
+                self._master, SECRET,
+            )  # fmt: skip
+        store = SealedStore(self._store, sign(self._token, *greetings), self._master)
+        for rank, proof in enumerate(self._exchange("knows", store.seal(f"knows/{self._rank}", b""))):
+            store.unseal(f"knows/{rank}", proof)
+        return store
+
+    def report(self, problem: Exception) -> None:
+        """Tell the other ranks, as far as they come in time, of a problem of this one."""
+        self._limit = timedelta(seconds=min(FAREWELL_SECONDS, self._limit.total_seconds()))
+        end = time.monotonic() + self._limit.total_seconds()
+        text = f"rank {self._rank} on {socket.gethostname()} cannot start: {problem}"
+        try:
+            self.connect()
+            self._store.set("problem", self._signature("problem", text) + text)
+            heard = self._store.add("heard", 1)
+            # The store goes with the process that holds it, so that one stays until the others have read the problem.
+            while _serves(self._environment) and heard < len(self._ranks) and time.monotonic() < end:
+                time.sleep(0.02)
+                heard = self._store.add("heard", 0)
+        except RuntimeError:
+            return  # the problem itself is what this rank's user is to see
+
+    def _signature(self, *what: object) -> str:
+        return sign(self._token, *map(str, what)).hex()
+
+    def _require_member(self, rank: int, greeting: bytes) -> None:
+        """Raise StartError unless a greeting is that of a rank of this run."""
+        text = greeting[_SIGNATURE:].decode(errors="replace")
+        signed = compare_digest(greeting[:_SIGNATURE], self._signature(rank, text).encode())
+        try:
+            words = json.loads(text)
+            run, by = str(words["run"])[:200], str(words["by"])[:200]
+        except (ValueError, KeyError, TypeError):
+            run, by = "none that can be read", "a process without a name"
+        if signed and run == self._run:
+            return
+        why = "" if run != self._run else ", whose token it does not have"
         raise StartError(
-            f"rank 0 at {master} went away while this rank waited for the others: {_first_line(error)}; see the "
-            "output of rank 0"
-        ) from None
-    if missing:
-        shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
-        raise StartError(
-            f"of {environment.world_size} ranks, {shown} did not come to {master} within {_text(limit)}; see "
-            "whether they are running, have failed before, and can reach that address. ZEROMESH_START_TIMEOUT sets "
-            "how many seconds to wait"
+            f"at {self._master}, rank {rank} is {by}, of another run: it says {run!r}{why}, and this is rank "
+            f"{self._rank} of {self._run!r}. Set MASTER_PORT to a free port, the same on all ranks of a run and "
+            f"another one for each run; start all ranks with one launcher, as one user, and with the same {SECRET}, if "
+            "any. A stranger may have connected, too"
         )
 
+    def _exchange(self, stage: str, value: bytes) -> list[bytes]:
+        """Return the values of all ranks in a stage of the meeting."""
+        current = self._store.compare_set(f"{stage}/{self._rank}", "", value)
+        if current != value:
+            self._require_member(self._rank, current)
+            raise StartError(
+                f"at {self._master}, another process has come as rank {self._rank} of {self._run!r} before this one: "
+                f"{json.loads(current[_SIGNATURE:])['by']}; give each process another RANK, and each run a MASTER_PORT "
+                "of its own; under torchrun --max-restarts set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            )
+        if self._store.add(f"{stage}/count", 1) == len(self._ranks):
+            self._store.set(f"{stage}/go", "")
+        self._await(f"{stage}/go", self._ranks, f"{stage}/")
+        keys = [f"{stage}/{rank}" for rank in self._ranks]
+        if not self._store.check(keys):
+            raise StartError(
+                f"not all ranks have come to {self._master}, though the store there says so: a stranger writes to it; "
+                "start the run anew, on another port and where strangers cannot connect"
+            )
+        values: list[bytes] = self._store.multi_get(keys)
+        return values
 
-def _report(environment: Environment, prefix: str, problem: Exception) -> None:
-    """Tell the other ranks, as far as they come in time, of a problem of this one."""
-    limit = timedelta(seconds=min(FAREWELL_SECONDS, start_limit().total_seconds()))
-    end = time.monotonic() + limit.total_seconds()
-    try:
-        store = _PrefixStore(prefix, _store(environment, limit))
-        store.set("go", f"rank {environment.rank} on {socket.gethostname()} cannot start: {problem}")
-        heard = store.add("heard", 1)
-        # The store goes with the process that holds it, so that one stays until the others have read the problem.
-        while _serves(environment) and heard < environment.world_size and time.monotonic() < end:
-            time.sleep(0.02)
-            heard = store.add("heard", 0)
-    except RuntimeError:
-        return  # the problem itself is what this rank's user is to see
+    def _await(self, key: str, ranks: Sequence[int], shown: str = "here/") -> None:
+        """Wait for a key; raise StartError, which names those of the ranks that have not come, after the limit."""
+        pause, missing = 0.001, []
+        try:
+            # Polled, as torch's own wait ignores Ctrl-C, and prints two warnings on a timeout.
+            while not (come := self._store.check([key])) and not self._store.check(["problem"]):
+                if time.monotonic() > self._end:
+                    missing = [str(rank) for rank in ranks if not self._store.check([f"{shown}{rank}"])]
+                    break
+                time.sleep(min(pause, max(0.0, self._end - time.monotonic())))
+                pause = min(2 * pause, 0.2)
+            problem = "" if come or missing else self._store.get("problem").decode(errors="replace")
+        except RuntimeError as error:
+            raise StartError(
+                f"rank 0 at {self._master} went away while this rank waited for the others: {_first_line(error)}; see "
+                "the output of rank 0"
+            ) from None
+        if missing:
+            shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+            raise StartError(
+                f"of {len(self._ranks)} ranks, {shown} did not come to {self._master} within {_text(self._limit)}; see "
+                "whether they are running, have failed before, and can reach that address. ZEROMESH_START_TIMEOUT sets "
+                "how many seconds to wait"
+            )
+        if problem:
+            self._store.add("heard", 1)  # the process that holds the store waits for this before it goes
+            text = problem[_SIGNATURE:]
+            if not compare_digest(problem[:_SIGNATURE].encode(), self._signature("problem", text).encode()):
+                text = f"somebody who does not have the token of {self._run!r} has reported a problem at {self._master}"
+            raise StartError(text)
 
 
 def _serves(environment: Environment) -> bool:

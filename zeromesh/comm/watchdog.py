@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.comm.rank import write_failure
+from zeromesh.comm.trust import connect_again
 from zeromesh.config.keys import PARAMETER_SLOTS, UNSHARDED_PARAMETERS
 from zeromesh.model.worker import Worker
 
@@ -60,7 +61,7 @@ class Watchdog:
 
     def __init__(self, store: Any, rank: int, world_size: int, patience: float) -> None:
         self.waited = 0.0  # seconds that this rank has spent in collectives
-        self._store = store = store.clone()  # of its own: another thread's wait for a key holds the connection
+        self._store = store = connect_again(store)
         self._rank = rank
         self._world_size = world_size
         self._patience = patience

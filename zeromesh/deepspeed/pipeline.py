@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zeromesh import batches
+from zeromesh.checkpoint.packing import broadcast_value
 from zeromesh.comm.collectives import Group
 from zeromesh.config.keys import CONTEXT_RANKS
 from zeromesh.deepspeed.engine import DeepSpeedEngine
@@ -245,11 +246,8 @@ class PipelineEngine(DeepSpeedEngine):
             yield batch
 
     def _shared(self, value: Any, source: int) -> Any:
-        group = self.mesh.group("pipeline").process_group
-        # Tensors would come back on the sender's device.
-        box = [map_tensors(value, torch.Tensor.cpu)]
-        dist.broadcast_object_list(box, dist.get_global_rank(group, source), group, self.device)
-        return map_tensors(box[0], lambda tensor: tensor.to(self.device))
+        found = broadcast_value(value, source, self.mesh.group("pipeline"))
+        return map_tensors(found, lambda tensor: tensor.to(self.device))  # small ones come on the host
 
     def set_has_attention_mask(self, value: bool) -> None:
         """Accept the call: stages exchange tensors of any dtype."""

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.batches import WithLoss
+from zeromesh.checkpoint.packing import broadcast_value
+from zeromesh.comm.agreement import texts
 from zeromesh.comm.collectives import Group
 from zeromesh.context.order import gathered_order
 
@@ -95,9 +97,8 @@ def outputs_of(engine: Any, names: tuple[str, ...] | None, **inputs: Any) -> Any
 
     engine.eval_batch(iter([_Asked(inputs, keep)]), num_micro_batches=1)
     group = engine.mesh.group("pipeline")
-    gathered: list[list[dict[str, Any]]] = [[] for _ in range(group.size)]
-    dist.all_gather_object(gathered, found, group=group.process_group)
-    (output,) = (one for rank in gathered for one in rank)
+    (source,) = (rank for rank, has in enumerate(texts(group, "x" * len(found))) if has)
+    output = broadcast_value(found[0] if found else None, source, group)
     moved = {name: value.to(engine.device) for name, value in output.items()}
     return ModelOutput(moved)  # type: ignore[no-untyped-call]
 

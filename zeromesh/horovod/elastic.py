@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import functools
+import hmac
+import io
 import os
 import random
+import stat
 from collections.abc import Callable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zeromesh.comm.detect import may_restart
+from zeromesh.comm.detect import Environment, may_restart
+from zeromesh.comm.trust import LASTING, require_private, run_token, sign
 from zeromesh.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from zeromesh.horovod.start import rank, size
 from zeromesh.horovod.world import HorovodInternalError
@@ -34,7 +39,64 @@ def state_file() -> Path | None:
     launcher = os.getppid()
     stat = Path(f"/proc/{launcher}/stat")
     since = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else "0"
-    return Path(os.environ.get(FOLDER) or ".zeromesh-elastic") / f"{launcher}-{since}.pt"
+    # In a folder of this user alone, also where all may write to the one around it.
+    return Path(os.environ.get(FOLDER) or ".zeromesh-elastic") / f"user-{os.geteuid()}" / f"{launcher}-{since}.pt"
+
+
+def _write(path: Path, data: memoryview) -> None:
+    """Write a signed file in a folder of this user alone; a rank that dies meanwhile leaves the one before."""
+    with _private_folder(path.parent) as folder:
+        part = f"{path.stem}.part"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part, dir_fd=folder)
+        # Neither through a link nor into a file that somebody else has put there.
+        number = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+        with open(number, "wb") as file:
+            file.write(sign(_key(), path.name, data))
+            file.write(data)
+        os.replace(part, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def _read(path: Path) -> memoryview | None:
+    """Return what ``_write`` has written in this run, or None; raise ValueError if somebody else has written it."""
+    if not path.parent.is_dir():
+        return None
+    signed = memoryview(b"")
+    with _private_folder(path.parent) as folder:
+        try:  # without a wait for what comes out of a pipe
+            number = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+        else:
+            with open(number, "rb") as file:
+                if stat.S_ISREG(os.fstat(number).st_mode):
+                    signed = memoryview(file.read())
+    if not hmac.compare_digest(signed[:32], sign(_key(), path.name, signed[32:])):
+        raise ValueError(
+            f"{path} is not the state that this run has committed: another run or user has written it, or it is "
+            "damaged; remove it, and start the run anew"
+        )
+    return signed[32:]
+
+
+def _key() -> bytes:
+    return os.environ.get(LASTING, "").encode() or run_token(Environment.detect())
+
+
+@contextlib.contextmanager
+def _private_folder(path: Path) -> Iterator[int]:
+    """Open a folder, which is made, so that no other one is put in its place."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_private(path)
+    number = os.open(path, os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        require_private(path, number)
+        yield number
+    finally:
+        os.close(number)
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
@@ -128,10 +190,9 @@ class ObjectState:
         path = state_file()
         if path is None or self._rank() != 0:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        torch.save(self._saved, part)
-        part.replace(path)  # a rank that dies in between leaves the last commit as it was
+        file = io.BytesIO()
+        torch.save(self._saved, file)
+        _write(path, file.getbuffer())
 
     def commit(self) -> None:
         """Save the state, and check for new hosts."""
@@ -148,12 +209,12 @@ class ObjectState:
     def load(self) -> bool:
         """Take the state that an earlier start of this run committed; return whether there is one. Collective."""
         path = state_file()
-        found = path is not None and self._rank() == 0 and path.exists()
-        if found and path is not None:
-            # It is a file of this run, which holds the program's own objects.
-            self._saved = torch.load(path, map_location="cpu", weights_only=False)
+        data = None if path is None or self._rank() != 0 else _read(path)
+        if data is not None:
+            # This run has signed it, and it holds the program's own objects.
+            self._saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
             self.restore()
-        return bool(self._broadcast(found))
+        return bool(self._broadcast(data is not None))
 
     def sync(self) -> None:
         """Give every rank the state of rank 0, and keep a copy in memory."""
@@ -198,8 +259,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a training function whose first argument is its state.
 
     The function starts with the last committed state after a restart, and with that of rank 0 on all ranks. If it
-    raises HorovodInternalError, the state goes back to the last commit, and the error goes on to the launcher, which
-    starts all ranks again.
+    raises HorovodInternalError that is no ValueError, the state goes back to the last commit, and the error goes on to
+    the launcher, which starts all ranks again.
     """
 
     @functools.wraps(function)
@@ -209,8 +270,9 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
         state.sync()
         try:
             result = function(state, *args, **kwargs)
-        except HorovodInternalError:
-            state.restore()
+        except HorovodInternalError as error:
+            if not isinstance(error, ValueError):  # no rank is lost where arguments are wrong
+                state.restore()
             raise
         path = state_file()
         if path is not None and rank() == 0:

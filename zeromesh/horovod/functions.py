@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+import json
 import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,6 +11,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from zeromesh.checkpoint.manifest import dtype_name
+from zeromesh.checkpoint.packing import pack, unpack
+from zeromesh.comm.trust import SECRET, sign
 from zeromesh.horovod.operations import allgather_async, broadcast_, broadcast_async_, synchronize
 from zeromesh.horovod.sets import ProcessSet, global_process_set, included_members
 from zeromesh.horovod.world import world_for
@@ -23,7 +28,7 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
         process_set: ranks that take part.
 
     Raises:
-        HorovodInternalError: on every rank, if ranks have tensors of other shapes or dtypes under a name.
+        ValueError: on every rank, if ranks have tensors of other shapes or dtypes under a name.
     """
     if not isinstance(params, Iterable) or isinstance(params, torch.Tensor | str):
         raise ValueError(f"params are of {type(params).__name__}; pass model.state_dict() or named_parameters()")
@@ -46,11 +51,10 @@ def broadcast_optimizer_state(
     ``model`` changes nothing. States that ``root_rank`` does not have yet stay unmade.
     """
     own = included_members(process_set, "broadcast_optimizer_state")
-    # On the CPU: pickled tensors come back on the root's own device, which is another rank's here.
-    held = optimizer.state_dict() if own.ranks[own.rank] == root_rank else None
-    state = tree_map_only(torch.Tensor, torch.Tensor.cpu, held)
-    state = broadcast_object(state, root_rank, "optimizer", process_set)
-    if own.ranks[own.rank] == root_rank:
+    is_root = own.ranks[own.rank] == root_rank
+    state = optimizer.state_dict() if is_root else None
+    state = broadcast_value(tree_map_only(torch.Tensor, torch.Tensor.cpu, state), root_rank, "optimizer", process_set)
+    if is_root:
         return
     groups = list(optimizer.param_groups)
     optimizer.load_state_dict(state)
@@ -60,27 +64,73 @@ def broadcast_optimizer_state(
     optimizer.param_groups[:] = groups
 
 
+def broadcast_value(value: Any, root_rank: int, name: str, process_set: ProcessSet) -> Any:
+    """Return the value of ``root_rank``, which a checkpoint could hold; nothing is pickled. Raise ValueError if not."""
+    apart: dict[str, torch.Tensor] = {}
+    text, problem = "", ""
+    if world_for(name).environment.rank == root_rank:
+        try:
+            packed = pack(value, name, apart)
+            text = json.dumps([packed, {key: [dtype_name(one.dtype), one.shape] for key, one in apart.items()}])
+        except TypeError as error:
+            problem = str(error)
+    text = _broadcast_bytes((text or f"!{problem}").encode(), root_rank, name, process_set).decode()
+    if text.startswith("!"):
+        raise ValueError(f"rank {root_rank} cannot send {text[1:]}")
+    packed, layout = json.loads(text)
+    for key, (dtype, shape) in layout.items():
+        apart.setdefault(key, torch.empty(shape, dtype=getattr(torch, dtype)))
+        broadcast_(apart[key].view(-1).view(torch.uint8), root_rank, f"{name}.{key}", process_set)
+    return unpack(packed, apart.__getitem__)
+
+
+def _broadcast_bytes(data: bytes, root_rank: int, name: str, process_set: ProcessSet) -> bytes:
+    is_root = world_for(name).environment.rank == root_rank
+    size = broadcast_(torch.tensor([len(data)]), root_rank, f"{name}.size", process_set)
+    tensor = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8) if is_root else torch.empty(int(size), dtype=torch.uint8)
+    )
+    return bytes(broadcast_(tensor, root_rank, f"{name}.data", process_set).numpy().tobytes())
+
+
+def _pickled(call: str, obj: Any) -> bytes:
+    """Return an object with its signature; raise ValueError where the ranks have no secret to sign it with."""
+    key = world_for(call).key
+    if not key:
+        raise ValueError(
+            f"{call} unpickles what other ranks send, and nothing proves that it comes from them: the ranks of several "
+            f"nodes share no secret; set {SECRET} to at least 16 characters that nobody else knows, the same on all "
+            "ranks, before you start them, or use zeromesh launch"
+        )
+    data = pickle.dumps(obj)
+    return sign(key, data) + data
+
+
+def _unpickled(call: str, signed: bytes) -> Any:
+    """Return an object that a rank of this run has sent."""
+    signature, data = signed[:32], signed[32:]
+    if not hmac.compare_digest(signature, sign(world_for(call).key, data)):
+        raise ValueError(f"{call} received what no rank of this run has sent: a stranger has connected; start it anew")
+    return pickle.loads(data)
+
+
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the object of ``root_rank``, which is pickled; other ranks' objects are not used."""
-    name = name or "object"
+    """Return the object of ``root_rank``, which is pickled and signed; other ranks' objects are not used."""
     is_root = world_for("broadcast_object").environment.rank == root_rank
-    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if is_root else torch.empty(0)
-    size = broadcast_(torch.tensor([data.numel()]), root_rank, f"{name}.size", process_set)
-    if not is_root:
-        data = torch.empty(int(size), dtype=torch.uint8)
-    broadcast_(data, root_rank, f"{name}.data", process_set)
-    return obj if is_root else pickle.loads(data.numpy().tobytes())
+    signed = _pickled("broadcast_object", obj if is_root else None)
+    signed = _broadcast_bytes(signed, root_rank, name or "object", process_set)
+    return obj if is_root else _unpickled("broadcast_object", signed)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the objects of all ranks, by rank; they are pickled."""
+    """Return the objects of all ranks, by rank; they are pickled and signed."""
     name = name or "object"
-    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(_pickled("allgather_object", obj)), dtype=torch.uint8)
     sizes = synchronize(allgather_async(torch.tensor([data.numel()]), f"{name}.size", process_set)).tolist()
     rows = synchronize(allgather_async(data, f"{name}.data", process_set)).split(sizes)
-    return [pickle.loads(row.numpy().tobytes()) for row in rows]
+    return [_unpickled("allgather_object", row.numpy().tobytes()) for row in rows]
 
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]

@@ -137,9 +137,11 @@ class Negotiator:
         requests = self._pending[key]
         first = next(iter(requests.values()))
         joined = [rank for rank in members if rank not in requests]
-        problem = problem_of(requests, members, joined) or self._problem_of_set(first)
+        kind, problem = problem_of(requests, members, joined)
+        if not problem:
+            kind, problem = "argument", self._problem_of_set(first)
         if problem:
-            return self._fail([key], problem)
+            return self._fail([key], problem, kind)
         decision: dict[str, Any] = {"key": key, "like": first, "error": ""}
         decision["firsts"] = [[shape[0] if shape else 1 for shape in requests.get(r, first)["shapes"]] for r in members]
         decision["splits"] = [requests.get(rank, first)["splits"] for rank in members]
@@ -167,10 +169,10 @@ class Negotiator:
         same = next((number for number, members in self.sets.items() if members == ranks), None)
         return "" if same is None else f"process set {same} has the ranks {ranks}, too; use that one"
 
-    def _fail(self, keys: Iterable[str], reason: str) -> list[Decision]:
+    def _fail(self, keys: Iterable[str], reason: str, kind: str = "lost") -> list[Decision]:
         found = []
         for key in list(keys):
-            found.append(_failure(list(self._pending[key]), key, reason))
+            found.append(_failure(list(self._pending[key]), key, reason, kind))
             self._forget(key)
         return found
 
@@ -197,25 +199,25 @@ def shown(key: str) -> str:
     return name + ("" if number == "0" else f" of process set {number}")
 
 
-def _failure(ranks: list[int], key: str, reason: str) -> Decision:
-    return ranks, {"key": key, "error": f"{shown(key)}: {reason}"}
+def _failure(ranks: list[int], key: str, reason: str, kind: str = "lost") -> Decision:
+    return ranks, {"key": key, "error": f"{shown(key)}: {reason}", "kind": kind}
 
 
-def problem_of(requests: Mapping[int, Request], members: Sequence[int], joined: Sequence[int]) -> str:
-    """Return what is wrong with the requests of an operation's ranks, for a message; "" if nothing."""
+def problem_of(requests: Mapping[int, Request], members: Sequence[int], joined: Sequence[int]) -> tuple[str, str]:
+    """Return the kind of what is wrong with the requests of an operation's ranks, and a message; "" if nothing is."""
     first = next(iter(requests.values()))
     for name in AGREED[first["kind"]]:
         values = {rank: _value(request, name) for rank, request in sorted(requests.items())}
         if any(value != next(iter(values.values())) for value in values.values()):
             lines = [f"  rank {rank}: {value}" for rank, value in values.items()]
-            return "\n".join([f"{name} must be the same on all ranks, but differ:", *lines])
+            return "contradiction", "\n".join([f"{name} must be the same on all ranks, but differ:", *lines])
     for rank, request in requests.items():
         if problem := request["problem"] or _problem_of_one(request, members):
-            return f"rank {rank}: {problem}"
+            return "argument", f"rank {rank}: {problem}"
     if joined and (first["kind"] != "allreduce" or first["op"] not in NEUTRAL):
         what = first["kind"] if first["kind"] != "allreduce" else f"allreduce with op {ReduceOp(first['op']).name}"
-        return f"{named(joined)} called join(), after which {what} has no meaning"
-    return ""
+        return "contradiction", f"{named(joined)} called join(), after which {what} has no meaning"
+    return "", ""
 
 
 def _value(request: Request, name: str) -> Any:

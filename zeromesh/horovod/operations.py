@@ -75,7 +75,8 @@ def synchronize(handle: Any) -> Any:
     """Wait for an operation and return its result.
 
     Raises:
-        HorovodInternalError: ranks contradict each other, or one has ended; see the message.
+        ValueError: arguments are wrong on a rank, or differ between ranks, on every rank.
+        HorovodInternalError: a rank has ended; see the message.
     """
     if not isinstance(handle, Handle):
         raise TypeError(f"synchronize takes the handle of an asynchronous operation, not {type(handle).__name__}")
@@ -308,7 +309,8 @@ def _allreduce(
         process_set: ranks that take part; this one is among them.
 
     Raises:
-        HorovodInternalError: ranks contradict each other, or one has ended.
+        ValueError: arguments are wrong on a rank, or differ between ranks, on every rank.
+        HorovodInternalError: a rank has ended.
     """
     found = operation(average, op)
     scales = (prescale_factor, postscale_factor)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.horovod.functions import broadcast_object
+from zeromesh.horovod.functions import broadcast_value
 from zeromesh.horovod.negotiation import ReduceOp
 from zeromesh.horovod.operations import (
     Adasum,
@@ -25,7 +25,6 @@ from zeromesh.horovod.operations import (
     sparse_allreduce_async,
 )
 from zeromesh.horovod.sets import ProcessSet, global_process_set, members_of
-from zeromesh.horovod.world import HorovodInternalError
 
 Parameter = torch.Tensor
 
@@ -54,14 +53,14 @@ class Bucket:
         """Note a reduction in progress."""
         self.finish = finish
 
-    def end(self) -> HorovodInternalError | None:
+    def end(self) -> RuntimeError | None:
         """Wait for the reduction, if there is one, and be ready for the next; return its failure."""
         finish, self.finish = self.finish, None
         self.ready.clear()
         try:
             if finish is not None:
                 finish()
-        except HorovodInternalError as error:
+        except RuntimeError as error:
             return error
         return None
 
@@ -102,7 +101,7 @@ class Reduction:
         """Set the number of backward passes of an update."""
         self.passes = _passes(passes)
 
-    def reset(self) -> list[HorovodInternalError]:
+    def reset(self) -> list[RuntimeError]:
         """Wait for what is in progress, and forget the passes so far; return failures."""
         self._seen = {}
         return [error for bucket in self.buckets if (error := bucket.end()) is not None]
@@ -241,6 +240,13 @@ class _Distributed(torch.optim.Optimizer):
         """Wait for the gradients of all ranks, and update the parameters."""
         if self._reduction.adasum:
             return self._adasum_step(closure)
+        if self._synchronizes and self._synchronized:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): "
+                "it reduces the gradients again; write `with optimizer.skip_synchronize(): optimizer.step()`",
+                stacklevel=2,
+            )
+        self._synchronized = False
         if closure is not None and self._reduction.active:
             # Optimizers call a closure that runs backward: its gradients are complete at its end.
             def reduced() -> Any:
@@ -250,14 +256,7 @@ class _Distributed(torch.optim.Optimizer):
 
             return super().step(reduced)
         if self._synchronizes:
-            if self._synchronized:
-                warnings.warn(
-                    "step() reduces the gradients again after synchronize(); write `with "
-                    "optimizer.skip_synchronize(): optimizer.step()`",
-                    stacklevel=2,
-                )
-            self.synchronize()
-        self._synchronized = False
+            self._reduction.finish()
         return super().step(closure)
 
     def _adasum_step(self, closure: Any) -> Any:
@@ -328,7 +327,7 @@ def DistributedOptimizer(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if groups is not None and members.rank >= 0:
         # In the order of one rank: ranks may have other orders of parameters.
-        order = broadcast_object([names[p] for p in parameters], members.ranks[0], "groups", process_set)
+        order = broadcast_value([names[p] for p in parameters], members.ranks[0], "groups", process_set)
         places = {name: place for place, name in enumerate(order)}
         parameters.sort(key=lambda parameter: places.get(names[parameter], len(places)))
     buckets = [Bucket(names[part[0]], part) for part in _split(parameters, groups) if part]

@@ -82,7 +82,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Make a process set of the given ranks usable and return it. All ranks call it, also those that are not in it.
 
     Raises:
-        HorovodInternalError: on every rank, if ranks name different sets, or the set exists already.
+        ValueError: on every rank, if ranks name different sets, or the set exists already.
     """
     world = world_for("add_process_set")
     found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)

@@ -28,7 +28,9 @@ import torch.distributed as dist
 
 from zeromesh.comm.environment import Environment, backends, init_distributed
 from zeromesh.comm.environment import shutdown as end_group
+from zeromesh.comm.messages import gather_json
 from zeromesh.comm.mpi import backend as mpi
+from zeromesh.comm.trust import SealedStore, connect_again, prove, shared_key, shared_store
 from zeromesh.comm.watchdog import PLACE
 from zeromesh.horovod import moves
 from zeromesh.horovod.negotiation import Decision, Negotiator, Request, key_of, shown
@@ -51,6 +53,20 @@ class HorovodInternalError(RuntimeError):
     """An operation failed: ranks contradict each other, or one has ended."""
 
 
+class Contradiction(HorovodInternalError, ValueError):
+    """Ranks gave an operation different arguments, which they would do again after a restart."""
+
+
+class WrongArgument(ValueError, RuntimeError):
+    """An operation cannot take an argument. Horovod raises one class or the other, by operation."""
+
+
+ERRORS: dict[str, type[RuntimeError]] = {
+    "lost": HorovodInternalError, "contradiction": Contradiction, "argument": WrongArgument
+}  # fmt: skip
+"""Kinds of failures of the negotiation."""
+
+
 class Handle(Future[Any]):
     """Operation in progress; see ``synchronize`` and ``poll``. Calling it is the same as ``synchronize``.
 
@@ -69,11 +85,11 @@ class Handle(Future[Any]):
         """Wait, and return the result or raise the error."""
         return self.result() if self.done() else world_for("synchronize").wait(self)
 
-    def end(self, result: Any, error: str = "") -> None:
+    def end(self, result: Any, error: str = "", kind: str = "lost") -> None:
         """Take the result, or the failure."""
         self.tensors = []
         if error:
-            self.set_exception(HorovodInternalError(error))
+            self.set_exception(ERRORS[kind](error))
         else:
             self.set_result(result)
 
@@ -106,9 +122,10 @@ class World:
         self._broken = ""  # why nothing can be run any more
         # Each thread needs a connection of its own, which a wait for a message holds.
         roles = [self._execute, self._coordinate] if environment.rank == 0 else [self._execute]
-        stores = [self._store.clone() for _ in roles]
+        stores = [connect_again(self._store) for _ in roles]
         # All have connected before rank 0, which has the store, can leave.
-        dist.all_gather_object([None] * environment.world_size, None)
+        gather_json(None)
+        self.key = shared_key(environment)  # signs objects, which are unpickled
         for store in [self._store, *stores]:
             store.set_timeout(NEVER)
         started = zip(roles, stores, strict=True)
@@ -136,7 +153,7 @@ class World:
             if self._broken:
                 raise HorovodInternalError(f"{shown(handle.key)}: {self._broken}")
             if handle.key in self._handles:
-                raise HorovodInternalError(
+                raise WrongArgument(
                     f"{shown(handle.key)} is in progress already; synchronize its handle first, or use another name"
                 )
             self._handles[handle.key] = handle
@@ -211,7 +228,7 @@ class World:
             with self._lock:
                 handle = self._handles.pop(decision["key"], None)
             if handle is not None:  # else this rank has joined, or all has failed
-                handle.end(results, error)
+                handle.end(results, error, decision.get("kind", "lost"))
 
     @torch.no_grad()
     def _run(self, decision: dict[str, Any], handle: Handle | None) -> Any:
@@ -290,7 +307,7 @@ def _new_group(ranks: Sequence[int]) -> Any:
     """Return a process group that carries CPU tensors, too, which one of nccl alone refuses. Collective."""
     given = backends()
     missing = ",".join(f"{device}:{name}" for device, name in ({"cpu": "gloo"} | given).items())
-    return dist.new_group(list(ranks), backend=None if "cpu" in given else missing)
+    return prove(dist.new_group(list(ranks), backend=None if "cpu" in given else missing))
 
 
 def _zeros(like: Request) -> list[torch.Tensor]:
@@ -304,9 +321,8 @@ def _zeros(like: Request) -> list[torch.Tensor]:
 def _store(environment: Environment) -> Any:
     """Return a key-value store with queues that all ranks share, with keys of this world alone. Collective."""
     ours = "mpi" in backends().values() and mpi.is_ours()
-    found: Any = mpi.store() if ours else dist.distributed_c10d._get_default_store()
-    agreed: list[Any] = [None]
-    server = None
+    found: Any = mpi.store() if ours else shared_store()
+    agreed, server = ("", 0), None
     if environment.rank == 0:
         try:
             found.queue_len("horovod")
@@ -315,9 +331,8 @@ def _store(environment: Environment) -> Any:
             queues = False
         if not queues:
             server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
-        agreed = [(uuid.uuid4().hex, server.port if server else 0)]
-    dist.broadcast_object_list(agreed)
-    token, port = agreed[0]
+        agreed = uuid.uuid4().hex, server.port if server else 0
+    token, port = gather_json(agreed)[0]
     if port and not environment.one_node:
         raise ValueError(
             "the process group's store is a file, which carries no messages between nodes; start the group with "
@@ -326,17 +341,19 @@ def _store(environment: Environment) -> Any:
     if port:  # not a clone, as rank 0's store keeps the server
         own: Any = server or dist.TCPStore("127.0.0.1", port, None, False)  # type: ignore[attr-defined]
     else:
-        own = found.clone()
-    return dist.PrefixStore(f"horovod/{token}", own)  # type: ignore[attr-defined]
+        own = connect_again(found)
+    prefix = f"horovod/{token}"
+    if isinstance(own, SealedStore):
+        return own.part(prefix)
+    # Of a group that was started elsewhere; the ranks alone know the token.
+    return SealedStore(dist.PrefixStore(prefix, own), token.encode(), "the master")  # type: ignore[attr-defined]
 
 
 def make_world() -> World:
     """Start the process group unless it has been, and return the world of its ranks. Collective."""
     owns = not dist.is_initialized()
     environment = init_distributed()
-    peers: list[Any] = [None] * environment.world_size
-    dist.all_gather_object(peers, (environment.local_world_size, PLACE, os.getpid()))
-    return World(environment, peers, owns)
+    return World(environment, gather_json((environment.local_world_size, PLACE, os.getpid())), owns)
 
 
 _current: World | None = None

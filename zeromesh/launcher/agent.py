@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -35,6 +36,7 @@ from zeromesh.comm.failure import HASTE, SAVED, SAVED_AND_ENDED, RankFailure, fi
 from zeromesh.comm.interface import own_address
 from zeromesh.comm.rank import FAILURES, OUTPUT
 from zeromesh.comm.rendezvous import in_background, reach
+from zeromesh.comm.trust import LASTING, TOKEN, sign
 from zeromesh.launcher.rendezvous import RUN, signed_rendezvous
 
 PREFIX = "[${rank}] "  # begins each line of a rank whose output is copied
@@ -146,7 +148,7 @@ def _agent(command: Sequence[Any], plan: LaunchPlan, folder: Path, report: Calla
         monitor_interval=0.1,
         local_addr=local,
     )
-    streams = _Output(folder, {**plan.variables, FAILURES: str(folder)}, plan.start_method == "fork")
+    streams = _Output(folder, {**plan.variables, FAILURES: str(folder)}, plan.start_method == "fork", plan.secret)
     return _Agent(spec, streams, plan.start_method, folder, report)
 
 
@@ -238,8 +240,9 @@ class _Loopback(elastic.RendezvousHandler):
 class _Output(DefaultLogsSpecs):
     """Log settings for the agent: rank 0 keeps the terminal, torchrun's ``tee`` copies what the others write."""
 
-    def __init__(self, folder: Path, variables: dict[str, str], forks: bool) -> None:
+    def __init__(self, folder: Path, variables: dict[str, str], forks: bool, secret: bytes) -> None:
         super().__init__(log_dir=str(folder))  # of the files that the copied output passes through
+        self._secret = secret or secrets.token_bytes(32)
         self._variables = variables  # torch has no other place for further variables of the ranks
         self._forks = forks
 
@@ -248,7 +251,10 @@ class _Output(DefaultLogsSpecs):
         replaced = sys.stdout is not sys.__stdout__  # as in a notebook, where descriptor 1 is not what the user sees
         self._tee = {local: Std.ALL if replaced or int(env["RANK"]) else Std.NONE for local, env in envs.items()}
         for variables in envs.values():
-            variables.update(self._variables)
+            # Another token for each start of the ranks, which all nodes know without another message.
+            place = (variables[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+            keys = {TOKEN: sign(self._secret, "start", *place), LASTING: sign(self._secret, "run")}
+            variables.update(self._variables, **{name: key.hex() for name, key in keys.items()})
         destination = super().reify(envs)
         if self._forks:
             # torch redirects the descriptors of ``sys.stdout``, which a notebook's stream may not have.

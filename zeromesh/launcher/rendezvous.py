@@ -13,9 +13,9 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from zeromesh.comm.trust import LEAST_SECRET, SECRET
+
 RUN = "zeromesh"
-LEAST_SECRET = 16  # bytes of the shortest secret
-VARIABLE = "ZEROMESH_SECRET"
 
 HOW = (
     "make one with: python3 -c 'import secrets; print(secrets.token_hex())' > secret; chmod 600 secret; copy it to "
@@ -26,7 +26,7 @@ HOW = (
 def read_secret(file: Path | None) -> bytes:
     """Return the secret of the nodes, of a file or of the variable ZEROMESH_SECRET; empty where there is none."""
     if file is None:
-        secret, name = os.environ.get(VARIABLE, "").strip().encode(), VARIABLE
+        secret, name = os.environ.get(SECRET, "").strip().encode(), SECRET
     else:
         try:
             secret, mode, name = file.read_bytes().strip(), file.stat().st_mode, f"--secret-file {file}"

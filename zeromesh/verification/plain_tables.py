@@ -67,7 +67,7 @@ class PlainTables:
         """Make the tables' optimizers with the options of their groups in the run's ``optimizer``."""
         for names, group in zip((each["params"] for each in self.groups), optimizer.param_groups, strict=False):
             for name in self.names.intersection(names):
-                rule = rule_of(type(optimizer), group, name)
+                rule = rule_of(optimizer, group, name)
                 known = {key: group.get(key, default) for key, default in RULES[rule].defaults.items()}
                 if rule == "rowwise_adagrad":
                     made: torch.optim.Optimizer = RowwiseAdagrad([masters[name]], known)

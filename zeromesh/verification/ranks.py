@@ -70,6 +70,11 @@ class RankResult:
     skipped: int  # updates that the engine skipped
     stopped: bool  # some rank found a difference, after which nothing more was compared
 
+    @classmethod
+    def of(cls, findings: list[dict[str, Any]], **fields: Any) -> RankResult:
+        """Return the result that ``asdict`` made these fields of."""
+        return cls(findings=[Finding(**finding) for finding in findings], **fields)
+
 
 def run_trials(work: list[tuple[Trial, Path, Path]], limit: float) -> list[RankResult]:
     """Compare each trial with the reference in its file, on this rank; a rank that hangs ends after ``limit`` s."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from math import isclose, lcm
 from multiprocessing import get_context
@@ -25,6 +25,8 @@ from zeromesh.checkpoint.random_state import random_state, restore_random_state
 from zeromesh.comm.detect import is_launched
 from zeromesh.comm.environment import device_of_group, init_distributed
 from zeromesh.comm.failure import RankFailure
+from zeromesh.comm.messages import gather_json
+from zeromesh.comm.trust import require_private
 from zeromesh.config.errors import counted
 from zeromesh.config.printing import refuse_unfilled
 from zeromesh.config.settings import Settings
@@ -55,6 +57,10 @@ Tell = Callable[[str], None]
 
 class NotVerified(Exception):
     """Nothing can be said of the layout; the message says why."""
+
+
+RAISED: dict[str, type[Exception]] = {"NotVerified": NotVerified, "OSError": OSError, "ValueError": ValueError}
+"""Exceptions of the first rank that the others raise, too."""
 
 
 def verify(
@@ -220,27 +226,31 @@ class Verification:
 
     def _on_first(self, work: Callable[[], Any]) -> Any:
         """Return on every rank what the first one's work returns, or raise its exception."""
-        found: list[Any] = [None]
+        found, problem = None, ("", "")
         if not self.launched or dist.get_rank() == 0:
             try:
-                found = [work()]
+                found = work()
             except (ValueError, OSError, NotVerified) as error:
-                found = [error]
-        if self.launched:
-            dist.broadcast_object_list(found, 0)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        return found[0]
+                if not self.launched:
+                    raise
+                problem = next(name for name, kind in RAISED.items() if isinstance(error, kind)), str(error)
+        if not self.launched:
+            return found
+        found, (kind, text) = gather_json((found, problem))[0]
+        if kind:
+            raise RAISED[kind](text)
+        return found
 
     def _trained_plain(self, trial: Trial) -> bool:
         """Train the plain process and write its updates; return whether there are any."""
         self.tell(f"training one plain process in {trial.name}")
         found = self._on_first(lambda: _train_plain(self.model, trial, self._file(trial)))
-        if isinstance(found, torch.dtype):
-            self.units[trial.name] = found
+        dtype = getattr(torch, found, None)
+        if isinstance(dtype, torch.dtype):
+            self.units[trial.name] = dtype
         elif found != OVERFLOW:
             self.report.notes.append(found)
-        return isinstance(found, torch.dtype)
+        return isinstance(dtype, torch.dtype)
 
     def _file(self, trial: Trial) -> Path:
         return self.folder / f"plain-{trial.name.replace(' ', '-')}.pt"
@@ -249,9 +259,8 @@ class Verification:
         """Return the results of each rank."""
         work = [(trial, self.model, self._file(trial)) for trial in trials]
         if self.launched:
-            every: list[Any] = [None] * self.layout.ranks
-            dist.all_gather_object(every, run_trials(work, 0.0))
-            return every
+            rows = gather_json([asdict(result) for result in run_trials(work, 0.0)])
+            return [[RankResult.of(**fields) for fields in row] for row in rows]
         began = time.monotonic()
         try:
             with _variables(ON_CPU):
@@ -313,8 +322,8 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _train_plain(path: Path, trial: Trial, file: Path) -> torch.dtype | str:
-    """Write the updates of the plain process; return its narrowest dtype, or why there are no updates."""
+def _train_plain(path: Path, trial: Trial, file: Path) -> str:
+    """Write the updates of the plain process; return the name of its narrowest dtype, or why there are none."""
     model = trial.model(path)
     elements = sum(p.numel() for p in model.parameters())
     needed = elements * 8 * trial.steps * 6
@@ -366,7 +375,7 @@ def _train_plain(path: Path, trial: Trial, file: Path) -> torch.dtype | str:
     torch.save(steps, file)
     if trial.device.type != "cpu":
         torch.accelerator.empty_cache()  # ranks may share the device
-    return narrow
+    return str(narrow).removeprefix("torch.")
 
 
 def _first_line(error: Exception) -> str:
@@ -399,11 +408,10 @@ def _variables(chosen: Mapping[str, str]) -> Iterator[None]:
 def _shared_folder(launched: bool) -> Iterator[Path]:
     """Make a folder that goes away again; under a launcher the first rank's, which the others are told."""
     with tempfile.TemporaryDirectory(prefix="zeromesh-verify-") as name:
-        found = [name]
-        if launched:
-            dist.broadcast_object_list(found, 0)
-        if not Path(found[0]).exists():
-            raise ValueError(f"folder {found[0]} of the first rank is not seen here; set TMPDIR to one that all see")
-        yield Path(found[0])
+        found = gather_json(name)[0] if launched else name
+        if not Path(found).exists():
+            raise ValueError(f"folder {found} of the first rank is not seen here; set TMPDIR to one that all see")
+        require_private(Path(found))  # models in it are unpickled
+        yield Path(found)
         if launched:
             dist.barrier()  # before the first rank removes it

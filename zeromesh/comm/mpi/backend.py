@@ -6,20 +6,25 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import socket
 import stat
 import sys
 import time
+from array import array
 from collections.abc import Sequence
 from datetime import timedelta
 from importlib.util import find_spec
+from itertools import accumulate
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from zeromesh.comm.interface import own_address
+from zeromesh.comm.trust import TOKEN, SealedStore, adopt
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -32,6 +37,7 @@ READERS = 1.0  # seconds that a rank which ends all others gives mpiexec to read
 
 _timeout: timedelta = c10d.default_pg_timeout
 _store: Any = None
+_parts: dict[int, SealedStore] = {}  # of it, by number of the world; torch refers to them from C++
 _worlds = 0  # groups of all ranks so far; each has keys of its own in the store
 
 
@@ -80,46 +86,58 @@ def rank_and_size() -> tuple[int, int]:
 
 def hosts() -> list[str]:
     """Return the name of each rank's host. Collective."""
+    return _gathered(_start().Get_processor_name())
+
+
+def _gathered(value: Any) -> list[Any]:
+    """Return every rank's value, which JSON holds, by rank. Collective."""
+    # Methods of mpi4py in lower case unpickle what other ranks send.
     from zeromesh.comm.mpi.work import runtime
 
-    name = _start().Get_processor_name()
-    found: list[str] = runtime.notes.allgather(name)
-    return found
+    data, comm = json.dumps(value).encode(), runtime.notes
+    lengths = array("q", bytes(8 * comm.Get_size()))
+    comm.Allgather(array("q", [len(data)]), lengths)
+    text = bytearray(sum(lengths))
+    comm.Allgatherv([data, _load().BYTE], [text, list(lengths), _load().BYTE])
+    ends = list(accumulate(lengths))
+    return [json.loads(text[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
 
 
 def agree_on_master() -> tuple[str, int]:
-    """Return an address of rank 0 that all others reach, loopback on one host, and a free TCP port. Collective."""
-    from zeromesh.comm.mpi.work import runtime
+    """Return an address of rank 0 that all others reach, loopback on one host, and a free TCP port. Collective.
 
+    The ranks get a token, too, by which they know each other there.
+    """
     names = hosts()
     found = None
     if rank_and_size()[0] == 0:
         address = _own_address(names)
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             probe.bind((address, 0))  # 0: the system chooses a free port
-            found = (address, int(probe.getsockname()[1]))
-    agreed: tuple[str, int] = runtime.notes.bcast(found)
-    return agreed
+            found = (address, int(probe.getsockname()[1]), token_hex())
+    address, port, token = _gathered(found)[0]
+    os.environ.setdefault(TOKEN, token)
+    return address, port
 
 
 def store() -> Any:
     """Return a key-value store of all ranks, which rank 0 hosts. The first call is collective."""
     global _store
     if _store is None:
-        from zeromesh.comm.mpi.work import runtime
-
         names = hosts()
         rank, size = rank_and_size()
-        address = runtime.notes.bcast(_own_address(names) if rank == 0 else None)
+        address, key = _gathered((_own_address(names), token_hex()) if rank == 0 else None)[0]
         server = dist.TCPStore(address, 0, size, True, wait_for_workers=False) if rank == 0 else None  # type: ignore[attr-defined]
-        port = runtime.notes.bcast(None if server is None else server.port)
-        _store = server or dist.TCPStore(address, port, size, False)  # type: ignore[attr-defined]
-    found = c10d.PrefixStore(f"world {_worlds}", _store)
+        port = _gathered(None if server is None else server.port)[0]
+        raw = server or dist.TCPStore(address, port, size, False)  # type: ignore[attr-defined]
+        _store = SealedStore(raw, bytes.fromhex(key), f"{address}:{port}")
+    found = _parts.setdefault(_worlds, _store.part(f"world {_worlds}"))
     from zeromesh.comm.mpi.group import MpiGroup
 
     if dist.is_initialized() and isinstance(world := c10d._get_default_group(), MpiGroup):
         # torch's groups over MPI have no store, and with one, groups of other backends can be made beside them.
         c10d._world.pg_map[world] = (c10d._world.pg_map[world][0], found)
+        adopt(found)
     return found
 
 
