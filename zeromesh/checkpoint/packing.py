@@ -110,6 +110,25 @@ def _pack_tensor(
     return {"__stored__": [name, library, list(value.shape), dtype_name(tensor.dtype)]}
 
 
+def is_like(present: Any, saved: Any) -> bool:
+    """Return whether a saved value can take the place of one in a state of torch: a number of a number, and so on."""
+    if present is None or saved is None:
+        return True
+    if saved != saved and present == present and isinstance(saved, float):  # NaN
+        return False
+    if isinstance(present, bool):
+        return isinstance(saved, int | float) and saved in (0, 1)
+    if isinstance(present, int) and isinstance(saved, float):
+        return saved.is_integer()
+    if isinstance(present, int | float | torch.Tensor):
+        return isinstance(saved, int | float | torch.Tensor)
+    if isinstance(present, list | tuple):
+        alike = isinstance(saved, list | tuple)
+        numbers = any(isinstance(one, int | float | torch.Tensor) for one in present)
+        return alike and (not numbers or all(isinstance(one, int | float | torch.Tensor) for one in saved))
+    return isinstance(saved, dict if isinstance(present, dict) else type(present))
+
+
 def unpack(value: Any, apart: Callable[[str], torch.Tensor] | None = None) -> Any:
     """Return what ``pack`` was given; ``apart`` returns a tensor by its name."""
     if isinstance(value, list):

@@ -14,6 +14,7 @@ from torch import nn
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.contents import FROZEN_LEFT_OUT
 from zeromesh.checkpoint.folder import latest, locate
+from zeromesh.model.files import write_text
 from zeromesh.weight_files import ExportFiles
 
 SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -122,7 +123,7 @@ def _bytes(size: str | int | None) -> int:
 def leave_script(folder: Path) -> None:
     """Write the program ``zero_to_fp32.py``, which does what ``main`` does, into a folder of checkpoints."""
     text = f"from {__name__} import main\n\nif __name__ == '__main__':\n    main()\n"
-    (folder / SCRIPT).write_text(text)
+    write_text(folder / SCRIPT, text)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

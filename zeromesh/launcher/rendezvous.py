@@ -13,6 +13,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from zeromesh.model.files import read_text
+
 RUN = "zeromesh"
 LEAST_SECRET = 16  # bytes of the shortest secret
 VARIABLE = "ZEROMESH_SECRET"
@@ -29,9 +31,13 @@ def read_secret(file: Path | None) -> bytes:
         secret, name = os.environ.get(VARIABLE, "").strip().encode(), VARIABLE
     else:
         try:
-            secret, mode, name = file.read_bytes().strip(), file.stat().st_mode, f"--secret-file {file}"
+            secret, mode, name = (
+                read_text(file, "latin-1").strip().encode("latin-1"),
+                file.stat().st_mode,
+                f"--secret-file {file}",
+            )
         except OSError as error:
-            raise ValueError(f"--secret-file {file} cannot be read ({error.strerror}); {HOW}") from None
+            raise ValueError(f"--secret-file {file} cannot be read ({error.strerror or error}); {HOW}") from None
         if stat.S_IMODE(mode) & 0o077:
             raise ValueError(
                 f"--secret-file {file} has the mode {stat.S_IMODE(mode):o}, so that other users may read it, or write "

@@ -8,6 +8,8 @@ import os
 import re
 from pathlib import Path
 
+from zeromesh.model.files import inside, read_text
+
 MODEL_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 MAIN = "main"  # branch of a repository that is taken where no revision is named
@@ -74,9 +76,9 @@ def _is_complete(folder: Path, weights: bool) -> bool:
     if not weights or (folder / "model.safetensors").is_file():
         return True
     try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        return all((folder / part).is_file() for part in set(index["weight_map"].values()))
-    except (OSError, ValueError, KeyError):
+        index = json.loads(read_text(folder / "model.safetensors.index.json"))
+        return all(inside(folder, part, "a file").is_file() for part in set(index["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 

@@ -24,6 +24,7 @@ from zeromesh.comm.failure import RankFailure
 from zeromesh.config.errors import counted
 from zeromesh.config.keys import PEER_COPIES, RESUME, SAVE_EVERY
 from zeromesh.config.printing import refuse_unfilled, tell_unset
+from zeromesh.model.files import write_text
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display
 from zeromesh.observe.units import scaled_text
@@ -165,7 +166,7 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
         if engine.mesh.rank == 0:
             # A configuration that is used again must not resume.
             again = engine.config.model_copy(update={"run": job.run.model_copy(update={"resume": False})})
-            job.folder.config.write_text(again.to_json())
+            write_text(job.folder.config, again.to_json())
         rows = engine.train_micro_batch_size_per_gpu()
         with Display(console, job.run.steps) as display:
             loop = Loop(

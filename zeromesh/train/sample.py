@@ -116,7 +116,7 @@ def load_transformer(language: Transformer, folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     quiet()
-    options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True}
+    options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
     if language.lora is None:
         return AutoModelForCausalLM.from_pretrained(folder, **options).eval()  # type: ignore[no-untyped-call]
     from peft import PeftModel

@@ -15,7 +15,7 @@ import torch
 from zeromesh.checkpoint.boxes import Box, Reader, write_shard
 from zeromesh.checkpoint.folder import DRAFT, begin, commit, remove, require_free, write_latest, write_manifest
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, plain_number
-from zeromesh.checkpoint.manifest import MANIFEST, dtype_name
+from zeromesh.checkpoint.manifest import MANIFEST, dtype_name, require_run
 from zeromesh.checkpoint.optimizer import options
 from zeromesh.checkpoint.packing import pack, unpack
 from zeromesh.config.version import VERSION
@@ -28,6 +28,7 @@ def read(folder: Path) -> Contents:
     """Return the contents of a checkpoint; no tensor is read yet, and the files are there and whole."""
     reader = Reader(folder)
     reader.require_files()
+    require_run(folder, reader.manifest)
     manifest = reader.manifest
     contents = Contents("a checkpoint of ZeroMesh")
     for name in sorted(reader.names):
