@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zeromesh.checkpoint.folder import another_offered
-from zeromesh.checkpoint.manifest import CODES, dtype_name, read_manifest, require_files, require_sound
+from zeromesh.checkpoint.manifest import CODES, dtype_name, hash_of, read_manifest, require_files, require_sound
 from zeromesh.config.errors import some
 
 PART = 16 * 1024**2  # bytes that are written, hashed and brought to the host at a time
@@ -220,6 +220,11 @@ class Reader:
         for shard in self.manifest["shards"]:
             for box in shard["boxes"]:
                 box["name"] = names.get(box["name"]) or box["name"]
+
+    @property
+    def digest(self) -> str:
+        """Hash of the manifest."""
+        return hash_of(self.manifest)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the global shape of a tensor."""

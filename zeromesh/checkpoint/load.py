@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable
 from copy import deepcopy
@@ -132,8 +130,7 @@ def load(
 
     reader = agree_run(world, "open the checkpoint", as_written(folder / chosen)(prepare))
     # Ranks on different machines may see different folders under one path.
-    digest = hashlib.sha256(json.dumps(reader.manifest).encode()).hexdigest()
-    seen = f"written {reader.manifest.get('written')}, SHA-256 {digest}"
+    seen = f"written {reader.manifest.get('written')}, SHA-256 {reader.digest}"
     require_agreement(world, f"the manifest of {chosen} in {folder}", seen)
     # All of it before the first value: a damaged file must not leave half of another run behind.
     needed = {name for name in reader.names if optimizer_states or not name.startswith("optimizer/")}

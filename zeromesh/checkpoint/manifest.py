@@ -180,7 +180,7 @@ def require_form(form: TypeAdapter[Any], values: Any, path: Path) -> None:
 def signed(content: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON of a manifest, with its format and a hash of itself."""
     content = {"format": FORMAT, **content}
-    return {**content, "sha256": _digest(content)}
+    return {**content, "sha256": hash_of(content)}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is {found}; this version reads the formats 1 and {FORMAT}")
     if manifest["format"] == 1:
         _find_bytes(manifest, folder)
-    elif manifest.get("sha256") != _digest({key: value for key, value in manifest.items() if key != "sha256"}):
+    elif manifest.pop("sha256", None) != hash_of(manifest):
         raise ValueError(f"{path} is not the file that was written (SHA-256 differs)")
     require_form(_FORM, manifest, path)
     if any(number >= len(manifest.get("groups", ())) for number in manifest.get("members", {}).values()):
@@ -215,7 +215,8 @@ def require_run(folder: Path, manifest: dict[str, Any]) -> None:
         raise ValueError(f"{folder / MANIFEST} lacks {some(lacking)}; {ANOTHER}")
 
 
-def _digest(content: dict[str, Any]) -> str:
+def hash_of(content: dict[str, Any]) -> str:
+    """Return the hash of a manifest, which tells it from all others."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

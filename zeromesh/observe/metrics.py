@@ -57,7 +57,8 @@ class _Spike(_Record):
     samples: NotRequired[Step]
 
 
-_OTHER, _FORMS = TypeAdapter(_Record), {
+_OTHER: Form = TypeAdapter(_Record)
+_FORMS: dict[str, Form] = {
     "train": TypeAdapter(_Train), "validation": TypeAdapter(_Validation), "spike": TypeAdapter(_Spike),
 }  # fmt: skip
 

@@ -62,7 +62,7 @@ class RunFolder:
 
     def mark(self, tag: str) -> str:
         """Return what tells a checkpoint from another that was written with the same tag later."""
-        return str(Reader(self.checkpoints / tag).manifest.get("sha256"))
+        return Reader(self.checkpoints / tag).digest
 
     def go_back(self, tag: str, step: int) -> None:
         """Let the run be resumed from a checkpoint at ``step``, and delete those of later steps, which it gave up."""

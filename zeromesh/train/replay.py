@@ -124,10 +124,9 @@ def beginning(folder: RunFolder, records: list[dict[str, Any]], step: int, batch
         if saved >= step:
             continue
         # Where the run has gone on from this checkpoint: at first, and each time that it went back to it.
-        manifest = Reader(folder.checkpoints / tag).manifest
-        state, this = manifest["client_state"], (tag, manifest.get("sha256"))
-        spikes = [one for one in records if one["kind"] == "spike" and (one["back"], one["mark"]) == this]
-        for samples in reversed([state["samples"], *(one["samples"] for one in spikes)]):
+        state, this = Reader(folder.checkpoints / tag).manifest["client_state"], (tag, folder.mark(tag))
+        spikes = [one for one in records if one["kind"] == "spike" and (one["back"], one.get("mark")) == this]
+        for samples in reversed([one["samples"] for one in (state, *spikes) if isinstance(one.get("samples"), int)]):
             if wanted is None or samples + (step - saved) * batch == wanted:
                 return Begin(tag, saved, samples, state.get("settings", {}))
     have = ", ".join(folder.tags().values()) or "none"

@@ -104,9 +104,7 @@ def close(
         "time": {kind.name.lower(): round(seconds, 3) for kind, seconds in times.items()},
         "spikes": [{key: one[key] for key in ("step", "name", "value", "usual", "skipped", "back")} for one in spikes],
         "goodput": times[Spent.STEPS] / (sum(times.values()) or 1.0),  # 0 where no time could be written
-        "utilization": fmean(
-            record.get("utilization", 0.0) for record in steps
-        ),  # share of the peak operations per second
+        "utilization": fmean(record.get("utilization", 0.0) for record in steps),  # share of the peak
         "training_loss": steps[-1]["loss"],
         "validation_loss": score.loss if score else None,  # of all held-out text
         "bits_per_byte": score.bits_per_byte if score else None,

@@ -162,7 +162,9 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
             if path is None:  # of a run with copies in memory, and no checkpoint yet
                 console.print(f"{job.folder.path} has no checkpoint, and no copy in memory is whole; it begins anew")
             else:
-                start = Progress(engine.global_steps, state["samples"], state["seconds"])
+                if not all(isinstance(state.get(key), int | float) for key in ("samples", "seconds")):
+                    raise ValueError(f"{path} does not say how many samples the run has taken; delete it")
+                start = Progress(engine.global_steps, int(state["samples"]), state["seconds"])
         if engine.mesh.rank == 0:
             # A configuration that is used again must not resume.
             again = engine.config.model_copy(update={"run": job.run.model_copy(update={"resume": False})})
