@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from zeromesh.config.errors import nearest, some
+from zeromesh.model.files import LARGEST_TEXT, require_regular
 from zeromesh.model.hub import MAIN as MAIN
 from zeromesh.model.hub import is_model_id as is_model_id
 from zeromesh.model.hub import model_folder as model_folder
@@ -175,6 +176,7 @@ def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **confi
     if model.can_generate() and (path / GENERATION).is_file():
         # The settings of generation that config.json holds are those of older checkpoints.
         try:
+            require_regular(path / GENERATION, LARGEST_TEXT)
             model.generation_config = require_transformers().GenerationConfig.from_pretrained(path)
         except (ValueError, OSError, TypeError) as error:
             raise ValueError(f"{str(path / GENERATION)!r} cannot be read by transformers: {error}") from None
@@ -200,6 +202,7 @@ def configuration(path: Path, **config: Any) -> tuple[PretrainedConfig, dict[str
         )
     _local(path)
     try:
+        require_regular(path / "config.json", LARGEST_TEXT)
         settings, arguments = transformers.AutoConfig.from_pretrained(
             path, local_files_only=True, return_unused_kwargs=True, trust_remote_code=False, **config
         )

@@ -127,7 +127,7 @@ def _handle(file: Path, *state: int) -> Any:
 
     try:
         return safe_open(str(file), framework="pt")
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         raise ValueError(f"{str(file)!r} cannot be opened ({error})") from None
     except SafetensorError as error:
         raise ValueError(f"{str(file)!r} is truncated or not a safetensors file ({error}); copy it again") from None

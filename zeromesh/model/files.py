@@ -5,6 +5,7 @@ Names come from users, from files of other programs and from models; a folder ma
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 from pathlib import Path, PurePath
@@ -44,19 +45,22 @@ def is_inside(folder: Path, name: object) -> bool:
         return False
 
 
-def require_regular(path: Path) -> None:
-    """Raise UnreadableFile for what another library must not open, as it may have no end; FileNotFoundError."""
-    _require_regular(path, os.stat(path))
+def require_regular(path: Path, most: int | None = None) -> None:
+    """Raise UnreadableFile for what another library must not read: no regular file, or one of more bytes."""
+    state = os.stat(path)
+    _require_regular(path, state)
+    if most is not None and state.st_size > most:
+        raise _too_large(path, most)
 
 
-def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
+def open_regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading; raise UnreadableFile for a FIFO, a device or a folder."""
     # Opening a FIFO would wait for a writer, and a link may be changed between a look and the opening.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags)
     try:
         _require_regular(path, os.fstat(descriptor))
-        return os.fdopen(descriptor, "rb", buffering)
+        return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
@@ -81,8 +85,12 @@ def read_text(path: Path, encoding: str = "utf-8", errors: str = "strict", most:
         size = os.fstat(file.fileno()).st_size
         data = file.read(most + 1) if size <= most else b""
     if max(size, len(data)) > most:
-        raise UnreadableFile(f"{str(path)!r} has more than {most:,} bytes, and is not read as a text; name another")
+        raise _too_large(path, most)
     return data.decode(encoding, errors).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _too_large(path: Path, most: int) -> UnreadableFile:
+    return UnreadableFile(f"{str(path)!r} has more than {most:,} bytes, and is not read as a text; name another file")
 
 
 def new_file(path: Path) -> BinaryIO:

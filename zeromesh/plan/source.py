@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.model.files import require_regular
+from zeromesh.model.files import LARGEST_TEXT, require_regular
 from zeromesh.model.lengths import option, positions
 from zeromesh.plan.passes import Inputs, TraceOptions
 from zeromesh.plan.space import ModelLimits
@@ -63,7 +63,7 @@ def configuration_of(source: Any) -> Any:
     try:
         folder = path.parent if path.is_file() else path
         if local:
-            require_regular(folder / CONFIG)
+            require_regular(folder / CONFIG, LARGEST_TEXT)
         # Without the argument it would ask at the terminal whether to run code that lies in the folder.
         return transformers.AutoConfig.from_pretrained(
             str(folder if local else source), local_files_only=local, trust_remote_code=False
