@@ -56,6 +56,9 @@ LEAST_COMMENTS = 0.06
 OWN = ("self", "cls", "ctx", "context")
 """Names of an object in its own methods, and of autograd's contexts, which exist to be written to."""
 
+LOADERS = ("from_pretrained", "from_config")
+"""Methods of transformers' automatic classes, which take ``trust_remote_code``."""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Statement = ast.Assign | ast.AugAssign | ast.AnnAssign
 
@@ -91,6 +94,19 @@ def foreign_writes(tree: ast.Module) -> Iterator[tuple[int, str]]:
                         base = part.value
                         if not (isinstance(base, ast.Name) and base.id in {*OWN, *made}):
                             yield part.lineno, ast.unparse(part)
+
+
+def trusting_calls(tree: ast.Module) -> Iterator[int]:
+    """Yield the lines of calls by which transformers asks to run code of a model's folder, or runs it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOADERS:
+            of = ast.unparse(node.func.value).rpartition(".")[2]
+            refused = any(
+                word.arg == "trust_remote_code" and isinstance(word.value, ast.Constant) and word.value.value is False
+                for word in node.keywords
+            )
+            if of.startswith("Auto") and not of.startswith("AutoHf") and not refused:
+                yield node.lineno
 
 
 def comments(text: str) -> int:
@@ -134,7 +150,7 @@ def check(root: Path) -> list[str]:
     found: dict[str, dict[str, int]] = defaultdict(dict)
     classes: dict[str, list[str]] = defaultdict(list)
     named: dict[str, list[str]] = defaultdict(list)
-    fragments, writes, key = [], [], names_of_keys()
+    fragments, writes, trusting, key = [], [], [], names_of_keys()
     total, commented = 0, 0
     for file in sorted((root / PACKAGE).rglob("*.py")):
         text, name = file.read_text(encoding="utf-8"), str(file.relative_to(root / PACKAGE))
@@ -147,6 +163,10 @@ def check(root: Path) -> list[str]:
                 classes[node.name].append(name)
         writes += [
             f"{PACKAGE}/{name}:{line}: {target} is of another object" for line, target in {*foreign_writes(tree)}
+        ]
+        trusting += [
+            f"{PACKAGE}/{name}:{line}: needs trust_remote_code=False, or a folder's code may run"
+            for line in trusting_calls(tree)
         ]
         room = name.split("/")[0] if "/" in name else "top-level modules"
         if room != "config":
@@ -174,7 +194,7 @@ def check(root: Path) -> list[str]:
     problems += [
         f"{room}: names no keys; take it out of NAMED_ELSEWHERE" for room in NAMED_ELSEWHERE if not named[room]
     ]
-    problems += fragments
+    problems += fragments + trusting
     if commented < LEAST_COMMENTS * total:
         problems.append(f"{commented} comments in {total} lines; at least {LEAST_COMMENTS:.0%}")
     if len(writes) > MOST_FOREIGN_WRITES:

@@ -14,7 +14,7 @@ for _ in range(120):
 
 JUNK: tuple[Any, ...] = (
     None, True, "junk", "", "../../x", "/x", "a\0b", -1, 0, 0.5, 2**70, -(2**70), 1e308, float("inf"), float("nan"),
-    [], {}, [1], ["junk", 3], {"a": 1}, {"__tuple__": 3}, {"__tensor__": ["x", "y"]}, {"__stored__": ["client_state/9"]},
+    [], {}, [1], ["junk", 3], {"a": 1}, {"__tuple__": 3}, {"__tensor__": ["x", "y"]}, {"__stored__": ["a/9"]},
     {"__numpy__": ["f4", "x"]}, DEEP,
 )  # fmt: skip
 

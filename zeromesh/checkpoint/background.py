@@ -23,6 +23,7 @@ from zeromesh.checkpoint.folder import DRAFT, write_json
 from zeromesh.comm.agreement import agree_success
 from zeromesh.comm.collectives import Group
 from zeromesh.config.keys import ASYNCHRONOUS, KEEP_LAST
+from zeromesh.model.files import LARGEST_RECORD, read_text
 from zeromesh.model.placement import Tier
 from zeromesh.observe.machine import memory
 from zeromesh.tiers.memory import empty_on
@@ -214,7 +215,7 @@ def wait_for_ranks(draft: Path, ranks: int) -> None:
         time.sleep(pause)
         pause = min(1.0, 1.5 * pause)  # for large runs, whose file server should not be asked all the time
     for rank in range(ranks):
-        text = json.loads(_description(draft, rank).read_text(encoding="utf-8")).get("failure")
+        text = json.loads(read_text(_description(draft, rank), most=LARGEST_RECORD)).get("failure")
         if text is not None:
             raise SaveFailed(errno.EIO, f"rank {rank} could not {WHAT}: {text}")
 

@@ -267,7 +267,7 @@ def keep_last(folder: Path, tag: str, count: int) -> None:
         steps = tags_by_step(folder)
         others = [other for other in steps if other.rstrip("0123456789") == series != other]
         earlier = [other for other in others if steps[other] <= steps.get(tag, -1)]
-        for other in [other for other in earlier if _is_whole(locate(folder, other))][:-count]:
+        for other in reversed([other for other in earlier if _is_whole(locate(folder, other))][:-count]):
             if other not in kept:
                 remove(locate(folder, other))
     except (OSError, ValueError) as error:  # no error: what was to be saved is saved
