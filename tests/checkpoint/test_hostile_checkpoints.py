@@ -391,7 +391,7 @@ def convert_altered(kind: str, seed: int, folder: Path) -> str | None:
                 altered, _ = mutated(pickle.loads(file.read_bytes()), generator)
                 file.write_bytes(pickle.dumps(altered))
             break
-        except RuntimeError:
+        except (RuntimeError, AttributeError):
             continue
     to = generator.choice(["zeromesh", "hf", "dcp", "deepspeed-universal"])
     try:

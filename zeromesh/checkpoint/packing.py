@@ -6,6 +6,7 @@ import base64
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from datetime import date, datetime, time, timedelta
+from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -118,8 +119,8 @@ def is_like(present: Any, saved: Any) -> bool:
         return False
     if isinstance(present, bool):
         return isinstance(saved, int | float) and saved in (0, 1)
-    if isinstance(present, int) and isinstance(saved, float):
-        return saved.is_integer()
+    if isinstance(present, int) and isinstance(saved, float):  # as a rate that was given as 1
+        return isfinite(saved)
     if isinstance(present, int | float | torch.Tensor):
         return isinstance(saved, int | float | torch.Tensor)
     if isinstance(present, list | tuple):

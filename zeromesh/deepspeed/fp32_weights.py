@@ -32,6 +32,8 @@ def _tensors(folder: str | Path, tag: str | None, exclude_frozen: bool) -> Itera
         raise ValueError(f"{str(folder)!r} holds no checkpoint; give the folder that engine.save_checkpoint was given")
     reader = Reader(locate(Path(folder), chosen))
     reader.verify(names={name for name in reader.names if name.startswith(("parameter/", "buffer/"))})
+    if "parameters" not in reader.manifest:
+        raise ValueError(f"{reader.folder} does not name its parameters; load it, and save it with this version")
     parameters: dict[str, Any] = reader.manifest["parameters"]
     for name, row in parameters.items():
         left_out = exclude_frozen or reader.manifest.get(FROZEN_LEFT_OUT, False)

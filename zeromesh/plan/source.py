@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.model.files import LARGEST_TEXT, require_regular
+from zeromesh.model.hub import configured
 from zeromesh.model.lengths import option, positions
 from zeromesh.plan.passes import Inputs, TraceOptions
 from zeromesh.plan.space import ModelLimits
@@ -46,7 +47,7 @@ def hugging_face_cost(
         config.update({"_attn_implementation": attention})
 
     def make() -> nn.Module:
-        with torch.device("meta"):
+        with configured(source), torch.device("meta"):
             return adapt(kind(config))
 
     name = str(getattr(config, "name_or_path", "") or kind.__name__)
@@ -65,9 +66,10 @@ def configuration_of(source: Any) -> Any:
         if local:
             require_regular(folder / CONFIG, LARGEST_TEXT)
         # Without the argument it would ask at the terminal whether to run code that lies in the folder.
-        return transformers.AutoConfig.from_pretrained(
-            str(folder if local else source), local_files_only=local, trust_remote_code=False
-        )
+        with configured(source):
+            return transformers.AutoConfig.from_pretrained(
+                str(folder if local else source), local_files_only=local, trust_remote_code=False
+            )
     except (OSError, ValueError, KeyError) as error:
         text = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -110,7 +112,7 @@ def class_of(config: Any) -> type[nn.Module]:
     """Return the class that the configuration names, or the causal or plain one for its type."""
     transformers = _transformers()
     for name in getattr(config, "architectures", None) or ():
-        if isinstance(kind := getattr(transformers, name, None), type):
+        if isinstance(kind := getattr(transformers, str(name), None), type):
             return kind
     for mapping in ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_MAPPING"):
         try:

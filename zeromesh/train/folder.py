@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.folder import has_checkpoints, latest, remove, tags_by_step, write_latest
+from zeromesh.checkpoint.folder import has_checkpoints, latest, locate, remove, tags_by_step, write_latest
 from zeromesh.checkpoint.memory_files import marked
 from zeromesh.config.keys import MODEL_FOLDER, OTHER_OUTPUT, OUTPUT
 from zeromesh.config.settings import Resolved
@@ -62,14 +62,14 @@ class RunFolder:
 
     def mark(self, tag: str) -> str:
         """Return what tells a checkpoint from another that was written with the same tag later."""
-        return Reader(self.checkpoints / tag).digest
+        return Reader(locate(self.checkpoints, tag)).digest
 
     def go_back(self, tag: str, step: int) -> None:
         """Let the run be resumed from a checkpoint at ``step``, and delete those of later steps, which it gave up."""
         write_latest(self.checkpoints, tag)
         for saved, other in self.tags().items():
             if saved > step:
-                remove(self.checkpoints / other)
+                remove(locate(self.checkpoints, other))
 
     def settings(self) -> Resolved:
         """Return the settings of the run; raise ValueError if no run wrote the file."""

@@ -238,7 +238,7 @@ def named_groups(contents: Contents) -> list[dict[str, Any]]:
     """Return the parameter groups with the names of their parameters; raise ValueError if those are not known."""
     if len(contents.groups) > 1 and not contents.members:
         raise ValueError(
-            f"{contents.source} does not say which of its {len(contents.groups)} parameter groups a parameter is in: "
+            f"{contents.source} does not say which of its {len(contents.groups)} parameter groups a parameter is in; "
             "save it anew with this version, or pass --weights-only"
         )
     return [

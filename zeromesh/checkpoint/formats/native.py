@@ -105,7 +105,7 @@ def _client_state(contents: Contents) -> tuple[Any, dict[str, torch.Tensor]]:
         apart = dict(kept)
         try:
             packed[str(key)] = pack(value, f"client_state[{key!r}]", apart)
-        except TypeError as error:
+        except (TypeError, RecursionError) as error:
             contents.left.append(str(error))
             continue
         kept = apart

@@ -108,7 +108,8 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None], rank
         states = {"state": {number: {"step": step} for number in range(len(groups))}, "param_groups": groups}
         held |= {"overflow": False, "optimizer_state_dict": states}
         pickled = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
-        torch.save(held, final / ZERO / OPTIMIZER, pickle_module=pickled)
+        with (final / ZERO / OPTIMIZER).open("xb") as file:
+            torch.save(held, file, pickle_module=pickled)
         frozen = OrderedDict((name, module[name]) for name in module if name not in {*contents.members, *buffers})
         module |= {name: module[own] for name, own in contents.tied.items() if own in module}
         held = {
@@ -175,7 +176,7 @@ class _Pickler(_Base):  # type: ignore[misc]
 def _is_plain(value: Any) -> bool:
     try:
         pack(value, apart={})
-    except TypeError:
+    except (TypeError, RecursionError):
         return False
     return True
 
