@@ -12,7 +12,7 @@ from typing import Any
 from zeromesh.config.curriculum import sampled_by_length
 from zeromesh.config.errors import ConfigError, show
 from zeromesh.config.tables import RENAMED, UNSET
-from zeromesh.model.files import read_text
+from zeromesh.model.files import UnreadableFile, read_text
 
 SCHEMA = "$schema"  # key by which a file names its schema for the user's editor
 DEEPEST = 50  # levels of objects and lists; far below Python's limit of recursion, which later steps rely on
@@ -64,9 +64,9 @@ def read_object(path: Path) -> dict[str, Any]:
         text = read_text(path, "utf-8-sig")  # editors on Windows begin a file with a mark
     except FileNotFoundError:
         raise ConfigError(["there is no such file; give the path of a JSON file, or a dict"], str(path)) from None
+    except UnreadableFile as error:
+        raise ConfigError([f"{error.what}; give the path of a JSON file, or a dict"], str(path)) from None
     except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError([f"cannot be read as a text file: {error}"], str(path)) from None
     try:
         document = _parse(text, str(path))

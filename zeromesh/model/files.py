@@ -20,6 +20,8 @@ DRAFT = ".draft"  # end of the name that a file has while it is written
 class UnreadableFile(ValueError, OSError):
     """File that is not read: it may have no end, or is too large; handled wherever one that cannot be opened is."""
 
+    what = ""  # such as "is a FIFO"
+
 
 def inside(folder: Path, name: object, what: str) -> Path:
     """Return the path that a name, which is ``what`` in errors, has in a folder or below; it need not exist.
@@ -50,7 +52,7 @@ def require_regular(path: Path, most: int | None = None) -> None:
     state = os.stat(path)
     _require_regular(path, state)
     if most is not None and state.st_size > most:
-        raise _too_large(path, most)
+        raise _unreadable(path, f"has more than {most:,} bytes")
 
 
 def open_regular(path: Path) -> io.BufferedReader:
@@ -70,7 +72,7 @@ def _require_regular(path: Path, state: os.stat_result) -> None:
     if not stat.S_ISREG(state.st_mode):
         kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
         kind = kinds.get(stat.S_IFMT(state.st_mode), "a device")
-        raise UnreadableFile(f"{str(path)!r} is {kind}, and is not read; name a regular file")
+        raise _unreadable(path, f"is {kind}")
 
 
 def read_text(path: Path, encoding: str = "utf-8", errors: str = "strict", most: int = LARGEST_TEXT) -> str:
@@ -85,12 +87,14 @@ def read_text(path: Path, encoding: str = "utf-8", errors: str = "strict", most:
         size = os.fstat(file.fileno()).st_size
         data = file.read(most + 1) if size <= most else b""
     if max(size, len(data)) > most:
-        raise _too_large(path, most)
+        raise _unreadable(path, f"has more than {most:,} bytes")
     return data.decode(encoding, errors).replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _too_large(path: Path, most: int) -> UnreadableFile:
-    return UnreadableFile(f"{str(path)!r} has more than {most:,} bytes, and is not read as a text; name another file")
+def _unreadable(path: Path, what: str) -> UnreadableFile:
+    error = UnreadableFile(f"{str(path)!r} {what}, and is not read; name another file")
+    error.what = what
+    return error
 
 
 def new_file(path: Path) -> BinaryIO:
