@@ -151,7 +151,7 @@ def test_a_failed_load_changes_nothing(saved: tuple[zeromesh.Engine, Path]) -> N
         altered = json.loads(json.dumps(content))
         alter(altered)
         sign(folder / "tag", altered)
-        with pytest.raises(ValueError, match="; "):
+        with pytest.raises(ValueError, match="; |load_module_strict=False loads"):
             engine.load_checkpoint(folder, tag="tag")
         assert everything(engine) == before, name
     sign(folder / "tag", content)
@@ -197,7 +197,7 @@ def test_an_altered_manifest_is_loaded_as_it_is_or_refused_with_nothing_changed(
             engine.load_checkpoint(tmp_path / "own", tag="tag")
             before = everything(engine)
     assert len(refused) > len(seeds) / 2
-    assert all("; " in why for why in refused)
+    assert all("; " in why or "load_module_strict=False loads" in why for why in refused)
 
 
 def test_boxes_that_lie_over_each_other_or_leave_gaps_are_refused(tmp_path: Path) -> None:

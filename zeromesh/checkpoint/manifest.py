@@ -160,7 +160,8 @@ def as_written(path: Path) -> Iterator[None]:
     except OSError:
         raise
     except _STRUCTURE as error:
-        if isinstance(error, ValueError) and "; " in str(error):  # ours, which tells the remedy
+        # Ours name the file or tell the remedy; Python's own do neither.
+        if isinstance(error, ValueError) and ("; " in str(error) or str(path) in str(error)):
             raise
         what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no more is known')[:200]}"
         raise ValueError(f"{path} is not of the form that is written there ({what}); {ANOTHER}") from error

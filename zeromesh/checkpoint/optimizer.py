@@ -119,7 +119,8 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
         tensors = [key for key in keys if f"optimizer/{key}/{piece.name}" in reader.names]
         # An update reads all states of a parameter or, before the first one, makes all; it would stop in its middle.
         states = {*tensors, *scalars_of.get(piece.name, {})}
-        alike = of_group.setdefault(groups_of.get(piece.name), states) if states else states
+        # Files that do not name the groups of parameters do not tell which have the same.
+        alike = of_group.setdefault(groups_of[piece.name], states) if states and piece.name in groups_of else states
         if is_elementwise and alike != states and f"parameter/{piece.name}" in reader.names:
             raise ValueError(
                 f"{reader.folder} has the states {', '.join(sorted(states))} of {piece.name}, and "

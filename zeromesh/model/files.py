@@ -9,7 +9,7 @@ import io
 import os
 import stat
 from pathlib import Path, PurePath
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 # Bytes of the largest text that is read: of a file for people, and of one that grows with the run.
 LARGEST_TEXT, LARGEST_RECORD = 64 * 1024**2, 1024**3
@@ -101,6 +101,12 @@ def new_file(path: Path) -> BinaryIO:
     """Open a new file for writing in the place of what is there; a link is replaced, and its target stays."""
     path.unlink(missing_ok=True)
     return path.open("xb")  # which follows no link that has appeared since
+
+
+def added_to(path: Path) -> TextIO:
+    """Open a regular file for adding text at its end, made if it is missing; raise OSError for a link or a FIFO."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    return open(os.open(path, flags, 0o666), "a", encoding="utf-8")
 
 
 def write_text(path: Path, text: str, flush: bool = True) -> None:

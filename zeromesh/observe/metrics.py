@@ -11,7 +11,7 @@ from typing import Annotated, Any, NotRequired
 from pydantic import AfterValidator, Field, TypeAdapter
 from typing_extensions import TypedDict
 
-from zeromesh.model.files import LARGEST_RECORD, read_text, write_text
+from zeromesh.model.files import LARGEST_RECORD, added_to, read_text, write_text
 
 
 def _drawn(value: float) -> float:
@@ -82,7 +82,7 @@ class MetricsLog:
         kept = [one for one in read_metrics(self._path) if one["step"] <= last_step or one.get("noted")]
         write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))  # whole, whenever it is killed
         self._written = {(record["kind"], record["step"]) for record in kept}
-        self._file = self._path.open("a")
+        self._file = added_to(self._path)
 
     def forget(self, last_step: int) -> None:
         """Leave out the records of steps beyond ``last_step``, which are taken again, but not notes."""

@@ -19,6 +19,7 @@ from typing import Annotated, Any, NotRequired
 from pydantic import AfterValidator, Field, TypeAdapter
 from typing_extensions import TypedDict
 
+from zeromesh.model.files import added_to
 from zeromesh.observe.metrics import MOST, Form, Number, Step, read_records
 
 
@@ -104,7 +105,7 @@ class TimeLog:
 
     def _append(self, record: dict[str, object]) -> None:
         # A full disk ends no run: what is not written here counts as other work, or as down.
-        with suppress(OSError), self._path.open("a", encoding="utf-8") if self._path else nullcontext() as file:
+        with suppress(OSError), added_to(self._path) if self._path else nullcontext() as file:
             if file is not None:
                 file.write("\n" + json.dumps(record) + "\n")  # after half a line that a full disk may have left
 
