@@ -84,6 +84,9 @@ UNPICKLED: dict[str, str] = {
 OWN = ("self", "cls", "ctx", "context")
 """Names of an object in its own methods, and of autograd's contexts, which exist to be written to."""
 
+LOADERS = ("from_pretrained", "from_config")
+"""Methods of transformers' automatic classes, which take ``trust_remote_code``."""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Statement = ast.Assign | ast.AugAssign | ast.AnnAssign
 
@@ -151,6 +154,19 @@ def unpicklings(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
                 yield node.lineno, name, "may run code of whoever wrote its input; use JSON, or weights_only=True"
 
 
+def trusting_calls(tree: ast.Module) -> Iterator[int]:
+    """Yield the lines of calls by which transformers asks to run code of a model's folder, or runs it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOADERS:
+            of = ast.unparse(node.func.value).rpartition(".")[2]
+            refused = any(
+                word.arg == "trust_remote_code" and isinstance(word.value, ast.Constant) and word.value.value is False
+                for word in node.keywords
+            )
+            if of.startswith("Auto") and not of.startswith("AutoHf") and not refused:
+                yield node.lineno
+
+
 def comments(text: str) -> int:
     """Return the number of comments of a file."""
     return sum(token.type == tokenize.COMMENT for token in tokenize.generate_tokens(io.StringIO(text).readline))
@@ -192,7 +208,7 @@ def check(root: Path) -> list[str]:
     found: dict[str, dict[str, int]] = defaultdict(dict)
     classes: dict[str, list[str]] = defaultdict(list)
     named: dict[str, list[str]] = defaultdict(list)
-    fragments, writes, alone, pickles, key = [], [], [], [], names_of_keys()
+    fragments, writes, alone, pickles, trusting, key = [], [], [], [], [], names_of_keys()
     total, commented = 0, 0
     for file in sorted((root / PACKAGE).rglob("*.py")):
         text, name = file.read_text(encoding="utf-8"), str(file.relative_to(root / PACKAGE))
@@ -212,6 +228,10 @@ def check(root: Path) -> list[str]:
             f"{PACKAGE}/{name}:{line}: {function} {rule}"
             for line, function, rule in unpicklings(tree)
             if function != UNPICKLED.get(name)
+        ]
+        trusting += [
+            f"{PACKAGE}/{name}:{line}: needs trust_remote_code=False, or a folder's code may run"
+            for line in trusting_calls(tree)
         ]
         room = name.split("/")[0] if "/" in name else "top-level modules"
         if room != "config":
@@ -239,7 +259,7 @@ def check(root: Path) -> list[str]:
     problems += [
         f"{room}: names no keys; take it out of NAMED_ELSEWHERE" for room in NAMED_ELSEWHERE if not named[room]
     ]
-    problems += [*fragments, *alone, *pickles]
+    problems += [*fragments, *alone, *pickles, *trusting]
     if commented < LEAST_COMMENTS * total:
         problems.append(f"{commented} comments in {total} lines; at least {LEAST_COMMENTS:.0%}")
     if len(writes) > MOST_FOREIGN_WRITES:

@@ -17,6 +17,7 @@ from zeromesh.checkpoint.contents import own_names, plain_name
 from zeromesh.checkpoint.formats.detect import FORMATS, require_format
 from zeromesh.checkpoint.formats.form import Contents
 from zeromesh.checkpoint.formats.huggingface import states
+from zeromesh.checkpoint.manifest import as_written
 from zeromesh.config.errors import nearest, some
 from zeromesh.export import write_model
 from zeromesh.observe.progress import ReadingBar
@@ -79,9 +80,11 @@ def convert_checkpoint(
     if known is not None and kind.numbers:
         trained = {name: parameter.requires_grad for name, parameter in known.named_parameters()}
         more = [lambda name: trained.get(rename(name))]
-    contents: Contents = reader.read(place, *more)
-    if weights_only:
-        contents.without_states()
+    with as_written(place):
+        contents: Contents = reader.read(place, *more)
+        if weights_only:
+            contents.without_states()
+        contents.require_sound(place)
     contents.renamed(rename)
     if known is not None:
         _fit(contents, known)

@@ -150,13 +150,13 @@ class Saving(EngineState):
         position = load_data_position and not load_module_only
         parts = load.Taken(*states, position, not load_module_only, load_module_strict, custom_load_fn)
         place: tuple[Path, str | None] = (Path(load_dir), tag)
-        if self._copies is not None:
-            # A model alone may be taken from the folder of another run, whose copies are not this run's.
-            if tag is not None or load_module_only or custom_load_fn is not None:
-                self._copies.forget()  # of a state that is not this one any more
-            elif (found := self._copies.find(place[0])) is not None:
-                place = found.parent, found.name
+        # A model alone may be taken from the folder of another run, whose copies are not this run's.
+        from_disk = tag is not None or load_module_only or custom_load_fn is not None
+        if self._copies is not None and not from_disk and (found := self._copies.find(place[0])) is not None:
+            place = found.parent, found.name
         loaded = load.load(self, *place, parts)
+        if self._copies is not None and from_disk:
+            self._copies.forget()  # of a state that is not this one any more
         # Gradients are of the parameters before.
         self.zero_grad()
         answer(self.optimizer, self._update.loss_scale, overflow=False)

@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 from zeromesh.config.errors import nearest, some
+from zeromesh.model.files import LARGEST_TEXT, require_regular
 from zeromesh.model.hub import MAIN as MAIN
+from zeromesh.model.hub import configured
 from zeromesh.model.hub import is_model_id as is_model_id
 from zeromesh.model.hub import model_folder as model_folder
 from zeromesh.model.hub import reason_of as reason_of
@@ -169,12 +171,17 @@ def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **confi
     else:
         make = make._from_config
     # Drawing initial values that are not needed takes longer than reading those of the checkpoint.
-    with recording(), nullcontext() if draws else require_transformers("initialization").no_init_weights():
+    with (
+        configured(path),
+        recording(),
+        nullcontext() if draws else require_transformers("initialization").no_init_weights(),
+    ):
         model: PreTrainedModel = make(settings, dtype=dtype, **arguments)
     model.tie_weights()
     if model.can_generate() and (path / GENERATION).is_file():
         # The settings of generation that config.json holds are those of older checkpoints.
         try:
+            require_regular(path / GENERATION, LARGEST_TEXT)
             model.generation_config = require_transformers().GenerationConfig.from_pretrained(path)
         except (ValueError, OSError, TypeError) as error:
             raise ValueError(f"{str(path / GENERATION)!r} cannot be read by transformers: {error}") from None
@@ -200,9 +207,11 @@ def configuration(path: Path, **config: Any) -> tuple[PretrainedConfig, dict[str
         )
     _local(path)
     try:
-        settings, arguments = transformers.AutoConfig.from_pretrained(
-            path, local_files_only=True, return_unused_kwargs=True, trust_remote_code=False, **config
-        )
+        require_regular(path / "config.json", LARGEST_TEXT)
+        with configured(path):
+            settings, arguments = transformers.AutoConfig.from_pretrained(
+                path, local_files_only=True, return_unused_kwargs=True, trust_remote_code=False, **config
+            )
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"{str(path)!r} holds no configuration that transformers can read: {error}") from None
     saved_quantization(settings)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from zeromesh.config.errors import some
+from zeromesh.model.files import UnreadableFile, inside, read_text, require_regular, write_text
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -76,14 +77,14 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     index = folder / INDEX
     if index.is_file():
         try:
-            places: dict[str, str] = dict(json.loads(index.read_text())["weight_map"].items())
+            places: dict[str, str] = dict(json.loads(read_text(index))["weight_map"].items())
             if not all(isinstance(name, str) for name in places.values()):
                 raise ValueError("weight_map has to give the name of a file for each tensor")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{str(index)!r} is no index of safetensors: {error!r}; copy the file again") from None
         files: dict[Path, set[str]] = {}
         for key, name in places.items():
-            files.setdefault(folder / name, set()).add(key)
+            files.setdefault(inside(folder, name, f"a file in {INDEX}"), set()).add(key)
         if absent := [file.name for file in files if not file.is_file()]:
             keys = [key for key, name in places.items() if name in absent]
             raise ValueError(f"{str(folder)!r} lacks {', '.join(absent)} with {some(keys)}; copy it again")
@@ -110,7 +111,10 @@ def _files(folder: Path) -> dict[Path, set[str]]:
 
 def _opened(file: Path) -> Any:
     try:
+        require_regular(file)
         state = file.stat()
+    except UnreadableFile:
+        raise
     except OSError as error:
         raise ValueError(f"{str(file)!r} cannot be read ({error.strerror}); copy it again") from None
     return _handle(file, state.st_ino, state.st_mtime_ns, state.st_size)
@@ -123,7 +127,7 @@ def _handle(file: Path, *state: int) -> Any:
 
     try:
         return safe_open(str(file), framework="pt")
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         raise ValueError(f"{str(file)!r} cannot be opened ({error})") from None
     except SafetensorError as error:
         raise ValueError(f"{str(file)!r} is truncated or not a safetensors file ({error}); copy it again") from None
@@ -168,9 +172,7 @@ class ExportFiles:
         if total > 1:
             text = json.dumps({"metadata": {"total_size": self._bytes}, "weight_map": places}, indent=2)
             # A reader sees the old index or the new one, and no half of either.
-            part = index.with_name(index.name + ".part")
-            part.write_text(text)
-            os.replace(part, index)
+            write_text(index, text)
         else:
             index.unlink(missing_ok=True)
         # Files of an earlier, longer export would make two models of one folder.

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from harness import on_ranks, run_ranks
 from runs import assert_same, config, everything, seed_everything, start, train
 from zeromesh.checkpoint import folder as folders
 from zeromesh.checkpoint.packing import pack, unpack
+from zeromesh.cli.main import app
+from zeromesh.train.folder import RunFolder
 
 # Runs that were cut off.
 
@@ -130,11 +133,48 @@ def test_the_last_of_each_series_are_kept_and_nothing_else_is_deleted(tmp_path: 
     train(engine, 1)
     assert save(None) == kept | {"global_step3", "global_step4"}
     assert save("epoch1") == kept | {"global_step3", "global_step4", "epoch1"}
-    # Back to an earlier step: what counts is when it was written.
+    # Back to an earlier step: those of later steps are left to the user, and none counts for less.
     engine.load_checkpoint(root, tag="global_step3")
     engine.global_steps = 2
-    assert save(None) == kept | {"global_step4", "global_step2", "epoch1"}
+    assert save(None) == kept | {"global_step4", "global_step3", "global_step2", "epoch1"}
     assert start(2, config(3)).load_checkpoint(root)[0] == str(root / "global_step2")
+
+
+def test_the_newest_checkpoint_is_that_of_the_last_step_whatever_the_clock_says(tmp_path: Path) -> None:
+    def write(step: int, clock: int, tag: str = "global_step{}") -> str:
+        path = tmp_path / tag.format(step)
+        path.mkdir()
+        folders.write_manifest(path, {"shards": [], "global_steps": step})
+        for name in (path / folders.MANIFEST, path):
+            os.utime(name, (clock, clock))
+        return path.name
+
+    def tags() -> set[str]:
+        return {path.name for path in tmp_path.iterdir() if path.is_dir()}
+
+    # The clock goes back by a year between steps 2 and 3, and 10 follows 9 in numbers and not in texts.
+    for step, clock in enumerate((5000, 5001, 1000, 1001), 1):
+        write(step, clock)
+    assert folders.latest(tmp_path) == "global_step4"
+    folders.write_latest(tmp_path, "global_step4")
+    folders.keep_last(tmp_path, "global_step4", 2)
+    assert tags() == {"global_step3", "global_step4"}
+    write(9, 9000)
+    write(10, 900)
+    (tmp_path / "latest").unlink()
+    assert folders.latest(tmp_path) == "global_step10"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path)
+    assert [*RunFolder(tmp_path / "run").tags()] == [3, 4, 9, 10]
+    assert RunFolder(tmp_path / "run").last_checkpoint == "global_step10"
+    shutil.rmtree(tmp_path / "run")
+    assert [*folders.tags_by_step(tmp_path)] == ["global_step3", "global_step4", "global_step9", "global_step10"]
+    # Of one step, the number in the tag, and without any the time.
+    for clock, tag in ((70, "epoch2"), (60, "epoch10"), (80, "first"), (50, "last")):
+        write(11, clock, tag)
+    assert [*folders.tags_by_step(tmp_path)][4:] == ["last", "first", "epoch2", "epoch10"]
+    shown = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json"]).stdout)["checkpoints"]
+    assert [row["tag"] for row in shown] == [*folders.tags_by_step(tmp_path)]
 
 
 def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, caplog, monkeypatch) -> None:

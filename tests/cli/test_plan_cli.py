@@ -102,6 +102,21 @@ def test_a_model_of_transformers_is_traced(tiny: Path) -> None:
     assert json.loads(Path("plan/config.json").read_text())["huggingface"]["path"] == str(tiny)
 
 
+@pytest.mark.parametrize("name", ["", "config.json"])
+def test_code_that_lies_in_the_folder_of_a_model_is_neither_run_nor_asked_about(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    described = {"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.Mine"}}
+    (folder / "config.json").write_text(json.dumps(described))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
+    options = ("--gpu", "h100", "--batch", "8", "--sequence", "64")
+    found = CliRunner().invoke(app, ["plan", str(folder / name), *options], input="y\ny\n")
+    assert found.exit_code == 2
+    assert "contains custom code" in found.output
+    assert "[y/N]" not in found.output
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -132,6 +132,7 @@ LARGE = {
     "shard__arguments": f"class Wide:\n    def __init__(self, {', '.join('abcdefghi')}):\n        pass\n",
     "shard__riddle": '"""What it is."""\n',
     "shard__keys": "'Text on mesh.data.'\nx = 'set mesh.data to 1'\ny = 'at stage 3'\nz = 'offload_param.device'\n",
+    "shard__trusting": "def f(lib):\n    return lib.AutoModel.from_pretrained('x')  # as an example\n",
     "shard__writes": "def f(x):\n" + "".join(f"    x.a{n} = 1\n" for n in range(300)),
 }
 
@@ -146,6 +147,7 @@ LARGE = {
         ("shard__riddle", "zeromesh/shard/riddle.py:1: 'What it is.' opens as a fragment"),
         ("shard__keys", "shard: 3 names of keys; at most 0"),
         ("shard__uncommented", "5 comments in 100 lines; at least 6%"),
+        ("shard__trusting", "zeromesh/shard/trusting.py:2: needs trust_remote_code=False"),
         ("shard__writes", "300 writes to attributes of other objects; at most"),
     ],
 )

@@ -1,6 +1,7 @@
 """The page of a run, which is written from its files at any time."""
 
 import json
+import random
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -8,7 +9,10 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+from mutations import mutated
 from zeromesh.cli.main import app
+from zeromesh.observe.metrics import MetricsLog
+from zeromesh.train.goodput import read_times
 from zeromesh.train.page import heat_map, line_chart, write_page
 
 
@@ -122,3 +126,48 @@ def test_values_that_are_missing_or_not_finite_and_other_versions_are_left_out(t
     (tmp_path / "config.json").write_text("[]")
     text = write_page(tmp_path).read_text()
     assert "nan" not in text.partition("Gradient norm")[2].partition("Tokens per second")[0]
+
+
+def altered(text: str, generator: random.Random) -> str:
+    """Lines of a log of which some have other values, other bytes, or an end too early, or stand elsewhere."""
+    lines = []
+    for line in text.splitlines():
+        chance = generator.random()
+        if chance < 0.15:
+            line = "".join(map(json.dumps, mutated([json.loads(line)], generator)[0]))
+        elif chance < 0.2:
+            data = bytearray(line.encode())
+            data[generator.randrange(len(data))] = generator.randrange(256)
+            line = data.decode("latin-1")
+        elif chance < 0.23:
+            line = line[: generator.randrange(len(line))]
+        elif chance < 0.27:
+            line = line.replace("1", "1" * generator.choice((10, 400, 5000)), 1)
+        lines.append(line)
+    if generator.random() < 0.2:
+        generator.shuffle(lines)
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 640), marks=pytest.mark.full)], ids=str)
+def test_lines_of_logs_that_are_no_records_are_left_out_and_counted(seeds: range, tmp_path: Path) -> None:
+    run_of(tmp_path)
+    logs = {name: (tmp_path / name).read_text() for name in ("time.jsonl", "metrics.jsonl")}
+    written = 0
+    for seed in seeds:
+        for name, text in logs.items():
+            (tmp_path / name).write_text(altered(text, random.Random(seed)))
+        begun = any("began" in record for record in read_times(tmp_path / "time.jsonl")[0])
+        if begun:
+            write_page(tmp_path)
+            written += 1
+        else:
+            with pytest.raises(ValueError, match="has no attempt at a run"):
+                write_page(tmp_path)
+        MetricsLog(tmp_path / "metrics.jsonl", 10).close()
+    assert written > len(seeds) / 2
+    for name, text in logs.items():
+        (tmp_path / name).write_text(text + '[1]\nnull\n{"kind": "train", "step": "x", "began": "y"}\n')
+    told = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert told.exit_code == 0
+    assert "6 lines of its logs are no records of a run, and are left out" in told.output

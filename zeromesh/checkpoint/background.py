@@ -21,11 +21,12 @@ from typing import cast
 import torch
 
 from zeromesh.checkpoint.boxes import Box
-from zeromesh.checkpoint.folder import DRAFT, write_text
+from zeromesh.checkpoint.folder import DRAFT
 from zeromesh.comm.agreement import agree_success, texts
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.keys import ASYNCHRONOUS, KEEP_LAST
+from zeromesh.model.files import LARGEST_RECORD, read_text, write_text
 from zeromesh.model.placement import Tier
 from zeromesh.model.worker import Worker
 from zeromesh.observe.machine import memory
@@ -242,7 +243,7 @@ def wait_for_ranks(draft: Path, ranks: int, state: SaveState) -> None:
         time.sleep(pause)
         pause = min(1.0, 1.5 * pause)  # for large runs, whose file server should not be asked all the time
     failures = {
-        rank: json.loads(path.read_text(encoding="utf-8")).get("failure")
+        rank: json.loads(read_text(path, most=LARGEST_RECORD)).get("failure")
         for rank in range(ranks)
         if (path := _description(draft, rank)).is_file()
     } | state.failures

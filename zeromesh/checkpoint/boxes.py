@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch
 
 from zeromesh.checkpoint.folder import another_offered
-from zeromesh.checkpoint.manifest import CODES, dtype_name, read_manifest, require_files, require_sound
+from zeromesh.checkpoint.manifest import CODES, dtype_name, hash_of, read_manifest, require_files, require_sound
 from zeromesh.config.errors import some
+from zeromesh.model.files import require_regular
 
 PART = 16 * 1024**2  # bytes that are written, hashed and brought to the host at a time
 
@@ -221,6 +222,11 @@ class Reader:
             for box in shard["boxes"]:
                 box["name"] = names.get(box["name"]) or box["name"]
 
+    @property
+    def digest(self) -> str:
+        """Hash of the manifest."""
+        return hash_of(self.manifest)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the global shape of a tensor."""
         return self._stored[name][0].shape
@@ -247,6 +253,7 @@ class Reader:
             pieces = [*stored.overlaps(start, stop)]
             missing -= sum(length for _, _, length in pieces)
             if pieces:
+                require_regular(self.folder / stored.file)
                 with (self.folder / stored.file).open("rb", buffering=0) as file:
                     for place, within, length in pieces:
                         file.seek(stored.begin + within * stored.dtype.itemsize)

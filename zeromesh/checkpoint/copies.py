@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from zeromesh.checkpoint.boxes import Box, ShardLayout, shard_file
 from zeromesh.checkpoint.contents import RunState, boxes
-from zeromesh.checkpoint.folder import latest, locate, write_manifest, write_text
+from zeromesh.checkpoint.folder import latest, locate, step_of, write_manifest
 from zeromesh.checkpoint.manifest import MANIFEST, read_manifest
 from zeromesh.checkpoint.memory_files import Exchange, Kept, allocate, description, mark, marked, place, root, user
 from zeromesh.checkpoint.save import merged, numbers, pack_client_state, run_state
@@ -31,6 +31,7 @@ from zeromesh.comm.agreement import agree_run, catch, texts
 from zeromesh.comm.mesh import Mesh
 from zeromesh.comm.peers import named
 from zeromesh.comm.trust import prove
+from zeromesh.model.files import write_text
 from zeromesh.tiers.lock import FolderInUse, locked
 from zeromesh.tiers.memory import lock_pages
 
@@ -369,8 +370,8 @@ def _steps_on_disk(folder: Path) -> int:
     if not folder.is_dir() or (tag := latest(folder)) is None:
         return -1
     try:
-        return int(read_manifest(locate(folder, tag))["global_steps"])
-    except (OSError, ValueError, LookupError):
+        return step_of(read_manifest(locate(folder, tag)))
+    except (OSError, ValueError):
         return -1
 
 

@@ -8,12 +8,14 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from zeromesh.checkpoint.manifest import MANIFEST, read_manifest, require_files, signed
 from zeromesh.config.keys import KEEP_LAST
+from zeromesh.model.files import DRAFT as DRAFT
+from zeromesh.model.files import inside, is_inside, read_text, write_text
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +23,6 @@ _log = logging.getLogger(__name__)
 # last. An earlier one that it replaces has the name with .old for a moment.
 LATEST = "latest"
 # Ends of folder names that are no checkpoints: being written, being replaced, being deleted.
-DRAFT = ".draft"
 OLD = ".old"
 GONE = f".gone{DRAFT}"
 
@@ -76,15 +77,6 @@ def write_latest(folder: Path, tag: str) -> None:
     """Let ``folder/latest`` name a checkpoint."""
     write_text(folder / LATEST, tag)
     _flush(folder)
-
-
-def write_text(path: Path, text: str, flush: bool = True) -> None:
-    """Write a file, and flush it to the disk; it appears whole or not at all."""
-    draft = path.with_name(path.name + DRAFT)
-    draft.write_text(text, encoding="utf-8")
-    if flush:
-        _flush(draft)
-    draft.rename(path)
 
 
 def begin(draft: Path, needed: int) -> None:
@@ -177,7 +169,7 @@ def _flush(path: Path) -> None:
 
 def require_tag(tag: str) -> None:
     """Raise ValueError for what names no folder in a folder of checkpoints, or is needed there for other things."""
-    if tag in ("", ".", "..") or Path(tag).name != tag or "\0" in tag:
+    if Path(tag).name != tag or not is_inside(Path(), tag):
         raise ValueError(f"a checkpoint cannot have the tag {tag!r}: it names a folder, without a path; choose another")
     if tag == LATEST or tag.endswith((DRAFT, OLD)):
         raise ValueError(
@@ -187,8 +179,13 @@ def require_tag(tag: str) -> None:
 
 
 def locate(folder: Path, tag: str) -> Path:
-    """Return the folder of a checkpoint. It has another name if a process died while it was replaced."""
-    path, old = folder / tag, folder / f"{tag}{OLD}"
+    """Return the folder of a checkpoint. It has another name if a process died while it was replaced.
+
+    Raises:
+        ValueError: the tag leads out of the folder.
+    """
+    path = inside(folder, tag, "the checkpoint")
+    old = path.with_name(path.name + OLD)
     return old if not (path / MANIFEST).is_file() and (old / MANIFEST).is_file() else path
 
 
@@ -206,8 +203,8 @@ def latest(folder: Path) -> str | None:
         if newest is not None:
             _log.warning("%s has no file %r; the newest complete checkpoint is taken: %r", folder, LATEST, newest)
         return newest
-    tag = path.read_text(encoding="utf-8", errors="replace").strip()
-    if tag and is_readable(locate(folder, tag)):
+    tag = read_text(path, errors="replace").strip()
+    if is_inside(folder, tag) and is_readable(locate(folder, tag)):
         return tag
     # A kill may leave the file empty, or with the name of what was not written to its end.
     newest = _newest(folder)
@@ -219,20 +216,44 @@ def latest(folder: Path) -> str | None:
 
 
 def _newest(folder: Path, besides: Path | None = None) -> str | None:
-    return next((tag for tag in _by_age(folder, besides) if _is_whole(locate(folder, tag))), None)
+    others = (tag for tag in reversed(tags_by_step(folder)) if locate(folder, tag) != besides)
+    return next((tag for tag in others if _is_whole(locate(folder, tag))), None)
 
 
-def _by_age(folder: Path, besides: Path | None = None) -> Iterator[str]:
-    """Return the tags of the folders that have a manifest, newest first."""
-    found: dict[str, int] = {}
-    for manifest in folder.glob(f"*/{MANIFEST}"):
-        if not is_left(manifest.parent) and manifest.parent != besides:
-            found[manifest.parent.name.removesuffix(OLD)] = manifest.stat().st_mtime_ns
-    return iter(sorted(found, key=lambda tag: (found[tag], tag), reverse=True))
+def has_checkpoints(folder: Path) -> bool:
+    """Return whether there is a manifest, perhaps a damaged one."""
+    return next(folder.glob(f"*/{MANIFEST}"), None) is not None
+
+
+def tags_by_step(folder: Path) -> dict[str, int]:
+    """Return the steps of the checkpoints with a manifest as it was written, by tag, in their order."""
+    found: list[tuple[tuple[int, int, int, str], str]] = []
+    for path in [manifest.parent for manifest in folder.glob(f"*/{MANIFEST}")]:
+        if not is_left(path):
+            with suppress(OSError, ValueError):  # one that is damaged, or deleted or replaced in this moment
+                found.append((order(path, step_of(read_manifest(path))), path.name.removesuffix(OLD)))
+    return {tag: place[0] for place, tag in sorted(found)}
+
+
+def step_of(manifest: dict[str, Any]) -> int:
+    """Return the updates of the run that wrote a checkpoint; -1 where it does not say so."""
+    return int(manifest.get("global_steps", -1))
+
+
+def order(path: Path, step: int) -> tuple[int, int, int, str]:
+    """Return what checkpoints are sorted by, the newest last: the step, and for equal ones the number in the tag."""
+    # The times of files count last: a clock may go back, and copies have others.
+    tag = path.name.removesuffix(OLD)
+    digits = tag[len(tag.rstrip("0123456789")) :]
+    written = path / MANIFEST
+    return step, int(digits[-18:] or -1), (written if written.exists() else path).stat().st_mtime_ns, tag
 
 
 def keep_last(folder: Path, tag: str, count: int) -> None:
-    """Delete all but the last ``count`` checkpoints of the series of ``tag``, which differ in a last number only."""
+    """Delete all but the last ``count`` checkpoints of the series of ``tag``, which differ in a last number only.
+
+    Those of later steps than that of ``tag``, which a run that went back has left, stay.
+    """
     # A tag without a number was chosen by hand, and belongs to no series.
     series = tag.rstrip("0123456789")
     if series == tag:
@@ -242,10 +263,12 @@ def keep_last(folder: Path, tag: str, count: int) -> None:
         for path in [path for path in folder.iterdir() if _is_swept(path, series)]:
             remove(path)  # first, or the old one of a checkpoint that is deleted would become the checkpoint
         # Never the one that was just written, nor the one that ``latest`` names.
-        kept = {tag, (folder / LATEST).read_text(encoding="utf-8").strip()}
-        others = [other for other in _by_age(folder) if other.rstrip("0123456789") == series != other]
-        for other in [other for other in others if _is_whole(locate(folder, other))][count:]:
+        kept = {tag, read_text(folder / LATEST).strip()}
+        steps = tags_by_step(folder)
+        others = [other for other in steps if other.rstrip("0123456789") == series != other]
+        earlier = [other for other in others if steps[other] <= steps.get(tag, -1)]
+        for other in reversed([other for other in earlier if _is_whole(locate(folder, other))][:-count]):
             if other not in kept:
                 remove(locate(folder, other))
-    except OSError as error:  # no error: what was to be saved is saved
+    except (OSError, ValueError) as error:  # no error: what was to be saved is saved
         _log.warning("could not remove old checkpoints from %s: %s", folder, error)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from zeromesh.checkpoint.contents import (
 )
 from zeromesh.checkpoint.folder import is_readable, latest, locate
 from zeromesh.checkpoint.formats.detect import foreign
+from zeromesh.checkpoint.manifest import ANOTHER, as_written, require_run
 from zeromesh.checkpoint.optimizer import (
     load_optimizer,
     load_options,
@@ -39,8 +40,13 @@ from zeromesh.checkpoint.optimizer import (
     require_same_optimizer,
     set_learning_rates,
 )
-from zeromesh.checkpoint.packing import unpack
-from zeromesh.checkpoint.random_state import derive_random_state, restore_random_state, share_random_state
+from zeromesh.checkpoint.packing import is_like, unpack
+from zeromesh.checkpoint.random_state import (
+    derive_random_state,
+    require_random_state,
+    restore_random_state,
+    share_random_state,
+)
 from zeromesh.checkpoint.whole import of_all_stages
 from zeromesh.comm.agreement import agree_run, require_agreement, texts
 from zeromesh.comm.collectives import Group
@@ -53,6 +59,8 @@ from zeromesh.shard.window import StateWindow
 _log = logging.getLogger(__name__)
 
 Shapes = dict[str, tuple[int, ...]]
+
+MOST_RANDOM = 16 * 1024**2  # bytes of a rank's states of generators
 
 MOST_SHOWN = 20  # most tensors of each kind that an error names
 
@@ -101,6 +109,7 @@ def load(
             _log.warning("%s is missing: a process ended as it was replaced; the one before it is loaded", named)
         reader = Reader(path)
         _rename(sharded, reader, {*map(_bare, wanted), *other_names})
+        require_run(path, reader.manifest)
         if "imported" in reader.manifest:
             # Other libraries keep buffers among the parameters, and tied ones under each of their names.
             own = {_bare(name) for name in wanted if name.startswith("buffer/")}
@@ -126,14 +135,20 @@ def load(
         extra.update(unpack(reader.manifest.get("extra", {}), reader.tensor))
         return reader
 
-    reader = agree_run(world, "open the checkpoint", prepare)
+    reader = agree_run(world, "open the checkpoint", as_written(folder / chosen)(prepare))
     # Ranks on different machines may see different folders under one path.
-    digest = hashlib.sha256(json.dumps(reader.manifest).encode()).hexdigest()
-    seen = f"written {reader.manifest.get('written')}, SHA-256 {digest}"
+    seen = f"written {reader.manifest.get('written')}, SHA-256 {reader.digest}"
     require_agreement(world, f"the manifest of {chosen} in {folder}", seen)
     # All of it before the first value: a damaged file must not leave half of another run behind.
     needed = {name for name in reader.names if optimizer_states or not name.startswith("optimizer/")}
     agree_run(world, "read the checkpoint", lambda: reader.verify(mesh.rank, mesh.world_size, needed))
+    # What users' and torch's objects take is tried, and what is returned is read, before the first value too.
+    trial = _Trial(engine, reader, parts)
+    try:
+        client = agree_run(world, "read the checkpoint", as_written(folder / chosen)(trial.run))
+    except BaseException:
+        trial.undo()
+        raise
     plainly = parts.load_model is None
     agree_run(world, "load the checkpoint", lambda: _load_tensors(sharded, optimizer, reader, plainly))
     if parts.load_model is not None:
@@ -150,7 +165,60 @@ def load(
         engine.resume_data()
         if mesh.rank == 0:
             _log.info("training_data goes on in pass %d, after %d of its samples", *position)
-    return str(reader.folder), unpack(reader.manifest["client_state"], reader.tensor)
+    return str(reader.folder), client
+
+
+class _Trial:
+    """Loading of what may be refused late, before anything else is loaded; it can be undone."""
+
+    def __init__(self, engine: RunState, reader: Reader, parts: Taken) -> None:
+        self._engine, self._reader = engine, reader
+        states = parts.progress and parts.scheduler and reader.manifest["scheduler"]
+        self._scheduler = engine.lr_scheduler if states else None
+        self._progress = parts.progress
+        if self._scheduler is not None:
+            self._before = deepcopy(self._scheduler.state_dict()), dict(vars(self._scheduler))
+            groups = engine.optimizer.param_groups if engine.optimizer else []
+            self._groups = [({**group}, {k: v.clone() for k, v in group.items() if isinstance(v, torch.Tensor)})
+                            for group in groups]  # fmt: skip
+
+    def run(self) -> dict[str, Any]:
+        """Load the scheduler's state, check that of the generators, and return the client state."""
+        reader = self._reader
+        if self._progress:
+            name = f"random/{self._engine.mesh.rank}"
+            name = name if name in reader.names else "random/0"
+            if name in reader.names:
+                if reader.dtype(name) is not torch.uint8 or prod(reader.shape(name)) > MOST_RANDOM:
+                    raise ValueError(f"{reader.folder} has {name}, which is no state of generators; {ANOTHER}")
+                require_random_state(reader.tensor(name), self._engine.sharded.model)
+        if self._scheduler is not None:
+            state, present = unpack(reader.manifest["scheduler"]), self._before[0]
+            for key, value in state.items():
+                # Torch's schedulers take any names, those of their optimizer and their methods too.
+                if not (is_like(present[key], value) if key in present else not hasattr(self._scheduler, key)):
+                    raise ValueError(
+                        f"{reader.folder} has {key} = {str(value)[:80]!r} in the scheduler's state, which is not what "
+                        f"{scheduler_name(self._scheduler)} has written; {ANOTHER}, or pass "
+                        "load_lr_scheduler_states=False"
+                    )
+            self._scheduler.load_state_dict(state)
+        client: dict[str, Any] = unpack(reader.manifest["client_state"], reader.tensor)
+        return client
+
+    def undo(self) -> None:
+        """Give the scheduler its state, and the groups their options."""
+        if self._scheduler is None:
+            return
+        state, fields = self._before
+        vars(self._scheduler).clear()
+        vars(self._scheduler).update(fields)
+        self._scheduler.load_state_dict(state)
+        if self._engine.optimizer is not None:
+            for group, (options, tensors) in zip(self._engine.optimizer.param_groups, self._groups, strict=True):
+                group.update(options)
+                for key, value in tensors.items():
+                    group[key].copy_(value)
 
 
 def _find(folder: Path, tag: str | None) -> str | None:

@@ -16,9 +16,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zeromesh.checkpoint.folder import write_text
 from zeromesh.comm.agreement import catch
 from zeromesh.config.keys import PEER_COPIES
+from zeromesh.model.files import read_text, write_text
 from zeromesh.model.worker import Worker
 from zeromesh.observe.machine import memory
 from zeromesh.tiers.lock import FolderInUse, locked
@@ -52,9 +52,9 @@ def mark(folder: Path, name: str) -> None:
 def marked(folder: Path) -> str | None:
     """Return the name of the copies of the run that saves to ``folder``; None if there are none on any node."""
     try:
-        found = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        found = json.loads(read_text(folder / MARK))
         name, of = str(found["name"]), found["of"]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     # Folders of this name are deleted, so it must not lead elsewhere; nor is a copied folder that of the run.
     return name if re.fullmatch(r"zeromesh-\d+-[0-9a-f]{16}", name) and of == str(folder.absolute()) else None

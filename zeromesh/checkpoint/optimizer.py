@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.contents import RunState, elements_of, pieces, updates_whole
 from zeromesh.checkpoint.manifest import dtype_name
-from zeromesh.checkpoint.packing import unpack
+from zeromesh.checkpoint.packing import is_like, unpack
 from zeromesh.config.keys import UNSHARDED
 from zeromesh.model.piece import Piece
 from zeromesh.model.split import Held
@@ -20,11 +20,13 @@ from zeromesh.shard.table.rules import RULE_KEY
 from zeromesh.shard.window import StateWindow, pieces_in
 from zeromesh.tiers.memory import unloaded
 
+_PARAMETERS = ("params", "param_names")
+
 
 def options(group: dict[str, Any]) -> dict[str, Any]:
     """Return what a checkpoint holds of a parameter group; tensors of one number as numbers."""
     # Every rank has other parameters, so that they are no part of what is written.
-    found = {key: _numbers(value) for key, value in group.items() if key not in ("params", "param_names")}
+    found = {key: _numbers(value) for key, value in group.items() if key not in _PARAMETERS}
     return {key: value for key, value in found.items() if _plain(value)}
 
 
@@ -90,7 +92,17 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
             "parameters only"
         )
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, reader.manifest["groups"], strict=True)):
-        before, now = unpack(saved).get(RULE_KEY), group.get(RULE_KEY)
+        options = unpack(saved)
+        for key, value in options.items():
+            present: Any = group.get(key)
+            lists = isinstance(present, list | tuple) and isinstance(value, list | tuple)
+            if key in _PARAMETERS or not is_like(present, value) or (lists and len(present) != len(value)):
+                raise ValueError(
+                    f"{reader.folder} has {key} = {str(value)[:80]!r} in group {number}, but this run has "
+                    f"{str(present)[:80]!r}: it is not what was written; choose another checkpoint, or pass "
+                    "load_optimizer_states=False"
+                )
+        before, now = options.get(RULE_KEY), group.get(RULE_KEY)
         if before != now:
             raise ValueError(
                 f"{reader.folder} has {RULE_KEY} = {before!r} in group {number}, but this run has {now!r}: the states "
@@ -101,10 +113,21 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
     # All others known here have states like their parameters, but for single numbers.
     is_elementwise = known and type(optimizer).__name__ != "Adafactor"
     keys = _state_keys(reader)  # once: it goes through all names
+    groups_of, scalars_of = reader.manifest.get("members", {}), reader.manifest["scalars"]
+    of_group: dict[Any, set[str]] = {}
     for flat, piece in pieces(sharded):
-        for name in (f"optimizer/{key}/{piece.name}" for key in keys):
-            if name not in reader.names:
-                continue
+        tensors = [key for key in keys if f"optimizer/{key}/{piece.name}" in reader.names]
+        # An update reads all states of a parameter or, before the first one, makes all; it would stop in its middle.
+        states = {*tensors, *scalars_of.get(piece.name, {})}
+        # Files that do not name the groups of parameters do not tell which have the same.
+        alike = of_group.setdefault(groups_of[piece.name], states) if states and piece.name in groups_of else states
+        if is_elementwise and alike != states and f"parameter/{piece.name}" in reader.names:
+            raise ValueError(
+                f"{reader.folder} has the states {', '.join(sorted(states))} of {piece.name}, and "
+                f"{', '.join(sorted(alike))} of others in its group: it is not what was written; choose another "
+                "checkpoint, or pass load_optimizer_states=False"
+            )
+        for name in (f"optimizer/{key}/{piece.name}" for key in tensors):
             shape, dtype = reader.shape(name), reader.dtype(name)
             # Kernels trust the size and the kind of a state, and would read behind its end.
             fits = shape == piece.shape or _by_row(piece, shape)

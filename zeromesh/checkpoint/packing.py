@@ -8,6 +8,7 @@ import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from datetime import date, datetime, time, timedelta
+from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -122,6 +123,25 @@ def _pack_tensor(
     name = f"{kind}/{len(apart)}"  # a tensor of the checkpoint, which may be large, and is no JSON
     apart[name] = tensor.contiguous()
     return {"__stored__": [name, library, list(value.shape), dtype_name(tensor.dtype)]}
+
+
+def is_like(present: Any, saved: Any) -> bool:
+    """Return whether a saved value can take the place of one in a state of torch: a number of a number, and so on."""
+    if present is None or saved is None:
+        return True
+    if saved != saved and present == present and isinstance(saved, float):  # NaN
+        return False
+    if isinstance(present, bool):
+        return isinstance(saved, int | float) and saved in (0, 1)
+    if isinstance(present, int) and isinstance(saved, float):  # as a rate that was given as 1
+        return isfinite(saved)
+    if isinstance(present, int | float | torch.Tensor):
+        return isinstance(saved, int | float | torch.Tensor)
+    if isinstance(present, list | tuple):
+        alike = isinstance(saved, list | tuple)
+        numbers = any(isinstance(one, int | float | torch.Tensor) for one in present)
+        return alike and (not numbers or all(isinstance(one, int | float | torch.Tensor) for one in saved))
+    return isinstance(saved, dict if isinstance(present, dict) else type(present))
 
 
 def unpack(value: Any, apart: Callable[[str], torch.Tensor] | None = None) -> Any:

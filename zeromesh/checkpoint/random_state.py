@@ -57,6 +57,15 @@ def restore_random_state(packed: torch.Tensor, model: nn.Module | None = None) -
         _restore_seeds(model, states["keras"])
 
 
+def require_random_state(packed: torch.Tensor, model: nn.Module | None = None) -> None:
+    """Raise what ``restore_random_state`` or ``derive_random_state`` would raise; the generators stay as they are."""
+    before = random_state(model)
+    try:
+        restore_random_state(packed, model)
+    finally:
+        restore_random_state(before, model)
+
+
 def _restore_seeds(model: nn.Module, saved: dict[str, Any]) -> None:
     seeds, values = seeds_of(model), saved["layers"]
     if len(seeds) != len(values):

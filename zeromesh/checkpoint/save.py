@@ -45,6 +45,7 @@ from zeromesh.checkpoint.optimizer import members, options, scalars
 from zeromesh.checkpoint.packing import pack
 from zeromesh.comm.agreement import agree_run, catch, require_agreement
 from zeromesh.config.version import VERSION
+from zeromesh.model.files import LARGEST_RECORD, read_text
 from zeromesh.tiers.lock import FolderInUse, locked
 
 MANIFEST_BYTES = 400  # estimated bytes of the manifest for each box
@@ -201,7 +202,7 @@ def _taken(draft: Path, ranks: int) -> list[dict[str, Any]]:
     """Return the ranks' descriptions of their shards, by rank; their files are deleted."""
     parts = []
     for path in sorted(draft.glob("rank_*.json")):
-        parts.append(json.loads(path.read_text(encoding="utf-8")))
+        parts.append(json.loads(read_text(path, most=LARGEST_RECORD)))
         path.unlink()
     if len(parts) != ranks:
         raise OSError(f"the first rank sees the files of {len(parts)} of {ranks} ranks in {draft}; {ONE_FOLDER}")

@@ -11,6 +11,7 @@ from zeromesh.config.document import plain_json
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.printing import autos
 from zeromesh.config.settings import Settings
+from zeromesh.model.files import read_text
 from zeromesh.train.screen import write
 
 
@@ -27,7 +28,7 @@ def fix(path: Path) -> None:
         Settings.load(document)
     except ConfigError as error:
         raise ConfigError(error.problems, str(path)) from None
-    text = path.read_text(encoding="utf-8-sig")
+    text = read_text(path, "utf-8-sig")
     if plain_json(text) != text or "_comment" in text:
         print("comments are left out: JSON has none", file=sys.stderr)
     for change in changes:

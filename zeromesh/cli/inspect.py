@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.folder import LATEST, is_left
+from zeromesh.checkpoint.folder import LATEST, is_left, order
 from zeromesh.checkpoint.manifest import MANIFEST
 from zeromesh.config.errors import counted
+from zeromesh.model.files import read_text
 from zeromesh.model.placement import ROWS
 from zeromesh.observe.units import bytes_text
 from zeromesh.train.screen import make_console, write
@@ -26,11 +27,10 @@ MOST_FILES = 3  # of a tensor that a line names
 
 def inspect(path: Path, as_json: bool, verify: bool) -> bool:
     """Print checkpoints, and the tensors of the latest one that can be used; return whether all are complete."""
-    folders = _checkpoints(path)
-    listed = [_summary(folder, verify) for folder in folders]
+    listed = [_summary(folder, verify) for folder in _checkpoints(path)]
+    listed.sort(key=lambda row: order(Path(row["path"]), -1 if row["step"] is None else row["step"]))
     usable = [row for row in listed if row["problem"] is None and not row["left"]]
-    newest = max(usable, key=lambda row: row["modified"], default=None)
-    shown = next((row for row in usable if row["latest"]), newest)
+    shown = next((row for row in usable if row["latest"]), usable[-1] if usable else None)
     details = _details(Reader(Path(shown["path"]))) if shown is not None else None
     if as_json:
         write(json.dumps({"verified": verify, "checkpoints": listed, "shown": details}, indent=1) + "\n")
@@ -41,12 +41,12 @@ def inspect(path: Path, as_json: bool, verify: bool) -> bool:
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoints of a path by time, with incomplete ones."""
+    """Return the checkpoints of a path, with incomplete ones."""
     for folder in (path, path / CHECKPOINTS):
         inside = [one for one in folder.iterdir() if one.is_dir()] if folder.is_dir() else []
         found = [folder] if _is_checkpoint(folder) else [*filter(_is_checkpoint, inside)]
         if found:
-            return sorted(found, key=lambda one: one.stat().st_mtime_ns)  # tags may have any names
+            return found
     raise ValueError(
         f"{str(path)!r} holds no checkpoint; name the folder of a run, a folder of checkpoints, or one checkpoint"
     )
@@ -62,14 +62,16 @@ def _summary(folder: Path, verify: bool) -> dict[str, Any]:
     found: dict[str, Any] = {
         "tag": folder.name,
         "path": str(folder),
-        "latest": named.is_file() and named.read_text(encoding="utf-8").strip() == folder.name,
+        "latest": named.is_file() and read_text(named, errors="replace").strip() == folder.name,
         "left": is_left(folder),
         "bytes": sum(file.stat().st_size for file in files),
         "modified": folder.stat().st_mtime,
+        "step": None,
         "problem": None,
     }
     try:
         reader = Reader(folder)
+        found["step"] = reader.manifest.get("global_steps")
         if verify:  # reads every byte, which may take minutes
             reader.verify()
         else:
@@ -80,7 +82,6 @@ def _summary(folder: Path, verify: bool) -> dict[str, Any]:
     return {
         **found,
         "format": manifest["format"],
-        "step": manifest.get("global_steps"),
         "written": manifest.get("written"),
         "world_size": manifest.get("world_size"),
         "row": _row(manifest.get("placement")),

@@ -14,6 +14,7 @@ from zeromesh.config.errors import nearest
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import Quantization
 from zeromesh.config.written import completed_document, trains_itself, with_folder
+from zeromesh.model.files import read_text
 from zeromesh.model.hub import is_model_id, model_folder
 from zeromesh.plan.convert import tables_from
 from zeromesh.plan.cost import CostSource
@@ -84,8 +85,8 @@ def asked_model(text: str, precision: str) -> AskedModel:
 def _of_transformers(path: Path) -> bool:
     """Return whether a JSON file describes a model of transformers."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError):
+        document = json.loads(read_text(path, "utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
         return False  # reading it as a configuration says what is wrong with it
     return isinstance(document, dict) and "model_type" in document
 
@@ -108,7 +109,7 @@ def _configured(path: Path, precision: str) -> AskedModel:
 
     settings = Settings.load(path)
     options = TraceOptions(DTYPES[precision], tables=settings.embedding_tables.modules)
-    own, tables = json.loads(path.read_text(encoding="utf-8-sig")), tables_from(settings)
+    own, tables = json.loads(read_text(path, "utf-8-sig")), tables_from(settings)
     if settings.huggingface is not None:
         chosen = settings.huggingface
         folder = model_folder(chosen.path, weights=False, revision=chosen.revision)

@@ -12,6 +12,7 @@ from typing import Any
 from zeromesh.config.curriculum import sampled_by_length
 from zeromesh.config.errors import ConfigError, show
 from zeromesh.config.tables import RENAMED, UNSET
+from zeromesh.model.files import UnreadableFile, read_text
 
 SCHEMA = "$schema"  # key by which a file names its schema for the user's editor
 DEEPEST = 50  # levels of objects and lists; far below Python's limit of recursion, which later steps rely on
@@ -60,15 +61,12 @@ def whole_document(source: str | Path | Mapping[str, Any], overrides: Sequence[s
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file; raise ConfigError where there is none, or a key stands in it twice."""
     try:
-        # Such a file may have no end.
-        if path.is_char_device() or path.is_block_device():
-            raise ConfigError(["is a device; give the path of a JSON file, or a dict"], str(path))
-        text = path.read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a mark
+        text = read_text(path, "utf-8-sig")  # editors on Windows begin a file with a mark
     except FileNotFoundError:
         raise ConfigError(["there is no such file; give the path of a JSON file, or a dict"], str(path)) from None
+    except UnreadableFile as error:
+        raise ConfigError([f"{error.what}; give the path of a JSON file, or a dict"], str(path)) from None
     except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError([f"cannot be read as a text file: {error}"], str(path)) from None
     try:
         document = _parse(text, str(path))

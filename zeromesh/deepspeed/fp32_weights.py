@@ -14,6 +14,7 @@ from torch import nn
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.contents import FROZEN_LEFT_OUT
 from zeromesh.checkpoint.folder import latest, locate
+from zeromesh.model.files import write_text
 from zeromesh.weight_files import ExportFiles
 
 SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -31,6 +32,8 @@ def _tensors(folder: str | Path, tag: str | None, exclude_frozen: bool) -> Itera
         raise ValueError(f"{str(folder)!r} holds no checkpoint; give the folder that engine.save_checkpoint was given")
     reader = Reader(locate(Path(folder), chosen))
     reader.verify(names={name for name in reader.names if name.startswith(("parameter/", "buffer/"))})
+    if "parameters" not in reader.manifest:
+        raise ValueError(f"{reader.folder} does not name its parameters; load it, and save it with this version")
     parameters: dict[str, Any] = reader.manifest["parameters"]
     for name, row in parameters.items():
         left_out = exclude_frozen or reader.manifest.get(FROZEN_LEFT_OUT, False)
@@ -122,7 +125,7 @@ def _bytes(size: str | int | None) -> int:
 def leave_script(folder: Path) -> None:
     """Write the program ``zero_to_fp32.py``, which does what ``main`` does, into a folder of checkpoints."""
     text = f"from {__name__} import main\n\nif __name__ == '__main__':\n    main()\n"
-    (folder / SCRIPT).write_text(text)
+    write_text(folder / SCRIPT, text)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

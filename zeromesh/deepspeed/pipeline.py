@@ -20,6 +20,7 @@ from zeromesh.deepspeed.topology import PipelineParallelGrid, ProcessTopology
 from zeromesh.engine import BY_BATCH
 from zeromesh.engine_state import Parts
 from zeromesh.model.containers import map_tensors
+from zeromesh.model.files import require_regular
 from zeromesh.pipe import PipelineModule
 from zeromesh.pipeline.runtime.cut import examine
 from zeromesh.pipeline.schedule.partition import starts_of
@@ -108,6 +109,7 @@ class LayerFiles:
 
     def load(self, path: str, map_location: Any = "cpu") -> Any:
         """Read a file."""
+        require_regular(Path(path))
         return torch.load(path, map_location, weights_only=True)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:

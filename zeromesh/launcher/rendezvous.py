@@ -14,6 +14,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from zeromesh.comm.trust import LEAST_SECRET, SECRET
+from zeromesh.model.files import read_text
 
 RUN = "zeromesh"
 
@@ -29,9 +30,13 @@ def read_secret(file: Path | None) -> bytes:
         secret, name = os.environ.get(SECRET, "").strip().encode(), SECRET
     else:
         try:
-            secret, mode, name = file.read_bytes().strip(), file.stat().st_mode, f"--secret-file {file}"
+            secret, mode, name = (
+                read_text(file, "latin-1").strip().encode("latin-1"),
+                file.stat().st_mode,
+                f"--secret-file {file}",
+            )
         except OSError as error:
-            raise ValueError(f"--secret-file {file} cannot be read ({error.strerror}); {HOW}") from None
+            raise ValueError(f"--secret-file {file} cannot be read ({error.strerror or error}); {HOW}") from None
         if stat.S_IMODE(mode) & 0o077:
             raise ValueError(
                 f"--secret-file {file} has the mode {stat.S_IMODE(mode):o}, so that other users may read it, or write "

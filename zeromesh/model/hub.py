@@ -6,7 +6,11 @@ import functools
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from zeromesh.model.files import inside, read_text
 
 MODEL_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -74,10 +78,25 @@ def _is_complete(folder: Path, weights: bool) -> bool:
     if not weights or (folder / "model.safetensors").is_file():
         return True
     try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        return all((folder / part).is_file() for part in set(index["weight_map"].values()))
-    except (OSError, ValueError, KeyError):
+        index = json.loads(read_text(folder / "model.safetensors.index.json"))
+        return all(inside(folder, part, "a file").is_file() for part in set(index["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
+
+
+@contextmanager
+def configured(name: object) -> Iterator[None]:
+    """Let what transformers raises for wrong values of a model's configuration in this context be ValueError."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:  # many types, of several packages
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no more is known"]
+        raise ValueError(
+            f"transformers makes no model of the configuration of {str(name)!r} ({type(error).__name__}: "
+            f"{' '.join(lines)[:200]}); correct it, or copy the folder again"
+        ) from error
 
 
 def reason_of(error: Exception) -> str:

@@ -3,9 +3,69 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
+
+from pydantic import AfterValidator, Field, TypeAdapter
+from typing_extensions import TypedDict
+
+from zeromesh.model.files import LARGEST_RECORD, added_to, read_text, write_text
+
+
+def _drawn(value: float) -> float:
+    if abs(value) > MOST and isfinite(value):
+        raise ValueError(f"{value} is no value of a run")
+    return value
+
+
+MOST = 1e100  # largest value whose differences and sums can be computed
+
+Step = Annotated[int, Field(ge=0, lt=2**53)]
+Number = Annotated[float, AfterValidator(_drawn)]
+
+Form = TypeAdapter[Any]
+"""Form that records have; a record may have more entries."""
+
+
+class _Record(TypedDict):
+    kind: str
+    step: Step
+    noted: NotRequired[bool]
+
+
+class _Train(_Record):
+    loss: Number
+    gradient_norm: NotRequired[Number | None]
+    tokens_per_second: NotRequired[Number | None]
+    utilization: NotRequired[Number]
+    samples: NotRequired[Step]
+
+
+class _Validation(_Record):
+    loss: Number
+
+
+class _Spike(_Record):
+    name: str
+    value: Number
+    usual: Number
+    skipped: bool
+    back: str | None
+    mark: NotRequired[str | None]
+    samples: NotRequired[Step]
+
+
+_OTHER: Form = TypeAdapter(_Record)
+_FORMS: dict[str, Form] = {
+    "train": TypeAdapter(_Train), "validation": TypeAdapter(_Validation), "spike": TypeAdapter(_Spike),
+}  # fmt: skip
+
+
+def _form_of(record: dict[str, Any]) -> Form:
+    return _FORMS.get(record.get("kind", ""), _OTHER)
+
 
 Curve = Sequence[tuple[int, float]]  # steps and values
 
@@ -20,11 +80,9 @@ class MetricsLog:
     def _open(self, last_step: int) -> None:
         # What lies beyond are steps that were taken after the last checkpoint, and are taken again.
         kept = [one for one in read_metrics(self._path) if one["step"] <= last_step or one.get("noted")]
-        part = self._path.with_name(self._path.name + ".part")
-        part.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        part.replace(self._path)  # whole, whenever the process is killed
+        write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))  # whole, whenever it is killed
         self._written = {(record["kind"], record["step"]) for record in kept}
-        self._file = self._path.open("a")
+        self._file = added_to(self._path)
 
     def forget(self, last_step: int) -> None:
         """Leave out the records of steps beyond ``last_step``, which are taken again, but not notes."""
@@ -57,16 +115,29 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file, in order; none if it does not exist."""
+    """Return the records of a file, in order; none if it does not exist, and no line that is no record of ours."""
+    return read_records(path, _form_of)[0]
+
+
+def read_records(path: Path, form_of: Callable[[dict[str, Any]], Form]) -> tuple[list[dict[str, Any]], int]:
+    """Return the records of a file that have the form that ``form_of`` tells, and the number of its other lines."""
     if not path.is_file():
-        return []
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        return [], 0
+    records, others = [], 0
+    for line in filter(str.strip, read_text(path, errors="replace", most=LARGEST_RECORD).splitlines()):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:  # a line that was cut off
-            continue
-    return records
+            record = json.loads(line)
+            form_of(record).validate_python(record, strict=True)
+            records.append(record)
+        # A line that was cut off, or that another program or a user has changed.
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            others += 1
+    return records, others
+
+
+def count_others(path: Path) -> int:
+    """Return the number of lines that ``read_metrics`` leaves out."""
+    return read_records(path, _form_of)[1]
 
 
 def loss_picture(path: Path, training: Curve, validation: Curve) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import logging
 import operator
 import warnings
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from zeromesh.model.files import LARGEST_RECORD, read_text, write_text
 
 _log = logging.getLogger("zeromesh")
 
@@ -61,18 +64,16 @@ class CsvFiles(MetricWriter):
     def rewind(self, step: int) -> None:
         """See ``MetricWriter``. Users' own values keep their own steps."""
         for path in (path for start in OURS for path in self._folder.glob(f"{start}*.csv")):
-            with path.open(newline="") as file:
-                head, *rows = list(csv.reader(file)) or [[]]
+            head, *rows = list(csv.reader(read_text(path, most=LARGEST_RECORD).splitlines())) or [[]]
             if len(head) != 2 or head[0] != "step":
                 continue  # it is not of our making
             # A line that was cut off, as the process was killed, goes too.
             kept = [row for row in rows if len(row) == 2 and row[0].isdigit() and int(row[0]) <= step]
             self._kept[path] = {row[0] for row in kept}
             if kept != rows:
-                part = path.with_name(path.name + ".part")
-                with part.open("w", newline="") as file:
-                    csv.writer(file, lineterminator="\n").writerows([head, *kept])
-                part.replace(path)
+                text = io.StringIO()
+                csv.writer(text, lineterminator="\n").writerows([head, *kept])
+                write_text(path, text.getvalue())
 
 
 class TensorBoardFiles(MetricWriter):

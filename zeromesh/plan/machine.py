@@ -9,7 +9,6 @@ times in seconds, speeds in bytes or operations per second.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from zeromesh.config.document import read_object
 from zeromesh.config.errors import ConfigError, nearest, show
+from zeromesh.model.files import write_text
 
 FORMAT = 1  # of machine.json; it grows when a key goes or changes its meaning
 
@@ -186,9 +186,7 @@ class Machine:
         if path.is_dir():
             raise ConfigError(["is a folder; give the path of the file to write"], str(path))
         Machine.from_dict(document)  # a file that cannot be read again is not written
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        draft.replace(path)
+        write_text(path, json.dumps(document, indent=2) + "\n")
 
 
 # Rules of the fields that are not numbers above 0; the text stands after "must be" in an error.

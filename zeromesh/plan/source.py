@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeromesh.model.files import LARGEST_TEXT, require_regular
+from zeromesh.model.hub import configured
 from zeromesh.model.lengths import option, positions
 from zeromesh.plan.passes import Inputs, TraceOptions
 from zeromesh.plan.space import ModelLimits
@@ -45,7 +47,7 @@ def hugging_face_cost(
         config.update({"_attn_implementation": attention})
 
     def make() -> nn.Module:
-        with torch.device("meta"):
+        with configured(source), torch.device("meta"):
             return adapt(kind(config))
 
     name = str(getattr(config, "name_or_path", "") or kind.__name__)
@@ -61,7 +63,13 @@ def configuration_of(source: Any) -> Any:
     local = path.exists()
     try:
         folder = path.parent if path.is_file() else path
-        return transformers.AutoConfig.from_pretrained(str(folder if local else source), local_files_only=local)
+        if local:
+            require_regular(folder / CONFIG, LARGEST_TEXT)
+        # Without the argument it would ask at the terminal whether to run code that lies in the folder.
+        with configured(source):
+            return transformers.AutoConfig.from_pretrained(
+                str(folder if local else source), local_files_only=local, trust_remote_code=False
+            )
     except (OSError, ValueError, KeyError) as error:
         text = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -104,7 +112,7 @@ def class_of(config: Any) -> type[nn.Module]:
     """Return the class that the configuration names, or the causal or plain one for its type."""
     transformers = _transformers()
     for name in getattr(config, "architectures", None) or ():
-        if isinstance(kind := getattr(transformers, name, None), type):
+        if isinstance(kind := getattr(transformers, str(name), None), type):
             return kind
     for mapping in ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_MAPPING"):
         try:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -49,7 +50,7 @@ def locked(folder: Path) -> Iterator[None]:
 def _take(path: Path) -> int | None:
     end = time.monotonic() + OTHER_HOST
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = _open(path)
         try:
             flock(descriptor)
         except OSError as error:
@@ -70,6 +71,26 @@ def _take(path: Path) -> int | None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(words).encode(), 0)
     return descriptor
+
+
+def _open(path: Path) -> int:
+    """Open the file of a lock, which is made if it is missing; raise OSError for what another one has put there."""
+    # It is overwritten, so that a link to a file of the user's, symbolic or hard, would be an order to destroy that.
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+        descriptor = None
+    state = None if descriptor is None else os.fstat(descriptor)
+    if descriptor is not None and state is not None:
+        if stat.S_ISREG(state.st_mode) and state.st_nlink <= 1:
+            return descriptor
+        os.close(descriptor)
+    raise OSError(
+        errno.EPERM, "the file of the lock is a link, or no regular file, and is not written to; delete it", str(path)
+    )
 
 
 def flock(descriptor: int, waits: bool = False) -> None:
@@ -94,5 +115,5 @@ def _holder(written: bytes) -> tuple[str | None, str]:
     try:
         words = json.loads(written)
         return words["host"], f"process {words['process']} on {words['host']}, since {words['since']},"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None, "another process"  # it has just taken the lock, and not written yet who it is

@@ -6,14 +6,15 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from zeromesh.checkpoint.folder import DRAFT, OLD, latest, remove, write_latest
-from zeromesh.checkpoint.manifest import MANIFEST, read_manifest
+from zeromesh.checkpoint.boxes import Reader
+from zeromesh.checkpoint.folder import has_checkpoints, latest, locate, remove, tags_by_step, write_latest
 from zeromesh.checkpoint.memory_files import marked
 from zeromesh.config.keys import MODEL_FOLDER, OTHER_OUTPUT, OUTPUT
 from zeromesh.config.settings import Resolved
+from zeromesh.model.files import read_text
 from zeromesh.pretrained import is_model_id
 from zeromesh.tiers.lock import FolderInUse, locked
 from zeromesh.train.data.prepare import TOKENIZER_FOLDER
@@ -48,9 +49,7 @@ class RunFolder:
     def last_checkpoint(self) -> str | None:
         """Tag of the checkpoint from which the run is resumed; None if there is none."""
         # The file "latest" may name a checkpoint that was deleted, and only then is there a name without a checkpoint.
-        if not self.checkpoints.is_dir() or not any(self.checkpoints.glob(f"*/{MANIFEST}")):
-            return None
-        return latest(self.checkpoints)
+        return latest(self.checkpoints) if has_checkpoints(self.checkpoints) else None
 
     @property
     def is_copied(self) -> bool:
@@ -59,29 +58,24 @@ class RunFolder:
 
     def tags(self) -> dict[int, str]:
         """Return the tags of the run's checkpoints by their steps, in order."""
-        found = {}
-        for manifest in self.checkpoints.glob(f"*/{MANIFEST}"):
-            if not manifest.parent.name.endswith((DRAFT, OLD)):
-                with suppress(OSError, ValueError):  # one that is deleted, or replaced, in this moment
-                    found[int(read_manifest(manifest.parent)["global_steps"])] = manifest.parent.name
-        return dict(sorted(found.items()))
+        return {step: tag for tag, step in tags_by_step(self.checkpoints).items()}
 
     def mark(self, tag: str) -> str:
         """Return what tells a checkpoint from another that was written with the same tag later."""
-        return str(read_manifest(self.checkpoints / tag).get("sha256"))
+        return Reader(locate(self.checkpoints, tag)).digest
 
     def go_back(self, tag: str, step: int) -> None:
         """Let the run be resumed from a checkpoint at ``step``, and delete those of later steps, which it gave up."""
         write_latest(self.checkpoints, tag)
         for saved, other in self.tags().items():
             if saved > step:
-                remove(self.checkpoints / other)
+                remove(locate(self.checkpoints, other))
 
     def settings(self) -> Resolved:
         """Return the settings of the run; raise ValueError if no run wrote the file."""
         try:
-            return Resolved.reread(json.loads(self.config.read_text(encoding="utf-8")))
-        except ValueError as error:
+            return Resolved.reread(json.loads(read_text(self.config)))
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{str(self.config)!r} is not what zeromesh train wrote: {error}") from None
 
     def require_base(self) -> None:

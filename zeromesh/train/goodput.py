@@ -14,9 +14,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
-from zeromesh.observe.metrics import read_metrics
+from pydantic import AfterValidator, Field, TypeAdapter
+from typing_extensions import TypedDict
+
+from zeromesh.model.files import added_to
+from zeromesh.observe.metrics import MOST, Form, Number, Step, read_records
 
 
 class Spent(StrEnum):
@@ -101,7 +105,7 @@ class TimeLog:
 
     def _append(self, record: dict[str, object]) -> None:
         # A full disk ends no run: what is not written here counts as other work, or as down.
-        with suppress(OSError), self._path.open("a", encoding="utf-8") if self._path else nullcontext() as file:
+        with suppress(OSError), added_to(self._path) if self._path else nullcontext() as file:
             if file is not None:
                 file.write("\n" + json.dumps(record) + "\n")  # after half a line that a full disk may have left
 
@@ -148,11 +152,76 @@ class Attempt:
         return self.stretches[-1].end if self.stretches else self.began
 
 
+Moment = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=-1e10, le=1e10, allow_inf_nan=False)]
+
+
+class _Began(TypedDict):
+    began: Moment
+    step: Step
+
+
+class _Back(TypedDict):
+    back: Step
+
+
+class _Times(TypedDict):
+    at: Moment
+    step: Step
+    seconds: dict[str, Seconds]
+    ends: bool
+
+
+class _Work(TypedDict):
+    step: Step
+    work: list[Seconds]
+    usual: NotRequired[list[Seconds]]
+
+
+class _Slow(TypedDict):
+    name: str
+    since: Step
+    value: Number
+    usual: Number
+    unit: str
+
+
+def _link(link: list[Any]) -> list[Any]:
+    before, after, speed = link
+    if not all(isinstance(one, int | float) for one in (speed, before, after)) or abs(speed) > MOST:
+        raise ValueError(f"{link} is no link with its speed")
+    return link
+
+
+class _Check(TypedDict):
+    products: list[Number]
+    memory: list[Number]
+    links: list[Annotated[list[Any], AfterValidator(_link)]]
+    slow: list[_Slow]
+
+
+class _Health(TypedDict):
+    step: Step
+    health: _Check
+
+
+_FORMS: dict[str, Form] = {
+    "began": TypeAdapter(_Began), "back": TypeAdapter(_Back), "seconds": TypeAdapter(_Times),
+    "work": TypeAdapter(_Work), "health": TypeAdapter(_Health),
+}  # fmt: skip
+_OTHER: Form = TypeAdapter(dict[str, Any])  # of other versions
+
+
+def read_times(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the records of a file of times, and the number of its lines that are none."""
+    return read_records(path, lambda record: next((_FORMS[key] for key in _FORMS if key in record), _OTHER))
+
+
 def read_attempts(path: Path) -> list[Attempt]:
     """Return the attempts at a run in order, with the steps that were taken again, and the time until the next."""
     found: list[Attempt] = []
     before: dict[Spent, float] = {}
-    for record in read_metrics(path):
+    for record in read_times(path)[0]:
         if "began" in record:
             before = {}
             found.append(Attempt(max(record["began"], found[-1].last if found else 0.0), record["step"]))

@@ -152,7 +152,7 @@ class Loop:
             if self.metrics is None or not fits:
                 return {}
             mark = self.job.folder.mark(fits[-1])
-            before = [one for one in self.metrics.notes("spike") if (one["back"], one["mark"]) == (fits[-1], mark)]
+            before = [one for one in self.metrics.notes("spike") if (one["back"], one.get("mark")) == (fits[-1], mark)]
             return {"tag": fits[-1], "mark": mark, "times": len(before)}
 
         # One rank chooses: files of another node may be older.

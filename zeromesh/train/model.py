@@ -20,6 +20,7 @@ from zeromesh import Settings
 from zeromesh.config import keys
 from zeromesh.config.errors import nearest
 from zeromesh.config.train import GROUP, HuggingFace, Lora, ModelShape, Quantization
+from zeromesh.model.files import read_text
 from zeromesh.model.lengths import positions
 from zeromesh.pretrained import build, configuration, is_model_id, model_folder, saved_quantization
 from zeromesh.quantized import require_library
@@ -90,8 +91,8 @@ class Transformer:
     def name(self) -> str:
         """Name of the architecture."""
         try:
-            config = json.loads((self.folder / "config.json").read_text())
-        except (OSError, ValueError) as error:
+            config = json.loads(read_text(self.folder / "config.json"))
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"{keys.MODEL_FOLDER} = {str(self.folder)!r} has no readable config.json: {error}"
             ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from math import isfinite
@@ -10,12 +11,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from zeromesh.observe.metrics import read_metrics
+from zeromesh.model.files import read_text, write_text
+from zeromesh.observe.metrics import count_others, read_metrics
 from zeromesh.observe.svg import COLOURS, LEFT, RIGHT, WIDTH, box, html_page, label, legend, svg
 from zeromesh.observe.units import duration_text, scaled_text
 from zeromesh.train.folder import RunFolder
 from zeromesh.train.goodput import COLOURS as KINDS
-from zeromesh.train.goodput import Attempt, Spent, Stretch, read_attempts, totals
+from zeromesh.train.goodput import Attempt, Spent, Stretch, read_attempts, read_times, totals
 
 MOST_POINTS = 600  # of a curve
 MOST_COLUMNS = 160  # of a map
@@ -25,12 +27,16 @@ LONG_NAMES = 210  # pixels for the names of a map's rows
 
 PAGE = "report.html"
 
+_log = logging.getLogger("zeromesh")
+
 
 def write_page(run: Path) -> Path:
     """Write the page of a run from its files, and return its path; raise ValueError if no run is there."""
     folder = RunFolder(run)
-    records, times = read_metrics(folder.metrics), read_metrics(folder.times)
+    records, (times, others) = read_metrics(folder.metrics), read_times(folder.times)
     attempts = read_attempts(folder.times)
+    if others := others + count_others(folder.metrics):
+        _log.warning("%s: %d lines of its logs are no records of a run, and are left out", run, others)
     if not attempts:
         raise ValueError(
             f"{str(folder.times)!r} has no attempt at a run: name the output folder of a run of zeromesh train"
@@ -46,9 +52,8 @@ def write_page(run: Path) -> Path:
     for title, key in (("Gradient norm", "gradient_norm"), ("Tokens per second", "tokens_per_second")):
         parts += [f"<h2>{title}</h2>", line_chart({"": _curve(steps, key)})]
     parts += _ranks(times)
-    path, part = run / PAGE, run / f"{PAGE}.part"
-    part.write_text(html_page(f"Run {run.absolute().name}", parts), encoding="utf-8")
-    return part.replace(path)
+    write_text(run / PAGE, html_page(f"Run {run.absolute().name}", parts))
+    return run / PAGE
 
 
 def _curve(records: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]:
@@ -62,8 +67,15 @@ def _state(folder: RunFolder, attempts: Sequence[Attempt], steps: Sequence[dict[
     spent = totals([*attempts])
     whole = sum(spent.values()) or 1.0
     try:
-        wanted = int(json.loads(folder.config.read_text(encoding="utf-8"))["run"]["steps"])
-    except (OSError, ValueError, LookupError, TypeError):  # a run that has just begun, or a damaged file
+        wanted = int(json.loads(read_text(folder.config))["run"]["steps"])
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+    ):  # a run that has just begun, or a damaged file
         wanted = reached
     ended = "has ended" if folder.has_finished and reached >= wanted else "has not reached its end"
     return (
@@ -177,7 +189,7 @@ def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 def _ranks(times: Sequence[dict[str, Any]]) -> list[str]:
     """Return the parts on the ranks' work, and on the checks of their hardware."""
     parts = []
-    seen = [one for one in times if "work" in one and "usual" in one]
+    seen = [one for one in times if "work" in one and len(one["work"]) == len(one.get("usual", ()))]
     ranks = max((len(one["work"]) for one in seen), default=0)  # an elastic run has others at times
     if ranks > 1:
         shown = []

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from zeromesh import Settings, init_distributed, launch
-from zeromesh.checkpoint.manifest import read_manifest
+from zeromesh.checkpoint.boxes import Reader
+from zeromesh.checkpoint.folder import locate
 from zeromesh.comm.detect import is_launched
 from zeromesh.comm.environment import shutdown
 from zeromesh.config.errors import counted
@@ -124,10 +125,9 @@ def beginning(folder: RunFolder, records: list[dict[str, Any]], step: int, batch
         if saved >= step:
             continue
         # Where the run has gone on from this checkpoint: at first, and each time that it went back to it.
-        manifest = read_manifest(folder.checkpoints / tag)
-        state, this = manifest["client_state"], (tag, manifest.get("sha256"))
-        spikes = [one for one in records if one["kind"] == "spike" and (one["back"], one["mark"]) == this]
-        for samples in reversed([state["samples"], *(one["samples"] for one in spikes)]):
+        state, this = Reader(locate(folder.checkpoints, tag)).manifest["client_state"], (tag, folder.mark(tag))
+        spikes = [one for one in records if one["kind"] == "spike" and (one["back"], one.get("mark")) == this]
+        for samples in reversed([one["samples"] for one in (state, *spikes) if isinstance(one.get("samples"), int)]):
             if wanted is None or samples + (step - saved) * batch == wanted:
                 return Begin(tag, saved, samples, state.get("settings", {}))
     have = ", ".join(folder.tags().values()) or "none"

@@ -18,6 +18,7 @@ from rich.markdown import Markdown
 
 from zeromesh.config.errors import counted
 from zeromesh.config.keys import MACHINE
+from zeromesh.model.files import write_text
 from zeromesh.observe.machine import peak_bytes
 from zeromesh.observe.metrics import loss_picture, read_metrics
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
@@ -103,7 +104,7 @@ def close(
         "time": {kind.name.lower(): round(seconds, 3) for kind, seconds in times.items()},
         "spikes": [{key: one[key] for key in ("step", "name", "value", "usual", "skipped", "back")} for one in spikes],
         "goodput": times[Spent.STEPS] / (sum(times.values()) or 1.0),  # 0 where no time could be written
-        "utilization": fmean(record["utilization"] for record in steps),  # share of the peak operations per second
+        "utilization": fmean(record.get("utilization", 0.0) for record in steps),  # share of the peak
         "training_loss": steps[-1]["loss"],
         "validation_loss": score.loss if score else None,  # of all held-out text
         "bits_per_byte": score.bits_per_byte if score else None,
@@ -117,9 +118,9 @@ def close(
         "samples": samples,
         "lines": count_lines(samples) if prepared.python else None,
     }
-    job.folder.report.write_text(json.dumps(report, indent=2))
+    write_text(job.folder.report, json.dumps(report, indent=2))
     text = markdown(report)
-    job.folder.report.with_suffix(".md").write_text(text, encoding="utf-8")
+    write_text(job.folder.report.with_suffix(".md"), text)
     try:
         write_page(job.folder.path)
     except (OSError, ValueError) as error:  # the run has succeeded; a full disk may have left no times

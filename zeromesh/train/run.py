@@ -24,6 +24,7 @@ from zeromesh.comm.failure import RankFailure
 from zeromesh.config.errors import counted
 from zeromesh.config.keys import PEER_COPIES, RESUME, SAVE_EVERY
 from zeromesh.config.printing import refuse_unfilled, tell_unset
+from zeromesh.model.files import write_text
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display
 from zeromesh.observe.units import scaled_text
@@ -161,11 +162,13 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
             if path is None:  # of a run with copies in memory, and no checkpoint yet
                 console.print(f"{job.folder.path} has no checkpoint, and no copy in memory is whole; it begins anew")
             else:
-                start = Progress(engine.global_steps, state["samples"], state["seconds"])
+                if not all(isinstance(state.get(key), int | float) for key in ("samples", "seconds")):
+                    raise ValueError(f"{path} does not say how many samples the run has taken; delete it")
+                start = Progress(engine.global_steps, int(state["samples"]), state["seconds"])
         if engine.mesh.rank == 0:
             # A configuration that is used again must not resume.
             again = engine.config.model_copy(update={"run": job.run.model_copy(update={"resume": False})})
-            job.folder.config.write_text(again.to_json())
+            write_text(job.folder.config, again.to_json())
         rows = engine.train_micro_batch_size_per_gpu()
         with Display(console, job.run.steps) as display:
             loop = Loop(

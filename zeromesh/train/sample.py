@@ -118,12 +118,12 @@ def load_transformer(language: Transformer, folder: Path) -> Any:
     quiet()
     options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True}
     if language.lora is None:
-        return AutoModelForCausalLM.from_pretrained(folder, **options).eval()  # type: ignore[no-untyped-call]
+        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options).eval()  # type: ignore[no-untyped-call]
     from peft import PeftModel
 
     if language.source.quantization is not None:
         options["quantization_config"] = quantization_config(language.source.quantization, torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(language.folder, **options)
+    base = AutoModelForCausalLM.from_pretrained(language.folder, trust_remote_code=False, **options)
     return PeftModel.from_pretrained(base, str(folder)).eval()
 
 

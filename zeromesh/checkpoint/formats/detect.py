@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from zeromesh.checkpoint.folder import locate
 from zeromesh.checkpoint.manifest import MANIFEST
+from zeromesh.model.files import read_text
 
 
 class CheckpointFormat(NamedTuple):
@@ -76,7 +77,7 @@ def _candidates(path: Path, tag: str | None) -> Iterator[Path]:
     for folder in folders:
         for file in (folder / name for name in _LATEST):
             if file.is_file():
-                named = file.read_text(encoding="utf-8", errors="replace").strip()
+                named = read_text(file, errors="replace").strip()
                 # Megatron's file, the only .txt, has the bare number of its iteration.
                 yield locate(folder, f"iter_{named:0>7}" if file.suffix else named)
     # Last: beside checkpoints there may be an exported model.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options, plain_number, tensors, whole
 from zeromesh.checkpoint.formats.lightning import IsTrained, names_by_number
 from zeromesh.checkpoint.formats.pickles import read_metadata, read_tensors
+from zeromesh.model.files import inside, open_regular
 
 INDEX = ".metadata"
 
@@ -63,14 +65,14 @@ def _part(folder: Path, entry: Any, chunk: Any, info: Any) -> StoredRange:
 
 def _load(folder: Path, info: Any) -> Any:
     """Return what lies in a range of a file."""
-    path = folder / info.relative_path
     # An index could name any file of the machine.
-    if Path(info.relative_path).name != info.relative_path or not path.is_file():
+    path = inside(folder, info.relative_path, f"a file in {folder / INDEX}")
+    if not path.is_file():
         raise ValueError(f"{folder / INDEX} needs {info.relative_path}, which is not in {folder}; copy it again")
     if info.transform_descriptors:
         transforms = ", ".join(info.transform_descriptors)
         raise ValueError(f"{path} is transformed ({transforms}); load it with torch, and save it without")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(info.offset)
         data = file.read(info.length)
     if len(data) < info.length:
@@ -225,7 +227,10 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> P
     if contents.scheduler is not None:
         held["lr_scheduler"] = dict(contents.scheduler[0])
     writer = FileSystemWriter(folder, thread_count=1)
-    save(held, storage_writer=writer, planner=_Lazy(reads, advance), no_dist=True)
+    try:
+        save(held, storage_writer=writer, planner=_Lazy(reads, advance), no_dist=True)
+    except CheckpointException as error:  # torch's, around the reason
+        raise next(iter(error.failures.values()))[0] from None
     return folder
 
 
@@ -233,7 +238,7 @@ def named_groups(contents: Contents) -> list[dict[str, Any]]:
     """Return the parameter groups with the names of their parameters; raise ValueError if those are not known."""
     if len(contents.groups) > 1 and not contents.members:
         raise ValueError(
-            f"{contents.source} does not say which of its {len(contents.groups)} parameter groups a parameter is in: "
+            f"{contents.source} does not say which of its {len(contents.groups)} parameter groups a parameter is in; "
             "save it anew with this version, or pass --weights-only"
         )
     return [

@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
 
 from zeromesh.checkpoint.boxes import Box, runs
+from zeromesh.checkpoint.manifest import ANOTHER, Count, as_written, require_form
+from zeromesh.checkpoint.packing import pack
 
 # Options that say how an update is computed, and not which: each library chooses its own.
 _IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
@@ -52,9 +57,11 @@ class StoredRange:
 
     def data(self) -> torch.Tensor:
         """Return the elements."""
-        data = self.read().detach().reshape(-1)
+        with as_written(Path(self.name)):
+            data = self.read().detach().reshape(-1)
         if data.numel() != self.stop - self.start:
-            raise ValueError(f"{self.name} has {data.numel()} elements where {self.stop - self.start} are expected")
+            wanted = self.stop - self.start
+            raise ValueError(f"{self.name} has {data.numel()} elements where {wanted} are expected; {ANOTHER}")
         return data.to(self.dtype)
 
 
@@ -93,6 +100,23 @@ class Contents:
     loss_scale: dict[str, Any] | None = None
     client: dict[str, Any] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
+
+    def require_sound(self, path: Path) -> None:
+        """Raise ValueError unless all is of the form that writers expect; other programs may have written anything."""
+        places = [(part.offsets or (0,) * len(part.shape), part.sizes or part.shape, part.shape) for part in self.parts]
+        require_form(_FORM, {**vars(self), "names": [part.name for part in self.parts], "places": places}, path)
+        for part, place in zip(self.parts, places, strict=True):
+            fits = len({*map(len, place)}) == 1 and all(at + size <= end for at, size, end in zip(*place, strict=True))
+            if not fits or not isinstance(part.dtype, torch.dtype):
+                raise ValueError(f"{path} has {part.name} outside of its tensor, or of no dtype of torch; {ANOTHER}")
+        for name, numbers in self.numbers.items():
+            for key, value in numbers.items():
+                if not isinstance(plain_number(value), int | float) or abs(plain_number(value)) >= 2**63:
+                    raise ValueError(f"{path} has {key} = {str(value)[:80]} of {name}, which is no number; {ANOTHER}")
+        if any(not 0 <= number < len(self.groups) for number in self.members.values()):
+            raise ValueError(f"{path} has parameters in a group that it does not have; {ANOTHER}")
+        if self.scheduler is not None:
+            pack(self.scheduler[0], "the scheduler's state")  # raises for what is no value
 
     def take(self, **found: Any) -> None:
         """Add to lists, sets and dicts, and set the other attributes."""
@@ -152,6 +176,22 @@ class Contents:
         self.dtypes = {rename(name): dtype for name, dtype in self.dtypes.items()}
         self.members = {rename(name): group for name, group in self.members.items()}
         self.numbers = {rename(name): numbers for name, numbers in self.numbers.items()}
+
+
+class _Form(TypedDict):
+    names: list[Annotated[str, Field(pattern="^(parameter|buffer|optimizer/[^/]+)/")]]
+    places: list[tuple[tuple[Count, ...], ...]]
+    frozen: set[str]
+    tied: dict[str, str]
+    groups: list[dict[str, Any]]
+    members: dict[str, int]
+    numbers: dict[str, dict[str, Any]]
+    progress: dict[str, Count]
+    scheduler: tuple[dict[str, Any], str | None] | None
+    loss_scale: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None
+
+
+_FORM = TypeAdapter(_Form)
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:

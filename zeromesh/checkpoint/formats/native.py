@@ -15,7 +15,7 @@ import torch
 from zeromesh.checkpoint.boxes import Box, Reader, write_shard
 from zeromesh.checkpoint.folder import DRAFT, begin, commit, remove, require_free, write_latest, write_manifest
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, plain_number
-from zeromesh.checkpoint.manifest import MANIFEST, dtype_name
+from zeromesh.checkpoint.manifest import MANIFEST, dtype_name, require_run
 from zeromesh.checkpoint.optimizer import options
 from zeromesh.checkpoint.packing import pack, unpack
 from zeromesh.config.errors import some
@@ -29,6 +29,7 @@ def read(folder: Path) -> Contents:
     """Return the contents of a checkpoint; no tensor is read yet, and the files are there and whole."""
     reader = Reader(folder)
     reader.require_files()
+    require_run(folder, reader.manifest)
     manifest = reader.manifest
     contents = Contents("a checkpoint of ZeroMesh")
     for name in sorted(reader.names):
@@ -107,7 +108,7 @@ def _client_state(contents: Contents) -> tuple[Any, dict[str, torch.Tensor]]:
         apart = dict(kept)
         try:
             packed[str(key)] = pack(value, f"client_state[{key!r}]", apart)
-        except TypeError as error:
+        except (TypeError, RecursionError) as error:
             contents.left.append(str(error))
             continue
         kept = apart

@@ -13,6 +13,8 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from zeromesh.model.files import UnreadableFile, open_regular
+
 REFUSED = (
     "nothing of it was run. Convert only files whose writer you trust: there, load it with that library, and save it "
     "again with tensors, numbers, texts, lists and dicts alone"
@@ -86,7 +88,7 @@ def read_tensors(path: Path, data: bytes | None = None) -> Any:
     """
     source: Any = path if data is None else io.BytesIO(data)
     # Only the present format of torch.save can be mapped; what was written before 2020 is read.
-    mapped = data is None and path.is_file() and path.open("rb").read(2) == b"PK"
+    mapped = data is None and _begins(path, b"PK")
     pairs: list[Any] = [(stand_in, name) for name, stand_in in _STAND_INS.items()]
     try:
         # Named without being looked up, let alone called.
@@ -100,17 +102,22 @@ def read_tensors(path: Path, data: bytes | None = None) -> Any:
         if name is None:
             raise _damaged(path, error) from None
         raise _refused(path, name[1]) from None
-    except (FileNotFoundError, PermissionError):
+    except (FileNotFoundError, PermissionError, UnreadableFile):
         raise
     # A file that is cut off lacks its directory, or ends within a pickle.
     except (RuntimeError, OSError, EOFError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from None
 
 
+def _begins(path: Path, mark: bytes) -> bool:
+    with open_regular(path) as file:
+        return file.read(len(mark)) == mark
+
+
 def read_metadata(path: Path) -> Any:
     """Return the index of a distributed checkpoint of torch; see ``read_tensors``."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return _Metadata(file, path).load()
     except (pickle.UnpicklingError, EOFError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from None

@@ -19,6 +19,7 @@ from zeromesh.checkpoint.formats.distributed import named_groups
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options, plain_number, tensors, whole
 from zeromesh.checkpoint.formats.pickles import read_tensors
 from zeromesh.checkpoint.packing import pack
+from zeromesh.model.files import inside
 
 _VERSION = {"ds_version": "0.19.8"}  # whose layout is written
 
@@ -39,9 +40,10 @@ def read(folder: Path) -> Contents:
     for number, shapes in enumerate(models[0]["param_shapes"]):
         for name, shape in shapes.items():
             contents.members[name] = owners.get(number, 0)
-            found = sorted((folder / ZERO / name).glob("*.pt"))
+            place = inside(folder / ZERO, name, "a parameter")
+            found = sorted(place.glob("*.pt"))
             if not any(file.stem == VALUE for file in found):
-                raise ValueError(f"{folder / ZERO / name} has no {VALUE}.pt; copy the checkpoint again")
+                raise ValueError(f"{place} has no {VALUE}.pt; copy the checkpoint again")
             for file in found:
                 _add(contents, name, file, shape)
     add_frozen(contents, models)
@@ -106,7 +108,8 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None], rank
         states = {"state": {number: {"step": step} for number in range(len(groups))}, "param_groups": groups}
         held |= {"overflow": False, "optimizer_state_dict": states}
         pickled = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
-        torch.save(held, final / ZERO / OPTIMIZER, pickle_module=pickled)
+        with (final / ZERO / OPTIMIZER).open("xb") as file:
+            torch.save(held, file, pickle_module=pickled)
         frozen = OrderedDict((name, module[name]) for name in module if name not in {*contents.members, *buffers})
         module |= {name: module[own] for name, own in contents.tied.items() if own in module}
         held = {
@@ -173,12 +176,13 @@ class _Pickler(_Base):  # type: ignore[misc]
 def _is_plain(value: Any) -> bool:
     try:
         pack(value, apart={})
-    except TypeError:
+    except (TypeError, RecursionError):
         return False
     return True
 
 
 def _save(folder: Path, name: str, key: str, value: Any) -> None:
-    path = folder / ZERO / name / f"{key}.pt"
-    path.parent.mkdir(exist_ok=True)
-    torch.save(value, path)
+    path = inside(inside(folder / ZERO, name, "a parameter"), f"{key}.pt", "a state")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as file:  # no two tensors have one file
+        torch.save(value, file)

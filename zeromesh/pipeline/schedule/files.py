@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.config.keys import RECORD
+from zeromesh.model.files import read_text
 from zeromesh.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, parse, read_action, unreadable
 from zeromesh.pipeline.schedule.simulate import Costs
 
@@ -119,7 +120,7 @@ def read_costs(path: Path) -> Costs:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_text(path, "utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError("unreadable file", f"{path}: {error}; give the path of a text file") from None
 
@@ -127,7 +128,7 @@ def _text_of(path: Path) -> str:
 def _json_of(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ScheduleError("unreadable text", f"it is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ScheduleError("unreadable text", "it must be a JSON object")

@@ -18,6 +18,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from zeromesh.model.files import new_file
+
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -174,7 +176,7 @@ class IndexedWriter:
     def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
         self.prefix, self.dtype = prefix, dtype
         self._code = next(code for code, kind in CODES.items() if np.dtype(kind) == dtype)
-        self._file = self._part(".bin").open("wb")
+        self._file = new_file(self._part(".bin"))
         self._lengths: list[NDArray[np.int32]] = []
         self._boundaries: list[NDArray[np.int64]] = [np.zeros(1, dtype=np.int64)]
         self._sequences = 0
@@ -202,7 +204,7 @@ class IndexedWriter:
         lengths, boundaries = np.concatenate([np.empty(0, "<i4"), *self._lengths]), np.concatenate(self._boundaries)
         assert boundaries[-1] == self._sequences, "the last document is not complete"
         offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
-        with self._part(".idx").open("wb") as file:
+        with new_file(self._part(".idx")) as file:
             file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(boundaries)))
             for array, stored in ((lengths, "<i4"), (offsets, "<i8"), (boundaries, "<i8")):
                 array.astype(stored, copy=False).tofile(file)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeromesh.config.train import TextData
+from zeromesh.model.files import new_file, read_text, write_text
 from zeromesh.train.data.encode import Encoded
 from zeromesh.train.data.indexed import MASK, Indexed, IndexedWriter, file_of, open_indexed
 from zeromesh.train.data.order import hashed
@@ -100,20 +101,18 @@ class PreparedData:
 
 def save_summary(prepared: PreparedData, path: Path) -> None:
     """Write the summary. Paths inside its folder are relative to it, so that the folder can be moved."""
-    part = path.with_name(path.name + ".part")
 
     def plain(value: Any) -> str:
         return os.path.relpath(value, path.parent) if value.is_relative_to(path.parent) else str(value.resolve())
 
-    part.write_text(json.dumps(asdict(prepared), indent=2, default=plain))
-    part.replace(path)  # so that there is never half a summary
+    write_text(path, json.dumps(asdict(prepared), indent=2, default=plain))  # never half a summary
 
 
 def load_summary(path: Path) -> PreparedData | None:
     """Return the prepared data; None if there is none, or it is incomplete or of another version."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        values = json.loads(read_text(path))
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     # Of another version, with other fields: the files are made again.
     if not isinstance(values, dict) or values.keys() != {field.name for field in fields(PreparedData)}:
@@ -225,7 +224,8 @@ def divide(
         # Numbers in a file, and not in the summary: there may be many millions.
         if not side.all():
             chosen = folder / f"{name}.{kind}.npy"  # not by the prefix, which two parts may have in common
-            np.save(chosen, np.flatnonzero(side))
+            with new_file(chosen) as file:
+                np.save(file, np.flatnonzero(side))
         sides.append(
             TokenSet(
                 prefix=prefix,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from zeromesh.config.keys import TOKENIZER, VOCABULARY
+from zeromesh.model.files import LARGEST_RECORD, open_regular, require_regular
 
 Ids = NDArray[np.int64]
 Message = dict[str, Any]
@@ -82,7 +83,9 @@ def content_key(path: Path) -> str:
     digest = hashlib.sha256()
     for file in files:
         if file.suffix not in WEIGHTS:
-            digest.update(f"{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+            require_regular(file, LARGEST_RECORD)
+            with open_regular(file) as content:
+                digest.update(f"{file.name}\0".encode() + hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
 
 
@@ -155,6 +158,7 @@ def stream_text(tokenizer: TextTokenizer, ids: Iterable[int], before: Sequence[i
 
 
 def _of_file(path: Path) -> TextTokenizer:
+    require_regular(path, LARGEST_RECORD)
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
@@ -199,6 +203,9 @@ def _of_folder(folder: Path) -> TextTokenizer:
         raise ValueError(
             f"the tokenizer in {str(folder)!r} needs the package transformers: pip install 'zeromesh[hf]'"
         ) from None
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix not in WEIGHTS:
+            require_regular(file, LARGEST_RECORD)
     try:
         # No code of the folder is run: a tokenizer may come from anywhere.
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

@@ -1,0 +1,120 @@
+"""Files that somebody else may have put there: their names stay in a folder, and only regular ones are read.
+
+Names come from users, from files of other programs and from models; a folder may be one that others write to.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from pathlib import Path, PurePath
+from typing import BinaryIO, TextIO
+
+# Bytes of the largest text that is read: of a file for people, and of one that grows with the run.
+LARGEST_TEXT, LARGEST_RECORD = 64 * 1024**2, 1024**3
+
+DRAFT = ".draft"  # end of the name that a file has while it is written
+
+
+class UnreadableFile(ValueError, OSError):
+    """File that is not read: it may have no end, or is too large; handled wherever one that cannot be opened is."""
+
+    what = ""  # such as "is a FIFO"
+
+
+def inside(folder: Path, name: object, what: str) -> Path:
+    """Return the path that a name, which is ``what`` in errors, has in a folder or below; it need not exist.
+
+    Raises:
+        ValueError: the name leads out of the folder, or is none.
+    """
+    path = PurePath(name) if isinstance(name, str) else PurePath()
+    # In one spelling: two names of one file would overwrite each other.
+    if str(path) != name or not path.parts or path.anchor or ".." in path.parts or "\0" in name:
+        raise ValueError(
+            f"{what} is called {name!r}, which names nothing in {str(folder)!r}: a name begins with no slash and has "
+            "no part that is empty, '.' or '..'; rename it, and use no file whose writer you do not trust"
+        )
+    return folder / path
+
+
+def is_inside(folder: Path, name: object) -> bool:
+    """Return whether ``inside`` takes a name."""
+    try:
+        return bool(inside(folder, name, ""))
+    except ValueError:
+        return False
+
+
+def require_regular(path: Path, most: int | None = None) -> None:
+    """Raise UnreadableFile for what another library must not read: no regular file, or one of more bytes."""
+    state = os.stat(path)
+    _require_regular(path, state)
+    if most is not None and state.st_size > most:
+        raise _unreadable(path, f"has more than {most:,} bytes")
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a regular file for reading; raise UnreadableFile for a FIFO, a device or a folder."""
+    # Opening a FIFO would wait for a writer, and a link may be changed between a look and the opening.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags)
+    try:
+        _require_regular(path, os.fstat(descriptor))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _require_regular(path: Path, state: os.stat_result) -> None:
+    if not stat.S_ISREG(state.st_mode):
+        kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
+        kind = kinds.get(stat.S_IFMT(state.st_mode), "a device")
+        raise _unreadable(path, f"is {kind}")
+
+
+def read_text(path: Path, encoding: str = "utf-8", errors: str = "strict", most: int = LARGEST_TEXT) -> str:
+    """Return the text of a regular file of at most so many bytes, whose lines end as Python reads them.
+
+    Raises:
+        UnreadableFile: it is no regular file, or larger.
+        OSError: it cannot be opened.
+        UnicodeDecodeError: it is not in the encoding.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(most + 1) if size <= most else b""
+    if max(size, len(data)) > most:
+        raise _unreadable(path, f"has more than {most:,} bytes")
+    return data.decode(encoding, errors).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _unreadable(path: Path, what: str) -> UnreadableFile:
+    error = UnreadableFile(f"{str(path)!r} {what}, and is not read; name another file")
+    error.what = what
+    return error
+
+
+def new_file(path: Path) -> BinaryIO:
+    """Open a new file for writing in the place of what is there; a link is replaced, and its target stays."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")  # which follows no link that has appeared since
+
+
+def added_to(path: Path) -> TextIO:
+    """Open a regular file for adding text at its end, made if it is missing; raise OSError for a link or a FIFO."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    return open(os.open(path, flags, 0o666), "a", encoding="utf-8")
+
+
+def write_text(path: Path, text: str, flush: bool = True) -> None:
+    """Write a file, and flush it to the disk; it appears whole or not at all, in the place of a link too."""
+    draft = path.with_name(path.name + DRAFT)
+    with new_file(draft) as file:
+        file.write(text.encode())
+        file.flush()
+        if flush:
+            os.fsync(file.fileno())
+    draft.replace(path)
