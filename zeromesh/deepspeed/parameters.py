@@ -143,6 +143,8 @@ def _part(parameter: nn.Parameter) -> torch.Tensor:
         min(max(at - first, 0), flat.layout.shard_size) for at in (segment.start, segment.start + segment.shape.numel())
     )
     flat.load_shard()
+    if flat.shard is flat.master:
+        flat.load_states(write=True)  # a program may write to it, and torch would not count it
     return flat.shard.detach()[start:stop]
 
 

@@ -11,6 +11,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 from zeromesh.shard.flat import Flat
 
@@ -70,10 +71,10 @@ def _harmless() -> frozenset[Any]:
     for name in _ATTRIBUTES:
         attribute = getattr(torch.Tensor, name, None)
         found += [getattr(attribute, a) for a in ("__get__", "__set__", "__delete__") if hasattr(attribute, a)]
-    data = torch.Tensor.data
-    return frozenset([*found, data.__set__])  # type: ignore[attr-defined]
+    return frozenset([*found, _SET_DATA])
 
 
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 HARMLESS = _harmless()
 
 _CONVERSIONS = frozenset(
@@ -179,6 +180,30 @@ def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Paramete
     setattr(Gathered, OWN_CLASS, nn.Parameter)
     setattr(Gathered, GATHERED, True)
     return Gathered
+
+
+def watched_class(base: type[torch.Tensor], used: Callable[[torch.Tensor], None]) -> type[torch.Tensor]:
+    """The class of tensors of class ``base`` that has ``used`` called before somebody uses what is in their memory.
+
+    ``used``, a method, gives the tensor its own class back.
+    """
+    weak_used = WeakMethod(used)
+
+    class Watched(base):  # type: ignore[valid-type,misc]
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            if func in HARMLESS and func is not _SET_DATA:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
+            for one in tree_leaves((args, kwargs)):
+                if isinstance(one, Watched):
+                    tell = weak_used()
+                    change_class(one, base) if tell is None else tell(one)
+            return func(*args, **(kwargs or {}))
+
+    return Watched
 
 
 class Guard:
