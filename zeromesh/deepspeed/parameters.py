@@ -150,7 +150,7 @@ def _part(parameter: nn.Parameter) -> torch.Tensor:
 
 @contextmanager
 def GatheredParameters(
-    params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None,
+    params: nn.Parameter | Iterable[nn.Parameter | None] | None, modifier_rank: int | None = None,
     fwd_module: nn.Module | None = None, enabled: bool = True,
 ) -> Iterator[None]:  # fmt: skip
     """``zeromesh.zero.GatheredParameters``, also of what was built under ``ZeroInit`` and has no engine yet.
@@ -158,7 +158,7 @@ def GatheredParameters(
     Such parameters are made at the first call and stay whole on each rank until ``initialize``, with the first rank's
     values.
     """
-    members: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+    members = zero.tensors_of(params)
     early = [one for one in members if enabled and one in _BUILT and zero.engine_of(one) is None]
     for parameter in early:
         if is_deferred(parameter):

@@ -105,6 +105,14 @@ class _Task:
     done: threading.Event = field(default_factory=threading.Event)
     is_current: bool = True  # nobody has used master and states meanwhile, and may have written to them
 
+    def begin(self) -> None:
+        """Note how often the gradient was written to before it is read."""
+        self.shard_version = self.shard._version
+
+    def outdate(self) -> None:
+        """Note that somebody uses the master or the states, and may write to them."""
+        self.is_current = False
+
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
         """The optimizer's tensors that are read: pieces and states."""
@@ -241,7 +249,7 @@ class EarlyUpdates:
     def _used(self, tensor: torch.Tensor) -> None:
         """Note that somebody uses a piece or a state, and may write to it."""
         task = self._readers[id(tensor)]
-        task.is_current = False
+        task.outdate()
         self._unwatch(task)
 
     def _unwatch(self, task: _Task) -> None:
@@ -348,7 +356,7 @@ class EarlyUpdates:
         if here and (self._state is EarlyState.OPEN or id(flat.gradient) in self._flats):
             self.spoil()
         if write and flat in self._tasks:
-            self._tasks[flat].is_current = False
+            self._tasks[flat].outdate()
 
     def _forget(self) -> None:
         """Drop the next masters and states; what an update needs is as it was before the backward."""
@@ -390,7 +398,7 @@ def _compute(task: _Task, window: StateWindow | None = None) -> None:
     memory.sent.wait()  # the host: the copy to the device of the last update still reads `output` until then
     if task.landed is not None:
         task.landed.wait()  # the host: the gradient is on its way from the device, on the stream of copies to the host
-    task.shard_version = task.shard._version  # not before: what comes may be added to it
+    task.begin()  # not before: what comes may be added to it
     numbers = {id(piece): number for number, (_, _, piece) in enumerate(task.flat.pieces)}
     pieces = []
     for _, part, within, piece in pieces_in(window or whole_window(task.flat)):

@@ -13,6 +13,7 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.shard.accumulation import Accumulation
 from zeromesh.shard.backward import Backward
+from zeromesh.shard.guard import AbsentError
 from zeromesh.shard.hooks import Call, Hook, SavedTensors, computing_backward
 from zeromesh.shard.order import Order
 from zeromesh.shard.reducer import Reducer
@@ -214,7 +215,7 @@ class Events:
             self._residency.need(unit)
             return
         if not (self.inside or self._residency.active or computing_backward()):
-            raise RuntimeError(
+            raise AbsentError(
                 f"parameter {name} is sharded over {self._mesh.shard.size} ranks and not in memory outside the model's "
                 "forward and backward; read or change it inside `with zeromesh.zero.GatheredParameters([...])` on all "
                 "ranks, a loss of weights too, and call the model, or its methods, through the engine: engine(...), "

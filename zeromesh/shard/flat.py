@@ -311,11 +311,6 @@ class Flat:
             for index, (parameter, view, version, segment) in enumerate(members):
                 if index in self.unbound:
                     continue
-                if parameter.requires_grad and not self.layout.trainable:
-                    raise RuntimeError(
-                        f"parameter {segment.name} was frozen when initialize was called, and is trainable now; set "
-                        "requires_grad before initialize, or freeze later what shall not be trained yet"
-                    )
                 bound = parameter.is_set_to(view)  # else somebody wrote `parameter.data = ...`
                 # A view that somebody kept shares the version count, and may be written to while there is nothing here.
                 there = view.untyped_storage().nbytes() > 0

@@ -154,6 +154,13 @@ class ShardedModel:
         for unit in self.units:
             unit.take_changes()
         self.tables.take_changes()
+        for flat in self.flats:
+            for parameter, segment in zip(flat.parameters, flat.layout.segments, strict=True):
+                if not flat.layout.trainable and parameter.requires_grad:
+                    raise RuntimeError(
+                        f"parameter {segment.name} was frozen when initialize was called, and is trainable now; set "
+                        "requires_grad before initialize, or freeze later what shall not be trained yet"
+                    )
         present = {id(parameter): parameter for _, parameter in stored(self.model)}
         gone = [name for index, name in self.names.items() if index not in present]
         new = {index for index, p in present.items() if index not in self.names and p.requires_grad}
