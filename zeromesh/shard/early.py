@@ -334,6 +334,7 @@ class EarlyUpdates:
             steps.adopt(piece.parameter, new)
             if new:
                 memory.states[number] = task.states[number]
+        task.states.clear()
 
     def spoil(self) -> None:
         """Forget what was computed, as gradients change, and begin nothing more before the next update."""
@@ -364,6 +365,7 @@ class EarlyUpdates:
             self._swap.drop()
         for task in self._tasks.values():
             self._unwatch(task)
+            task.states.clear()  # who has the task is not to count as a user of them
         self._tasks.clear()
 
     def _stop(self, state: EarlyState) -> None:

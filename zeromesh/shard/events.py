@@ -20,6 +20,8 @@ from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.unit import Unit
 
+MOST_LENT = 8  # units that are left in memory as one that comes after them is used; all might be the model
+
 
 class Events:
     """Listens to the units' forwards and has their parameters fetched."""
@@ -34,7 +36,7 @@ class Events:
         self.backward = Backward(
             units, order, residency, reducer, accumulation, self.unwinding, self.end_interrupted
         )  # fmt: skip
-        self.saved = SavedTensors(residency.unit_of, self.backward.unpack)
+        self.saved = SavedTensors(residency.unit_of, self.backward.unpack, self._stays)
         self._units, self._root = units, units[0]
         self._inside = {unit: frozenset(u.index for u in units if unit in u.ancestors) for unit in units}
         self._residency = residency
@@ -83,7 +85,7 @@ class Events:
         elif computing_backward():
             self.backward.recomputes(unit)
         else:
-            if unit.flats:
+            if unit.flats and not self._residency.is_lent(unit):
                 self._join(self.order.use(unit.index))
             self.order.begin_inside(self._inside[unit])
         self._residency.enter(unit)
@@ -98,7 +100,7 @@ class Events:
             self.end()
         elif not computing_backward():
             self._join(self.order.end_inside(self._inside[unit]))
-            if unit.flats:
+            if unit.flats and not self._residency.is_lent(unit):
                 self.order.done(unit.index, has_graph if torch.is_grad_enabled() else None)
         # Last: a unit that was skipped inside of this one is fetched while this one is pinned, as on the other ranks.
         self._residency.leave(unit)
@@ -143,16 +145,19 @@ class Events:
         if self.saved.entered:
             self.saved.leave()
         if not computing_backward():
+            self._residency.take_back()
             self._join(self.order.end_pass(forward))
 
-    def _join(self, skipped: Sequence[int]) -> None:
-        """Take part in the fetches of units that this rank skipped and others may use."""
+    def _join(self, skipped: Sequence[int], lent: Sequence[int] = ()) -> None:
+        """Take part in the fetches of units that this rank skipped and others may use; it may use those ``lent``."""
         open_units: list[Unit] = []
         for unit in (self._units[index] for index in skipped):
             while open_units and open_units[-1] not in unit.ancestors:
                 self.order.done(open_units.pop().index)
             open_units.append(unit)
             self._residency.enter(unit)
+            if unit.index in lent:
+                self._residency.lending.add(unit)
             self._residency.leave(unit)
         for unit in reversed(open_units):
             self.order.done(unit.index)
@@ -222,5 +227,17 @@ class Events:
                 "engine.generate(...)"
             )
         if self._depth and unit is not self._root and not computing_backward():
-            self._join(self.order.use(unit.index, outside=True))
-        self._residency.touch(unit)
+            # It is a use like a forward, at the same place of the order as another rank's forward. What comes before it
+            # there may come after it here, without a message then.
+            skipped = self.order.use(unit.index, outside=True)
+            self._join(skipped, lent=skipped[-MOST_LENT:])
+            self._residency.enter(unit)
+            self._residency.lending.add(unit)
+            self._residency.leave(unit)
+            self.order.done(unit.index)
+        else:
+            self._residency.touch(unit)
+
+    def _stays(self, unit: Unit) -> bool:
+        """Return whether autograd keeps what it saves of a unit: no rank could fetch it by itself in the backward."""
+        return unit in self._residency.lending and unit not in self._entered

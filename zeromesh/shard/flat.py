@@ -306,7 +306,7 @@ class Flat:
         """Take what others wrote to the parameters, in place or by ``parameter.data = ...``, into shard and master."""
         changed = False
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._take_pieces()
+            _take_pieces(self)
             members = zip(self.parameters, self.views, self.versions, self.layout.segments, strict=True)
             for index, (parameter, view, version, segment) in enumerate(members):
                 if index in self.unbound:
@@ -340,20 +340,21 @@ class Flat:
         if changed:
             self.watch()
 
-    def _take_pieces(self) -> None:
-        """Take what others gave to the optimizer's pieces by ``piece.data = ...`` into the master."""
-        for _, local, piece in self.pieces:
-            value = piece.parameter.detach()
-            if value.data_ptr() == self.master.data_ptr() + local.start * self.master.stride(0) * value.itemsize:
-                continue
-            if value.numel() != local.stop - local.start:
-                raise RuntimeError(
-                    f"this rank's piece of {piece.name} in the optimizer has {local.stop - local.start} elements, and "
-                    f"was given data of shape {tuple(value.shape)}; write to it in place"
-                )
-            self.load_states(write=True)
-            self.master[local].copy_(value.reshape(-1))
-            rebind(piece.parameter, self.master[local].view(piece.parameter.shape))
+
+def _take_pieces(flat: Flat) -> None:
+    """Take what others gave to the optimizer's pieces by ``piece.data = ...`` into the master."""
+    for _, local, piece in flat.pieces:
+        value = piece.parameter.detach()
+        if value.data_ptr() == flat.master.data_ptr() + local.start * flat.master.stride(0) * value.itemsize:
+            continue
+        if value.numel() != local.stop - local.start:
+            raise RuntimeError(
+                f"this rank's piece of {piece.name} in the optimizer has {local.stop - local.start} elements, and was "
+                f"given data of shape {tuple(value.shape)}; write to it in place"
+            )
+        flat.load_states(write=True)
+        flat.master[local].copy_(value.reshape(-1))
+        rebind(piece.parameter, flat.master[local].view(piece.parameter.shape))
 
 
 def _read(flat: Flat, segment: Segment, source: Source, kept: slice) -> None:

@@ -31,6 +31,9 @@ class Residency:
         self._mesh = mesh
         self._active: list[Unit] = []  # whose forward is going on, in order
         self._backward: set[Unit] = set()  # whose backward is going on, with those around and inside of them
+        # Whose parameters are used outside of their forward: their memory stays for that until the model has computed,
+        # however the slots are used, which is to depend on what all ranks do.
+        self.lending: set[Unit] = set()
         self._held: set[Unit] = set()  # that the current node of the graph looks at
         self._node = -1
         self._plan: list[int] = []  # the units that will be used, in order, the next one at `_position`
@@ -50,7 +53,8 @@ class Residency:
     def enter(self, unit: Unit) -> None:
         """The unit's forward begins: it is needed now and stays until ``leave``."""
         self._active.append(unit)
-        self._load(unit)
+        if not self.is_lent(unit):
+            self._load(unit)
 
     def open(self, unit: Unit) -> None:
         """The unit's parameters may be used: it is fetched when the first is, and stays until ``leave``."""
@@ -63,6 +67,20 @@ class Residency:
         elif unit not in self._active:
             self._active.append(unit)
         self._load(unit)
+
+    def is_lent(self, unit: Unit) -> bool:
+        """Return whether the unit's parameters are there without a message, as long as the model computes."""
+        return unit in self.lending
+
+    def take_back(self) -> None:
+        """The model has computed: nobody uses parameters outside of their forwards any more."""
+        units, self.lending = self.lending, set()
+        for unit in units:
+            unit.take_back()
+            if unit.state is State.AT_REST:
+                self._on_change(unit, False)
+            else:
+                self._hide(unit)
 
     def leave(self, unit: Unit) -> None:
         """The unit's forward ended, or raised; so has every use inside it."""
@@ -133,7 +151,7 @@ class Residency:
 
     def _hide(self, unit: Unit) -> None:
         """Let the unit be evicted unless something needs it; later users must ask for it."""
-        if unit.sharded and unit not in self._pinned():
+        if unit.sharded and unit not in self._pinned() and unit not in self.lending:
             self._on_change(unit, False)
 
     def _pinned(self) -> set[Unit]:
@@ -210,13 +228,15 @@ class Residency:
         """Give up the unit's slot. Views of its parameters that somebody holds stay good."""
         if unit.state is State.FETCHING:
             unit.finish_fetch()
-        self._on_change(unit, False)  # first: from here on a use of its parameters asks for them
+        lends = unit in self.lending
+        if not lends:
+            self._on_change(unit, False)  # first: from here on a use of its parameters asks for them
         pool = self._root_pool if unit is self._root else self._pool
         before = unit.storage._cdata  # the unit gets another storage if somebody holds views of this one
         # On CUDA the unit's last kernels may still run. The slot's next writer waits for the current stream, which has
         # been given all of them.
         with span("evict", unit.name or "(root)"):
-            pool.give(unit.evict())
+            pool.give(unit.evict(lends))
         self.unit_of[unit.storage._cdata] = self.unit_of.pop(before)
 
     def evict_all(self) -> None:
