@@ -85,7 +85,7 @@ class Events:
         elif computing_backward():
             self.backward.recomputes(unit)
         else:
-            if unit.flats and not self._residency.is_lent(unit):
+            if unit.flats and unit not in self._residency.lending:
                 self._join(self.order.use(unit.index))
             self.order.begin_inside(self._inside[unit])
         self._residency.enter(unit)
@@ -100,7 +100,7 @@ class Events:
             self.end()
         elif not computing_backward():
             self._join(self.order.end_inside(self._inside[unit]))
-            if unit.flats and not self._residency.is_lent(unit):
+            if unit.flats and unit not in self._residency.lending:
                 self.order.done(unit.index, has_graph if torch.is_grad_enabled() else None)
         # Last: a unit that was skipped inside of this one is fetched while this one is pinned, as on the other ranks.
         self._residency.leave(unit)

@@ -29,7 +29,7 @@ class Residency:
         self._pool = pool
         self._root_pool = root_pool
         self._mesh = mesh
-        self._active: list[Unit] = []  # whose forward is going on, in order
+        self.active: list[Unit] = []  # whose forward is going on, in order
         self._backward: set[Unit] = set()  # whose backward is going on, with those around and inside of them
         # Whose parameters are used outside of their forward: their memory stays for that until the model has computed,
         # however the slots are used, which is to depend on what all ranks do.
@@ -52,25 +52,21 @@ class Residency:
 
     def enter(self, unit: Unit) -> None:
         """The unit's forward begins: it is needed now and stays until ``leave``."""
-        self._active.append(unit)
-        if not self.is_lent(unit):
+        self.active.append(unit)
+        if unit not in self.lending:
             self._load(unit)
 
     def open(self, unit: Unit) -> None:
         """The unit's parameters may be used: it is fetched when the first is, and stays until ``leave``."""
-        self._active.append(unit)
+        self.active.append(unit)
 
     def touch(self, unit: Unit) -> None:
         """One of its parameters is used outside the unit's forward: the unit stays as long as what uses it."""
-        if not self._active:
+        if not self.active:
             self._backward.add(unit)
-        elif unit not in self._active:
-            self._active.append(unit)
+        elif unit not in self.active:
+            self.active.append(unit)
         self._load(unit)
-
-    def is_lent(self, unit: Unit) -> bool:
-        """Return whether the unit's parameters are there without a message, as long as the model computes."""
-        return unit in self.lending
 
     def take_back(self) -> None:
         """The model has computed: nobody uses parameters outside of their forwards any more."""
@@ -84,8 +80,8 @@ class Residency:
 
     def leave(self, unit: Unit) -> None:
         """The unit's forward ended, or raised; so has every use inside it."""
-        while self._active:
-            other = self._active.pop()
+        while self.active:
+            other = self.active.pop()
             self._hide(other)
             if other is unit:
                 break
@@ -127,7 +123,7 @@ class Residency:
 
     def release(self, unit: Unit) -> None:
         """Evict the unit if nothing needs it now."""
-        if unit.slot is not None and unit not in {*self._active, *self._backward, *self._held}:
+        if unit.slot is not None and unit not in {*self.active, *self._backward, *self._held}:
             self.evict(unit)
 
     def shrink(self) -> None:
@@ -156,8 +152,8 @@ class Residency:
 
     def _pinned(self) -> set[Unit]:
         """Return the units that must stay: in use, or around a unit whose forward is going on."""
-        pinned = {self._root, *self._active, *self._backward, *self._held}
-        return pinned | {ancestor for unit in self._active for ancestor in unit.ancestors}
+        pinned = {self._root, *self.active, *self._backward, *self._held}
+        return pinned | {ancestor for unit in self.active for ancestor in unit.ancestors}
 
     # Decisions.
 
@@ -246,8 +242,3 @@ class Residency:
                 self.evict(unit)
         self._pool.trim()
         self._root_pool.trim()
-
-    @property
-    def active(self) -> bool:
-        """True if some unit's forward is going on."""
-        return bool(self._active)
