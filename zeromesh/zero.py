@@ -173,15 +173,30 @@ def place_of(parameter: nn.Parameter) -> tuple[Unit | Table, Flat, int]:
     return _find(parameter)[1:]
 
 
+def tensors_of(params: object) -> list[Any]:
+    """Return the tensors that a function of parameters was given; TypeError for anything else but None."""
+    members = [params] if params is None or isinstance(params, torch.Tensor) else params
+    if isinstance(members, nn.Module) or not isinstance(members, Iterable):
+        members = [members]
+    members = [one for one in members if one is not None]
+    for one in members:
+        if not isinstance(one, torch.Tensor):
+            raise TypeError(
+                f"GatheredParameters was given an object of {type(one)}; pass parameters, as module.weight, or "
+                "module.parameters() for all of a module"
+            )
+    return members
+
+
 @contextmanager
 def GatheredParameters(
-    params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None,
+    params: nn.Parameter | Iterable[nn.Parameter | None] | None, modifier_rank: int | None = None,
     fwd_module: nn.Module | None = None, enabled: bool = True,
 ) -> Iterator[None]:  # fmt: skip
     """In this context the parameters are whole on every rank, to be read; or to be changed on one rank.
 
     Args:
-        params: parameters; those of no engine's model are left alone, as they are whole anyway.
+        params: parameters; those of no engine's model are left alone, as they are whole anyway, and so is None.
         modifier_rank: the rank whose changes every rank takes at the end. Of a model that is cut into stages, one of
             ``engine.mesh.stage_ranks``, which are others on each stage.
         fwd_module: no effect: the engine finds out by itself which module uses which parameters.
@@ -190,9 +205,10 @@ def GatheredParameters(
     Raises:
         RuntimeError: the parameters were changed and no ``modifier_rank`` says whose values count.
         ValueError: ``modifier_rank`` does not have these parameters.
+        TypeError: something is no tensor.
     """
-    members: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
-    members = [p for one in members for _, p in parts(one) if enabled and _OWNERS.get(p) is not None]
+    members: list[Any] = [p for one in tensors_of(params) for _, p in parts(one) if enabled]
+    members = [p for p in members if _OWNERS.get(p) is not None]
     if not members:
         yield
         return

@@ -163,12 +163,14 @@ def _part(parameter: nn.Parameter) -> torch.Tensor:
         min(max(at - first, 0), flat.layout.shard_size) for at in (segment.start, segment.start + segment.shape.numel())
     )
     flat.load_shard()
+    if flat.shard is flat.master:
+        flat.load_states(write=True)  # a program may write to it, and torch would not count it
     return flat.shard.detach()[start:stop]
 
 
 @contextmanager
 def GatheredParameters(
-    params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None,
+    params: nn.Parameter | Iterable[nn.Parameter | None] | None, modifier_rank: int | None = None,
     fwd_module: nn.Module | None = None, enabled: bool = True,
 ) -> Iterator[None]:  # fmt: skip
     """``zeromesh.zero.GatheredParameters``, also of what was built under ``ZeroInit`` and has no engine yet.
@@ -176,7 +178,7 @@ def GatheredParameters(
     Such parameters are made at the first call and stay whole on each rank until ``initialize``, with the first rank's
     values.
     """
-    members: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+    members = zero.tensors_of(params)
     early = [one for one in members if enabled and one in _BUILT and zero.engine_of(one) is None]
     for parameter in early:
         if is_deferred(parameter):

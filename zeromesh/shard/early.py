@@ -6,8 +6,9 @@ before the norm is known, too, and undoes in place what did not count.
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,6 +25,7 @@ from zeromesh.model.placement import Tier
 from zeromesh.model.worker import Worker
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Arrival, Gradient
+from zeromesh.shard.guard import change_class, watched_class
 from zeromesh.shard.store import Tiers
 from zeromesh.shard.swap import Swap
 from zeromesh.shard.window import StateWindow, pieces_in, whole_window
@@ -31,6 +33,7 @@ from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import empty_on, is_unloaded, zeros_on
 
 MOST_PAUSES = 31  # updates without any that begins early, after several in a row that did not count
+OWN_REFERENCES = 4  # to a state: of the optimizer, of a tuple of states, of who asks, and of who counts
 
 
 class HostUpdate(Protocol):
@@ -96,10 +99,26 @@ class _Task:
     factor: float
     steps: list[UpdateStep]  # of each piece, in order
     states: list[tuple[torch.Tensor, ...]]  # of each piece, as they are read
-    seen: list[tuple[torch.Tensor, int]]  # tensors with their version counts: a later count tells of a write meanwhile
     next: _Next
     landed: Arrival | None  # to be waited for before `shard` is used; None: it is there
+    master_version: int  # count of writes to the master, as it is read
+    shard_version: int = -1  # the same of `shard`
     done: threading.Event = field(default_factory=threading.Event)
+    is_current: bool = True  # nobody has used master and states meanwhile, and may have written to them
+
+    def begin(self) -> None:
+        """Note how often the gradient was written to before it is read."""
+        self.shard_version = self.shard._version
+
+    def outdate(self) -> None:
+        """Note that somebody uses the master or the states, and may write to them."""
+        self.is_current = False
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The optimizer's tensors that are read: pieces and states."""
+        yield from (piece.parameter for _, _, piece in self.flat.pieces)
+        yield from (state for states in self.states for state in states)
 
 
 class EarlyState(Enum):
@@ -137,6 +156,10 @@ class EarlyUpdates:
         self._queue: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread: Worker | None = None
         self._error: BaseException | None = None
+        self._references = {flat: _references(flat.master) for flat in store.early}
+        # Users reach pieces and states through the optimizer, and torch does not count writes to their `.data`.
+        self._watched = {base: watched_class(base, self._used) for base in (torch.Tensor, nn.Parameter)}
+        self._readers: dict[int, _Task] = {}  # of watched tensors, by their `id`
         store.before_states(self._before_states)
 
     @property
@@ -196,9 +219,8 @@ class EarlyUpdates:
         on_disk = self._swap is not None and flat in self._swap
         if on_disk and not all(is_unloaded(tensor) for tensors in states for tensor in tensors):
             return None  # somebody has set it: it goes to the file first
-        # Nobody can write to what rests in files without `_before_states`, so that version counts are not needed there.
-        seen = [] if on_disk else [flat.master, *(piece.parameter for _, _, piece in flat.pieces)]
-        seen += [tensor for tensors in states if not on_disk for tensor in tensors]
+        if not (on_disk or self._is_ours(flat, states)):
+            return None
         if flat not in self._next:
             elements, place = flat.own.stop - flat.own.start, (self._device, self._pinned)
             output = zeros_on(Tier.HOST, elements, flat.shard.dtype, *place) if flat.shard is not flat.master else None
@@ -207,19 +229,45 @@ class EarlyUpdates:
         memory = self._next[flat]
         if not on_disk:
             memory.fit(states, self._device)
-        versions = [(tensor, tensor._version) for tensor in seen]
         taken = [step for step, _ in found]
-        return _Task(flat, shard, steps.factor, taken, states, versions, memory, gradient.landed)
+        task = _Task(flat, shard, steps.factor, taken, states, memory, gradient.landed, flat.master._version)
+        # What rests in files nobody can write to without `_before_states`.
+        for tensor in () if on_disk else task.tensors:
+            self._readers[id(tensor)] = task
+            change_class(tensor, self._watched[type(tensor)])
+        return task
+
+    def _is_ours(self, flat: Flat, states: list[tuple[torch.Tensor, ...]]) -> bool:
+        """Return whether nobody else refers to a master and its states, whose memory changes with an early update."""
+        return _references(flat.master) == self._references[flat] and all(
+            type(state) is torch.Tensor
+            and _references(state) == 1 + state._is_view()  # a view has its base, too
+            and sys.getrefcount(state) == OWN_REFERENCES
+            for tensors in states
+            for state in tensors
+        )
+
+    def _used(self, tensor: torch.Tensor) -> None:
+        """Note that somebody uses a piece or a state, and may write to it."""
+        task = self._readers[id(tensor)]
+        task.outdate()
+        self._unwatch(task)
+
+    def _unwatch(self, task: _Task) -> None:
+        for tensor in task.tensors:
+            if self._readers.pop(id(tensor), None) is not None:
+                change_class(tensor, nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor)
 
     def _work(self) -> None:
         """Compute one update after the other, in the thread, until None arrives or nothing may begin any more."""
         try:
-            if self._swap is None:
-                while (task := self._queue.get()) is not None and self._state is EarlyState.OPEN:
-                    _compute(task)
-                    task.done.set()
-            else:
-                self._work_on_disk(self._swap)
+            with torch._C.DisableTorchFunctionSubclass():  # nobody else uses what is watched here
+                if self._swap is None:
+                    while (task := self._queue.get()) is not None and self._state is EarlyState.OPEN:
+                        _compute(task)
+                        task.done.set()
+                else:
+                    self._work_on_disk(self._swap)
         except BaseException as error:  # it is raised where the update is asked for
             self._error = error
 
@@ -253,6 +301,8 @@ class EarlyUpdates:
         """
         assert self._state is not EarlyState.COUNTED, self._state
         self._stop(EarlyState.COUNTED)
+        for task in self._tasks.values():
+            self._unwatch(task)
         self._order = list(dict.fromkeys(self._ready)) or self._order
         error, self._error = self._error, None
         if error is not None:
@@ -285,6 +335,7 @@ class EarlyUpdates:
             steps.adopt(piece.parameter, new)
             if new:
                 memory.states[number] = task.states[number]
+        task.states.clear()
 
     def spoil(self) -> None:
         """Forget what was computed, as gradients change, and begin nothing more before the next update."""
@@ -298,16 +349,24 @@ class EarlyUpdates:
         self._arrived, self._ready, self._update = [], [], None
         self._state = EarlyState.OPEN
 
-    def _before_states(self, flat: Flat) -> None:
-        """Forget what was computed before anybody reads states from files: regions have one user at a time."""
+    def _before_states(self, flat: Flat, write: bool) -> None:
+        """Forget what was computed before anybody changes states, or reads them from files.
+
+        Regions of files have one user at a time.
+        """
         here = self._tasks and self._swap is not None and flat in self._swap
         if here and (self._state is EarlyState.OPEN or id(flat.gradient) in self._flats):
             self.spoil()
+        if write and flat in self._tasks:
+            self._tasks[flat].outdate()
 
     def _forget(self) -> None:
         """Drop the next masters and states; what an update needs is as it was before the backward."""
         if self._swap is not None:
             self._swap.drop()
+        for task in self._tasks.values():
+            self._unwatch(task)
+            task.states.clear()  # who has the task is not to count as a user of them
         self._tasks.clear()
 
     def _stop(self, state: EarlyState) -> None:
@@ -317,6 +376,12 @@ class EarlyUpdates:
             self._queue.put(None)
             self._thread.join()
             self._thread = None  # not before: who interrupts the wait, and goes on, waits again
+
+
+def _references(tensor: torch.Tensor) -> int:
+    """Return the number of tensors in this memory."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def next_bytes(flat: Flat, dtype: torch.dtype, states: int) -> tuple[int, int]:
@@ -336,7 +401,7 @@ def _compute(task: _Task, window: StateWindow | None = None) -> None:
     memory.sent.wait()  # the host: the copy to the device of the last update still reads `output` until then
     if task.landed is not None:
         task.landed.wait()  # the host: the gradient is on its way from the device, on the stream of copies to the host
-    task.seen.append((task.shard, task.shard._version))  # not before: what comes may be added to it
+    task.begin()  # not before: what comes may be added to it
     numbers = {id(piece): number for number, (_, _, piece) in enumerate(task.flat.pieces)}
     pieces = []
     for _, part, within, piece in pieces_in(window or whole_window(task.flat)):
@@ -359,7 +424,8 @@ def _holds(task: _Task, steps: HostUpdate) -> bool:
     flat = task.flat
     if flat.gradient is None or flat.gradient.shard is not task.shard or steps.factor != task.factor:
         return False
-    if any(tensor._version != version for tensor, version in task.seen):
+    versions = flat.master._version, task.shard._version
+    if not task.is_current or versions != (task.master_version, task.shard_version):
         return False
     for number, (_, _, piece) in enumerate(flat.pieces):
         coming = steps.coming(piece.parameter)

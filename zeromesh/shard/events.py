@@ -13,11 +13,14 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.shard.accumulation import Accumulation
 from zeromesh.shard.backward import Backward
+from zeromesh.shard.guard import AbsentError
 from zeromesh.shard.hooks import Call, Hook, SavedTensors, computing_backward
 from zeromesh.shard.order import Order
 from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.unit import Unit
+
+MOST_LENT = 8  # units that are left in memory as one that comes after them is used; all might be the model
 
 
 class Events:
@@ -33,7 +36,7 @@ class Events:
         self.backward = Backward(
             units, order, residency, reducer, accumulation, self.unwinding, self.end_interrupted
         )  # fmt: skip
-        self.saved = SavedTensors(residency.unit_of, self.backward.unpack)
+        self.saved = SavedTensors(residency.unit_of, self.backward.unpack, self._stays)
         self._units, self._root = units, units[0]
         self._inside = {unit: frozenset(u.index for u in units if unit in u.ancestors) for unit in units}
         self._residency = residency
@@ -82,7 +85,7 @@ class Events:
         elif computing_backward():
             self.backward.recomputes(unit)
         else:
-            if unit.flats:
+            if unit.flats and unit not in self._residency.lending:
                 self._join(self.order.use(unit.index))
             self.order.begin_inside(self._inside[unit])
         self._residency.enter(unit)
@@ -97,7 +100,7 @@ class Events:
             self.end()
         elif not computing_backward():
             self._join(self.order.end_inside(self._inside[unit]))
-            if unit.flats:
+            if unit.flats and unit not in self._residency.lending:
                 self.order.done(unit.index, has_graph if torch.is_grad_enabled() else None)
         # Last: a unit that was skipped inside of this one is fetched while this one is pinned, as on the other ranks.
         self._residency.leave(unit)
@@ -142,16 +145,19 @@ class Events:
         if self.saved.entered:
             self.saved.leave()
         if not computing_backward():
+            self._residency.take_back()
             self._join(self.order.end_pass(forward))
 
-    def _join(self, skipped: Sequence[int]) -> None:
-        """Take part in the fetches of units that this rank skipped and others may use."""
+    def _join(self, skipped: Sequence[int], lent: Sequence[int] = ()) -> None:
+        """Take part in the fetches of units that this rank skipped and others may use; it may use those ``lent``."""
         open_units: list[Unit] = []
         for unit in (self._units[index] for index in skipped):
             while open_units and open_units[-1] not in unit.ancestors:
                 self.order.done(open_units.pop().index)
             open_units.append(unit)
             self._residency.enter(unit)
+            if unit.index in lent:
+                self._residency.lending.add(unit)
             self._residency.leave(unit)
         for unit in reversed(open_units):
             self.order.done(unit.index)
@@ -214,12 +220,24 @@ class Events:
             self._residency.need(unit)
             return
         if not (self.inside or self._residency.active or computing_backward()):
-            raise RuntimeError(
+            raise AbsentError(
                 f"parameter {name} is sharded over {self._mesh.shard.size} ranks and not in memory outside the model's "
                 "forward and backward; read or change it inside `with zeromesh.zero.GatheredParameters([...])` on all "
                 "ranks, a loss of weights too, and call the model, or its methods, through the engine: engine(...), "
                 "engine.generate(...)"
             )
         if self._depth and unit is not self._root and not computing_backward():
-            self._join(self.order.use(unit.index, outside=True))
-        self._residency.touch(unit)
+            # It is a use like a forward, at the same place of the order as another rank's forward. What comes before it
+            # there may come after it here, without a message then.
+            skipped = self.order.use(unit.index, outside=True)
+            self._join(skipped, lent=skipped[-MOST_LENT:])
+            self._residency.enter(unit)
+            self._residency.lending.add(unit)
+            self._residency.leave(unit)
+            self.order.done(unit.index)
+        else:
+            self._residency.touch(unit)
+
+    def _stays(self, unit: Unit) -> bool:
+        """Return whether autograd keeps what it saves of a unit: no rank could fetch it by itself in the backward."""
+        return unit in self._residency.lending and unit not in self._entered

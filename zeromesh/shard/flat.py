@@ -306,15 +306,11 @@ class Flat:
         """Take what others wrote to the parameters, in place or by ``parameter.data = ...``, into shard and master."""
         changed = False
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            _take_pieces(self)
             members = zip(self.parameters, self.views, self.versions, self.layout.segments, strict=True)
             for index, (parameter, view, version, segment) in enumerate(members):
                 if index in self.unbound:
                     continue
-                if parameter.requires_grad and not self.layout.trainable:
-                    raise RuntimeError(
-                        f"parameter {segment.name} was frozen when initialize was called, and is trainable now; set "
-                        "requires_grad before initialize, or freeze later what shall not be trained yet"
-                    )
                 bound = parameter.is_set_to(view)  # else somebody wrote `parameter.data = ...`
                 # A view that somebody kept shares the version count, and may be written to while there is nothing here.
                 there = view.untyped_storage().nbytes() > 0
@@ -343,6 +339,22 @@ class Flat:
         self.exposed.clear()
         if changed:
             self.watch()
+
+
+def _take_pieces(flat: Flat) -> None:
+    """Take what others gave to the optimizer's pieces by ``piece.data = ...`` into the master."""
+    for _, local, piece in flat.pieces:
+        value = piece.parameter.detach()
+        if value.data_ptr() == flat.master.data_ptr() + local.start * flat.master.stride(0) * value.itemsize:
+            continue
+        if value.numel() != local.stop - local.start:
+            raise RuntimeError(
+                f"this rank's piece of {piece.name} in the optimizer has {local.stop - local.start} elements, and was "
+                f"given data of shape {tuple(value.shape)}; write to it in place"
+            )
+        flat.load_states(write=True)
+        flat.master[local].copy_(value.reshape(-1))
+        rebind(piece.parameter, flat.master[local].view(piece.parameter.shape))
 
 
 def _read(flat: Flat, segment: Segment, source: Source, kept: slice) -> None:

@@ -11,6 +11,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeromesh.shard.flat import Flat
 
@@ -70,11 +71,90 @@ def _harmless() -> frozenset[Any]:
     for name in _ATTRIBUTES:
         attribute = getattr(torch.Tensor, name, None)
         found += [getattr(attribute, a) for a in ("__get__", "__set__", "__delete__") if hasattr(attribute, a)]
-    data = torch.Tensor.data
-    return frozenset([*found, data.__set__])  # type: ignore[attr-defined]
+    return frozenset([*found, _SET_DATA])
 
 
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 HARMLESS = _harmless()
+
+
+def _functions(methods: Sequence[str], attributes: Sequence[str] = ()) -> frozenset[Any]:
+    """Return methods and attributes of tensors as functions, and the functions of torch of the same names."""
+    places = [(place, name) for name in methods for place in (torch.Tensor, torch) if hasattr(place, name)]
+    getters = [getattr(torch.Tensor, name).__get__ for name in attributes]
+    return frozenset([*(getattr(place, name) for place, name in places), *getters])
+
+
+# Functions of a tensor that need no values, and return a view of it; and those that return new values in its place.
+_VIEWS = _functions(
+    ("detach", "view", "view_as", "reshape", "reshape_as", "t", "transpose", "permute", "movedim", "moveaxis",
+     "swapaxes", "swapdims", "adjoint", "unsqueeze", "squeeze", "flatten", "unflatten", "ravel", "expand", "expand_as",
+     "narrow", "select", "chunk", "split", "unbind", "diagonal", "contiguous", "__getitem__"),
+    ("data", "T", "mT", "H", "mH"),
+)  # fmt: skip
+_LIKE = _functions(
+    ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros",
+     "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided"),
+)  # fmt: skip
+
+
+class AbsentError(RuntimeError):
+    """Values of a parameter are asked for that are not in memory."""
+
+
+class Absent(torch.Tensor):
+    """Stands for a view of a parameter that is not in memory: it has a shape and a dtype. Values raise RuntimeError."""
+
+    reason: str
+
+    @classmethod
+    def answer(cls, of: torch.Tensor, reason: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a function of ``_VIEWS`` returns for a tensor, its first argument, without values."""
+        with torch._C.DisableTorchFunctionSubclass():
+            device, meta = of.device, torch.empty_strided(of.shape, of.stride(), dtype=of.dtype, device="meta")
+            rest = [torch.empty_like(one, device="meta") if isinstance(one, Absent) else one for one in args[1:]]
+            viewed = func(meta, *rest, **kwargs)
+
+        def absent(one: torch.Tensor) -> Absent:
+            size, stride = one.shape, one.stride()
+            made = torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=one.dtype, device=device)
+            made.reason = reason
+            return made
+
+        return tree_map_only(torch.Tensor, absent, viewed)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in _LIKE:
+            return like(func, args, kwargs)
+        if changes_nothing(func, args, kwargs):
+            return args[0]
+        first = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, Absent))
+        if func in _VIEWS and args and args[0] is first:
+            return cls.answer(first, first.reason, func, args, kwargs or {})
+        if func is torch.Tensor.__repr__:
+            with torch._C.DisableTorchFunctionSubclass():
+                return f"<tensor of shape {tuple(args[0].shape)}, not in memory now>"
+        raise AbsentError(first.reason)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise AbsentError(next(one for one in tree_leaves((args, kwargs)) if isinstance(one, Absent)).reason)
+
+
+def like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """Return what a function of ``_LIKE`` returns; of the tensors among its arguments it needs the description."""
+    with torch._C.DisableTorchFunctionSubclass():
+        first = args[0] if args else (kwargs or {})["input"]
+        named = {name: value for name, value in (kwargs or {}).items() if name != "input"}
+        dense = torch.empty((), dtype=first.dtype, device=first.device).expand(first.shape)
+        return func(dense, *args[1:], **named)
+
 
 _CONVERSIONS = frozenset(
     getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
@@ -129,15 +209,22 @@ def unloaded_class(
             if func is torch.Tensor.__repr__:
                 with torch._C.DisableTorchFunctionSubclass():
                     return f"Parameter {first} of shape {tuple(args[0].shape)}, not in memory now"
+            if func in _LIKE and not any(isinstance(one, Unloaded) for one in args[1:]):
+                return like(func, args, kwargs)
             load, its = weak_touch(), weak_unit()
             if load is None or its is None:
                 raise RuntimeError(f"parameter {first} is not in memory, and the engine that had it is gone")
-            load(its, first)
+            try:
+                load(its, first)
+            except AbsentError as error:
+                if func in _VIEWS and isinstance(args[0], Unloaded):
+                    return Absent.answer(args[0], str(error), func, args, kwargs or {})
+                raise
             return func(*args, **(kwargs or {}))
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             if id(self) not in memo:
-                self.data  # noqa: B018  loads it, and with it its own class, which is the copy's
+                self.data_ptr()  # loads it, and with it its own class, which is the copy's
                 assert type(self) is not Unloaded
                 return type(self).__deepcopy__(self, memo)
             return memo[id(self)]
@@ -179,6 +266,30 @@ def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Paramete
     setattr(Gathered, OWN_CLASS, nn.Parameter)
     setattr(Gathered, GATHERED, True)
     return Gathered
+
+
+def watched_class(base: type[torch.Tensor], used: Callable[[torch.Tensor], None]) -> type[torch.Tensor]:
+    """The class of tensors of class ``base`` that has ``used`` called before somebody uses what is in their memory.
+
+    ``used``, a method, gives the tensor its own class back.
+    """
+    weak_used = WeakMethod(used)
+
+    class Watched(base):  # type: ignore[valid-type,misc]
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            if func in HARMLESS and func is not _SET_DATA:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
+            for one in tree_leaves((args, kwargs)):
+                if isinstance(one, Watched):
+                    tell = weak_used()
+                    change_class(one, base) if tell is None else tell(one)
+            return func(*args, **(kwargs or {}))
+
+    return Watched
 
 
 class Guard:

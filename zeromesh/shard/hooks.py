@@ -109,8 +109,11 @@ class _Other(NamedTuple):
 class SavedTensors:
     """Saves views of units' parameters as such, and has the unit fetched when autograd wants them back."""
 
-    def __init__(self, unit_of: Mapping[int, Unit], need: Callable[[Unit], None]) -> None:
+    def __init__(
+        self, unit_of: Mapping[int, Unit], need: Callable[[Unit], None], stays: Callable[[Unit], bool]
+    ) -> None:  # fmt: skip
         self._unit_of = unit_of  # the unit that a storage belongs to, by the storage's address; it may change
+        self._stays = stays  # says whether views of a unit are saved as they are
         self._need = need  # has a unit in memory when it returns
         self._context: Any = None
 
@@ -170,7 +173,7 @@ class SavedTensors:
             unit = self._unit_of.get(int(tensor.untyped_storage()._cdata))
         except NotImplementedError:  # inside torch.func
             return _Other(-1, tensor.detach())
-        if unit is None or not _is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
+        if unit is None or self._stays(unit) or not _is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
             return _Other(tensor._version, tensor.detach())  # a view that is kept as it is keeps its memory
         offset = int(tensor.storage_offset())
         member = unit.member_at(offset * tensor.itemsize)

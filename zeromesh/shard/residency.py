@@ -29,8 +29,11 @@ class Residency:
         self._pool = pool
         self._root_pool = root_pool
         self._mesh = mesh
-        self._active: list[Unit] = []  # whose forward is going on, in order
+        self.active: list[Unit] = []  # whose forward is going on, in order
         self._backward: set[Unit] = set()  # whose backward is going on, with those around and inside of them
+        # Whose parameters are used outside of their forward: their memory stays for that until the model has computed,
+        # however the slots are used, which is to depend on what all ranks do.
+        self.lending: set[Unit] = set()
         self._held: set[Unit] = set()  # that the current node of the graph looks at
         self._node = -1
         self._plan: list[int] = []  # the units that will be used, in order, the next one at `_position`
@@ -49,25 +52,36 @@ class Residency:
 
     def enter(self, unit: Unit) -> None:
         """The unit's forward begins: it is needed now and stays until ``leave``."""
-        self._active.append(unit)
-        self._load(unit)
+        self.active.append(unit)
+        if unit not in self.lending:
+            self._load(unit)
 
     def open(self, unit: Unit) -> None:
         """The unit's parameters may be used: it is fetched when the first is, and stays until ``leave``."""
-        self._active.append(unit)
+        self.active.append(unit)
 
     def touch(self, unit: Unit) -> None:
         """One of its parameters is used outside the unit's forward: the unit stays as long as what uses it."""
-        if not self._active:
+        if not self.active:
             self._backward.add(unit)
-        elif unit not in self._active:
-            self._active.append(unit)
+        elif unit not in self.active:
+            self.active.append(unit)
         self._load(unit)
+
+    def take_back(self) -> None:
+        """The model has computed: nobody uses parameters outside of their forwards any more."""
+        units, self.lending = self.lending, set()
+        for unit in units:
+            unit.take_back()
+            if unit.state is State.AT_REST:
+                self._on_change(unit, False)
+            else:
+                self._hide(unit)
 
     def leave(self, unit: Unit) -> None:
         """The unit's forward ended, or raised; so has every use inside it."""
-        while self._active:
-            other = self._active.pop()
+        while self.active:
+            other = self.active.pop()
             self._hide(other)
             if other is unit:
                 break
@@ -109,7 +123,7 @@ class Residency:
 
     def release(self, unit: Unit) -> None:
         """Evict the unit if nothing needs it now."""
-        if unit.slot is not None and unit not in {*self._active, *self._backward, *self._held}:
+        if unit.slot is not None and unit not in {*self.active, *self._backward, *self._held}:
             self.evict(unit)
 
     def shrink(self) -> None:
@@ -133,13 +147,13 @@ class Residency:
 
     def _hide(self, unit: Unit) -> None:
         """Let the unit be evicted unless something needs it; later users must ask for it."""
-        if unit.sharded and unit not in self._pinned():
+        if unit.sharded and unit not in self._pinned() and unit not in self.lending:
             self._on_change(unit, False)
 
     def _pinned(self) -> set[Unit]:
         """Return the units that must stay: in use, or around a unit whose forward is going on."""
-        pinned = {self._root, *self._active, *self._backward, *self._held}
-        return pinned | {ancestor for unit in self._active for ancestor in unit.ancestors}
+        pinned = {self._root, *self.active, *self._backward, *self._held}
+        return pinned | {ancestor for unit in self.active for ancestor in unit.ancestors}
 
     # Decisions.
 
@@ -210,13 +224,15 @@ class Residency:
         """Give up the unit's slot. Views of its parameters that somebody holds stay good."""
         if unit.state is State.FETCHING:
             unit.finish_fetch()
-        self._on_change(unit, False)  # first: from here on a use of its parameters asks for them
+        lends = unit in self.lending
+        if not lends:
+            self._on_change(unit, False)  # first: from here on a use of its parameters asks for them
         pool = self._root_pool if unit is self._root else self._pool
         before = unit.storage._cdata  # the unit gets another storage if somebody holds views of this one
         # On CUDA the unit's last kernels may still run. The slot's next writer waits for the current stream, which has
         # been given all of them.
         with span("evict", unit.name or "(root)"):
-            pool.give(unit.evict())
+            pool.give(unit.evict(lends))
         self.unit_of[unit.storage._cdata] = self.unit_of.pop(before)
 
     def evict_all(self) -> None:
@@ -226,8 +242,3 @@ class Residency:
                 self.evict(unit)
         self._pool.trim()
         self._root_pool.trim()
-
-    @property
-    def active(self) -> bool:
-        """True if some unit's forward is going on."""
-        return bool(self._active)

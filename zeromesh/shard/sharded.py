@@ -157,6 +157,13 @@ class ShardedModel:
         for unit in self.units:
             unit.take_changes()
         self.tables.take_changes()
+        for flat in self.flats:
+            for parameter, segment in zip(flat.parameters, flat.layout.segments, strict=True):
+                if not flat.layout.trainable and parameter.requires_grad:
+                    raise RuntimeError(
+                        f"parameter {segment.name} was frozen when initialize was called, and is trainable now; set "
+                        "requires_grad before initialize, or freeze later what shall not be trained yet"
+                    )
         present = {id(parameter): parameter for _, parameter in stored(self.model)}
         gone = [name for index, name in self.names.items() if index not in present]
         new = {index for index, p in present.items() if index not in self.names and p.requires_grad}
@@ -328,7 +335,9 @@ class ShardedModel:
         """A whole tensor of parameter ``index``'s shape from what ``pick`` gives of each rank's piece; collective."""
         flat.load_states()
         segment = flat.layout.segments[index]
-        mine = [(piece, pick(flat, local, piece)) for position, local, piece in flat.pieces if position == index]
+        with torch._C.DisableTorchFunctionSubclass():  # of the optimizer's tensors, which are only read here
+            picked = [(piece, pick(flat, local, piece)) for position, local, piece in flat.pieces if position == index]
+            mine = [(piece, None if value is None else value.flatten()) for piece, value in picked]
         # A rank may hold no piece, or none with a state yet: all of them together say whether there is anything.
         known = torch.tensor([float(any(value is not None for _, value in mine))], dtype=torch.float64)
         if not bool(self.mesh.shard.exchange(known).any()):
@@ -336,7 +345,7 @@ class ShardedModel:
         whole = torch.zeros(segment.shape.numel(), dtype=flat.master.dtype, device=self.mesh.device)
         for piece, value in mine:
             if value is not None:
-                whole[piece.start : piece.stop] = value.flatten()
+                whole[piece.start : piece.stop] = value
         if flat.own.stop - flat.own.start < flat.layout.size:
             self.mesh.shard.all_reduce(whole, flat.tag + 3)
         return join(segment.held, whole.view(segment.shape), self.mesh)

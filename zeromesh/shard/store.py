@@ -26,11 +26,11 @@ class Tiers:
         self.stored = stored  # parameters that rest in files; None: all are in memory
         self.early, self.states = early, states  # updated during the backward; most optimizer states of a parameter
         self._files = [files for files in (swap, stored) if files is not None]
-        self._before_states: list[Callable[[Flat], None]] = []
+        self._before_states: list[Callable[[Flat, bool], None]] = []
         self._bring_back: Callable[[], None] | None = None
 
-    def before_states(self, listener: Callable[[Flat], None]) -> None:
-        """Call ``listener`` with each flat buffer whose states are about to be loaded."""
+    def before_states(self, listener: Callable[[Flat, bool], None]) -> None:
+        """Call ``listener`` with each flat buffer whose states are about to be loaded, and whether to be changed."""
         self._before_states.append(listener)
 
     def put_aside(self, bring_back: Callable[[], None] | None) -> None:
@@ -44,16 +44,16 @@ class Tiers:
 
     def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         """Have the master and the optimizer states in memory until those of another flat buffer are loaded."""
-        self._prepare(flat)
+        self._prepare(flat, write)
         if self.swap is not None and flat in self.swap:
             self.swap.load(flat, write, read)
         elif not flat.layout.trainable:  # a frozen parameter is its own master
             self._load_stored(flat, write, read)
 
-    def _prepare(self, flat: Flat) -> None:
+    def _prepare(self, flat: Flat, write: bool) -> None:
         self.recall()
         for listener in self._before_states:
-            listener(flat)  # early updates use the same regions of the file, and give way
+            listener(flat, write)  # early updates use the same regions of the file, and give way
 
     def windows(self, flat: Flat, write: bool = False, read: bool = True) -> Iterator[StateWindow]:
         """Yield the windows of a flat buffer's master and states, to be read or changed; see ``Swap.windows``."""
@@ -61,7 +61,7 @@ class Tiers:
             self.load_states(flat, write, read)
             yield whole_window(flat)
             return
-        self._prepare(flat)
+        self._prepare(flat, write)
         with closing(self.swap.windows(flat, write, read)) as windows:
             yield from windows
 

@@ -144,8 +144,11 @@ class Unit:
         for flat in self.flats:
             flat.take_changes()
 
-    def evict(self) -> Slot:
-        """Give the slot up, where parameters are sharded; the storage is empty from here on."""
+    def evict(self, lends: bool = False) -> Slot:
+        """Give the slot up, where parameters are sharded; the storage is empty from here on.
+
+        With ``lends`` the parameters stay in its memory until ``take_back``, and the slot gets new memory.
+        """
         assert self.state is State.FETCHED, (self, self.state)
         assert self.slot is not None
         self.take_changes()  # of what others wrote in place, nothing is left once the memory is gone
@@ -154,8 +157,18 @@ class Unit:
                 flat.write_back(self._link)
         # A view of an empty storage would be a segmentation fault on a CPU, and silently wrong once it is refilled. So
         # the memory is left to those who hold views, and new memory goes into the slot.
-        if self._count_references() > self._references:
+        lent = [flat.views for flat in self.flats] if lends else []
+        if lends or self._count_references() > self._references:
             self._bind(allocate(self.slot.nbytes, self.storage.device))
         detach(self.storage, self.slot)
         slot, self.slot, self.state = self.slot, None, State.AT_REST
+        for flat, views in zip(self.flats, lent, strict=lends):
+            for index, view in enumerate(views):
+                flat.unbind(index, view)
         return slot
+
+    def take_back(self) -> None:
+        """Let the parameters lie in the unit's own storage again."""
+        for flat in self.flats:
+            for index in sorted(flat.unbound):
+                flat.rebind(index)
