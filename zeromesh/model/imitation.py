@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import numpy
@@ -132,7 +132,9 @@ HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in n
 
 def is_odd(module: nn.Module) -> bool:
     """Return whether a copy of a module would run the module itself, or hooks see gradients between layers."""
-    return "forward" in vars(module) or bool(module._backward_hooks or module._backward_pre_hooks)
+    own = vars(module).get("forward")
+    is_bound = isinstance(own, MethodType) and own.__self__ is module  # which a copy binds to itself
+    return (own is not None and not is_bound) or bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 @contextmanager

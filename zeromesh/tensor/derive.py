@@ -115,8 +115,13 @@ def derive(
         inside = kind_of(modules[parent]) == "attention" and parent in plan
         if kind_of(module) == "linear" and name not in plan and _in_block(name) and not inside:
             whole.append(f"{pattern_of(name)} ({type(module).__name__}) stays whole on all ranks")
-    if unknown and ranks > 1:
-        traced, more = traced_plan(model, unknown, ranks, sample)
+    # A model's own code may read the weight of its embedding or its head, too, as where the two are one.
+    cut = [name for name in plan.keys() & modules.keys() - unknown.keys() if STYLES[plan[name].style].cut]
+    users = {name: _around(name, modules) for name in cut}
+    others = sorted(name for name, user in users.items() if not (is_known(user) or _reads_weights(user)))
+    if (unknown or others) and ranks > 1:
+        traced, more, read = traced_plan(model, unknown, ranks, sample, others)
+        plan = {name: rule for name, rule in plan.items() if name not in read}
         if traced is not None:
             # What is split by itself stays as names have it, which may be by rows.
             traced |= {name: plan[name] for name, rule in traced.items() if rule in _BY_ITSELF and name in plan}
