@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeromesh.config.keys import ONE_STAGE, PIPELINE_RANKS
+from zeromesh.config.keys import CONTEXT_RANKS, ONE_CONTEXT_RANK, ONE_STAGE, PIPELINE_RANKS
 from zeromesh.config.trainers import copies_in, for_trainer, ranks_in
 from zeromesh.engine import Engine
 from zeromesh.hf.late import activate
@@ -51,6 +51,8 @@ class TrainerMixin:
                 _refuse_stages(type(self), chosen)
                 self._stages = StagedSteps()
         super().__init__(*args, **kwargs)
+        if self._context > 1:
+            _refuse_losses(self)
 
     @property
     def gather_function(self) -> Any:
@@ -137,6 +139,17 @@ def _refuse_stages(trainer: type, args: TrainingArguments) -> None:
         raise ValueError(
             f"{PIPELINE_RANKS}: {owner.__name__} exchanges values between ranks in each loss, but ranks of a pipeline "
             f"compute losses at different times; {ONE_STAGE}, or train with zeromesh.hf.Trainer"
+        )
+
+
+def _refuse_losses(trainer: Any) -> None:
+    """Raise ValueError if a loss is to be computed of logits, of which each context rank has a part."""
+    factor = trainer.args.label_smoothing_factor
+    given = f"label_smoothing_factor={factor}" if factor else "compute_loss_func="
+    if factor or trainer.compute_loss_func is not None:
+        raise ValueError(
+            f"{CONTEXT_RANKS}: {given} computes a loss of the logits of whole sequences, but the model gives each rank "
+            f"those of its part; leave it out, so that the model computes its own loss, or {ONE_CONTEXT_RANK}"
         )
 
 

@@ -8,7 +8,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import _lru_cache_wrapper
 from types import MethodType, ModuleType
 from typing import Any
@@ -151,7 +151,8 @@ def left_as_they_are(model: nn.Module) -> Iterator[None]:
     attributes = {kind: dict(vars(kind)) for kind in kinds}
     held = [(value, copy.copy(value)) for value in values if type(value) in (dict, list, set)]
     try:
-        yield
+        with _uncompiled():
+            yield
     finally:
         for kind, earlier in attributes.items():
             for name, value in dict(vars(kind)).items():
@@ -167,6 +168,18 @@ def left_as_they_are(model: nn.Module) -> Iterator[None]:
             function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             if isinstance(function, _lru_cache_wrapper):
                 function.cache_clear()
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Let compiled functions run as they are written: torch's compiler would remember to skip what it sees here."""
+    is_loaded = "torch._dynamo" in sys.modules
+    try:
+        with torch.compiler.set_stance("force_eager") if is_loaded else nullcontext():
+            yield
+    finally:
+        if not is_loaded and "torch._dynamo" in sys.modules:  # loaded by the code that ran, as torch.cond does
+            torch.compiler.reset()
 
 
 def _is_users(value: Any) -> bool:

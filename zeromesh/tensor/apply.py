@@ -140,6 +140,7 @@ class Entrance:
         self._apart = Apart(name)
         self._key: tuple[Any, int] | None = None
         self._entered: Tensor | None = None
+        self._columns: list[Columns] = []  # with which the layers of this pass were made
         self._ready: list[Layer] = []
         self._waiting: set[int] = set()
 
@@ -153,7 +154,9 @@ class Entrance:
             self._enter(x, self.spread and self._opens)
             self._key = ref(x), version(x)
         assert self._entered is not None
-        entered, layer = self._entered, self._ready[index] if self._ready else None
+        # A weight that functional_call gives the layer for this call is another one.
+        same = bool(self._ready) and self.layers[index]().weight is self._columns[index].weight
+        entered, layer = self._entered, self._ready[index] if same else None
         self._waiting.discard(index)
         if not self._waiting:
             self.forget()
@@ -167,7 +170,7 @@ class Entrance:
         return self._entered
 
     def _enter(self, x: Tensor, spread: bool) -> None:
-        columns = [columns() for columns in self.layers]
+        self._columns = columns = [columns() for columns in self.layers]
         dim = sequence_dim(x) if spread else None
         if dim is not None:
             self._apart.check(x, dim)
@@ -176,7 +179,7 @@ class Entrance:
 
     def forget(self) -> None:
         """Forget the activation that entered last: no other layer is to read it."""
-        self._key, self._entered, self._ready, self._waiting = None, None, [], set()
+        self._key, self._entered, self._columns, self._ready, self._waiting = None, None, [], [], set()
 
 
 def _cut_arguments(
@@ -250,7 +253,19 @@ def _linear(
         width = _rotary_width(modules[member.container], modules[""])
         module.register_forward_hook(_eager(_sum_rotary, place=place, tag=tag, width=width))
         return
-    replace_forward(module, forward)
+    replace_forward(module, partial(_with_part, forward, module, member.name, resolved.held_of(module, "weight").shape))
+
+
+def _with_part(
+    forward: Callable[..., Tensor], module: Any, name: str, shape: tuple[int, ...], /, *args: Tensor, **kwargs: Tensor
+) -> Tensor:  # fmt: skip
+    given = tuple(module.weight.shape)
+    if given != shape:
+        raise ValueError(
+            f"{name} computes with a weight of shape {given}, as functional_call gives it, but the layer is split, and "
+            f"this rank's part has shape {shape}; in {TENSOR_PLAN} give it the style replicate"
+        )
+    return forward(*args, **kwargs)
 
 
 def _require_slow_paths(resolved: SplitPlan, modules: dict[str, nn.Module]) -> None:

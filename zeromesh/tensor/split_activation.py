@@ -330,13 +330,13 @@ def _require_no_checkpoint(x: Tensor) -> None:
         frame = frame.f_back
     if isinstance(x, SplitActivation) and frame is not None and frame.f_code.co_name == "_infer_device_type":
         raise NeedsWhole(
-            "torch.utils.checkpoint was given an activation of which each rank has a part, and would compute again with "
-            f"the part alone; in {TENSOR_PLAN} give {_named(x)} the style colwise_gather_output",
+            "torch.utils.checkpoint was given an activation of which each rank has a part, and would compute again "
+            f"with the part alone; in {TENSOR_PLAN} give {_named(x)} the style colwise_gather_output",
             x.split_dim.sources,
         )
 
 
-_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE = Tensor.device.__get__
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 

@@ -58,6 +58,7 @@ class Choices:
     sections: Mapping[Alike, tuple[int, ...]] = field(default_factory=dict)  # of the outputs of fused layers
     gathered: frozenset[Alike] = frozenset()  # layers whose outputs are gathered at once
     by_columns: frozenset[Alike] = frozenset()  # layers whose inputs are gathered, though they are parts
+    read: frozenset[str] = frozenset()  # names of layers that stay whole, as other code reads their weights
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,9 @@ class _Runs:
                 forced |= {self._alike[name] for name in error.sources}
                 choices = replace(choices, gathered=choices.gathered | forced)
                 continue
+            if found.read - choices.read:  # what follows them is given wholes
+                choices = replace(choices, read=choices.read | found.read)
+                continue
             if wishes := {layers: one for layers, one in found.wishes.items() if layers not in choices.sections}:
                 choices = replace(choices, sections={**choices.sections, **wishes})
                 continue
@@ -306,6 +310,8 @@ class _Run(WithoutMemory):
         try:
             if name not in self._layers or not isinstance(x, Tensor) or not x.is_floating_point():
                 return forward(x, *args, **kwargs)
+            if id(getattr(layer, "base_layer", layer).weight) not in self._weights:  # of functional_call
+                self._read.add(name)
             style, sections = self._known.setdefault(name, self._style(name, layer, x))
             if style and name not in self._read:
                 self._rules[name] = PlanRule(style, sections if len(sections) > 1 else ())
@@ -327,6 +333,8 @@ class _Run(WithoutMemory):
 
     def _style(self, name: str, layer: Any, x: Tensor) -> tuple[str, tuple[int, ...]]:
         alike, choices = self._alike[name], self._choices
+        if name in choices.read:
+            return "", ()
         if isinstance(x, SplitActivation) and alike not in choices.by_columns:
             split_dim = x.split_dim
             if split_dim.dim == x.ndim - 1:
