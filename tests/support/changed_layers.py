@@ -149,16 +149,15 @@ def _centre(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 HOOKED = {
-    "of the input": changed(
-        lambda one: one.register_forward_pre_hook(lambda _, args: (args[0].flip(-1),)) and None
-    ),
+    "of the input": changed(lambda one: one.register_forward_pre_hook(lambda _, args: (args[0].flip(-1),)) and None),
     "of the output": changed(lambda one: one.register_forward_hook(_centre) and None),
     "of the backward": changed(
         lambda one: one.register_full_backward_hook(lambda _, inputs, outputs: (inputs[0] * 0.5,)) and None
     ),
     "before the backward": changed(
-        lambda one: one.register_full_backward_pre_hook(lambda _, outputs: (outputs[0] - outputs[0].mean(-1, True),))
-        and None
+        lambda one: (
+            one.register_full_backward_pre_hook(lambda _, outputs: (outputs[0] - outputs[0].mean(-1, True),)) and None
+        )
     ),
 }
 LAYERS = {"subclass": SUBCLASSES, "instance": INSTANCES, "hooks": HOOKED, "parametrization": PARAMETRIZED}

@@ -104,7 +104,13 @@ def is_as_written(module: nn.Module) -> bool:
     """Return whether a known attention or MLP calls nothing that a user has put there, or hooks see."""
     layers = [inner for inner in module.modules() if inner is not module]
     foreign = [inner for inner in layers if not type(inner).__module__.startswith((*KNOWN, "torch.", "peft."))]
-    return is_known(module) and not (foreign or any(has_hooks(one) or runs_another_forward(one) for one in layers))
+    changed = (
+        has_hooks(one)
+        or runs_another_forward(one)
+        or (type(one).__module__.startswith("torch.") and linear_class(one) is not None and not is_linear(one))
+        for one in layers
+    )
+    return is_known(module) and not foreign and not any(changed)
 
 
 def is_adapted(module: nn.Module) -> bool:

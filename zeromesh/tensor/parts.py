@@ -105,8 +105,8 @@ def _run(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     except Exception as error:
         if type(error).__module__.startswith("torch._dynamo."):
             error.add_note(
-                "layers that are split send messages, which torch's compiler cannot trace, as torch.cond does: write the "
-                f"condition as an if, or in {TENSOR_PLAN} give the layers inside of it the style replicate"
+                "layers that are split send messages, which torch's compiler cannot trace, as torch.cond does: write "
+                f"the condition as an if, or in {TENSOR_PLAN} give the layers inside of it the style replicate"
             )
         raise
 
