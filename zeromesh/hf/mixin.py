@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +51,10 @@ class TrainerMixin:
             if ranks_in(document, "pipeline") > 1:
                 _refuse_stages(type(self), chosen)
                 self._stages = StagedSteps()
+            if self._context > 1:
+                named = signature(super().__init__).bind_partial(*args, **kwargs).arguments
+                _refuse_losses(chosen, named.get("compute_loss_func", kwargs.get("compute_loss_func")))
         super().__init__(*args, **kwargs)
-        if self._context > 1:
-            _refuse_losses(self)
 
     @property
     def gather_function(self) -> Any:
@@ -142,11 +144,11 @@ def _refuse_stages(trainer: type, args: TrainingArguments) -> None:
         )
 
 
-def _refuse_losses(trainer: Any) -> None:
+def _refuse_losses(args: TrainingArguments, loss: Any) -> None:
     """Raise ValueError if a loss is to be computed of logits, of which each context rank has a part."""
-    factor = trainer.args.label_smoothing_factor
+    factor = args.label_smoothing_factor
     given = f"label_smoothing_factor={factor}" if factor else "compute_loss_func="
-    if factor or trainer.compute_loss_func is not None:
+    if factor or loss is not None:
         raise ValueError(
             f"{CONTEXT_RANKS}: {given} computes a loss of the logits of whole sequences, but the model gives each rank "
             f"those of its part; leave it out, so that the model computes its own loss, or {ONE_CONTEXT_RANK}"

@@ -1,4 +1,4 @@
-"""Whether a layer computes what torch's class of it computes, so that other code may compute in its place."""
+"""Layers that compute what torch's class of them computes, so that other code may compute in their place."""
 
 from __future__ import annotations
 
