@@ -10,7 +10,7 @@ import pytest
 
 import zeromesh
 from harness import run_ranks
-from hf_training import LIBRARIES, arguments, fresh_libraries, model, samples, stage
+from hf_training import LIBRARIES, arguments, fresh_libraries, mean_loss, model, samples, stage
 from zeromesh.deepspeed.finder import Finder, install
 from zeromesh.deepspeed.plugin_check import HOME
 from zeromesh.hf.late import activate
@@ -66,6 +66,16 @@ def no_arguments(folder: Path) -> None:
     import zeromesh.hf
 
     zeromesh.hf.Trainer(model(), zeromesh=THREE)
+
+
+def loss_of_wholes(folder: Path) -> None:
+    import transformers
+
+    import zeromesh.hf
+
+    args = transformers.TrainingArguments(str(folder), **arguments(None, use_cpu=True))
+    config = {**THREE, "mesh": {"context": 2}}
+    zeromesh.hf.Trainer(model(), args, compute_loss_func=mean_loss, train_dataset=samples(8), zeromesh=config)
 
 
 def stages_of_trl(folder: Path) -> None:
@@ -145,6 +155,14 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "stages and smoothed labels": (
         of_trainer({**THREE, "mesh": {"pipeline": 2}}, label_smoothing_factor=0.1),
         ("ValueError", "mesh.pipeline", "label_smoothing_factor=0.1", "compute_loss_func="),
+    ),
+    "context and smoothed labels": (
+        of_trainer({**THREE, "mesh": {"context": 2}}, label_smoothing_factor=0.1),
+        ("ValueError", "mesh.context", "label_smoothing_factor=0.1", "the model computes its own loss"),
+    ),
+    "context and a loss of one's own": (
+        loss_of_wholes,
+        ("ValueError", "mesh.context", "compute_loss_func=", "the model computes its own loss"),
     ),
     "stages and TRL": (
         stages_of_trl,

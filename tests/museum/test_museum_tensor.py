@@ -289,3 +289,26 @@ def test_ranks_with_other_samples_drop_others_if_they_are_seeded_apart() -> None
     (alike, first), (same, second) = run_ranks(dropped, 2)
     assert alike == same  # as in plain torch: the manual says to seed by engine.data_rank
     assert first != second
+
+
+class Tempered(nn.Linear):
+    """A linear layer whose class has a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).tanh()
+
+
+def tempered() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Tempered(4, 12), nn.ReLU(), nn.Linear(12, 8)).double()
+
+
+def tempered_output() -> Tensor:
+    return split(tempered())(rows()).detach()
+
+
+def test_layers_with_a_forward_of_their_own_are_not_replaced() -> None:
+    model: Any = tempered()
+    wrong = model[2](F.linear(rows(), model[0].weight, model[0].bias).relu())
+    for out in run_ranks(tempered_output, 2):
+        require(out, model(rows()), wrong)

@@ -538,7 +538,7 @@ ROWS: dict[str, Row] = {
             "vmap": APART,
             "cached table": PAIR,
             "a value as a number": PAIR,
-            "checkpoint": PAIR,
+            "checkpoint": APART,  # what is computed again is not known to be a part
             "reentrant checkpoint": APART,
             "in place": PAIR,
             "written at places": APART,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zeromesh.config.keys import ONE_STAGE, PIPELINE_RANKS
+from zeromesh.config.keys import CONTEXT_RANKS, ONE_CONTEXT_RANK, ONE_STAGE, PIPELINE_RANKS
 from zeromesh.config.trainers import copies_in, for_trainer, ranks_in
 from zeromesh.engine import Engine
 from zeromesh.hf.late import activate
@@ -50,6 +51,9 @@ class TrainerMixin:
             if ranks_in(document, "pipeline") > 1:
                 _refuse_stages(type(self), chosen)
                 self._stages = StagedSteps()
+            if self._context > 1:
+                named = signature(super().__init__).bind_partial(*args, **kwargs).arguments
+                _refuse_losses(chosen, named.get("compute_loss_func", kwargs.get("compute_loss_func")))
         super().__init__(*args, **kwargs)
         self._users: tuple[Any, Any] = (None, None)
         if zeromesh is not None:
@@ -171,6 +175,17 @@ def _refuse_stages(trainer: type, args: TrainingArguments) -> None:
         raise ValueError(
             f"{PIPELINE_RANKS}: {owner.__name__} exchanges values between ranks in each loss, but ranks of a pipeline "
             f"compute losses at different times; {ONE_STAGE}, or train with zeromesh.hf.Trainer"
+        )
+
+
+def _refuse_losses(args: TrainingArguments, loss: Any) -> None:
+    """Raise ValueError if a loss is to be computed of logits, of which each context rank has a part."""
+    factor = args.label_smoothing_factor
+    given = f"label_smoothing_factor={factor}" if factor else "compute_loss_func="
+    if factor or loss is not None:
+        raise ValueError(
+            f"{CONTEXT_RANKS}: {given} computes a loss of the logits of whole sequences, but the model gives each rank "
+            f"those of its part; leave it out, so that the model computes its own loss, or {ONE_CONTEXT_RANK}"
         )
 
 

@@ -266,6 +266,13 @@ def distribute(
     """
     settings = Settings.load(config)
     check_model(model, settings)
+    norms = [one for one in layers_of(model) if isinstance(one, keras.layers.BatchNormalization)]
+    own = next((one for one in norms if type(one)._moments is not keras.layers.BatchNormalization._moments), None)
+    if joint_statistics and own is not None:
+        raise ValueError(
+            f"layer {own.name} ({type(own).__name__}) has _moments of its own, which statistics of the joint batch "
+            "would replace; pass joint_statistics=False, with which each rank takes those of its rows"
+        )
     expose_layers(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     variables = model.trainable_variables

@@ -8,9 +8,9 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import _lru_cache_wrapper
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import numpy
@@ -133,7 +133,9 @@ HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in n
 
 def is_odd(module: nn.Module) -> bool:
     """Return whether a copy of a module would run the module itself, or hooks see gradients between layers."""
-    return "forward" in vars(module) or bool(module._backward_hooks or module._backward_pre_hooks)
+    own = vars(module).get("forward")
+    is_bound = isinstance(own, MethodType) and own.__self__ is module  # which a copy binds to itself
+    return (own is not None and not is_bound) or bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 @contextmanager
@@ -150,7 +152,8 @@ def left_as_they_are(model: nn.Module) -> Iterator[None]:
     attributes = {kind: dict(vars(kind)) for kind in kinds}
     held = [(value, copy.copy(value)) for value in values if type(value) in (dict, list, set)]
     try:
-        yield
+        with _uncompiled():
+            yield
     finally:
         for kind, earlier in attributes.items():
             for name, value in dict(vars(kind)).items():
@@ -166,6 +169,18 @@ def left_as_they_are(model: nn.Module) -> Iterator[None]:
             function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             if isinstance(function, _lru_cache_wrapper):
                 function.cache_clear()
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Let compiled functions run as they are written: torch's compiler would remember to skip what it sees here."""
+    is_loaded = "torch._dynamo" in sys.modules
+    try:
+        with torch.compiler.set_stance("force_eager") if is_loaded else nullcontext():
+            yield
+    finally:
+        if not is_loaded and "torch._dynamo" in sys.modules:  # loaded by the code that ran, as torch.cond does
+            torch.compiler.reset()
 
 
 def _is_users(value: Any) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -65,7 +66,19 @@ class Columns:
 
 def is_transposed(module: nn.Module) -> bool:
     """Return whether it is a linear layer whose weight has shape (inputs, outputs), as GPT-2's Conv1D."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return isinstance(module, transposed_class())
+
+
+def transposed_class() -> tuple[type[nn.Module], ...]:
+    """Return GPT-2's class of linear layers, if transformers has been imported."""
+    kind = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return () if kind is None else (kind,)
+
+
+def input_of(args: Sequence[Tensor], kwargs: Mapping[str, Tensor]) -> Tensor:
+    """Return the only argument of a layer's call, which layers of torch and of transformers name differently."""
+    (x,) = (*args, *kwargs.values())
+    return x
 
 
 def columns_of(module: Any) -> Columns:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from zeromesh.model.substitution import has_hooks, own_computation
+
 _TILE = re.compile(r"(.*?)tiles\.(\d+)\.(\d+)\.(weight|bias)$")
 
 
@@ -137,8 +139,10 @@ def tile_linears(model: nn.Module, most_elements: int) -> list[str]:
             users[id(parameter)] = users.get(id(parameter), 0) + 1
     found = []
     for name, module in list(model.named_modules()):
-        # A subclass may compute something else, and a shared weight is read by others.
-        if type(module) is not nn.Linear or module.weight.numel() <= most_elements or users[id(module.weight)] > 1:
+        # A subclass may compute something else, hooks are the module's own, and a shared weight is read by others.
+        if not isinstance(module, nn.Linear) or own_computation(module, nn.Linear) or has_hooks(module):
+            continue
+        if module.weight.numel() <= most_elements or users[id(module.weight)] > 1:
             continue
         if module.weight.is_meta:
             raise ValueError(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from zeromesh.model.substitution import computes_as
 from zeromesh.shard.unit import Unit
 
 FAR = 1 << 30  # a position that is never reached
@@ -80,7 +81,7 @@ class Order:
         # The order of first use that all ranks have agreed on: at first that of registration, the same on all of them.
         self.canonical: list[int] = [unit.index for unit in units]
         self.needs = dict.fromkeys(self.canonical, Need.BACKWARD)
-        self._looks = {unit.index for unit in units if type(unit.module) not in BLIND}
+        self._looks = {unit.index for unit in units if not any(computes_as(unit.module, kind) for kind in BLIND)}
         self.current = Pass()  # the latest pass whose backward may come
         # Forwards since the last backward, in order of their beginnings, those of skipped units included.
         self.forward: list[int] = []

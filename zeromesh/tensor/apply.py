@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zeromesh.comm.collectives import Group
 from zeromesh.config.keys import TENSOR_PLAN, WHOLE_SEQUENCE
 from zeromesh.model.in_place import version
-from zeromesh.model.linear import Columns, columns_of, is_transposed, multiply
+from zeromesh.model.linear import Columns, columns_of, input_of, is_transposed, multiply
 from zeromesh.model.split import Held
 from zeromesh.tensor.attention import SplitAttention
 from zeromesh.tensor.guard import Apart, SplitGuard, summed
@@ -143,6 +143,7 @@ class Entrance:
         self._apart = Apart(name)
         self._key: tuple[Any, int] | None = None
         self._entered: Tensor | None = None
+        self._columns: list[Columns] = []  # with which the layers of this pass were made
         self._ready: list[Layer] = []
         self._waiting: set[int] = set()
 
@@ -156,7 +157,9 @@ class Entrance:
             self._enter(x, self.spread and self._opens)
             self._key = ref(x), version(x)
         assert self._entered is not None
-        entered, layer = self._entered, self._ready[index] if self._ready else None
+        # A weight that functional_call gives the layer for this call is another one.
+        same = bool(self._ready) and self.layers[index]().weight is self._columns[index].weight
+        entered, layer = self._entered, self._ready[index] if same else None
         self._waiting.discard(index)
         if not self._waiting:
             self.forget()
@@ -170,7 +173,7 @@ class Entrance:
         return self._entered
 
     def _enter(self, x: Tensor, spread: bool) -> None:
-        columns = [columns() for columns in self.layers]
+        self._columns = columns = [columns() for columns in self.layers]
         dim = sequence_dim(x) if spread else None
         if dim is not None:
             self._apart.check(x, dim)
@@ -179,7 +182,7 @@ class Entrance:
 
     def forget(self) -> None:
         """Forget the activation that entered last: no other layer is to read it."""
-        self._key, self._entered, self._ready, self._waiting = None, None, [], set()
+        self._key, self._entered, self._columns, self._ready, self._waiting = None, None, [], [], set()
 
 
 def _cut_arguments(
@@ -253,7 +256,19 @@ def _linear(
         width = _rotary_width(modules[member.container], modules[""])
         module.register_forward_hook(_eager(_sum_rotary, place=place, tag=tag, width=width))
         return
-    replace_forward(module, forward)
+    replace_forward(module, partial(_with_part, forward, module, member.name, resolved.held_of(module, "weight").shape))
+
+
+def _with_part(
+    forward: Callable[..., Tensor], module: Any, name: str, shape: tuple[int, ...], /, *args: Tensor, **kwargs: Tensor
+) -> Tensor:  # fmt: skip
+    given = tuple(module.weight.shape)
+    if given != shape:
+        raise ValueError(
+            f"{name} computes with a weight of shape {given}, as functional_call gives it, but the layer is split, and "
+            f"this rank's part has shape {shape}; in {TENSOR_PLAN} give it the style replicate"
+        )
+    return forward(*args, **kwargs)
 
 
 def _require_slow_paths(resolved: SplitPlan, modules: dict[str, nn.Module]) -> None:
@@ -285,9 +300,9 @@ def _require_width(name: str, module: Any, x: Tensor, ranks_of_sequence: int = 1
 
 
 def _by_columns(
-    module: Any, x: Tensor, name: str, entrance: Entrance, index: int, leaves: LeavingParts | None
+    module: Any, *args: Tensor, name: str, entrance: Entrance, index: int, leaves: LeavingParts | None, **kwargs: Tensor
 ) -> Tensor:
-    x = whole(x)
+    x = whole(input_of(args, kwargs))
     with unseen():
         _require_width(name, module, x, entrance.ranks if entrance.spread else 1)
         x, layer = entrance.admit(x, index, module.training)
@@ -297,8 +312,10 @@ def _by_columns(
     return y if leaves is None else leaves(y, at_once=bool(hooks))
 
 
-def _by_vocabulary(module: Any, x: Tensor, vocabulary: Vocabulary, tag: int, using: Using) -> Tensor:
-    x = whole(x)
+def _by_vocabulary(
+    module: Any, *args: Tensor, vocabulary: Vocabulary, tag: int, using: Using, **kwargs: Tensor
+) -> Tensor:
+    x = whole(input_of(args, kwargs))
     return Logits(x, module.weight, module.bias, vocabulary, tag, using)
 
 
@@ -314,9 +331,10 @@ def chunk_losses(model: nn.Module, heads: Iterable[str], using: Using) -> None:
 
 
 def _by_rows(
-    module: Any, x: Tensor, name: str, place: SplitPlace, tag: int, takes: TakingParts | None, spread: bool,
-    guard: SplitGuard | None,
+    module: Any, *args: Tensor, name: str, place: SplitPlace, tag: int, takes: TakingParts | None, spread: bool,
+    guard: SplitGuard | None, **kwargs: Tensor,
 ) -> Tensor:  # fmt: skip
+    x = input_of(args, kwargs)
     if guard is not None:
         guard.check(x)
     if takes is not None:
@@ -361,9 +379,8 @@ def _hooks(member: Member, resolved: SplitPlan, place: SplitPlace, tag: int) -> 
     module, style, group = member.module, member.style, place.group
     if style.before == "mask":
         held = resolved.held_of(module, "weight")
-        lookup = _Lookup(module, held, place, tag)
-        module.register_forward_pre_hook(lookup.before)
-        module.register_forward_hook(lookup.after)
+        # Inside of the user's hooks, which get the ids and rows of the whole vocabulary.
+        replace_forward(module, partial(_Lookup(module, held, place, tag), module.forward))
         return
     if member.kind == "bag" or style.before == "copy":
         module.register_forward_pre_hook(_eager(_copy_inputs, group=group, tag=tag), with_kwargs=True)
@@ -412,21 +429,15 @@ class _Lookup:
         self._place, self._tag = place, tag
         self._size = held.split.size
         (self._start, self._stop) = held.split.intervals[place.group.rank][0]
-        self._missing: list[Tensor] = []
         padding = getattr(module, "padding_idx", None)
         if padding is not None:
             inside = self._start <= padding < self._stop
             module.padding_idx = padding - self._start if inside else None  # type: ignore[assignment]
 
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return, as a hook, ids of this rank's rows in place of those of the whole vocabulary."""
-        ids = args[0]
+    def __call__(self, forward: Callable[..., Tensor], /, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """Return the rows of all ranks, from ids of the whole vocabulary."""
+        ids = input_of(args, kwargs)
         require_known(ids, (ids < 0) | (ids >= self._size), self._size, "id")
         missing = (ids < self._start) | (ids >= self._stop)
-        self._missing.append(missing)
-        return ((ids - self._start).masked_fill(missing, 0), *args[1:])
-
-    def after(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Return, as a hook, the rows of all ranks."""
-        own = output.masked_fill(self._missing.pop()[..., None], 0)
-        return move(own, "sum", self._place.group, self._tag)
+        rows = forward((ids - self._start).masked_fill(missing, 0))
+        return move(rows.masked_fill(missing[..., None], 0), "sum", self._place.group, self._tag)

@@ -9,10 +9,28 @@ from typing import Any
 from torch import nn
 from torch.nn.functional import gelu, relu
 
-from zeromesh.model.linear import is_transposed
 from zeromesh.model.samples import ModelInput
+from zeromesh.model.substitution import (
+    computes_as,
+    has_hooks,
+    is_adapted,
+    is_as_written,
+    is_known,
+    runs_another_forward,
+)
 from zeromesh.tensor.heads import Heads, heads_of
-from zeromesh.tensor.plan import CONTAINERS, OF_KEYS, Plan, PlanRule, kind_of, parse, pattern_of
+from zeromesh.tensor.plan import CONTAINERS, OF_KEYS, Plan, PlanRule, base_of, kind_of, pattern_of
+from zeromesh.tensor.published import (
+    GATHERING,
+    SHARED,
+    completed,
+    gathered,
+    inputs_of,
+    is_activation,
+    outputs_of,
+    published,
+)
+from zeromesh.tensor.styles import STYLES
 from zeromesh.tensor.trace import traced_plan
 
 # In classes of transformers, attention and MLPs are found by the names of their layers and by shapes that fit: layers
@@ -34,14 +52,10 @@ _PAIRS = (
     (re.compile(r"(^|\.)w_in$"), "w_out"),
 )
 _INTERLEAVED = "query_key_value"  # fused layers in which queries, keys and values of a head or a group lie together
-KNOWN = ("transformers.", "zeromesh.")  # packages whose attention and MLPs compute what the names of their layers say
-
 # Classes of attention whose forward counts on all heads: in fused weights cut for eight TPUs, or in shapes.
 _ALL_HEADS = re.compile(r"^(CodeGen|TrOCR)Attention")
 
 LOCAL = ("colwise", "packed_colwise", "rowwise")  # activations between layers of these styles are split
-GATHERING = ("colwise_gather_output", "rowwise_split_input")
-
 Rules = Iterator[tuple[str, PlanRule]]
 
 
@@ -62,8 +76,10 @@ def derive(
         region = dict(_regions(name, module, modules, config, ranks))
         if torch_layers := _torch_layers(name, module, ranks):
             region = torch_layers
-        elif not type(module).__module__.startswith(KNOWN) and type(module).forward is not nn.Sequential.forward:
+        elif not is_known(module) and not computes_as(module, nn.Sequential):
             region = {}
+        elif not all(is_as_written(modules[path.rpartition(".")[0]]) for path in region if is_known(module)):
+            region = gathered(region, modules)
         said = {path: own[path] for path in region if path in own}
         # The published plan gathers the outputs of fused layers, whose parts it does not know; where they are known
         # here, they are split together.
@@ -71,10 +87,10 @@ def derive(
         if said and gathers and any(rule.sections for rule in region.values()):
             own = {path: rule for path, rule in own.items() if path not in region}
         elif said:
-            own = own if gathers else _completed(name, module, own, region)
+            own = own if gathers else completed(name, module, own, region)
             continue
         plan |= {path: rule for path, rule in region.items() if path not in plan}
-        if not any(f"{name}.{key}" in own for key, _ in module.named_parameters(recurse=False)):
+        if is_known(module) and not any(f"{name}.{key}" in own for key, _ in module.named_parameters(recurse=False)):
             plan |= dict(_experts(name, module)) | dict(_stacked_experts(name, module, ranks))
             plan |= dict(_layers_of_experts(name, module, ranks))
     plan |= own | _vocabulary(model, modules)
@@ -85,29 +101,48 @@ def derive(
         if fits and kind_of(module) == "bag":
             plan.setdefault(name, PlanRule("embedding_colwise"))
         around, parent = _around(name, modules), name.rpartition(".")[0]
-        trusted = _in_block(name) and type(around).__module__.startswith(KNOWN)
+        trusted = _in_block(name) and is_known(around)
         # A layer with few outputs, such as a head over some classes, is not worth gathering.
-        large = kind_of(module) == "linear" and 4 * _outputs(module) >= _inputs(module)
-        known = type(around).__module__.startswith(KNOWN)
+        large = kind_of(module) == "linear" and 4 * outputs_of(module) >= inputs_of(module)
+        known = is_known(around)
         adapter = any(hasattr(modules[outer], "base_layer") for outer in _outer(name))
         alone = plan.get(name) in (None, *_BY_ITSELF)
-        if name and kind_of(_base(module)) == "linear" and alone and not (adapter or _reads_weights(around)):
+        if name and kind_of(base_of(module)) == "linear" and alone and not (adapter or _reads_weights(around)):
             # In known classes, what is outside of blocks is small, and what names leave whole is not worth gathering.
             unknown |= {name: name in plan or (large and not known)} if trusted or not known else {}
-        if name not in plan and large and not trusted and not _reads_weights(around):
+        if name not in plan and large and not trusted and not adapter and not _reads_weights(around):
             plan[name] = PlanRule("colwise_gather_output")
         inside = kind_of(modules[parent]) == "attention" and parent in plan
         if kind_of(module) == "linear" and name not in plan and _in_block(name) and not inside:
             whole.append(f"{pattern_of(name)} ({type(module).__name__}) stays whole on all ranks")
-    if unknown and ranks > 1:
-        traced, more = traced_plan(model, unknown, ranks, sample)
+    # A model's own code may read the weight of its embedding or its head, too, as where the two are one.
+    cut = [name for name in plan.keys() & modules.keys() - unknown.keys() if STYLES[plan[name].style].cut]
+    users = {name: _around(name, modules) for name in cut}
+    others = sorted(name for name, user in users.items() if not (is_known(user) or _reads_weights(user)))
+    if (unknown or others) and ranks > 1:
+        traced, more, read = traced_plan(model, unknown, ranks, sample, others)
+        plan = {name: rule for name, rule in plan.items() if name not in read}
         if traced is not None:
             # What is split by itself stays as names have it, which may be by rows.
             traced |= {name: plan[name] for name, rule in traced.items() if rule in _BY_ITSELF and name in plan}
             plan = {name: rule for name, rule in plan.items() if name not in unknown} | traced
         notes += more if traced is not None or any(unknown.values()) else []
         whole = [line for line in whole if line.partition(" ")[0] not in map(pattern_of, traced or ())]
-    return _patterns(plan, model), list(dict.fromkeys([*notes, *whole]))
+    return _patterns(_without_shared(plan, modules), model), list(dict.fromkeys([*notes, *whole]))
+
+
+def _without_shared(plan: Plan, modules: Mapping[str, nn.Module]) -> dict[str, PlanRule]:
+    """Return the rules of layers whose weights no module has, too, that reads them whole."""
+    # Biases may be registered once more with the module around, as BERT's, which does not read them.
+    weights = {
+        name: {id(p) for p in module._parameters.values() if p is not None and p.ndim > 1}
+        for name, module in modules.items()
+    }
+    cutting = {name for name, rule in plan.items() if STYLES[rule.style].cut is not None}
+    whole = {one for name in modules.keys() - cutting if not cutting & {*_outer(name)} for one in weights[name]}
+    shared = {name for name in cutting & modules.keys() if whole & weights[name]}
+    rest = {name: rule for name, rule in plan.items() if name not in shared}
+    return _without_shared(rest, modules) if shared else rest
 
 
 _BY_ITSELF = tuple(PlanRule(style) for style in GATHERING)
@@ -125,12 +160,14 @@ def _torch_layers(name: str, module: nn.Module, ranks: int) -> dict[str, PlanRul
     if kind_of(module) == "attention":
         few = module.num_heads < ranks  # type: ignore[operator]
         return {} if few or name.endswith("base_layer") else {name: PlanRule("heads")}
-    if not isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+    if not any(computes_as(module, kind) for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         return {}
-    activation = module.activation
-    known = activation in (relu, gelu) or (isinstance(activation, nn.Module) and _is_elementwise(activation))
-    styles = LOCAL[::2] if known else GATHERING
-    return {f"{name}.linear{n}": PlanRule(style) for n, style in zip((1, 2), styles, strict=True)}
+    between = [module.activation, module.dropout]
+    known = all(one in (relu, gelu) or (isinstance(one, nn.Module) and _is_elementwise(one)) for one in between)
+    layers = {f"{name}.linear{n}": getattr(module, f"linear{n}") for n in (1, 2)}
+    styles = LOCAL[::2] if known and not any(map(has_hooks, layers.values())) else GATHERING
+    linear = all(kind_of(layer) == "linear" for layer in layers.values())
+    return {path: PlanRule(style) for path, style in zip(layers, styles, strict=True)} if linear else {}
 
 
 def _patterns(plan: Plan, model: nn.Module) -> dict[str, PlanRule]:
@@ -146,51 +183,6 @@ def _patterns(plan: Plan, model: nn.Module) -> dict[str, PlanRule]:
         one = len(rules) == len(members) and len(set(rules.values())) == 1
         found |= {pattern: rules[members[0]]} if one else rules
     return found
-
-
-def published(model: nn.Module) -> dict[str, PlanRule]:
-    """Return the entries of the plan of a model of transformers, by module name."""
-    rules = parse(getattr(model, "_tp_plan", None) or {})
-    found: dict[str, PlanRule] = {}
-    for name, _ in (*model.named_modules(), *model.named_parameters()):
-        rule = rules.get(pattern_of(name)) or rules.get(name)
-        if rule is None:
-            continue
-        # Some plans say of the fused weights of experts that they are cut as one, which their forward then misreads.
-        if name.endswith("gate_up_proj") and rule == PlanRule("colwise"):
-            experts = model.get_submodule(name.rpartition(".")[0])
-            parts = experts.get_parameter("gate_up_proj").ndim == 3 and getattr(experts, "is_concatenated", True)
-            rule = PlanRule("packed_colwise") if parts else rule
-        found[name] = rule
-    return found
-
-
-SHARED = PlanRule("replicated_with_grad_allreduce")
-
-
-def _completed(name: str, module: nn.Module, own: Plan, region: Plan) -> dict[str, PlanRule]:
-    """Return a published plan with rules for the parts of one attention or MLP that it leaves out."""
-    rules = {child: own[f"{name}.{child}"] for child, _ in module.named_children() if f"{name}.{child}" in own}
-    widths, rows = set(), 0
-    for child, layer in module.named_children():
-        if kind_of(_base(layer)) == "linear" and child in rules and rules[child].style in LOCAL:
-            by_rows = rules[child].style == "rowwise"
-            rows += by_rows
-            widths.add(_inputs(layer) if by_rows else _outputs(layer))
-    left = {child: m for child, m in module.named_children() if child not in rules}
-    odd = rows > 1 or any(f"{name}.{key}" not in own for key, _ in module.named_parameters(recurse=False))
-    if not odd and not any(widths & {*p.shape} for m in left.values() for p in m.parameters()):
-        return {**own, **{f"{name}.{child}": SHARED for child, m in left.items() if _is_activation(m)}}
-    # There are parameters that may be used on all of the split dim, so each layer is split by itself.
-    kept = {path: rule for path, rule in own.items() if path.rpartition(".")[0] != name}
-    linear = {f"{name}.{child}" for child, layer in module.named_children() if kind_of(_base(layer)) == "linear"}
-    return kept | {path: PlanRule(GATHERING["rowwise" in r.style]) for path, r in region.items() if path in linear}
-
-
-def _is_activation(module: nn.Module) -> bool:
-    """Return whether its parameters are used on each entry alike."""
-    sizes = [parameter.numel() for parameter in module.parameters()]
-    return bool(sizes) and set(sizes) == {1} and "activation" in type(module).__module__
 
 
 def _experts(name: str, module: nn.Module) -> Rules:
@@ -252,14 +244,14 @@ def _regions(name: str, module: nn.Module, modules: Mapping[str, nn.Module], con
     if _reads_weights(module):
         return
     path = f"{name}." if name else ""
-    layers = {child: m for child, m in module.named_children() if kind_of(_base(m)) == "linear"}
+    layers = {child: m for child, m in module.named_children() if kind_of(base_of(m)) == "linear"}
     outputs = [child for child in layers if _OUTPUT.match(child)]
     row: str | None = None
     for pattern, beside in _PAIRS:
         parent = name.rpartition(".")[0]
         if pattern.search(name) and f"{parent}.{beside}" in modules:
             row, outputs = f"{parent}.{beside}", []
-    is_pair = isinstance(module, nn.Sequential) and len(layers) == 2
+    is_pair = computes_as(module, nn.Sequential) and len(layers) == 2 and not any(map(has_hooks, layers.values()))
     if is_pair and all(_is_elementwise(m) for m in module.children() if m not in layers.values()):
         outputs = list(layers)[-1:]
     if row is None and len(outputs) == 1:
@@ -267,7 +259,7 @@ def _regions(name: str, module: nn.Module, modules: Mapping[str, nn.Module], con
     columns = {child: m for child, m in layers.items() if path + child != row}
     if row is None or not columns or not name:
         return
-    width, heads = _inputs(modules[row]), heads_of(module, config)
+    width, heads = inputs_of(modules[row]), heads_of(module, config)
     if heads is not None and "kv_b_proj" in columns:
         yield from _latent(path, module, columns, row, heads)
     elif _ALL_HEADS.match(type(module).__name__):
@@ -283,15 +275,16 @@ def _is_elementwise(module: nn.Module) -> bool:
     """Return whether it surely looks at each entry by itself: dropout, or an activation."""
     kind = type(module)
     apart = kind.__name__ in ("Softmax", "LogSoftmax", "Softmin", "GLU", "Softmax2d", "MultiheadAttention")
-    return kind.__module__.endswith(("modules.dropout", "activation", "activations")) and not apart
+    changed = apart or runs_another_forward(module) or has_hooks(module)
+    return kind.__module__.endswith(("modules.dropout", "activation", "activations")) and not changed
 
 
 def _latent(path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: str, heads: Heads) -> Rules:
     """Yield rules for attention with keys and values from a narrow activation (DeepSeek-AI, "DeepSeek-V2", 2024)."""
-    latent, rotary = _inputs(columns["kv_b_proj"]), getattr(module, "qk_rope_head_dim", 0)
+    latent, rotary = inputs_of(columns["kv_b_proj"]), getattr(module, "qk_rope_head_dim", 0)
     rules: dict[str, PlanRule] = {}
     for child, layer in columns.items():
-        size = _outputs(layer)
+        size = outputs_of(layer)
         if child.startswith("kv_a") and size == latent + rotary:
             rules[path + child] = PlanRule("mla_kv_a_proj")
         elif child in ("q_proj", "q_b_proj", "kv_b_proj", "g_proj") and size % heads.queries == 0:
@@ -303,7 +296,7 @@ def _latent(path: str, module: nn.Module, columns: Mapping[str, nn.Module], row:
     if others or not known_all or not narrow or next(module.parameters(recurse=False), None) is not None:
         yield from _each(path, columns, row)
         return
-    width = _inputs(module.get_submodule(row.removeprefix(path)))
+    width = inputs_of(module.get_submodule(row.removeprefix(path)))
     yield from (rules | {row: PlanRule("rowwise", block=width // heads.queries)}).items()
 
 
@@ -313,7 +306,7 @@ def _attention(path: str, module: nn.Module, columns: Mapping[str, nn.Module], r
     # Where keys have a layer of their own, what is as large as a fused weight are queries with gates.
     is_fused = not any(OF_KEYS.match(child) for child in columns)
     for child, layer in columns.items():
-        size = _outputs(layer)
+        size = outputs_of(layer)
         if size in (q, k):
             rules[path + child] = PlanRule("colwise", block=heads.width)
         elif is_fused and size == q + 2 * k and child == _INTERLEAVED and heads.keys > 1:  # else both layouts are one
@@ -341,9 +334,9 @@ def _attention(path: str, module: nn.Module, columns: Mapping[str, nn.Module], r
 
 
 def _mlp(path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: str, last: nn.Module) -> Rules:
-    width, sizes = _inputs(last), [_outputs(layer) for layer in columns.values()]
+    width, sizes = inputs_of(last), [outputs_of(layer) for layer in columns.values()]
     fused = len(sizes) == 1 and sizes[0] == 2 * width
-    same = {_inputs(layer) for layer in columns.values()} == {_outputs(last)}
+    same = {inputs_of(layer) for layer in columns.values()} == {outputs_of(last)}
     if not same or not (fused or set(sizes) == {width}):
         return
     # What lies between them may look at all of the width.
@@ -356,7 +349,7 @@ def _mlp(path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: st
     ):
         yield from _each(path, columns, row)
         return
-    yield from ((path + child, SHARED) for child, m in others.items() if _is_activation(m))
+    yield from ((path + child, SHARED) for child, m in others.items() if is_activation(m))
     for child in columns:
         yield path + child, PlanRule("packed_colwise", (width, width)) if fused else PlanRule("colwise")
     yield row, PlanRule("rowwise")
@@ -369,19 +362,6 @@ def _each(path: str, columns: Mapping[str, nn.Module], row: str) -> Rules:
     yield row, PlanRule("rowwise_split_input")
 
 
-def _base(module: Any) -> Any:
-    """Return the layer under adapters."""
-    return getattr(module, "base_layer", module)
-
-
-def _inputs(layer: nn.Module) -> int:
-    return int(_base(layer).weight.shape[0 if is_transposed(_base(layer)) else 1])
-
-
-def _outputs(layer: nn.Module) -> int:
-    return int(_base(layer).weight.shape[1 if is_transposed(_base(layer)) else 0])
-
-
 def _in_block(name: str) -> bool:
     """Return whether it is in one of several alike."""
     return any(part.isdigit() for part in name.split("."))
@@ -392,14 +372,15 @@ def _around(name: str, modules: Mapping[str, nn.Module]) -> nn.Module:
     while name:
         name = name.rpartition(".")[0]
         module = modules[name]
-        if not isinstance(module, CONTAINERS) and not type(module).__module__.startswith("peft."):
+        if not isinstance(module, CONTAINERS) and not is_adapted(module):
             return module
     return modules[""]
 
 
 def _reads_weights(module: nn.Module) -> bool:
     """Return whether a module of torch, such as its attention, reads the weights of layers without calling them."""
-    return type(module).__module__.startswith("torch.") and not isinstance(module, CONTAINERS)
+    is_torchs = type(module).__module__.startswith("torch.") and not isinstance(module, CONTAINERS)
+    return is_torchs or isinstance(module, nn.MultiheadAttention)
 
 
 def _vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, PlanRule]:
@@ -418,7 +399,7 @@ def _vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str,
     }
     head = _ask(model, "get_output_embeddings")
     for name, m in outside.items():
-        fits = kind_of(m) == "linear" and _outputs(m) == size and head in (m, None)
+        fits = kind_of(m) == "linear" and outputs_of(m) == size and head in (m, None)
         if fits or (kind_of(m) == "linear" and id(m.weight) in weights):
             plan[name] = PlanRule("vocabulary")
     return plan

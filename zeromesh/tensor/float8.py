@@ -16,8 +16,9 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.config.keys import BF16, FLOAT8, FLOAT8_SKIP, KEEP_FP32
 from zeromesh.config.parts import HEADS
 from zeromesh.model.float8 import Float8Products, Largest, has_products, reason_to_skip
-from zeromesh.model.linear import ARITHMETIC, columns_of, is_transposed, multiply
+from zeromesh.model.linear import ARITHMETIC, columns_of, input_of, multiply
 from zeromesh.model.quantized import change, is_quantized
+from zeromesh.model.substitution import linear_class, own_computation
 
 if TYPE_CHECKING:
     from zeromesh.comm.collectives import Group
@@ -52,7 +53,7 @@ def use_float8(
     cuts = {} if split is None else {id(m.module): m.style.cut for m in split.members if m.parameter is None}
     unread = set(heads) | _unread(model, split)
     layers = {name: module for name, module in model.named_modules() if _is_linear(module)}
-    reasons = {name: _reason(name, module, skip, unread, cuts) for name, module in layers.items()}
+    reasons = {name: _reason(name, module, skip, unread) for name, module in layers.items()}
     # Ranks may have parts of different sizes, and all of a group compute in the same arithmetic.
     kept = torch.tensor([float(bool(reason)) for reason in reasons.values()])
     agreed = group.exchange(kept).amax(0) if len(kept) else kept
@@ -135,10 +136,8 @@ def _require_matches(skip: Sequence[str], layers: Collection[str]) -> None:
 
 
 def _is_linear(module: Any) -> bool:
-    # Subclasses with a forward of their own do something else, and so do layers of adapters and of quantized weights.
-    plain = type(module).forward is nn.Linear.forward or is_transposed(module)
     weight = module._parameters.get("weight")
-    return plain and weight is not None and not is_quantized(weight)
+    return linear_class(module) is not None and weight is not None and not is_quantized(weight)
 
 
 def _unread(model: nn.Module, split: SplitPlan | None) -> set[str]:
@@ -151,16 +150,15 @@ def _unread(model: nn.Module, split: SplitPlan | None) -> set[str]:
 
 
 def _reason(
-    name: str, module: Any, skip: Sequence[str], unread: Collection[str], split: Collection[int] = ()
+    name: str, module: Any, skip: Sequence[str], unread: Collection[str]
 ) -> str:  # fmt: skip
-    """Return why a layer keeps its products; "" if it does not. ``split``: ids of layers that ranks share."""
+    """Return why a layer keeps its products; "" if it does not."""
     pattern = next((pattern for pattern in skip if fnmatchcase(name, pattern)), None)
     if pattern is not None:
         return f"{FLOAT8_SKIP} or {KEEP_FP32} has {pattern!r}"
-    own = vars(module).get("forward")
-    # Split layers have a forward of this library, and so has the model of an engine that is gone.
-    if own is not None and id(module) not in split and getattr(own, "__func__", None) is not _forward:
-        return "its forward was replaced"
+    kind = linear_class(module)
+    if kind is not None and (reason := own_computation(module, kind)):
+        return reason
     return "its weight is read without a call" if name in unread else reason_to_skip(module.weight)
 
 
@@ -183,8 +181,7 @@ def _change(module: nn.Module, arithmetic: Float8Products) -> None:
 
 
 def _forward(module: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
-    (x,) = (*args, *kwargs.values())  # layers of torch and of transformers give it different names
-    return multiply(x, columns_of(module))
+    return multiply(input_of(args, kwargs), columns_of(module))
 
 
 def largest_over(group: Group, vector: Tensor) -> Tensor:

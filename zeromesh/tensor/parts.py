@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from zeromesh.config.keys import TENSOR_PLAN
 from zeromesh.model.split import Split
 from zeromesh.tensor import split_views as split_views  # which registers rules
 from zeromesh.tensor.operators import move
@@ -97,8 +98,17 @@ def _block_around(name: str, modules: dict[str, nn.Module]) -> str:
 
 
 def _run(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    with Sealed():
-        return forward(*args, **kwargs)
+    # Functions that the block's own code has compiled, too.
+    try:
+        with torch.compiler.set_stance("force_eager"), Sealed():
+            return forward(*args, **kwargs)
+    except Exception as error:
+        if type(error).__module__.startswith("torch._dynamo."):
+            error.add_note(
+                "layers that are split send messages, which torch's compiler cannot trace, as torch.cond does: write "
+                f"the condition as an if, or in {TENSOR_PLAN} give the layers inside of it the style replicate"
+            )
+        raise
 
 
 def _whole_output(module: nn.Module, args: Any, output: Any) -> Any:

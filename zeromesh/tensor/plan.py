@@ -14,6 +14,15 @@ from torch import nn
 
 from zeromesh.model.linear import is_transposed
 from zeromesh.model.split import Held, Split
+from zeromesh.model.substitution import (
+    computes_as,
+    has_hooks,
+    is_adapted,
+    is_known,
+    is_linear,
+    linear_class,
+    own_computation,
+)
 from zeromesh.tensor.heads import Heads, heads_of
 from zeromesh.tensor.styles import OTHER_NAMES, STYLES, Style
 
@@ -124,16 +133,22 @@ def describe_plan(resolved: SplitPlan) -> str:
 
 
 def kind_of(module: nn.Module) -> str:
-    """Return linear, embedding, bag, attention or module; a layer with a parametrized weight is a module."""
-    if isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag) and "weight" not in module._parameters:
-        return "module"
-    if isinstance(module, nn.Linear) or is_transposed(module):
+    """Return linear, embedding, bag, attention or module; a layer that computes something else is a module."""
+    if is_linear(module):
         return "linear"
-    if type(module).forward is nn.MultiheadAttention.forward:
-        return "attention"
-    if isinstance(module, nn.EmbeddingBag):
-        return "bag"
-    return "embedding" if isinstance(module, nn.Embedding) else "module"
+    kinds = {"attention": nn.MultiheadAttention, "bag": nn.EmbeddingBag, "embedding": nn.Embedding}
+    kind = next((kind for kind, layer in kinds.items() if computes_as(module, layer)), "module")
+    # Each of its rows is scaled, or normed, by itself, and its own forward computes on this rank's rows.
+    by_rows = isinstance(module, nn.Embedding) and _BY_ROWS.search(type(module).__name__) and is_known(module)
+    return "embedding" if by_rows and "weight" in module._parameters else kind
+
+
+_BY_ROWS = re.compile("(ScaledWord|Normed)Embedding$")
+
+
+def base_of(module: Any) -> Any:
+    """Return the layer under adapters that are split with it."""
+    return module.base_layer if is_adapted(module) else module
 
 
 def resolve(
@@ -172,9 +187,13 @@ def resolve(
     for name in sorted(rules, key=order.__getitem__):  # in an order that is the same on all ranks, as tags follow it
         for member in _members(name, rules[name][1], modules):
             if member.kind not in member.style.kinds:
+                problems.append(_why_unfit(member))
+                continue
+            if member.rule.style in PLAIN_PARTS and has_hooks(member.module):
                 problems.append(
-                    f"{name} is a {type(member.module).__name__}, which the style {member.rule.style} does not fit; it "
-                    f"is for {' and '.join(_KINDS[kind] for kind in member.style.kinds)}"
+                    f"{name} ({member.rule.style}) has hooks, which would be given this rank's part of an activation; "
+                    "give it the style colwise_gather_output or rowwise_split_input, and the layer that follows or "
+                    "comes before the other one of these, or register the hooks on the module around"
                 )
                 continue
             if member.kind == "linear" and member.style.cut and kind_of(modules[member.container]) == "attention":
@@ -201,6 +220,7 @@ def resolve(
                         f"{first} and {path} are one parameter, but would be cut in two ways: {_way(earlier)}, and "
                         f"{_way(one)}; give both modules rules that cut the same dim, or untie them"
                     )
+    problems += _used_whole(resolved, modules, cut)
     problems += _counted_often(resolved, [name for name, (pattern, _) in rules.items() if pattern in own])
     names_of = {id(parameter): name for name, parameter in model.named_parameters()}
     resolved.of_parameter.update({key: one for key, (_, one) in cut.items()})
@@ -211,6 +231,42 @@ def resolve(
         listed = "".join(f"\n  {problem}" for problem in unique[:MOST_SHOWN])
         raise ValueError(f"the model cannot be split over {ranks} tensor-parallel ranks:{listed}{more}")
     return resolved
+
+
+PLAIN_PARTS = ("colwise", "packed_colwise", "rowwise", "packed_rowwise")  # between which activations are plain parts
+
+
+def _why_unfit(member: Member) -> str:
+    """Return an error: the style is for layers of another kind, or for those that compute what torch's class does."""
+    name, module, style = member.name, member.module, member.rule.style
+    others = (nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention)
+    base = linear_class(module) or next((base for base in others if isinstance(module, base)), None)
+    if base is not None and (reason := own_computation(module, base)):
+        return (
+            f"{name} ({style}) is to compute what torch's {base.__name__} does, but {reason}; give it the style "
+            "replicate, with which it runs its own code on whole weights, and the layers beside it "
+            "colwise_gather_output or rowwise_split_input"
+        )
+    return (
+        f"{name} is a {type(module).__name__}, which the style {style} does not fit; it is for "
+        f"{' and '.join(_KINDS[kind] for kind in member.style.kinds)}"
+    )
+
+
+def _used_whole(
+    resolved: SplitPlan, modules: Mapping[str, nn.Module], cut: Mapping[int, tuple[str, Held]]
+) -> Iterator[str]:
+    """Yield an error for each parameter that is cut, and that another module reads whole."""
+    cutting = {id(inner) for member in resolved.members for inner in member.module.modules()}
+    for name, module in modules.items():
+        for key, parameter in module._parameters.items():
+            path, held = cut.get(id(parameter), ("", None))
+            reads = parameter is not None and parameter.ndim > 1 and id(module) not in cutting
+            if reads and held is not None and held.split is not None:
+                yield (
+                    f"{path} and {name}.{key} are one parameter, which {name} ({type(module).__name__}) reads whole; "
+                    f"give {path.rpartition('.')[0]} the style replicate, or untie them"
+                )
 
 
 def _counted_often(resolved: SplitPlan, names: Sequence[str]) -> Iterator[str]:
@@ -245,7 +301,7 @@ def _members(name: str, rule: PlanRule, modules: Mapping[str, nn.Module]) -> Ite
         yield Member(name, modules[container], name.rpartition(".")[2], rule, "parameter", container)
         return
     module = modules[name]
-    if not hasattr(module, "base_layer"):
+    if not is_adapted(module):
         yield Member(name, module, None, rule, kind_of(module), container)
         return
     for path, inner in module.named_modules(prefix=name):

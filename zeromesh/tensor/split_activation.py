@@ -202,6 +202,8 @@ class SplitActivation(Tensor):
                 _require_plain_code(tensors_of((args, more)))
             if GatheredView in types:
                 _require_fresh(func, (args, more))
+            if func == _DEVICE and isinstance(args[0], SplitActivation):
+                _require_no_checkpoint(args[0])
             if not args and (first := next((name for name in _FIRST if name in more), None)):
                 args = (more.pop(first),)
             rule = None if _ALIASES & more.keys() else RULES.get(func)
@@ -390,6 +392,24 @@ def _require_plain_code(values: list[Tensor]) -> None:
         frame = frame.f_back
 
 
+def _require_no_checkpoint(x: SplitActivation) -> None:
+    """Refuse a part as an argument of torch's checkpoint, which asks for its device first."""
+    # What autograd keeps for a recomputation may come back as a plain tensor, which would stand for the whole.
+    frame: Any = sys._getframe(2)
+    for _ in range(8):
+        if frame is None or frame.f_code.co_name == "_infer_device_type":
+            break
+        frame = frame.f_back
+    # A part of a sequence, whose tokens are checked, has no sources, and nothing is computed again.
+    if frame is not None and frame.f_code.co_name == "_infer_device_type" and x.split_dim.sources:
+        raise NeedsWhole(
+            "torch.utils.checkpoint was given an activation of which each rank has a part, and would compute again "
+            f"with the part alone; in {TENSOR_PLAN} give {_named(x)} the style colwise_gather_output",
+            x.split_dim.sources,
+        )
+
+
+_DEVICE = Tensor.device.__get__
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 

@@ -123,7 +123,7 @@ class _Order:
         """Hook: keep what the next block is to be given."""
         if _recomputes():
             return
-        found = output if isinstance(output, Tensor) else output[0]
+        found = _first(output)
         self._apart[number].check(found, sequence_dim(found))
         self._last, self._before = (None if number == len(self._blocks) - 1 else found.detach()), number
 
@@ -176,7 +176,8 @@ def _split(run: Any, x: Tensor) -> Tensor:
 
 
 def _of_first(output: Any, function: Callable[[Tensor], Any]) -> Any:
-    return function(output) if isinstance(output, Tensor) else (function(output[0]), *output[1:])
+    found = function(_first(output))
+    return found if isinstance(output, Tensor) else (found, *output[1:])
 
 
 def _entered(run: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -276,6 +277,18 @@ def _change_input(
 
 def _change_output(module: nn.Module, args: Any, output: Any, name: str, group: Group, tag: int) -> Any:
     """Return the activation, the first of several outputs."""
-    if isinstance(output, Tensor):
-        return move(output, name, group, tag, sequence_dim(output))
-    return (move(output[0], name, group, tag, sequence_dim(output[0])), *output[1:])
+    first = _first(output)
+    moved = move(first, name, group, tag, sequence_dim(first))
+    return moved if isinstance(output, Tensor) else (moved, *output[1:])
+
+
+def _first(output: Any) -> Tensor:
+    """Return the activation of what a block returned."""
+    several = hasattr(output, "to_tuple") or (isinstance(output, tuple | list) and output)
+    first = output[0] if several else output
+    if not isinstance(first, Tensor):
+        raise ValueError(
+            f"a block returned {type(output).__name__}, where the activation whose sequence is spread must be all, or "
+            f"the first of a tuple; {WHOLE_SEQUENCE}"
+        )
+    return first

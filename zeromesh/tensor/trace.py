@@ -58,6 +58,7 @@ class Choices:
     sections: Mapping[Alike, tuple[int, ...]] = field(default_factory=dict)  # of the outputs of fused layers
     gathered: frozenset[Alike] = frozenset()  # layers whose outputs are gathered at once
     by_columns: frozenset[Alike] = frozenset()  # layers whose inputs are gathered, though they are parts
+    read: frozenset[str] = frozenset()  # names of layers that stay whole, as other code reads their weights
 
 
 @dataclass(frozen=True)
@@ -73,37 +74,43 @@ class Found:
 
 
 def traced_plan(
-    model: nn.Module, layers: Mapping[str, bool], ranks: int, sample: Callable[[], ModelInput | None] = lambda: None
-) -> tuple[dict[str, PlanRule] | None, list[str]]:
+    model: nn.Module, layers: Mapping[str, bool], ranks: int, sample: Callable[[], ModelInput | None] = lambda: None,
+    others: Collection[str] = (),
+) -> tuple[dict[str, PlanRule] | None, list[str], set[str]]:  # fmt: skip
     """Return rules for linear layers by name, None if the model cannot be traced, and lines on what is not split well.
+
+    The third value has the names of layers whose weights are read by other code.
 
     Args:
         model: model, of which a copy without memory is run.
         layers: names of the layers, and whether each is large enough to be split though its output is gathered.
         ranks: number of ranks of the tensor axis.
         sample: returns an input of the run, which is tried before guessed ones.
+        others: names of layers that have rules already, and may be read by other code.
     """
-    kinds = {name: type(model.get_submodule(name)).__name__ for name in layers}
+    kinds = {name: type(model.get_submodule(name)).__name__ for name in (*layers, *others)}
     odd = next((name for name, module in model.named_modules() if is_odd(module)), None)
     try:
         if odd is not None:
             raise ValueError(f"{odd or 'the model'} has another forward than its class, or hooks of its backward")
         copied, copies = imitated(model)
     except Exception as error:  # a model may have what cannot be copied
-        return None, [_UNTRACED.format(_one_line(error))]
-    weights = {id(copies[id(p)]): name for name, p in _weights(model, layers)}
+        return None, [_UNTRACED.format(_one_line(error))], set()
+    weights: dict[int, list[str]] = {}
+    for name, p in _weights(model, (*layers, *others)):
+        weights.setdefault(id(copies[id(p)]), []).append(name)
     alike = {name: _alike(name, model.get_submodule(name)) for name in layers}
-    runs = _Runs(copied, weights, dict(layers), alike, ranks)
+    runs = _Runs(copied, weights, dict(layers), alike, ranks, others)
     try:
         with undisturbed(), warnings.catch_warnings(), left_as_they_are(model), limited(SECONDS):
             warnings.simplefilter("ignore")
             found = runs.first(chain(filter(None, [sample()]), samples_of(model), guesses_of(model)))
     except Exception as error:
-        return None, [_UNTRACED.format(_one_line(error))]
+        return None, [_UNTRACED.format(_one_line(error))], set()
     found = _with_others(found, layers, alike, _weights(model, layers))
     notes = [_READ.format(pattern_of(name), kinds[name]) for name in found.read]
     gathers = [name for name, rule in found.rules.items() if rule.style == GATHERED]
-    return found.rules, notes + [_GATHERS.format(pattern_of(name), kinds[name]) for name in gathers]
+    return found.rules, notes + [_GATHERS.format(pattern_of(name), kinds[name]) for name in gathers], found.read
 
 
 _UNTRACED = "layers in classes that are not known are split by themselves, with what they give gathered, as: {}"
@@ -155,7 +162,8 @@ class _Runs:
     """Runs of a copy of a model, and the search among choices."""
 
     def __init__(
-        self, copied: nn.Module, weights: dict[int, str], layers: dict[str, bool], alike: dict[str, Alike], ranks: int
+        self, copied: nn.Module, weights: Mapping[int, Collection[str]], layers: dict[str, bool],
+        alike: dict[str, Alike], ranks: int, others: Collection[str] = (),
     ) -> None:  # fmt: skip
         self.guessed = False  # true once code has asked for a value
         self._copied, self._weights, self._layers, self._ranks = copied, weights, layers, ranks
@@ -163,7 +171,7 @@ class _Runs:
         self._dtype = next((p.dtype for p in copied.parameters() if p.is_floating_point()), torch.float32)
         self._left = MOST_OPERATORS
         self._run: _Run | None = None
-        for name in layers:
+        for name in (*layers, *others):
             layer = copied.get_submodule(name)
             setattr(layer, "forward", partial(self._call, name, layer, layer.forward))  # noqa: B010
 
@@ -226,6 +234,9 @@ class _Runs:
                 forced |= {self._alike[name] for name in error.sources}
                 choices = replace(choices, gathered=choices.gathered | forced)
                 continue
+            if found.read - choices.read:  # what follows them is given wholes
+                choices = replace(choices, read=choices.read | found.read)
+                continue
             if wishes := {layers: one for layers, one in found.wishes.items() if layers not in choices.sections}:
                 choices = replace(choices, sections={**choices.sections, **wishes})
                 continue
@@ -274,8 +285,8 @@ class _Run(WithoutMemory):
     """One forward, as the axis on which its activations are split."""
 
     def __init__(
-        self, weights: dict[int, str], layers: dict[str, bool], alike: dict[str, Alike], ranks: int, choices: Choices,
-        guess: bool, left: int,
+        self, weights: Mapping[int, Collection[str]], layers: dict[str, bool], alike: dict[str, Alike], ranks: int,
+        choices: Choices, guess: bool, left: int,
     ) -> None:  # fmt: skip
         super().__init__(guess)
         self._alike = alike
@@ -301,21 +312,28 @@ class _Run(WithoutMemory):
             raise RuntimeError("it takes too many operators")
         kwargs = kwargs or {}
         for x in arg_tree_leaves(*args, **kwargs):
-            name = self._weights.get(id(x))
-            if name is not None and name not in self._inside:
-                self._read.add(name)
-                self._rules.pop(name, None)
+            names = self._weights.get(id(x), ())  # several if the weight is tied
+            if names and not any(name in self._inside for name in names):
+                self._read |= set(names)
+                for name in names:
+                    self._rules.pop(name, None)
             if isinstance(x, SplitActivation) and torch._C._is_torch_function_enabled():
                 # No rule was asked, so the code computes on a part without knowing.
                 raise NeedsWhole("code outside of Python was given a part", x.split_dim.sources)
         return self.compute(func, args, kwargs)
 
-    def call(self, name: str, layer: Any, forward: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, name: str, layer: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute what a layer gives, and decide how it is split when it is called for the first time."""
+        if not args and kwargs:  # the input is given by its name
+            key, by_name = next(iter(kwargs)), forward
+            forward, args = lambda x, **rest: by_name(**{key: x}, **rest), (kwargs.pop(key),)
+        x, *args = args  # type: ignore[assignment]
         self._inside.append(name)
         try:
-            if not isinstance(x, Tensor) or not x.is_floating_point():
+            if name not in self._layers or not isinstance(x, Tensor) or not x.is_floating_point():
                 return forward(x, *args, **kwargs)
+            if id(getattr(layer, "base_layer", layer).weight) not in self._weights:  # of functional_call
+                self._read.add(name)
             style, sections = self._known.setdefault(name, self._style(name, layer, x))
             if style and name not in self._read:
                 self._rules[name] = PlanRule(style, sections if len(sections) > 1 else ())
@@ -337,6 +355,8 @@ class _Run(WithoutMemory):
 
     def _style(self, name: str, layer: Any, x: Tensor) -> tuple[str, tuple[int, ...]]:
         alike, choices = self._alike[name], self._choices
+        if name in choices.read:
+            return "", ()
         if isinstance(x, SplitActivation) and alike not in choices.by_columns:
             split_dim = x.split_dim
             if split_dim.dim == x.ndim - 1:

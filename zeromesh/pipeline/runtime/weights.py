@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeromesh.model.linear import Kept, columns_of, is_keeping, is_transposed, multiply
+from zeromesh.model.linear import Kept, columns_of, input_of, is_keeping, multiply
+from zeromesh.model.substitution import is_linear
 
 
 def postpone(model: nn.Module) -> None:
@@ -17,13 +18,13 @@ def postpone(model: nn.Module) -> None:
     # Other layers than linear ones are a small part of the time, and compute all gradients at once.
     for module in model.modules():
         # Layers with a forward of their own, as those that are split over tensor-parallel ranks, do so already.
-        if (type(module) is nn.Linear or is_transposed(module)) and "forward" not in vars(module):
+        if is_linear(module) and "forward" not in vars(module):
             # Its arguments are copied with a copy of the model.
             module.forward = partial(_forward, module, module.forward)
 
 
-def _forward(module: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return multiply(x, columns_of(module)) if is_keeping() else plain(x)
+def _forward(module: Any, plain: Callable[..., Tensor], *args: Tensor, **kwargs: Tensor) -> Tensor:
+    return multiply(input_of(args, kwargs), columns_of(module)) if is_keeping() else plain(*args, **kwargs)
 
 
 def roots_of(kept: Kept) -> list[Tensor]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from zeromesh.config.keys import TABLE_MODULES
 from zeromesh.model.quantized import is_quantized
+from zeromesh.model.substitution import own_computation
 
 KINDS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -57,8 +58,8 @@ def _reason(name: str, module: nn.Module, places: Mapping[int, int]) -> str | No
     weight = module._parameters.get("weight")
     if not name:
         return "it is the whole model"
-    if type(module).forward not in (nn.Embedding.forward, nn.EmbeddingBag.forward) or "forward" in vars(module):
-        return f"{type(module).__name__} has a forward of its own"
+    if reason := own_computation(module, next(kind for kind in KINDS if isinstance(module, kind))):
+        return reason
     if weight is None or len(module._parameters) > 1 or is_quantized(weight) or not weight.is_floating_point():
         return "its weight is not one plain parameter"
     if places[id(weight)] > 1:

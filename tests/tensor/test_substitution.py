@@ -1,0 +1,281 @@
+"""Code of this library stands for layers that compute what torch's class computes, and for no others."""
+
+import re
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import zeromesh
+from changed_layers import LAYERS
+from harness import run_ranks
+from same_training import require_same_training
+from test_tensor_rules import llama
+from zeromesh.model.tiled import tile_linears
+from zeromesh.pipeline.runtime.weights import postpone
+from zeromesh.shard.table.find import find_tables
+from zeromesh.tensor.derive import derive, heads_over_vocabulary
+from zeromesh.tensor.float8 import check_layers
+from zeromesh.tensor.plan import PlanRule, kind_of, parse, resolve
+
+LIMIT = 120
+WIDTH = 16
+
+Make = Callable[[int, int], nn.Module]
+
+
+def square(inputs: int, outputs: int) -> nn.Module:
+    return nn.Linear(inputs, outputs)
+
+
+class Mlp(nn.Module):
+    def __init__(self, up: Make = square, down: Make = square) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = up(WIDTH, 2 * WIDTH), down(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(F.gelu(self.fc1(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, tokens: nn.Module | None = None, tied: bool = False, logits: Any = None, **more: Make) -> None:
+        super().__init__()
+        self.tokens = tokens or nn.Embedding(24, WIDTH)
+        head = more.pop("head", square)
+        self.blocks = nn.ModuleList(Mlp(**more) for _ in range(2))
+        pair = more.get("up", square)(WIDTH, WIDTH), nn.ReLU(), more.get("down", square)(WIDTH, WIDTH)
+        self.pair = nn.Sequential(*pair)
+        self.head, self.logits = head(WIDTH, 24), logits
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        x = x + self.pair(x)
+        logits = self.head(x) if self.logits is None else self.logits(self, x)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def give(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, 24, (4, 8), generator=generator), torch.randint(0, 24, (4, 8), generator=generator)
+
+
+def refused(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except ValueError:
+        return True
+    return False
+
+
+def is_postponed(layer: nn.Module) -> bool:
+    before = vars(layer).get("forward")
+    postpone(nn.Sequential(layer))
+    return vars(layer).get("forward") is not before
+
+
+def by_hand(layer: nn.Module) -> bool:
+    model, plan = nn.Sequential(layer, nn.Linear(WIDTH, WIDTH)), parse({"0": "colwise", "1": "rowwise"})
+    return not refused(lambda: resolve(model, plan, {}, 0, 2))
+
+
+class Tied(nn.Module):
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(WIDTH, WIDTH), head
+
+
+# Each place in which other code computes a linear layer -> whether it does so with a model of this layer.
+PLACES: dict[str, Callable[[nn.Module], bool]] = {
+    "split": lambda layer: kind_of(layer) == "linear",
+    "plain parts": by_hand,
+    "vocabulary": lambda layer: derive(Tied(layer), 2)[0].get("head") == PlanRule("vocabulary"),
+    "chunked loss": lambda layer: not refused(lambda: heads_over_vocabulary(Tied(layer))),
+    "float8": lambda layer: not refused(lambda: check_layers(nn.Sequential(layer), (), None)),
+    "postponed gradients": is_postponed,
+    "tiles": lambda layer: bool(tile_linears(nn.Sequential(layer), 8)),
+}
+AROUND = {"plain parts", "tiles"}  # hooks would not get what torch gives them
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_layers_that_compute_something_else_are_not_replaced(place: str) -> None:
+    for change, layers in LAYERS.items():
+        for name, make in layers.items():
+            expected = name == "Quiet" or (change == "hooks" and place not in AROUND)
+            assert PLACES[place](make(WIDTH, WIDTH)) == expected, (change, name)
+    assert PLACES[place](nn.Linear(WIDTH, WIDTH))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", lambda self, input: 2 * F.linear(input, self.weight, self.bias))
+        assert not PLACES[place](nn.Linear(WIDTH, WIDTH))
+
+
+class Centred(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.embedding(input, self.weight - self.weight.mean(0))
+
+
+class Shifted(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward((input + 2) % 24)
+
+
+def with_hooks() -> nn.Embedding:
+    table = nn.Embedding(24, WIDTH)
+    table.register_forward_pre_hook(lambda _, args: ((args[0] + 5) % 24,))
+    table.register_forward_hook(lambda _, args, output: output - output.mean(1, keepdim=True))
+    return table
+
+
+TABLES: dict[str, Callable[[], nn.Module]] = {
+    "Centred": lambda: Centred(24, WIDTH),
+    "Shifted": lambda: Shifted(24, WIDTH),
+    "weight norm": lambda: parametrizations.weight_norm(nn.Embedding(24, WIDTH)),
+    "hooks": with_hooks,
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_embeddings_that_compute_something_else_are_no_tables(name: str) -> None:
+    model = nn.ModuleDict({"tokens": TABLES[name]()})
+    assert refused(lambda: find_tables(model, ["tokens"], {})) == (name != "hooks")
+    assert (kind_of(model["tokens"]) == "embedding") == (name == "hooks")
+
+
+def normed(net: Any, x: Tensor) -> Tensor:
+    return 3 * F.linear(F.normalize(x, dim=-1), F.normalize(net.head.weight, dim=-1))
+
+
+def through_the_table(net: Any, x: Tensor) -> Tensor:
+    return x @ net.tokens.weight.T
+
+
+# Models whose embeddings or heads are read by more than their own forward.
+NETS: dict[str, Callable[[], nn.Module]] = {
+    **{name: (lambda make=make: Net(make())) for name, make in TABLES.items()},
+    "tied to a centred table": lambda: Net(Centred(24, WIDTH), tied=True),
+    "hooks of a tied table": lambda: Net(with_hooks(), tied=True),
+    "head read by other code": lambda: Net(logits=normed),
+    "table read by other code": lambda: Net(logits=through_the_table),
+}
+ROLES = ("up", "down", "head")
+EVERY = [(name, role, make) for layers in LAYERS.values() for name, make in layers.items() for role in ROLES]
+SOME = {("Lora", "up"), ("Centred", "head"), ("a method", "down"), ("of the input", "down"), ("of the output", "up"),
+    ("older weight norm", "up"), ("spectral norm", "down")}  # fmt: skip
+
+
+def same_as_plain(settings: dict[str, Any], each: bool) -> Any:
+    for name, role, make in EVERY:
+        if each or (name, role) in SOME:
+
+            def build(make: Make = make, role: str = role) -> nn.Module:
+                torch.manual_seed(0)
+                return Net(**{role: make})
+
+            shapes = require_same_training(build, give, {"train_batch_size": 4, **settings})
+            assert role == "up" or shapes["blocks.0.fc1.weight"] == (WIDTH, WIDTH), (name, role)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("settings", "each"),
+    [
+        ({"mesh": {"tensor": 2}}, False),
+        pytest.param({"mesh": {"tensor": 2}}, True, marks=pytest.mark.full),
+        pytest.param({"mesh": {"tensor": 2}, "tensor_parallel": {"sequence": True}}, True, marks=pytest.mark.full),
+        pytest.param({"mesh": {"tensor": 2}, "zero_optimization": {"stage": 3}}, True, marks=pytest.mark.full),
+    ],
+)
+def test_models_of_changed_layers_train_as_in_one_process(settings: dict[str, Any], each: bool) -> None:
+    assert all(run_ranks(same_as_plain, 2, settings, each, timeout=LIMIT))
+
+
+def nets_as_plain(names: list[str]) -> Any:
+    for name in names:
+
+        def build(name: str = name) -> nn.Module:
+            torch.manual_seed(0)
+            return NETS[name]()
+
+        require_same_training(build, give, {"train_batch_size": 4, "mesh": {"tensor": 2}})
+    return True
+
+
+def test_weights_that_other_code_reads_are_whole() -> None:
+    assert all(run_ranks(nets_as_plain, 2, list(NETS), timeout=LIMIT))
+
+
+class Squashed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (1 + x.norm(dim=-1, keepdim=True))
+
+
+def replaced_mlp(block: Any) -> None:
+    block.mlp.forward = types.MethodType(lambda self, x: self.down_proj(self.up_proj(x).softmax(-1)), block.mlp)
+
+
+# A change in a block of transformers' Llama -> names of layers beside it that give, or take, whole activations then.
+CHANGES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "layer": (lambda block: parametrizations.weight_norm(block.self_attn.q_proj), "self_attn.k_proj", "q_proj"),
+    "hook": (lambda block: block.self_attn.q_proj.register_forward_hook(lambda *_: None), "self_attn.q_proj", ""),
+    "activation": (lambda block: setattr(block.mlp, "act_fn", Squashed()), "mlp.up_proj", ""),
+    "forward": (replaced_mlp, "mlp.up_proj", ""),
+    "last layer": (lambda block: parametrizations.weight_norm(block.mlp.down_proj), "mlp.up_proj", "down_proj"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_modules_of_transformers_get_no_parts(name: str) -> None:
+    model: Any = llama(torch.float32)
+    change, gathered, whole = CHANGES[name]
+    assert derive(model, 2)[0][f"model.layers.*.{gathered}"].style == "colwise"
+    for block in model.model.layers:
+        change(block)
+    plan, _ = derive(model, 2)
+    assert plan[f"model.layers.*.{gathered}"].style in ("colwise_gather_output", "colwise_parts")
+    assert not whole or not any(path.endswith(whole) for path in plan)
+    resolve(model, {}, plan, 0, 2)
+
+
+def test_a_plan_by_hand_for_a_changed_layer_names_the_reason_and_the_remedy() -> None:
+    model = nn.Sequential(LAYERS["subclass"]["Lora"](WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(ValueError, match=r"0 \(colwise\) is to compute what torch's Linear does, but Lora has forward"):
+        resolve(model, parse({"0": "colwise", "1": "rowwise"}), {}, 0, 2)
+    tied = nn.Sequential(nn.Linear(WIDTH, 24, bias=False), Centred(24, WIDTH))
+    tied[0].weight = tied[1].weight
+    with pytest.raises(ValueError, match=r"0.weight and 1.weight are one parameter, which 1 \(Centred\) reads whole"):
+        resolve(tied, parse({"0": "vocabulary"}), {}, 0, 2)
+
+
+# Files that look at the class of a layer, or replace a forward, and why none of them needs to ask more.
+LOOKS = {
+    "model/samples.py": "guesses inputs", "optim/groups.py": "chooses parameters", "plan/estimate.py": "counts bytes",
+    "plan/packed.py": "counts bytes", "context/plain.py": "refuses", "shard/table/find.py": "asks",
+    "shard/table/lookup.py": "is given tables", "model/tiled.py": "asks", "tensor/float8.py": "asks",
+    "tensor/derive.py": "asks", "tensor/apply.py": "is given a plan", "tensor/plan.py": "asks",
+    "model/substitution.py": "answers", "model/linear.py": "answers", "pipeline/runtime/weights.py": "asks",
+    "tensor/parts.py": "runs the user's forward", "activation/checkpoint.py": "runs the user's forward",
+    "context/applied.py": "runs the user's forward", "pipeline/runtime/stage.py": "runs the user's forward",
+    "context/huggingface.py": "runs the user's forward", "shard/table/table.py": "is given tables",
+    "tensor/trace.py": "runs the user's forward", "tensor/published.py": "asks", "shard/order.py": "asks",
+}  # fmt: skip
+CLASSES = "Linear|Embedding|EmbeddingBag|LayerNorm|RMSNorm|MultiheadAttention|TransformerEncoderLayer"
+PATTERN = re.compile(
+    rf"(isinstance\([^)]*|type\(\w+\) (is|in|==) .*)nn\.({CLASSES})\b"
+    r"|(module|model|layer)\.forward = |change\(.*forward=|replace_forward\("
+)
+
+
+def test_every_place_that_looks_at_classes_of_layers_is_known() -> None:
+    root = Path(zeromesh.__file__).parent
+    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if PATTERN.search(path.read_text())}
+    assert found - LOOKS.keys() == set()  # a new place asks ``model/substitution.py``, and gets a row in PLACES
