@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from zeromesh.comm.detect import Environment
 from zeromesh.comm.failure import StartError
-from zeromesh.comm.launchers import LOOPBACK
+from zeromesh.comm.launchers import FILE, LOOPBACK
 
 START_SECONDS = 300.0  # that ranks wait for each other, unless ZEROMESH_START_TIMEOUT is set
 
@@ -115,6 +115,10 @@ def _serves(environment: Environment) -> bool:
 
 def _store(environment: Environment, limit: timedelta) -> Any:
     address, port = environment.master_address, environment.master_port
+    if address.startswith(FILE):
+        store = dist.FileStore(address.removeprefix(FILE), environment.world_size)  # type: ignore[attr-defined]
+        store.set_timeout(limit)
+        return store
     if _serves(environment):
         return _serve(address, port, environment.world_size, limit)
     end = time.monotonic() + limit.total_seconds()

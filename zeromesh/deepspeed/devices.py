@@ -136,7 +136,7 @@ _ON_CPU: dict[str, Any] = {
     **_BOTH,
     # Devices are the ranks of this machine.
     "current_device": lambda: int(os.environ.get("LOCAL_RANK", 0)),
-    "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1),
     "device": lambda device_index=None: nullcontext(),
     **dict.fromkeys(("is_available", "is_bf16_supported", *_IN_ORDER), lambda: True),
     "is_fp16_supported": lambda: False,  # it is slow, although ``fp16`` trains here, too

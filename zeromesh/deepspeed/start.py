@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zeromesh import build, zero
-from zeromesh.comm.environment import Environment, init_distributed
+from zeromesh.comm.environment import Environment
 from zeromesh.config import keys
 from zeromesh.config.adopt import adopt, share_layers, warn_of
 from zeromesh.config.document import read_object
@@ -24,6 +24,7 @@ from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
 from zeromesh.deepspeed.configuration import clip_by_default
 from zeromesh.deepspeed.engine import DeepSpeedEngine
+from zeromesh.deepspeed.group import init_distributed
 from zeromesh.deepspeed.lr_schedules import configured
 from zeromesh.deepspeed.pipeline import PipelineEngine
 from zeromesh.deepspeed.wrappers import require_supported
