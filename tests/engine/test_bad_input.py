@@ -585,9 +585,6 @@ def save_where_it_cannot_be(folder: str, file: str) -> dict[str, str]:
         ),
     }
     train(engine, range(2, 3))
-    engine.backward(loss_of(engine))
-    found["half"] = message(lambda: engine.save_checkpoint(folder), RuntimeError)
-    engine.zero_grad()
     train(other, range(2, 3))
     assert_same(state(engine), state(other))
     return found
@@ -604,5 +601,4 @@ def test_a_folder_or_a_state_that_cannot_be_written_is_refused_on_every_rank(tmp
     assert "client_state['rank'] is a Engine" in second["one rank"]
     for found in (first, second):
         assert "client_state['model'] is a Engine" in found["client"]
-        assert "between a backward and its update" in found["half"]
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left behind"

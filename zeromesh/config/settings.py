@@ -19,7 +19,7 @@ from zeromesh.config.curriculum import Curriculum
 from zeromesh.config.document import read_document
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.printing import jsonable
-from zeromesh.config.rules import gather_problems, problems
+from zeromesh.config.rules import gather_problems, low_precision_problems, problems
 from zeromesh.config.section import (
     BatchInt,
     CountFloat,
@@ -29,6 +29,7 @@ from zeromesh.config.section import (
     Names,
     PositiveFloat,
     PositiveInt,
+    ReduceOp,
     Section,
     as_dtype,
     key,
@@ -84,13 +85,13 @@ class Settings(Section):
         "Divide gradients by this number before they are reduced, and by the remaining factor of the mean afterwards. "
         "Null: the number of data-parallel ranks if that is exact, otherwise 1 (DeepSpeed's default is 1).",
     )
-    gradient_allreduce_op: Literal["mean", "sum"] = key(
+    gradient_allreduce_op: ReduceOp = key(
         "mean", "Average the gradients of the data-parallel ranks (mean), or add them (sum)."
     )
     managed_gradient_accumulation: bool = key(
         True,
         "Count micro-batches, and update at the accumulation boundary. False: every step() updates, with the sum of "
-        "the gradients since the last one.",
+        "the gradients since the last one. The loss is divided by gradient_accumulation_steps all the same.",
     )
     curriculum_learning: Curriculum = Curriculum()
     chunked_loss: bool = key(
@@ -273,7 +274,7 @@ class Settings(Section):
         # Imported late, as in as_dtype.
         from zeromesh.model.precision import Precision
 
-        # The rules between sections refuse more than one of the three.
+        # The rules between sections refuse the first two together.
         compute = "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else None
         autocast = self.torch_autocast.dtype if self.torch_autocast.enabled else None
         return Precision(
@@ -282,6 +283,7 @@ class Settings(Section):
             accumulate=as_dtype(self.data_types.grad_accum_dtype),
             buffers=as_dtype(self.data_types.buffer_dtype),
             autocast=as_dtype(autocast),
+            narrow_masters=self.bf16.enabled and self.bf16.bf16_master_weights_and_grads,
             cast_inputs=self.fp16.auto_cast if self.fp16.enabled else self.bf16.auto_cast,
             loss_scale=self._loss_scale if "fp16" in (compute, autocast) else None,
         )
@@ -319,6 +321,7 @@ class Settings(Section):
         switches = {name: getattr(self, name).enabled for name in ("fp16", "bf16", "torch_autocast")}
         found = problems(self.zero_optimization, self.communication, self.across_nodes, switches)
         fp16 = switches["fp16"] or (switches["torch_autocast"] and self.torch_autocast.dtype == "fp16")
+        found += low_precision_problems(self.bf16, self.zero_optimization)
         if self.float8.enabled and fp16:
             found.append("float8.enabled is true, and products in float8 give bf16 or fp32, not fp16; set bf16.enabled")
         if self.compile.mode is not None and self.compile.backend != "inductor":
@@ -351,11 +354,6 @@ class Settings(Section):
             )
         if self.lora is not None and self.huggingface is None:
             found.append("lora needs a model of transformers; name its folder with huggingface.path")
-        if not self.managed_gradient_accumulation and (self.gradient_accumulation_steps or 1) > 1:
-            found.append(
-                f"managed_gradient_accumulation is false, so that every step() is an update, but "
-                f"gradient_accumulation_steps is {self.gradient_accumulation_steps}; leave it out, or set it to 1"
-            )
         if self.curriculum_learning.enabled and self.model_sizes["pipeline"] > 1:
             found.append(
                 "curriculum_learning cuts samples, and stages exchange activations of one size; set mesh.pipeline to 1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         self.is_compiled = False
         self._applied = False
         self._batch_fn: Callable[[Any], Any] | None = None
+        self._update.skip_losses(self.config.zero_optimization.stage > 0 or self.config.precision.compute is not None)
         if self.optimizer is not None:
             offload = {"parameter_offload": ParameterOffload(self.sharded)} if self.sharded.sharded else {}
             name_values(self.optimizer, **offload, **attributes(self, users_optimizer))
@@ -160,6 +162,20 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         super().step(lr_kwargs)
         self._applied = self.global_steps - self.skipped_steps > before
 
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last update's gradient before clipping; infinity if it was skipped as an overflow."""
+        norm = super().get_global_grad_norm()
+        return norm if norm is None or isfinite(norm) else inf
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set whether the current micro-batch is the last one; see ``Engine.set_gradient_accumulation_boundary``."""
+        self._require_managed("set_gradient_accumulation_boundary", "call step() at the boundary")
+        super().set_gradient_accumulation_boundary(is_boundary)
+
+    def _require_managed(self, name: str, remedy: str) -> None:
+        if not self._accumulation.managed:
+            raise AssertionError(f"{name}() with managed_gradient_accumulation false: every step() updates; {remedy}")
+
     def was_step_applied(self) -> bool:
         """Return whether the last ``step()`` changed the parameters."""
         return self._applied
@@ -183,6 +199,7 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Add up the gradients of several backwards in this context, for the ``step()`` after it."""
+        self._require_managed("coalesce_grad_reduction", "leave the context out, backwards add up without it")
         if not self.zero_optimization():
             raise NotImplementedError("coalesce_grad_reduction() without ZeRO: use no_sync()")
         if not self._accumulation.syncs:

@@ -103,6 +103,8 @@ _ROWS = (
      "VALID_LR_SCHEDULES LR_SCHEDULE LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR "
      "WARMUP_LOG_RATE WARMUP_LINEAR_RATE LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR "
      "add_tuning_arguments get_config_from_args get_lr_from_config"),
+    ("runtime.torch_autocast", ".autocast",
+     "get_autocast_dtype is_autocast_initialized has_comm_dtype get_comm_dtype get_all_comm_dtypes"),
     ("runtime.utils", ".devices", "set_random_seed"),
     ("runtime.utils", ".utilities",
      "see_memory_usage clip_grad_norm_ get_global_norm get_global_norm_of_tensors clip_tensors_by_global_norm "

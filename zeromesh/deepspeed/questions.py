@@ -33,6 +33,9 @@ ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
     "num_experts": lambda engine: [],
     "basic_optimizer": lambda engine: engine.optimizer,
     "param_names": lambda engine: {parameter: name for name, parameter in engine.module.named_parameters()},
+    "torch_autocast_z0_gradscaler": lambda engine: (
+        engine.loss_scaler if engine.torch_autocast_enabled() and not engine.zero_optimization() else None
+    ),
     "num_stages": lambda engine: engine.mesh.sizes["pipeline"],
     "stage_id": lambda engine: engine.mesh.group("pipeline").rank,
     "micro_batches": lambda engine: engine.gradient_accumulation_steps(),

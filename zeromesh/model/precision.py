@@ -28,5 +28,6 @@ class Precision:
     accumulate: torch.dtype | None = None  # sums of gradients; None is fp32 for 16-bit parameters
     buffers: torch.dtype | None = None  # floating-point buffers; None keeps the dtype of each, in 16-bit runs too
     autocast: torch.dtype | None = None  # the forward runs under ``torch.autocast``, parameters unchanged
+    narrow_masters: bool = False  # no fp32 masters beside 16-bit parameters: these are updated, with states like them
     cast_inputs: bool = True  # floating-point inputs of the model are cast to ``compute``
     loss_scale: LossScale | None = None  # None where the loss is not scaled
