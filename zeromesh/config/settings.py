@@ -161,12 +161,15 @@ class Settings(Section):
     aio: parts.Aio | None = None
 
     @classmethod
-    def load(cls, source: str | Path | Mapping[str, Any] | Settings, overrides: Sequence[str] = ()) -> Settings:
+    def load(
+        cls, source: str | Path | Mapping[str, Any] | Settings, overrides: Sequence[str] = (), *, tells: bool = True
+    ) -> Settings:
         """Return the settings from a JSON file, a dict, or other settings; report keys without effect to the log.
 
         Args:
             source: path of a JSON file in DeepSpeed's format, a dict of the same form, or settings.
             overrides: ``dotted.path=value``, the value as JSON; what is not JSON is a string.
+            tells: False leaves the report to another reader of the same configuration.
 
         Raises:
             ConfigError: everything that is wrong, in one error.
@@ -182,7 +185,7 @@ class Settings(Section):
         name = str(source) if isinstance(source, str | Path) else "the configuration"
         settings = _validate(document, name)
         idle = without_effect(document)
-        if idle:
+        if idle and tells:
             lines = "".join(f"\n  {path}: {reason}" for path, reason in idle.items())
             log.info("these keys of the configuration have no effect:%s", lines)
         return settings

@@ -62,7 +62,7 @@ class ZeroInit(zero.Init):
             raise ValueError(f"zero.Init: dtype is {self._dtype!r}; pass a dtype of torch, such as torch.bfloat16")
         config = given.get("config_dict_or_path") or given.get("config")
         if self._dtype is None and config is not None:
-            self._dtype = Settings.load(adopt(config)[0]).precision.compute
+            self._dtype = Settings.load(adopt(config)[0], tells=False).precision.compute
         for name in ("data_parallel_group", "zero_param_parallel_group", "sequence_data_parallel_group"):
             group = given.get(name)
             if isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():

@@ -65,7 +65,7 @@ def initialize(
         share_layers(document, _WANTED[model])
     make = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     try:
-        asked = Asked(written, Settings.load(document))
+        asked = Asked(written, Settings.load(document, tells=False))
         require_supported(optimizer, asked)
         answer("checkpoint_tag_validation_fail", asked)  # an unknown value is refused now, not at the first save
     except ConfigError as error:
@@ -89,15 +89,17 @@ class DeepSpeedConfigError(ConfigError, AssertionError):
 def _release(model: nn.Module) -> nn.Module:
     """Return a model, freed from the engine that this module's ``initialize`` made of it. Collective at stage 3.
 
-    A model may be initialised again in DeepSpeed.
+    A model may be initialised again in DeepSpeed. Of an engine that is gone, what placed its parameters is still there.
     """
     owner = next(filter(None, map(zero.engine_of, model.parameters())), None)
-    if isinstance(owner, DeepSpeedEngine):
-        _log.warning("initialize was given a model that an engine has: that engine cannot train it any more")
-        owned = [one for one in model.parameters() if owner.sharded.sharded and zero.engine_of(one) is owner]
-        with zero.GatheredParameters(owned):
+    sharded = next(filter(None, map(zero.sharded_of, model.parameters())), None)
+    if sharded is not None and (owner is None or isinstance(owner, DeepSpeedEngine)):
+        if owner is not None:
+            _log.warning("initialize was given a model that an engine has: that engine cannot train it any more")
+        owned = [one for one in model.parameters() if sharded.sharded and zero.sharded_of(one) is sharded]
+        with sharded.gathered(sharded.parts if owned else ()):
             values = [parameter.detach().clone() for parameter in owned]
-        owner.destroy()
+        (sharded.close if owner is None else owner.destroy)()
         for parameter, value in zip(owned, values, strict=True):
             change_class(parameter, getattr(type(parameter), OWN_CLASS, type(parameter)))
             with torch.no_grad():
