@@ -14,15 +14,23 @@ from torch import nn
 from zeromesh.batches import check_loss
 from zeromesh.config.engine_answers import Asked
 from zeromesh.deepspeed.parameters import ParameterOffload
-from zeromesh.deepspeed.questions import ATTRIBUTES, REFUSED, AnsweredConfig, CallableScale, Throughput, methods
+from zeromesh.deepspeed.questions import (
+    ATTRIBUTES,
+    REFUSED,
+    AnsweredConfig,
+    CallableScale,
+    Throughput,
+    data_seed,
+    methods,
+)
 from zeromesh.deepspeed.weights import Weights
 from zeromesh.deepspeed.wrappers import attributes
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
+from zeromesh.initialization.prepare import build_loader
 from zeromesh.optim.bound import name_values
 from zeromesh.shard import aside
 from zeromesh.signatures import refuse
-from zeromesh.training_data import Loader, Sampler
 
 
 class OffloadDeviceEnum(StrEnum):
@@ -255,10 +263,7 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
             workers = num_local_io_workers or 0
             options: Any = {"collate_fn": collate_fn, "num_workers": workers, "drop_last": drop}
             return torch.utils.data.DataLoader(dataset, batch, sampler=data_sampler, **options)
-        whole = self.train_batch_size() if drop else 1
-        share = self.mesh.data_size, self.mesh.data_rank
-        sampler = Sampler(dataset, *share, self.config.seed, drop, whole, shuffle=route == "train")
-        return Loader(dataset, sampler, batch, collate_fn, drop)
+        return build_loader(dataset, collate_fn, self.config, self.mesh, route == "train", data_seed(self.asked), batch)
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Let ``train_batch()`` without an iterator take the micro-batches of a loader or iterator, for one pass."""

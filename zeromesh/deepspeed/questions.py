@@ -9,7 +9,7 @@ import torch
 
 from zeromesh.comm.detect import Environment
 from zeromesh.config import keys
-from zeromesh.config.engine_answers import ANSWERS, answer
+from zeromesh.config.engine_answers import ANSWERS, Asked, answer
 from zeromesh.deepspeed.process_groups import group_of
 
 Engine = Any  # a DeepSpeedEngine, which is made with these tables
@@ -42,6 +42,11 @@ ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
     "micro_batch_size": lambda engine: engine.train_micro_batch_size_per_gpu(),
 }
 """Attributes of the engine."""
+
+
+def data_seed(asked: Asked) -> int:
+    """Return the seed of the order of samples: DeepSpeed leaves torch's, unless our own key is written."""
+    return int(asked.value("seed", 0))
 
 
 def _data_type(engine: Engine) -> torch.dtype:

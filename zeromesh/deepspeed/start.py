@@ -27,6 +27,7 @@ from zeromesh.deepspeed.engine import DeepSpeedEngine
 from zeromesh.deepspeed.group import init_distributed
 from zeromesh.deepspeed.lr_schedules import configured
 from zeromesh.deepspeed.pipeline import PipelineEngine
+from zeromesh.deepspeed.questions import data_seed
 from zeromesh.deepspeed.wrappers import require_supported
 from zeromesh.initialization.plan import Arguments
 from zeromesh.pipe import PipelineModule
@@ -74,12 +75,28 @@ def initialize(
         # As one of DeepSpeed's classes, which programs ask for ``get_lr`` and the schedule's values.
         lr_scheduler = configured(written)
     model = _release(model)  # not before the configuration is known to be right
-    chosen = Arguments(model, document, optimizer, model_parameters, lr_scheduler, training_data, collate_fn, None)
+    _align_local_rank(args)
+    chosen = Arguments(
+        model, document, optimizer, model_parameters, lr_scheduler, training_data, collate_fn, None, data_seed(asked)
+    )
     start = partial(init_distributed, distributed_port=distributed_port, dist_init_required=dist_init_required)
     made = partial(make, document=written, mpu=mpu, users_optimizer=optimizer is not None)
     engine, *others = build.run_steps(chosen, start, kind=made)
     assert isinstance(engine, DeepSpeedEngine)
     return engine, *others
+
+
+def _align_local_rank(args: Any) -> None:
+    """Let the script's ``args.local_rank`` be this process's place on its node; AssertionError if it is another."""
+    if not hasattr(args, "local_rank"):
+        return
+    own = Environment.detect().local_rank
+    if args.local_rank is not None and (not isinstance(args.local_rank, int) or args.local_rank not in (-1, own)):
+        raise AssertionError(
+            f"args.local_rank is {args.local_rank!r}, but this process is number {own} of its node; leave it out, or "
+            "set it to LOCAL_RANK"
+        )
+    args.local_rank = own
 
 
 class DeepSpeedConfigError(ConfigError, AssertionError):

@@ -164,7 +164,7 @@ def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
         layout.refuse_axes(model, mesh)
         # DeepSpeed's PipelineModule takes the samples in the data set's order.
         shuffles = not isinstance(model, PipelineModule)
-        loader = prepare.build_loader(chosen.data, chosen.collate_fn, resolved, mesh, shuffles)
+        loader = prepare.build_loader(chosen.data, chosen.collate_fn, resolved, mesh, shuffles, chosen.data_seed)
         split = layout.split_plan(model, resolved, mesh, loader, chosen.loss_fn)
         if resolved.chunked_loss:
             heads_over_vocabulary(model)  # raises where the model has none that could be chunked
