@@ -1,6 +1,6 @@
 """Record the modules of an installed DeepSpeed and their public names, with the values of constants.
 
-    python tools/deepspeed_names.py .../site-packages/deepspeed > zeromesh/deepspeed/modules.json
+python tools/deepspeed_names.py .../site-packages/deepspeed > zeromesh/deepspeed/modules.json
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ INTERNAL = (
 
 
 def record(file: Path) -> dict[str, Any]:
-    """Return the names of a file: those without a value under ``""``, modules with all names in reach under ``"*"``, internal ones under ``"**"``."""
+    """Return the names of a file with the values of constants.
+
+    Names without a value are under ``""``, and modules whose names are in reach under ``"*"``.
+    """
     names: set[str] = set()
     values: dict[str, Any] = {}
     sources: list[str] = []
@@ -59,7 +62,9 @@ def record(file: Path) -> dict[str, Any]:
 
     visit(ast.parse(file.read_text()).body)
     plain = " ".join(sorted(name for name in names - values.keys() if not name.startswith("_")))
-    return {"": plain, "*": [*dict.fromkeys(sources)]} | {name: values[name] for name in sorted(values) if not name.startswith("_")}
+    return {"": plain, "*": [*dict.fromkeys(sources)]} | {
+        name: values[name] for name in sorted(values) if not name.startswith("_")
+    }
 
 
 def main(root: Path) -> None:

@@ -18,7 +18,6 @@ from zeromesh.engine_state import EngineState
 from zeromesh.optim.bound import answer
 from zeromesh.replicas import require_equal_replicas
 
-
 _log = logging.getLogger("zeromesh")
 
 

@@ -1,10 +1,11 @@
 """Facts about DeepSpeed's behaviour, asked of the module that is given: the real one's answers are in ds_facts.json.
 
 To record a section with DeepSpeed 0.19.8:
-``DS_ACCELERATOR=cpu torchrun --nproc-per-node 1 tests/drop_in/ds_facts.py SECTION``. Each in a process of its own, since
-numbers that are not finite stay in DeepSpeed's buffers.
+``DS_ACCELERATOR=cpu torchrun --nproc-per-node 1 tests/drop_in/ds_facts.py SECTION``. Each in a process of its own,
+since numbers that are not finite stay in DeepSpeed's buffers.
 """
 
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -65,6 +66,17 @@ class Facts:
             with self.deepspeed.zero.GatheredParameters([parameter]):
                 found.append(round(float(parameter.detach().double().sum()), 4))
         return found
+
+    def gone(self, stage: int) -> list[float]:
+        net = Net()
+        for number in range(2):
+            engine = self.engine(stage, net=net, named="Adam")
+            engine.backward(engine(batch(number)))
+            engine.step()
+            if number == 0:
+                del engine
+                gc.collect()
+        return self.sums(engine)
 
     def answers(self, section: str) -> Iterator[tuple[str, Any]]:
         for key, ask in getattr(self, f"of_{section}")():
@@ -339,7 +351,9 @@ class Facts:
 
         def cast(stage: int, kind: str, **config: Any) -> list[Any]:
             net = Net()
-            engine = self.engine(stage, net=net, named="Adam", torch_autocast={"enabled": True, "dtype": kind}, **config)
+            engine = self.engine(
+                stage, net=net, named="Adam", torch_autocast={"enabled": True, "dtype": kind}, **config
+            )
             first = net.first.weight
             loss = engine(batch().to(first.dtype))
             engine.backward(loss)
@@ -358,7 +372,14 @@ class Facts:
             engine.backward(engine(batch().bfloat16()))
             engine.step()
             states = engine.optimizer.optimizer.state.values()
-            return sorted({str(value.dtype) for state in states for value in state.values() if torch.is_tensor(value) and value.dim()})
+            return sorted(
+                {
+                    str(value.dtype)
+                    for state in states
+                    for value in state.values()
+                    if torch.is_tensor(value) and value.dim()
+                }
+            )
 
         for stage in (1, 2, 3):
             yield f"states in 16 bits at ZeRO-{stage}", lambda stage=stage: low(stage)

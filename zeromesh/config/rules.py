@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from zeromesh.config.parts import Bf16, Communication, Float8
+from zeromesh.config.bf16 import Bf16
+from zeromesh.config.parts import Communication, Float8
 from zeromesh.config.zero import ZeroOptimization
 
 
@@ -48,8 +49,8 @@ def low_precision_problems(bf16: Bf16, zero: ZeroOptimization) -> Iterator[str]:
         )
     if bf16.bf16_master_weights_and_grads and zero.row_options.split_master:
         yield (
-            "zero_optimization.offload_optimizer.split_master keeps fp32 masters in halves, and bf16.bf16_master_weights_and_grads keeps "
-            "none; leave one of them out"
+            "zero_optimization.offload_optimizer.split_master keeps fp32 masters in halves, and "
+            "bf16.bf16_master_weights_and_grads keeps none; leave one of them out"
         )
 
 

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ValidationError, model_validator
 
 from zeromesh.config import parts, train
 from zeromesh.config.batch import solve_batch, solve_mesh
+from zeromesh.config.bf16 import Bf16
 from zeromesh.config.catalogue import Entry, catalogue, explain
 from zeromesh.config.curriculum import Curriculum
 from zeromesh.config.document import read_document
@@ -104,7 +105,7 @@ class Settings(Section):
     )
     data_types: parts.DataTypes = parts.DataTypes()
     fp16: parts.Fp16 = parts.Fp16()
-    bf16: parts.Bf16 = key(parts.Bf16(), "Train in bf16 with fp32 master weights.")
+    bf16: Bf16 = key(Bf16(), "Train in bf16 with fp32 master weights.")
     torch_autocast: parts.TorchAutocast = key(
         parts.TorchAutocast(), "Run the forward under torch.autocast. Parameters keep their dtype."
     )

@@ -31,7 +31,7 @@ def _pass_local_rank() -> None:
             given = [f"{name}={os.environ['LOCAL_RANK']}", *given]
         return parse(parser, given, namespace)
 
-    ArgumentParser.parse_known_args = with_local_rank  # type: ignore[method-assign, assignment]
+    setattr(ArgumentParser, parse.__name__, with_local_rank)
 
 
 def main(arguments: list[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
-from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 
 from zeromesh.batches import check_loss
 from zeromesh.config.engine_answers import Asked
+from zeromesh.config.keys import MANAGED
 from zeromesh.deepspeed.parameters import ParameterOffload
 from zeromesh.deepspeed.questions import (
     ATTRIBUTES,
@@ -170,19 +170,10 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         super().step(lr_kwargs)
         self._applied = self.global_steps - self.skipped_steps > before
 
-    def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last update's gradient before clipping; infinity if it was skipped as an overflow."""
-        norm = super().get_global_grad_norm()
-        return norm if norm is None or isfinite(norm) else inf
-
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether the current micro-batch is the last one; see ``Engine.set_gradient_accumulation_boundary``."""
-        self._require_managed("set_gradient_accumulation_boundary", "call step() at the boundary")
+        _require_managed(self, "set_gradient_accumulation_boundary", "call step() at the boundary")
         super().set_gradient_accumulation_boundary(is_boundary)
-
-    def _require_managed(self, name: str, remedy: str) -> None:
-        if not self._accumulation.managed:
-            raise AssertionError(f"{name}() with managed_gradient_accumulation false: every step() updates; {remedy}")
 
     def was_step_applied(self) -> bool:
         """Return whether the last ``step()`` changed the parameters."""
@@ -207,7 +198,7 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Add up the gradients of several backwards in this context, for the ``step()`` after it."""
-        self._require_managed("coalesce_grad_reduction", "leave the context out, backwards add up without it")
+        _require_managed(self, "coalesce_grad_reduction", "leave the context out, backwards add up without it")
         if not self.zero_optimization():
             raise NotImplementedError("coalesce_grad_reduction() without ZeRO: use no_sync()")
         if not self._accumulation.syncs:
@@ -297,6 +288,11 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         how = {"pin_memory": pin_memory, "non_blocking": non_blocking}
         chosen = [OffloadStateTypeEnum(kind) for kind in (OffloadStateTypeEnum if include is None else include)]
         super().offload_states([_KINDS[kind] for kind in chosen if kind in _KINDS], **how)
+
+
+def _require_managed(engine: DeepSpeedEngine, name: str, remedy: str) -> None:
+    if not engine.config.managed_gradient_accumulation:
+        raise AssertionError(f"{name}() with {MANAGED} false: every step() updates; {remedy}")
 
 
 def _require_loss(loss: Any) -> torch.Tensor:

@@ -7,6 +7,7 @@ all of a parameter, a part of it, or nothing. All functions are collective.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -114,7 +115,7 @@ def _unmade(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     stage = getattr(engine, "zero_optimization_stage", lambda: 0)()
     if not flat.layout.trainable or stage == 0:
         return None
-    known = {name for state in getattr(engine.optimizer, "state", {}).values() for name in state}
+    known: Collection[str] = {name for state in getattr(engine.optimizer, "state", {}).values() for name in state}
     known = known or states_of(type(engine.optimizer))
     if not known and engine.global_steps == engine.skipped_steps:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -71,6 +72,8 @@ QUESTIONS: dict[str, Callable[[Engine], Any]] = {
     ),
     # Of an optimizer without betas, its momentum.
     "get_mom": lambda engine: _per_group(engine, "betas" if any(_per_group(engine, "betas")) else "momentum"),
+    # Infinity, also for a norm that is no number, says that the update was skipped as an overflow.
+    "get_global_grad_norm": lambda engine: norm if (norm := engine._update.norm) is None or isfinite(norm) else inf,
     "get_type": lambda engine: _per_group(engine, "type"),
     "get_loss_scale": lambda engine: float(engine.loss_scale),
     "get_data_types": lambda engine: (_data_type(engine), engine.config.precision.accumulate or _data_type(engine)),

@@ -47,7 +47,7 @@ def stand_in(module: str, name: str, explanation: str) -> type:
 def table() -> Mapping[str, Mapping[str, Any]]:
     """Return the rows of all modules, by their dotted names."""
     rows: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("modules.json").read_text())
-    inner = {f"{name}.{part}": {} for name, row in rows.items() for part in row.get("**", "").split()}
+    inner: dict[str, Any] = {f"{name}.{part}": {} for name, row in rows.items() for part in row.get("**", "").split()}
     return rows | {name: {"**": ""} for name in inner}
 
 

@@ -96,7 +96,7 @@ def _align_local_rank(args: Any) -> None:
             f"args.local_rank is {args.local_rank!r}, but this process is number {own} of its node; leave it out, or "
             "set it to LOCAL_RANK"
         )
-    args.local_rank = own
+    vars(args).update(local_rank=own)
 
 
 class DeepSpeedConfigError(ConfigError, AssertionError):

@@ -133,8 +133,8 @@ def require_supported(optimizer: Any, asked: Asked) -> None:
     fp16 = stage == 0 and answer("fp16_master_weights_and_gradients", asked)
     if fp16 or (masters and not (stage and (states or host))) or (states and not masters):
         raise AssertionError(
-            "DeepSpeed has masters in 16 bits under ZeRO alone, with states in 16 bits, too, or on the host; set ZeRO's "
-            "stage and both keys of bf16, or leave these keys out"
+            "DeepSpeed has masters in 16 bits under ZeRO alone, with states in 16 bits, too, or on the host; set "
+            "ZeRO's stage and both keys of bf16, or leave these keys out"
         )
     if not isinstance(optimizer, Optimizer) or stage == 0:
         return
