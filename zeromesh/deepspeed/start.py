@@ -23,6 +23,7 @@ from zeromesh.config.engine_answers import Asked, answer
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
 from zeromesh.deepspeed.configuration import clip_by_default
+from zeromesh.deepspeed.elastic import ElasticityConfigError, elasticity_enabled
 from zeromesh.deepspeed.engine import DeepSpeedEngine
 from zeromesh.deepspeed.group import init_distributed
 from zeromesh.deepspeed.lr_schedules import configured
@@ -70,7 +71,10 @@ def initialize(
         require_supported(optimizer, asked)
         answer("checkpoint_tag_validation_fail", asked)  # an unknown value is refused now, not at the first save
     except ConfigError as error:
-        raise DeepSpeedConfigError(error.problems, error.source) from None
+        kind = (
+            ElasticBatchError if isinstance(document, dict) and elasticity_enabled(document) else DeepSpeedConfigError
+        )
+        raise kind(error.problems, error.source) from None
     if lr_scheduler is None and (optimizer is not None or asked.settings.optimizer is not None):
         # As one of DeepSpeed's classes, which programs ask for ``get_lr`` and the schedule's values.
         lr_scheduler = configured(written)
@@ -101,6 +105,10 @@ def _align_local_rank(args: Any) -> None:
 
 class DeepSpeedConfigError(ConfigError, AssertionError):
     """Error of a configuration: for some of them DeepSpeed raises AssertionError, for others its own."""
+
+
+class ElasticBatchError(DeepSpeedConfigError, ElasticityConfigError):
+    """Error of a configuration that asks for an elastic batch, which an engine does not take."""
 
 
 def _release(model: nn.Module) -> nn.Module:
