@@ -31,6 +31,17 @@ LIMITING = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 """Environment variables that keep torch from using some of them."""
 
 
+@pytest.fixture(autouse=True)
+def launcher_variables() -> Iterator[None]:
+    """Take back the variables of a launcher that the drop-in sets: later tests are of processes that none started."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    yield
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """End the group of engines that a module runs in this process: other tests need it gone."""

@@ -186,12 +186,15 @@ class Engine(Batching, Answers, Saving):
             self._saves.surface(raises=self.config.checkpoint.on_failure == "stop")
 
     def _agree_and_update(self, schedule: Callable[[], Any] | None) -> None:
+        samples = self.train_batch_size()
+        if not self._accumulation.managed:
+            samples = samples // self._accumulation.steps * self._accumulation.backwards
         agreement = self._update.agree(self.global_steps + 1)
         # Those of this update: the schedule and the overflow change them for the next one.
         rates, scale = self.get_lr(), self.loss_scale if self.loss_scaler else None
         # Skipped updates count, too, as in DeepSpeed: the micro-batches are used up.
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += samples
         self._begin_update()
         if self.training_dataloader is not None:
             self.data_position = self.training_dataloader.position
@@ -205,7 +208,7 @@ class Engine(Batching, Answers, Saving):
         with span("monitor"):
             self._update.finish(agreement)
             values = learning_values(self._update.mean_loss, rates, self._update.norm, scale)
-            self.observer.values(values, self.global_samples, self.train_batch_size())
+            self.observer.values(values, self.global_samples, samples)
 
     # Whole batches.
 
@@ -246,7 +249,8 @@ class Engine(Batching, Answers, Saving):
             loss = self._computation.loss(batch)
             self.backward(loss)
             losses.append(loss.detach())
-            self.step()
+            if self._accumulation.managed or len(losses) == len(given):
+                self.step()
         mean = self._update.mean_loss
         # It costs no further exchange between the ranks.
         if whole and self.global_steps == updates + 1 and mean is not None:  # the update was of just these

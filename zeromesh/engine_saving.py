@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from zeromesh.config.keys import PEER_COPIES
 from zeromesh.engine_state import EngineState
 from zeromesh.optim.bound import answer
 from zeromesh.replicas import require_equal_replicas
+
+_log = logging.getLogger("zeromesh")
 
 
 class Saving(EngineState):
@@ -50,15 +53,11 @@ class Saving(EngineState):
             TypeError: a value of the client state cannot be kept; the message says which.
             ValueError: there is no folder, the tag is one of the names that the folder itself needs, or an argument
                 cannot be honoured.
-            RuntimeError: gradients wait for their update; a checkpoint does not hold them.
             ReplicaMismatch: ranks have different values of what updates keep equal; see ``replica_check``.
         """
         if save_dir is None or str(save_dir) == "":
             raise ValueError(f"save_dir is {save_dir!r}; pass the folder that checkpoints are to be in")
-        if self._accumulation.begun:
-            raise RuntimeError(
-                "save_checkpoint() between a backward and its update: call it after the step that updates"
-            )
+        self._warn_of_gradients("save_checkpoint")
         with self.observer.phase("checkpoint"):
             self._saves.finish(raises=self.config.checkpoint.on_failure == "stop")
             self._take_up_changes()
@@ -88,15 +87,22 @@ class Saving(EngineState):
             OSError: there is too little memory.
             TypeError: a value of the client state cannot be kept.
             ValueError: ``checkpoint.peer_copies`` is 0.
-            RuntimeError: gradients wait for their update, or the copy before could not be sent to another node.
+            RuntimeError: the copy before could not be sent to another node.
         """
         if self._copies is None:
             raise ValueError(f"save_to_memory() needs {PEER_COPIES} in the configuration; set it to 1")
-        if self._accumulation.begun:
-            raise RuntimeError("save_to_memory() between a backward and its update: call it after the step")
+        self._warn_of_gradients("save_to_memory")
         with self.observer.phase("checkpoint"):
             self._take_up_changes()
             self._copies.save(self, Path(save_dir), client_state or {})
+
+    def _warn_of_gradients(self, call: str) -> None:
+        """Warn if gradients wait for their update: a checkpoint is of the last one, with its place in the data."""
+        if self._accumulation.begun and self.mesh.rank == 0:
+            _log.warning(
+                "%s() between a backward and its update: the checkpoint is that of update %d, without the gradients "
+                "of the micro-batches since, which a resumed run computes again", call, self.global_steps,
+            )  # fmt: skip
 
     def _take_up_changes(self) -> None:
         # The user may have written to parameters since the last update; masters, which are saved, take that up first.

@@ -25,11 +25,15 @@ class Position(NamedTuple):
 
 
 class Sampler(DistributedSampler[Any]):
-    """Distributed sampler that counts its passes, each with an order of its own, and may begin in the middle of one."""
+    """Distributed sampler that counts its passes, each with an order of its own, and may begin in the middle of one.
+
+    With ``repeats`` all passes have torch's order of one epoch, the one of ``set_epoch``, as in DeepSpeed's loaders.
+    """
 
     def __init__(
-        self, data: Any, ranks: int, rank: int, seed: int, drop_last: bool, whole: int = 1, shuffle: bool = True
-    ) -> None:
+        self, data: Any, ranks: int, rank: int, seed: int, drop_last: bool, whole: int = 1, shuffle: bool = True, *,
+        repeats: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(data, ranks, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self.length = len(data)
         # Whole updates, so that which samples an update takes at the end of a pass does not depend
@@ -38,6 +42,7 @@ class Sampler(DistributedSampler[Any]):
         if drop_last:
             self.num_samples = self.used // ranks
             self.total_size = self.num_samples * ranks
+        self.repeated = 0 if repeats else None  # epoch whose order all passes have
         self.start = 0  # samples of the next pass that are left out, over all ranks
         self.begun = Position(0, 0)  # where the pass that was begun last began
 
@@ -47,7 +52,7 @@ class Sampler(DistributedSampler[Any]):
         # The order follows from the seed and the number of the pass alone, and the ranks take its
         # samples in turn: so a position holds for any number of ranks.
         generator = torch.Generator()
-        generator.manual_seed(self.seed + self.begun.number)
+        generator.manual_seed(self.seed + (self.begun.number if self.repeated is None else self.repeated))
         order = torch.randperm(self.length, generator=generator).tolist() if self.shuffle else [*range(self.length)]
         rest = order[self.begun.samples : self.used]
         if self.drop_last:
@@ -58,6 +63,9 @@ class Sampler(DistributedSampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the next pass; it begins at its beginning, unless it is the one that would have come anyway."""
+        if self.repeated is not None:
+            self.repeated = epoch
+            return
         # Loops call it before every pass, also before the one that a checkpoint left in its middle.
         if epoch != self.epoch:
             self.start = 0
@@ -88,7 +96,7 @@ class Loader(DataLoader[Any]):
         super().__init__(data, batch_size, sampler=sampler, **options)
         self.position = Position(0, 0)
         self._device = device or torch.device("cpu")
-        each = sampler.used // sampler.num_replicas
+        each = sampler.num_samples
         if not (each // batch_size if drop_last else sampler.length):
             left_out = ", and dataloader_drop_last leaves out what fills none" if drop_last else ""
             raise ValueError(
@@ -145,7 +153,7 @@ class Loader(DataLoader[Any]):
     def go_to(self, saved: dict[str, Any] | None) -> Position:
         """Begin the next iterator at a saved position; None is the first pass."""
         number, samples = (0, 0) if saved is None else (saved["number"], saved["samples"])
-        left = (self.sampler.used - samples) // self.sampler.num_replicas
+        left = (self.sampler.total_size - samples) // self.sampler.num_replicas
         assert self.batch_size is not None
         # After a whole pass, at the beginning of the next one.
         over = left < self.batch_size if self.drop_last else samples >= self.sampler.length

@@ -54,6 +54,7 @@ class Update:
         self.save_failed = False  # whether a rank's asynchronous save had failed before the last update
         self.skipped = 0  # updates so far that were left out: a gradient was not finite, or they were spikes
         self.spikes = SpikeWatch(config.spikes)
+        self._skips_losses = scaler is not None  # whether a loss that is not finite is an overflow, and not an error
         self.runs = False  # whether the optimizer's own step runs as a part of an update
         self._sharded, self._config, self._optimizer = sharded, config, optimizer
         self._mesh, self._accumulation = sharded.mesh, sharded.accumulation
@@ -84,6 +85,10 @@ class Update:
     def ask(self, number: int) -> None:
         """Let all ranks hear of the bits of ``number`` at the next update. A signal handler may call it."""
         self._asked |= number
+
+    def skip_losses(self, skips: bool) -> None:
+        """Skip updates with a loss that is not finite, where they would raise, if ``skips``."""
+        self._skips_losses |= skips
 
     def agree(self, number: int) -> Agreement:
         """Complete the gradients of update ``number`` and exchange notes. Collective; raises where ranks disagree."""
@@ -229,7 +234,8 @@ class Update:
     def _must_skip(self, agreement: Agreement, number: int) -> bool:
         """Return whether the gradients cannot be used; the answer is the same on all ranks."""
         bad, self.spikes.last = agreement.notes[:, 0], None
-        if not bool(bad.any()) and isfinite(agreement.norm):
+        unchecked = not self._config.bf16.check_grad_overflow and self._config.zero_optimization.stage in (1, 2)
+        if (not bool(bad.any()) and isfinite(agreement.norm)) or (unchecked and self._config.bf16.enabled):
             self._skipped_in_a_row = 0
             if self.scaler is not None:
                 self.scaler.update(False)
@@ -242,7 +248,7 @@ class Update:
             rank = int(bad.nonzero()[0])
             lost = f"the loss of micro-batch {int(bad[rank]) - 1} of update {number} is not finite on rank "
             culprit = f"; {lost}{rank}{culprit}"
-            if self.scaler is None:  # in fp16 it is an overflow like that of a gradient
+            if not self._skips_losses:
                 raise FloatingPointError(
                     f"{culprit[2:]}; look at that batch, lower the learning rate, or clip gradients"
                 )

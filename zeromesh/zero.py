@@ -47,10 +47,12 @@ from zeromesh.signatures import refuse
 
 if TYPE_CHECKING:
     from zeromesh.engine import Engine
+    from zeromesh.shard.sharded import ShardedModel
 
 # The functions below are given a bare parameter. Which engine it belongs to is kept here, and not on the parameter, so
 # that users' parameters stay as they made them. Both sides are weak: an engine that nobody else holds goes away.
 _OWNERS: Any = WeakIdKeyDictionary()
+_PLACES: Any = WeakIdKeyDictionary()  # parameters, and the ``ShardedModel`` that placed them
 _ELSEWHERE: Any = WeakIdKeyDictionary()  # stand-ins of other stages' parameters, and their engine
 _ENGINES: list[ref[Engine]] = []  # by age
 
@@ -60,7 +62,7 @@ def register(engine: Engine) -> None:
     _ENGINES[:] = [one for one in _ENGINES if one() is not None] + [ref(engine)]
     for flat in engine.sharded.flats:
         for parameter in flat.parameters:
-            _OWNERS[parameter] = ref(engine)
+            _OWNERS[parameter], _PLACES[parameter] = ref(engine), ref(engine.sharded)
     # Zeros that are no parameters are in their places; users may hand them to the functions below all the same.
     if engine.pipelined is not None:
         for module, name in engine.pipelined.taken:
@@ -136,6 +138,12 @@ def engine_of(parameter: nn.Parameter) -> Engine | None:
     """Return the living engine that owns a parameter; None if there is none."""
     engine: Engine | None = _OWNERS.get(parameter, lambda: None)()
     return engine
+
+
+def sharded_of(parameter: nn.Parameter) -> ShardedModel | None:
+    """Return what placed a parameter, which may outlive its engine; None if that is gone, too, or never was."""
+    found: ShardedModel | None = _PLACES.get(parameter, lambda: None)()
+    return found
 
 
 def newest_engine() -> Engine | None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -240,7 +241,7 @@ def test_ranks_of_mpiexec_meet_without_mpi() -> None:
     ("arguments", "problem"),
     [
         ({"rank": 1}, "rank is 1 and world_size is -1; give both"),
-        ({"init_method": "file:///store"}, "init_method is 'file:///store', but must be tcp://address:port"),
+        ({"init_method": "file://"}, "init_method is 'file://', but must be tcp://address:port, file://path"),
         ({"init_method": "tcp://host"}, "init_method is 'tcp://host'"),
         ({"start_timeout": timedelta(0)}, "start_timeout is 0:00:00, but must be a number of seconds above 0"),
         ({"rank": 0, "world_size": 2}, "MASTER_ADDR is not set, but RANK, WORLD_SIZE are|LOCAL_RANK is not set"),
@@ -268,6 +269,28 @@ def with_arguments(port: int) -> tuple[int, int, float]:
 def test_the_arguments_may_tell_who_the_process_is_in_deepspeeds_order() -> None:
     port = free_port()
     assert run_ranks(with_arguments, 2, port) == [(0, port, 2.0), (1, port, 2.0)]
+
+
+def in_a_file(path: str, in_query: bool) -> list[float]:
+    rank = dist.get_rank()
+    leave()
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    sums = []
+    for number in range(2):
+        query = f"?rank={rank}&world_size=2" if in_query else ""
+        numbers = {} if in_query else {"rank": rank, "world_size": 2}
+        init_distributed("gloo", init_method=f"file://{path}{number}{query}", **numbers)
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        sums.append(tensor.item())
+        leave()
+    return sums
+
+
+@pytest.mark.parametrize("in_query", [False, True])
+def test_ranks_meet_in_a_file(tmp_path: Path, in_query: bool) -> None:
+    assert run_ranks(in_a_file, 2, str(tmp_path / "store"), in_query) == [[2.0, 2.0]] * 2
 
 
 def test_arguments_that_contradict_the_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

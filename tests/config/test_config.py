@@ -198,7 +198,7 @@ def test_names_of_keys_for_messages_are_names_of_keys() -> None:
             ["kv_heads = 4", "heads = 6", "[1, 2, 3, 6]"],
         ),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["fp16.enabled and bf16.enabled", "only one"]),
-        ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, ["bf16.enabled and torch_autocast.enabled"]),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, ["only one of bf16.bf16_master", "set both"]),
         (
             {"zero_optimization": {"mics_shard_size": 2, "zero_hpz_partition_size": 2}},
             ["mics_shard_size", "zero_hpz_partition_size"],

@@ -67,7 +67,11 @@ READ: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         {"fp16": {"loss_scale": 8}},
         ["no update has this profile_step", "fp16.loss_scale is fixed"],
     ),
-    ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, {"bf16": {"enabled": True}}, ["kept in fp32"]),
+    (
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        {"bf16": {"enabled": True}},
+        ["kept in fp32"],
+    ),
     (with_zero(stage=2, zenflow={"topk_ratio": 0.1}), with_zero(stage=2), ["every update is exact"]),
     ({"autotuning": {"enabled": True, "fast": True}}, {"autotuning": {"fast": True}}, ["values in the file"]),
     # DeepSpeed refuses what is unknown in this section; nothing hangs on what was meant here.

@@ -1,9 +1,13 @@
 """Facts about DeepSpeed's behaviour, asked of the module that is given: the real one's answers are in ds_facts.json.
 
-To record them with DeepSpeed 0.19.8: ``DS_ACCELERATOR=cpu torchrun --nproc-per-node 1 tests/drop_in/ds_facts.py``.
+To record a section with DeepSpeed 0.19.8:
+``DS_ACCELERATOR=cpu torchrun --nproc-per-node 1 tests/drop_in/ds_facts.py SECTION``. Each in a process of its own,
+since numbers that are not finite stay in DeepSpeed's buffers.
 """
 
+import gc
 import json
+import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -62,6 +66,17 @@ class Facts:
             with self.deepspeed.zero.GatheredParameters([parameter]):
                 found.append(round(float(parameter.detach().double().sum()), 4))
         return found
+
+    def gone(self, stage: int) -> list[float]:
+        net = Net()
+        for number in range(2):
+            engine = self.engine(stage, net=net, named="Adam")
+            engine.backward(engine(batch(number)))
+            engine.step()
+            if number == 0:
+                del engine
+                gc.collect()
+        return self.sums(engine)
 
     def answers(self, section: str) -> Iterator[tuple[str, Any]]:
         for key, ask in getattr(self, f"of_{section}")():
@@ -255,6 +270,121 @@ class Facts:
         for name in ("in_splits", "out_splits"):
             yield f"too many {name}", lambda name=name: raises(RuntimeError, lambda: tiled(8, 12, **{name: 100}))
 
+    def of_data(self) -> Iterator[tuple[str, Any]]:
+        def order(size: int, drop: bool, **given: Any) -> list[list[int]]:
+            config = {"train_micro_batch_size_per_gpu": 4, "dataloader_drop_last": drop}
+            loader = self.engine(0, named="Adam", **config).deepspeed_io(torch.arange(size), **given)
+            return [batch.tolist() for _ in range(2) for batch in loader]
+
+        for size, drop in ((10, False), (10, True), (8, False)):
+            yield f"two passes over {size}, drop {drop}", lambda size=size, drop=drop: order(size, drop)
+        yield "to evaluate", lambda: order(6, False, route="eval")
+        own = torch.utils.data.SequentialSampler(range(6))
+        yield "own sampler", lambda: order(6, False, data_sampler=own)
+
+        def passed() -> list[list[int]]:
+            net = Net()
+            config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam"}}
+            loader = self.deepspeed.initialize(
+                model=net, model_parameters=net.parameters(), training_data=[*range(10)], config=config
+            )[2]
+            return [batch.tolist() for _ in range(2) for batch in loader]
+
+        yield "of initialize", passed
+
+    def of_overflows(self) -> Iterator[tuple[str, Any]]:
+        def skips(stage: int, config: dict[str, Any]) -> list[Any]:
+            net = Net()
+            engine = self.engine(stage, net=net, named="Adam", **config)
+            answers = []
+            for factor in (float("inf"), 1.0, float("inf")):
+                before = self.sums(engine)
+                engine.backward(engine(batch().to(next(net.parameters()).dtype)) * factor)
+                engine.step()
+                counts = [engine.was_step_applied(), engine.skipped_steps, engine.global_steps]
+                norm = engine.get_global_grad_norm()
+                answers.append([*counts, norm is not None and 0 < float(norm) < 1e30, self.sums(engine) != before])
+            return answers
+
+        bf16: dict[str, Any] = {"bf16": {"enabled": True}}
+        kinds: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+            "fp16": ((0, 1, 2, 3), {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}),
+            "fp16 with a fixed scale": ((0, 2), {"fp16": {"enabled": True, "loss_scale": 128}}),
+            "bf16": ((0, 1, 2, 3), bf16),
+            "bf16 without check": ((0, 1, 2, 3), {"bf16": {"enabled": True, "check_grad_overflow": False}}),
+            "fp32": ((1, 2, 3), {}),
+        }
+        for name, (stages, config) in kinds.items():
+            for stage in stages:
+                yield f"{name} at ZeRO-{stage}", lambda stage=stage, config=config: skips(stage, config)
+
+    def of_unmanaged(self) -> Iterator[tuple[str, Any]]:
+        config: dict[str, Any] = {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 2}
+
+        def engine(stage: int) -> Any:
+            options = {"zero_optimization": {"overlap_comm": False}, "gradient_clipping": 0.0}
+            return self.engine(stage, named="Adam", **options, **config)
+
+        def counts(stage: int) -> list[Any]:
+            own, found = engine(stage), []
+            for backwards in (1, 3):
+                for number in range(backwards):
+                    own.backward(own(batch(number)), scale_wrt_gas=backwards == 3)
+                found.append(own.is_gradient_accumulation_boundary())
+                own.step()
+                found += [own.micro_steps, own.global_steps, own.global_samples]
+            return [*found, self.sums(own)]
+
+        for stage in (1, 2, 3):
+            yield f"counts at ZeRO-{stage}", lambda stage=stage: counts(stage)
+        yield (
+            "set_gradient_accumulation_boundary",
+            lambda: raises(AssertionError, lambda: engine(1).set_gradient_accumulation_boundary(True)),
+        )
+        yield (
+            "coalesce_grad_reduction",
+            lambda: raises(AssertionError, lambda: engine(1).coalesce_grad_reduction().__enter__()),
+        )
+
+    def of_formats(self) -> Iterator[tuple[str, Any]]:
+        autocast = import_module(f"{self.deepspeed.__name__}.runtime.torch_autocast")
+
+        def cast(stage: int, kind: str, **config: Any) -> list[Any]:
+            net = Net()
+            engine = self.engine(
+                stage, net=net, named="Adam", torch_autocast={"enabled": True, "dtype": kind}, **config
+            )
+            first = net.first.weight
+            loss = engine(batch().to(first.dtype))
+            engine.backward(loss)
+            engine.step()
+            return [str(first.dtype), str(loss.dtype), str(autocast.get_comm_dtype(first))]
+
+        bf16, fp16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 4}}
+        for stage in (1, 3):
+            for name, config in (("bf16", bf16), ("fp16", fp16)):
+                kind = f"{name} under autocast at ZeRO-{stage}"
+                yield kind, lambda stage=stage, name=name, config=config: cast(stage, name, **config)
+
+        def low(stage: int) -> list[str]:
+            section = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+            engine = self.engine(stage, named="Adam", bf16=section)
+            engine.backward(engine(batch().bfloat16()))
+            engine.step()
+            states = engine.optimizer.optimizer.state.values()
+            return sorted(
+                {
+                    str(value.dtype)
+                    for state in states
+                    for value in state.values()
+                    if torch.is_tensor(value) and value.dim()
+                }
+            )
+
+        for stage in (1, 2, 3):
+            yield f"states in 16 bits at ZeRO-{stage}", lambda stage=stage: low(stage)
+        yield "a sum in capitals", lambda: self.engine(1, named="Adam", gradient_allreduce_op="SUM").global_steps
+
     def of_states(self) -> Iterator[tuple[str, Any]]:
         adam = import_module(f"{self.deepspeed.__name__}.ops.adam")
 
@@ -272,12 +402,18 @@ class Facts:
             yield f"fp32_optimizer_states={wide}", lambda wide=wide: dtypes(wide)
 
 
+def _section(name: str) -> str:
+    return name.partition(":")[0]
+
+
 SECTIONS = sorted(name.removeprefix("of_") for name in dir(Facts) if name.startswith("of_"))
 
 if __name__ == "__main__":
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    facts = (fact for section in SECTIONS for fact in Facts(deepspeed).answers(section))
-    lines = [f" {json.dumps(name)}: {json.dumps(answer)}" for name, answer in facts]
+    chosen = sys.argv[1]
+    facts = {n: answer for n, answer in json.loads(RECORDED.read_text()).items() if not n.startswith(f"{chosen}: ")}
+    facts |= dict(Facts(deepspeed).answers(chosen))
+    lines = [f" {json.dumps(name)}: {json.dumps(facts[name])}" for name in sorted(facts, key=_section)]
     RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -11,7 +11,7 @@ from torch import nn
 from harness import run_command
 
 SCRIPT = """
-import argparse, json, sys
+import argparse, json, os, sys
 import torch
 import deepspeed
 from deepspeed.utils import safe_get_full_grad
@@ -21,10 +21,13 @@ parser.add_argument("--local_rank", type=int, default=-1)
 parser.add_argument("--out")
 parser.add_argument("--fail", action="store_true")
 args = deepspeed.add_config_arguments(parser).parse_args()
+assert args.local_rank == int(os.environ.get("LOCAL_RANK", -1)), (args, "as DeepSpeed's launcher passes it")
 deepspeed.init_distributed()
+assert {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ)
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
 engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+assert args.local_rank == engine.local_rank == int(os.environ["LOCAL_RANK"])
 rank, size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
 losses = []
 for number in range(4):

@@ -16,3 +16,10 @@ def test_what_deepspeed_does_happens_here(section: str, one_rank: None) -> None:
 
     assert recorded
     assert json.loads(json.dumps(found)) == recorded
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_may_be_initialised_again_when_its_engine_is_gone(stage: int, one_rank: None) -> None:
+    recorded = json.loads(RECORDED.read_text())
+
+    assert Facts(deepspeed).gone(stage) == recorded[f"training: initialized again at ZeRO-{stage}"]

@@ -10,8 +10,6 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from zeromesh.config.errors import ConfigError
-from zeromesh.config.settings import Settings
 from zeromesh.config.train import ModelShape
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.train.architectures.decoder import Decoder
@@ -77,12 +75,27 @@ def test_every_step_is_an_update_where_accumulation_is_not_managed() -> None:
         assert torch.equal(own, expected)
 
 
-def test_accumulation_that_is_not_managed_has_no_number_of_steps() -> None:
-    config = SGD | {"managed_gradient_accumulation": False}
-    with pytest.raises(ConfigError, match="gradient_accumulation_steps is 2; leave it out"):
-        Settings.load(config | {"gradient_accumulation_steps": 2})
-    with pytest.raises(ValueError, match="gradient_accumulation_steps is 2; leave it out"):
-        Settings.load(config | {"train_batch_size": 4}).resolve(1)
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_accumulation_that_is_not_managed_divides_the_loss_and_takes_any_number_of_backwards(stage: int) -> None:
+    model = net()
+    plain = copy.deepcopy(model)
+    config = SGD | {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 4}
+    engine = zeromesh.initialize(model=model, config=config | {"zero_optimization": {"stage": stage}})[0]
+    for backwards in (1, 3):
+        plain.zero_grad()
+        for number in range(backwards):
+            assert not engine.is_gradient_accumulation_boundary()
+            engine.backward(engine(data(0, number)).square().mean(), scale_wrt_gas=number > 0)
+            (plain(data(0, number)).square().mean() / (4 if number else 1)).backward()
+        engine.step()
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter -= 0.5 * parameter.grad
+    assert (engine.global_steps, engine.global_samples) == (2, 4 * engine.train_micro_batch_size_per_gpu())
+    with zeromesh.zero.GatheredParameters(list(model.parameters())):
+        for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own, expected, rtol=0, atol=1e-7)
 
 
 SHAPE = ModelShape(architecture="llama", vocab_size=32, hidden_size=32, layers=3, heads=2, sequence_length=16)

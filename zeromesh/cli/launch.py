@@ -17,6 +17,7 @@ from zeromesh.config.errors import counted
 from zeromesh.launcher.launch import default_ranks, python_rank, threads
 
 DROP_IN = "zeromesh.deepspeed"  # module that runs a script in which it is deepspeed
+PASS_LOCAL_RANK = "--pass-local-rank"  # its argument, by which it does as DeepSpeed's launcher
 DEFAULT_RESTARTS = 3  # where nodes may come and go, since each that goes costs one
 
 
@@ -49,7 +50,7 @@ def rank_command(
     if is_command and shutil.which(name) is None:
         raise ValueError(f"{name!r} is no program that can be run; see its path, and that it is executable")
     if as_deepspeed:
-        return python_rank("module", DROP_IN, [*(["-m"] if is_module else []), name, *arguments])
+        return python_rank("module", DROP_IN, [PASS_LOCAL_RANK, *(["-m"] if is_module else []), name, *arguments])
     return python_rank("program" if is_command else "module" if is_module else "script", name, arguments)
 
 

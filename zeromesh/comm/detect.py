@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zeromesh.comm import launchers
-from zeromesh.comm.launchers import DEFAULT_PORT, LOOPBACK, MASTER, MPI, TORCHRUN, Launcher, names_of, value
+from zeromesh.comm.launchers import DEFAULT_PORT, MASTER, MPI, TORCHRUN, Launcher, names_of, value
 
 VARIABLES = TORCHRUN.needed
 """Variables that torchrun sets for each process."""
@@ -128,7 +128,7 @@ def may_restart(env: Mapping[str, str] = os.environ) -> bool:
 
 def _of_torchrun(env: Mapping[str, str]) -> Environment:
     values = dict(env)
-    if env.get("MASTER_ADDR") in LOOPBACK:
+    if launchers.is_here(env.get("MASTER_ADDR", "")):
         # All ranks are on this machine, so people who start ranks by hand need not repeat these.
         same = {"LOCAL_RANK": "RANK", "LOCAL_WORLD_SIZE": "WORLD_SIZE"}
         values = {name: env[of] for name, of in same.items() if of in env} | values

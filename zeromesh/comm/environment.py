@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zeromesh.comm import interface, local, peers, trust
 from zeromesh.comm.detect import VARIABLES, Environment, is_launched
 from zeromesh.comm.failure import StartError
-from zeromesh.comm.launchers import MPI, TORCHRUN, names_of
+from zeromesh.comm.launchers import FILE, MPI, TORCHRUN, names_of
 from zeromesh.comm.messages import backends
 from zeromesh.comm.mpi import backend as mpi
 from zeromesh.comm.rendezvous import join_rendezvous, start_limit
@@ -107,8 +107,9 @@ def init_distributed(
         distributed_port: port of the master, where neither MASTER_PORT nor torchrun says it.
         verbose: say in the log how many ranks there are, and on which backend.
         timeout: how long a collective may take before it fails; None is torch's default for the backend.
-        init_method: ``tcp://address:port`` of the master in place of MASTER_ADDR and MASTER_PORT; ``env://`` changes
-            nothing.
+        init_method: ``tcp://address:port`` of the master in place of MASTER_ADDR and MASTER_PORT, or ``file://path`` of
+            a new file that all ranks see, where they meet instead; ``env://`` changes nothing. The first two may end
+            in ``?rank=0&world_size=2``, as torch takes them.
         dist_init_required: False refuses to start a group.
         config: nothing of it is needed here; pass it to ``initialize``.
         rank: global number of this process, where no launcher tells it; with ``world_size``.
@@ -241,14 +242,16 @@ def _checked(environment: Environment, backend: str, device: torch.device) -> En
 def _variables(env: Mapping[str, str], init_method: str | None, rank: int, world_size: int) -> dict[str, str]:
     """Return the variables, with those that the arguments set."""
     passed: dict[str, str] = {}
+    parts = urlsplit(init_method or "env://")
     if (rank < 0) != (world_size < 0):
         raise ValueError(f"rank is {rank} and world_size is {world_size}; give both, or none to let a launcher tell")
-    if rank >= 0:
-        passed |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    if init_method not in (None, "env://"):
-        parts = urlsplit(init_method)
+    numbers = {"rank": str(rank), "world_size": str(world_size)} if rank >= 0 else dict(parse_qsl(parts.query))
+    passed |= {name: numbers[name.lower()] for name in ("RANK", "WORLD_SIZE") if name.lower() in numbers}
+    if parts.scheme == "file" and parts.path and not parts.hostname:
+        passed |= {"MASTER_ADDR": f"{FILE}{parts.path}", "MASTER_PORT": "0"}
+    elif parts.scheme != "env":
         if parts.scheme != "tcp" or not parts.hostname or not parts.port:
-            raise ValueError(f"init_method is {init_method!r}, but must be tcp://address:port or env://")
+            raise ValueError(f"init_method is {init_method!r}, but must be tcp://address:port, file://path or env://")
         passed |= {"MASTER_ADDR": parts.hostname, "MASTER_PORT": str(parts.port)}
     for name in ("RANK", "WORLD_SIZE"):
         if name in passed and env.get(name, passed[name]) != passed[name]:

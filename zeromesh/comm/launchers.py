@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+FILE = "file://"  # what the place of a rendezvous begins with that is a file in place of a host
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 
@@ -124,9 +125,14 @@ def names_of(launcher: str) -> Launcher:
     return next((row for row in LAUNCHERS if row.name == launcher), TORCHRUN)
 
 
+def is_here(address: str) -> bool:
+    """Return whether ranks that meet there are all on this machine, unless they say more: by loopback, or in a file."""
+    return address in LOOPBACK or address.startswith(FILE)
+
+
 def find(env: Mapping[str, str]) -> Launcher | None:
     """Return the launcher that started this process, or None."""
-    local = env.get("MASTER_ADDR") in LOOPBACK
+    local = is_here(env.get("MASTER_ADDR", ""))
     if all(name in env for name in (("RANK", "WORLD_SIZE", "MASTER_PORT") if local else TORCHRUN.needed)):
         return TORCHRUN
     for row in LAUNCHERS[1:]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from zeromesh.comm.detect import Environment
 from zeromesh.comm.failure import StartError
-from zeromesh.comm.launchers import LOOPBACK
+from zeromesh.comm.launchers import FILE, LOOPBACK
 from zeromesh.comm.trust import SECRET, SealedStore, run_name, run_token, sign
 from zeromesh.model.worker import Worker
 
@@ -211,6 +211,10 @@ def _serves(environment: Environment) -> bool:
 
 def _store(environment: Environment, limit: timedelta) -> Any:
     address, port = environment.master_address, environment.master_port
+    if address.startswith(FILE):
+        store = dist.FileStore(address.removeprefix(FILE), environment.world_size)  # type: ignore[attr-defined]
+        store.set_timeout(limit)
+        return store
     if _serves(environment):
         return _serve(address, port, environment.world_size, limit)
     end = time.monotonic() + limit.total_seconds()

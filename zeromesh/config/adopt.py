@@ -181,6 +181,11 @@ _IDLE: tuple[tuple[str, _Test, str], ...] = (
         lambda value, document: value == 0 and look_up(document, "fp16.loss_scale")[1] not in (None, 0, UNSET),
         "fp16.loss_scale is fixed",
     ),
+    (
+        "bf16.bf16_master_weights_and_grads",
+        lambda value, document: value is True and look_up(document, "bf16.bf16_optimizer_states")[1] is not True,
+        EXACT["fp16.fp16_master_weights_and_grads"],
+    ),
     # The bias that AutoEP adds to routers, unless the coefficient is null, changes results.
     (
         "expert_parallel",

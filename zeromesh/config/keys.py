@@ -23,6 +23,7 @@ FLOAT8_SKIP = "float8.skip"
 FLOAT8_GATHER = "float8.gather"
 BF16 = '"bf16": {"enabled": true}'
 
+MANAGED = "managed_gradient_accumulation"
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 

@@ -41,13 +41,6 @@ class Fp16(Section):
     min_loss_scale: PositiveFloat = key(1.0, "Smallest value of the dynamic scale.")
 
 
-class Bf16(Section):
-    """Train in bf16 with fp32 master weights."""
-
-    enabled: bool = key(False, "Train in bf16.")
-    auto_cast: bool = key(True, "Cast floating-point inputs of the model to bf16 (DeepSpeed does not).")
-
-
 class TorchAutocast(Section):
     """The forward under ``torch.autocast``; parameters keep their dtype."""
 

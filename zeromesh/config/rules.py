@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from zeromesh.config.bf16 import Bf16
 from zeromesh.config.parts import Communication, Float8
 from zeromesh.config.zero import ZeroOptimization
 
@@ -39,8 +40,22 @@ def gather_problems(zero: ZeroOptimization, chosen: Float8, across: str | None, 
         yield f"{on}, but tensor-parallel ranks share the scale of a weight; leave it out, or set mesh.tensor to 1"
 
 
+def low_precision_problems(bf16: Bf16, zero: ZeroOptimization) -> Iterator[str]:
+    """Yield a sentence for each rule about bf16 parameters that are updated without fp32 masters."""
+    if bf16.bf16_master_weights_and_grads != bf16.bf16_optimizer_states:
+        yield (
+            "only one of bf16.bf16_master_weights_and_grads and bf16_optimizer_states is true, but states have the "
+            "dtype of what is updated; set both, or none"
+        )
+    if bf16.bf16_master_weights_and_grads and zero.row_options.split_master:
+        yield (
+            "zero_optimization.offload_optimizer.split_master keeps fp32 masters in halves, and "
+            "bf16.bf16_master_weights_and_grads keeps none; leave one of them out"
+        )
+
+
 def _precision(switches: Mapping[str, bool]) -> Iterator[str]:
-    on = [f"{name}.enabled" for name, enabled in switches.items() if enabled]
+    on = [f"{name}.enabled" for name in ("fp16", "bf16") if switches[name]]
     if len(on) > 1:
         yield f"{' and '.join(on)} are true, but only one of them can be; set the others to false"
 

@@ -71,6 +71,13 @@ Dtype = Annotated[
         json_schema_input_type=Literal[tuple(DTYPE_NAMES)],
     ),
 ]
+ReduceOp = Annotated[
+    Literal["mean", "sum"],
+    BeforeValidator(
+        lambda value: value.lower() if isinstance(value, str) else value,
+        json_schema_input_type=Literal["mean", "sum", "MEAN", "SUM", "Mean", "Sum"],
+    ),
+]
 # Some write an infinite number of steps for "never".
 Interval = Annotated[
     CountInt | None, BeforeValidator(lambda value: None if isinstance(value, float) and math.isinf(value) else value)

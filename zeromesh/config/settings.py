@@ -8,19 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ValidationError, model_validator
 
 from zeromesh.config import parts, train
 from zeromesh.config.batch import solve_batch, solve_mesh
+from zeromesh.config.bf16 import Bf16
 from zeromesh.config.catalogue import Entry, catalogue, explain
 from zeromesh.config.curriculum import Curriculum
 from zeromesh.config.data_types import DataTypes
 from zeromesh.config.document import read_document
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.printing import jsonable
-from zeromesh.config.rules import gather_problems, problems
+from zeromesh.config.rules import gather_problems, low_precision_problems, problems
 from zeromesh.config.section import (
     BatchInt,
     CountFloat,
@@ -30,6 +31,7 @@ from zeromesh.config.section import (
     Names,
     PositiveFloat,
     PositiveInt,
+    ReduceOp,
     Section,
     as_dtype,
     key,
@@ -85,13 +87,13 @@ class Settings(Section):
         "Divide gradients by this number before they are reduced, and by the remaining factor of the mean afterwards. "
         "Null: the number of data-parallel ranks if that is exact, otherwise 1 (DeepSpeed's default is 1).",
     )
-    gradient_allreduce_op: Literal["mean", "sum"] = key(
+    gradient_allreduce_op: ReduceOp = key(
         "mean", "Average the gradients of the data-parallel ranks (mean), or add them (sum)."
     )
     managed_gradient_accumulation: bool = key(
         True,
         "Count micro-batches, and update at the accumulation boundary. False: every step() updates, with the sum of "
-        "the gradients since the last one.",
+        "the gradients since the last one. The loss is divided by gradient_accumulation_steps all the same.",
     )
     curriculum_learning: Curriculum = Curriculum()
     chunked_loss: bool = key(
@@ -104,7 +106,7 @@ class Settings(Section):
     )
     data_types: DataTypes = DataTypes()
     fp16: parts.Fp16 = parts.Fp16()
-    bf16: parts.Bf16 = key(parts.Bf16(), "Train in bf16 with fp32 master weights.")
+    bf16: Bf16 = key(Bf16(), "Train in bf16 with fp32 master weights.")
     torch_autocast: parts.TorchAutocast = key(
         parts.TorchAutocast(), "Run the forward under torch.autocast. Parameters keep their dtype."
     )
@@ -161,12 +163,15 @@ class Settings(Section):
     aio: parts.Aio | None = None
 
     @classmethod
-    def load(cls, source: str | Path | Mapping[str, Any] | Settings, overrides: Sequence[str] = ()) -> Settings:
+    def load(
+        cls, source: str | Path | Mapping[str, Any] | Settings, overrides: Sequence[str] = (), *, tells: bool = True
+    ) -> Settings:
         """Return the settings from a JSON file, a dict, or other settings; report keys without effect to the log.
 
         Args:
             source: path of a JSON file in DeepSpeed's format, a dict of the same form, or settings.
             overrides: ``dotted.path=value``, the value as JSON; what is not JSON is a string.
+            tells: False leaves the report to another reader of the same configuration.
 
         Raises:
             ConfigError: everything that is wrong, in one error.
@@ -182,7 +187,7 @@ class Settings(Section):
         name = str(source) if isinstance(source, str | Path) else "the configuration"
         settings = _validate(document, name)
         idle = without_effect(document)
-        if idle:
+        if idle and tells:
             lines = "".join(f"\n  {path}: {reason}" for path, reason in idle.items())
             log.info("these keys of the configuration have no effect:%s", lines)
         return settings
@@ -274,7 +279,7 @@ class Settings(Section):
         # Imported late, as in as_dtype.
         from zeromesh.model.precision import Precision
 
-        # The rules between sections refuse more than one of the three.
+        # The rules between sections refuse the first two together.
         compute = "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else None
         autocast = self.torch_autocast.dtype if self.torch_autocast.enabled else None
         return Precision(
@@ -284,6 +289,7 @@ class Settings(Section):
             buffers=as_dtype(self.data_types.buffer_dtype),
             keep_fp32=self.data_types.keep_in_fp32_modules,
             autocast=as_dtype(autocast),
+            narrow_masters=self.bf16.enabled and self.bf16.bf16_master_weights_and_grads,
             cast_inputs=self.fp16.auto_cast if self.fp16.enabled else self.bf16.auto_cast,
             loss_scale=self._loss_scale if "fp16" in (compute, autocast) else None,
         )
@@ -321,6 +327,7 @@ class Settings(Section):
         switches = {name: getattr(self, name).enabled for name in ("fp16", "bf16", "torch_autocast")}
         found = problems(self.zero_optimization, self.communication, self.across_nodes, switches)
         fp16 = switches["fp16"] or (switches["torch_autocast"] and self.torch_autocast.dtype == "fp16")
+        found += low_precision_problems(self.bf16, self.zero_optimization)
         if self.float8.enabled and fp16:
             found.append("float8.enabled is true, and products in float8 give bf16 or fp32, not fp16; set bf16.enabled")
         if self.compile.mode is not None and self.compile.backend != "inductor":
@@ -353,11 +360,6 @@ class Settings(Section):
             )
         if self.lora is not None and self.huggingface is None:
             found.append("lora needs a model of transformers; name its folder with huggingface.path")
-        if not self.managed_gradient_accumulation and (self.gradient_accumulation_steps or 1) > 1:
-            found.append(
-                f"managed_gradient_accumulation is false, so that every step() is an update, but "
-                f"gradient_accumulation_steps is {self.gradient_accumulation_steps}; leave it out, or set it to 1"
-            )
         if self.curriculum_learning.enabled and self.model_sizes["pipeline"] > 1:
             found.append(
                 "curriculum_learning cuts samples, and stages exchange activations of one size; set mesh.pipeline to 1"

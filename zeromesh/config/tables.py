@@ -155,7 +155,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "optimizer.legacy_fusion": "torch's fused updates are used where they exist",
     "torch_autocast.lower_precision_safe_modules": "communication_data_type sets the dtype of messages",
     "bf16.immediate_grad_update": "gradients are accumulated as soon as they are computed",
-    "bf16.check_grad_overflow": "updates with non-finite gradients are always skipped",
     "activation_checkpointing.number_checkpoints": "targets selects the modules to recompute",
     "activation_checkpointing.contiguous_memory_optimization": "torch's allocator manages activations",
     "activation_checkpointing.synchronize_checkpoint_boundary": "no synchronization is needed",
@@ -225,8 +224,6 @@ NOT_YET: dict[str, NotYet] = {
     "aio.use_gds": NotYet(_OFF, "GPUDirect Storage"),
     "weight_quantization": NotYet(({"enabled": False}, None), "weight quantization"),
     "fp16.fp16_master_weights_and_grads": NotYet(_OFF, "16-bit master weights"),
-    "bf16.bf16_master_weights_and_grads": NotYet(_OFF, "16-bit master weights"),
-    "bf16.bf16_optimizer_states": NotYet(_OFF, "16-bit optimizer states"),
     "data_types.param_dtype": NotYet((None,), "a separate dtype for parameters"),
     "checkpoint.load_universal": NotYet(
         _OFF, "loading of DeepSpeed's universal checkpoints (ZeroMesh's own load in any layout)"
@@ -251,8 +248,6 @@ EXACT: dict[str, str] = {
     "zero_optimization.zeropp_loco_param": "it corrects the rounding of 4-bit gradients, which do not exist here",
     "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights keep their dtype",
     "fp16.fp16_master_weights_and_grads": _MASTER,
-    "bf16.bf16_master_weights_and_grads": _MASTER,
-    "bf16.bf16_optimizer_states": _MASTER,
 }
 """Keys that ``adopt`` leaves out, and why a run without them computes the same, or more exactly."""
 

@@ -48,7 +48,7 @@ class DeepSpeedConfig:
         document, _ = adopt(self._param_dict)
         clip_by_default(document)
         try:
-            settings = Settings.load(document)
+            settings = Settings.load(document, tells=False)
             if not settings.says_batch:
                 raise ValueError(f"the configuration says no size of batches; set {MICRO_BATCH}")
             resolved = settings.resolve(self.world_size)

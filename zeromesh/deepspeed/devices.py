@@ -14,6 +14,7 @@ import torch
 
 from zeromesh.comm.environment import default_backend
 from zeromesh.observe.machine import live_bytes, memory, peak_bytes
+from zeromesh.signatures import refuse
 
 Function = Callable[..., Any]
 
@@ -135,7 +136,7 @@ _ON_CPU: dict[str, Any] = {
     **_BOTH,
     # Devices are the ranks of this machine.
     "current_device": lambda: int(os.environ.get("LOCAL_RANK", 0)),
-    "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1),
     "device": lambda device_index=None: nullcontext(),
     **dict.fromkeys(("is_available", "is_bf16_supported", *_IN_ORDER), lambda: True),
     "is_fp16_supported": lambda: False,  # it is slow, although ``fp16`` trains here, too
@@ -204,6 +205,17 @@ def get_accelerator() -> DeviceInterface:
             f"DS_ACCELERATOR is {wanted!r}, but this machine has {found}; set it to 'cpu', or leave it out"
         )
     return DeviceInterface("cpu" if found is None or wanted == "cpu" else found.type)
+
+
+def is_current_accelerator_supported() -> bool:
+    """Return whether models can be trained on the device of this process."""
+    return get_accelerator().device_name() in torch.distributed.Backend.default_device_backend_map
+
+
+def set_accelerator(accel_obj: Any) -> None:
+    """Accept the accelerator of this process; another one cannot be set."""
+    advice = "the device is torch's accelerator; set DS_ACCELERATOR=cpu in the environment for the CPU"
+    refuse("set_accelerator", "accel_obj", accel_obj, advice, get_accelerator())
 
 
 def set_random_seed(seed: int) -> None:

@@ -12,16 +12,25 @@ from torch import nn
 
 from zeromesh.batches import check_loss
 from zeromesh.config.engine_answers import Asked
+from zeromesh.config.keys import MANAGED
 from zeromesh.deepspeed.parameters import ParameterOffload
-from zeromesh.deepspeed.questions import ATTRIBUTES, REFUSED, AnsweredConfig, CallableScale, Throughput, methods
+from zeromesh.deepspeed.questions import (
+    ATTRIBUTES,
+    REFUSED,
+    AnsweredConfig,
+    CallableScale,
+    Throughput,
+    data_seed,
+    methods,
+)
 from zeromesh.deepspeed.weights import Weights
 from zeromesh.deepspeed.wrappers import attributes
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
+from zeromesh.initialization.prepare import build_loader
 from zeromesh.optim.bound import name_values
 from zeromesh.shard import aside
 from zeromesh.signatures import refuse
-from zeromesh.training_data import Loader, Sampler
 
 
 class OffloadDeviceEnum(StrEnum):
@@ -69,6 +78,7 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         self.is_compiled = False
         self._applied = False
         self._batch_fn: Callable[[Any], Any] | None = None
+        self._update.skip_losses(self.config.zero_optimization.stage > 0 or self.config.precision.compute is not None)
         if self.optimizer is not None:
             offload = {"parameter_offload": ParameterOffload(self.sharded)} if self.sharded.sharded else {}
             name_values(self.optimizer, **offload, **attributes(self, users_optimizer))
@@ -160,6 +170,11 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         super().step(lr_kwargs)
         self._applied = self.global_steps - self.skipped_steps > before
 
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set whether the current micro-batch is the last one; see ``Engine.set_gradient_accumulation_boundary``."""
+        _require_managed(self, "set_gradient_accumulation_boundary", "call step() at the boundary")
+        super().set_gradient_accumulation_boundary(is_boundary)
+
     def was_step_applied(self) -> bool:
         """Return whether the last ``step()`` changed the parameters."""
         return self._applied
@@ -183,6 +198,7 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Add up the gradients of several backwards in this context, for the ``step()`` after it."""
+        _require_managed(self, "coalesce_grad_reduction", "leave the context out, backwards add up without it")
         if not self.zero_optimization():
             raise NotImplementedError("coalesce_grad_reduction() without ZeRO: use no_sync()")
         if not self._accumulation.syncs:
@@ -238,10 +254,7 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
             workers = num_local_io_workers or 0
             options: Any = {"collate_fn": collate_fn, "num_workers": workers, "drop_last": drop}
             return torch.utils.data.DataLoader(dataset, batch, sampler=data_sampler, **options)
-        whole = self.train_batch_size() if drop else 1
-        share = self.mesh.data_size, self.mesh.data_rank
-        sampler = Sampler(dataset, *share, self.config.seed, drop, whole, shuffle=route == "train")
-        return Loader(dataset, sampler, batch, collate_fn, drop, self.device)
+        return build_loader(dataset, collate_fn, self.config, self.mesh, route == "train", data_seed(self.asked), batch)
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Let ``train_batch()`` without an iterator take the micro-batches of a loader or iterator, for one pass."""
@@ -275,6 +288,11 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         how = {"pin_memory": pin_memory, "non_blocking": non_blocking}
         chosen = [OffloadStateTypeEnum(kind) for kind in (OffloadStateTypeEnum if include is None else include)]
         super().offload_states([_KINDS[kind] for kind in chosen if kind in _KINDS], **how)
+
+
+def _require_managed(engine: DeepSpeedEngine, name: str, remedy: str) -> None:
+    if not engine.config.managed_gradient_accumulation:
+        raise AssertionError(f"{name}() with {MANAGED} false: every step() updates; {remedy}")
 
 
 def _require_loss(loss: Any) -> torch.Tensor:

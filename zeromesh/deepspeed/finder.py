@@ -76,7 +76,7 @@ class Finder(DistributionFinder, MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to import a module of the table; raise ImportError for one that is refused."""
+        """Return how to import a module of the table."""
         if fullname == plugin_check.HOME and self._answers_alias:
             return plugin_check.find(path)
         is_alias = fullname.partition(".")[0] == ALIAS
@@ -85,9 +85,6 @@ class Finder(DistributionFinder, MetaPathFinder, Loader):
         dotted = _dotted(fullname)
         if dotted in names.modules():
             return ModuleSpec(fullname, self, origin=__file__, is_package=True)
-        # Not a ModuleNotFoundError, which `from deepspeed import NAME` would replace by a message without the remedy.
-        if names.remedy(dotted) is not None:
-            raise ImportError(names.explain(dotted), name=fullname)
         # Files of this package must not be imported a second time under the other name.
         if is_alias:
             raise ModuleNotFoundError(names.explain(dotted), name=fullname)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -9,11 +10,17 @@ import torch.distributed as dist
 
 from zeromesh.comm import environment
 from zeromesh.comm.environment import Environment
+from zeromesh.comm.launchers import DEFAULT_PORT, FILE, LOOPBACK
 
 
 def init_distributed(*args: Any, **kwargs: Any) -> Environment:
     """Start the process group unless there is one; ``zeromesh.init_distributed`` describes the arguments."""
     found = environment.init_distributed(*args, **kwargs)
+    # DeepSpeed sets them for a process without a launcher, and programs read them afterwards.
+    address = LOOPBACK[0] if found.master_address.startswith(FILE) else found.master_address
+    numbers = {"RANK": found.rank, "WORLD_SIZE": found.world_size, "LOCAL_RANK": found.local_rank}
+    for name, value in (numbers | {"MASTER_ADDR": address, "MASTER_PORT": found.master_port or DEFAULT_PORT}).items():
+        os.environ.setdefault(name, str(value))
     _tell_accelerate()
     return found
 

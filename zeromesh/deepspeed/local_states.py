@@ -7,11 +7,13 @@ all of a parameter, a part of it, or nothing. All functions are collective.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 import torch
 from torch import nn
 
 from zeromesh import zero
+from zeromesh.checkpoint.formats.form import states_of
 from zeromesh.engine import Engine
 from zeromesh.shard.sharded import Pick
 from zeromesh.shard.table.table import Table
@@ -94,24 +96,29 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return the whole of one of the optimizer's states; None if the parameter is frozen, or before the first update.
+    """Return the whole of one of the optimizer's states; None if the parameter is frozen.
+
+    Before the first update it is zeros with ZeRO, which states begin with, and None without.
 
     Raises:
-        ValueError, or KeyError at stage 3: after an update there is no such state.
+        ValueError, or KeyError at stage 3: there is no such state.
     """
     found = zero.safe_get_full_optimizer_state(param, optim_state_key)
     return _unmade(param, optim_state_key) if found is None else found
 
 
 def _unmade(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
-    """Return zeros as a state of a trained parameter that no forward has used, with ZeRO; None before an update."""
+    """Return zeros as a state of a trained parameter that was not updated yet, with ZeRO; None without."""
     if zero.is_elsewhere(parameter):
         return None
     engine, (_, flat, index) = _engine(parameter), zero.place_of(parameter)
     stage = getattr(engine, "zero_optimization_stage", lambda: 0)()
-    if not flat.layout.trainable or stage == 0 or engine.global_steps == engine.skipped_steps:
+    if not flat.layout.trainable or stage == 0:
         return None
-    known = {name for state in getattr(engine.optimizer, "state", {}).values() for name in state}
+    known: Collection[str] = {name for state in getattr(engine.optimizer, "state", {}).values() for name in state}
+    known = known or states_of(type(engine.optimizer))
+    if not known and engine.global_steps == engine.skipped_steps:
+        return None
     if known and key not in known:
         error = KeyError if stage == 3 else ValueError
         raise error(f"the optimizer has no state {key!r}; it has {', '.join(sorted(known))}")

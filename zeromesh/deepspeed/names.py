@@ -6,10 +6,12 @@ Modules are made from the table when they are imported (``finder.py``); homes ar
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 from zeromesh.config import keys
+from zeromesh.deepspeed import stand_ins
 
 OWN = "zeromesh.deepspeed"
 ALIAS = "deepspeed"
@@ -48,6 +50,8 @@ _ROWS = (
      "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
      "convert_zero_checkpoint_to_fp32_state_dict"),
     (". accelerator runtime.zero.partition_parameters", ".devices", "get_accelerator"),
+    ("accelerator accelerator.real_accelerator", ".devices",
+     "get_accelerator set_accelerator is_current_accelerator_supported"),
     ("accelerator accelerator.abstract_accelerator", ".devices", "DeepSpeedAccelerator=DeviceInterface"),
     (". runtime.engine", ".engine", "DeepSpeedEngine"),
     (". runtime.base_optimizer", ".wrappers", "DeepSpeedOptimizer"),
@@ -58,7 +62,12 @@ _ROWS = (
     ("runtime.zero.stage3", ".wrappers", "DeepSpeedZeroOptimizer_Stage3"),
     ("runtime.zero.stage_1_and_2", ".wrappers", "DeepSpeedZeroOptimizer"),
     ("checkpoint.utils", ".utilities", "clone_tensors_for_torch_save"),
+    ("elasticity elasticity.config", ".elastic",
+     "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize"),
+    ("elasticity elasticity.elasticity", ".elastic", "compute_elastic_config elasticity_enabled"),
     ("git_version_info", ".utilities", "torch_info"),
+    ("git_version_info", ".op_builder", "compatible_ops installed_ops=compatible_ops"),
+    ("git_version_info", ".finder", "version=VERSION"),
     ("launcher.runner", ".utilities", "DEEPSPEED_ENVIRONMENT_NAME"),
     ("moe.layer", ".experts", "MoE"),
     ("moe.utils", ".experts",
@@ -97,6 +106,8 @@ _ROWS = (
      "VALID_LR_SCHEDULES LR_SCHEDULE LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR "
      "WARMUP_LOG_RATE WARMUP_LINEAR_RATE LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR "
      "add_tuning_arguments get_config_from_args get_lr_from_config"),
+    ("runtime.torch_autocast", ".autocast",
+     "get_autocast_dtype is_autocast_initialized has_comm_dtype get_comm_dtype get_all_comm_dtypes"),
     ("runtime.utils", ".devices", "set_random_seed"),
     ("runtime.utils", ".utilities",
      "see_memory_usage clip_grad_norm_ get_global_norm get_global_norm_of_tensors clip_tensors_by_global_norm "
@@ -182,9 +193,10 @@ REFUSED = {
 """Names and modules that cannot be honoured, and what to use instead."""
 
 
+@cache
 def modules() -> frozenset[str]:
     """Return the dotted names of all modules below ``deepspeed``; the package itself is ``""``."""
-    named = {*HOMES, *SAME}
+    named = {*HOMES, *SAME, *stand_ins.table()}
     # A package may have no names of its own.
     return frozenset(named | {part for name in named for part in _parents(name)})
 
@@ -213,7 +225,10 @@ def explain(dotted: str) -> str:
 
 
 def resolve(module: str, name: str) -> Any:
-    """Return an attribute of a module of the table; raise AttributeError if it has none of this name."""
+    """Return an attribute of a module of the table; raise AttributeError if it has none of this name.
+
+    A name that DeepSpeed has there and that has no home is a stand-in, which raises when it is used.
+    """
     found, dotted = names(module), f"{module}.{name}".lstrip(".")
     if name in found:
         home, other = found[name]
@@ -224,6 +239,24 @@ def resolve(module: str, name: str) -> Any:
         return sorted(found)
     if name.startswith("__"):
         raise AttributeError(f"module {OWN}.{module} has no attribute {name}")
+    error = AttributeError(explain(dotted))
     if module in REST:
-        return getattr(import_module(REST[module]), name)
-    raise AttributeError(explain(dotted))
+        try:
+            return getattr(import_module(REST[module]), name)
+        except AttributeError as own:
+            error = own
+    try:
+        return stand_ins.look_up(module, name, lambda: _elsewhere(module, name, dotted))
+    except KeyError:
+        raise error from None
+
+
+def _elsewhere(module: str, name: str, dotted: str) -> Any:
+    """Return a class that has its home in another module's row, or the operator's builder; else a stand-in."""
+    if name.endswith("Builder") and module.startswith("ops."):
+        return getattr(import_module(REST["ops.op_builder"]), name)
+    homes = {row[name] for row in HOMES.values() if name in row} if name[0].isupper() else set()
+    if len(homes) == 1:
+        home, other = homes.pop()
+        return getattr(import_module(home), other)
+    return stand_ins.stand_in(f"{OWN}.{module}".rstrip("."), name, explain(dotted))

@@ -33,7 +33,7 @@ _LACKING = {
     "RaggedUtils": "ragged_device_ops", "Transformer": "transformer", "Quantizer": "quantizer",
     "FPQuantizer": "fp_quantizer", "SparseAttn": "sparse_attn", "RandomLTD": "random_ltd",
     "StochasticTransformer": "stochastic_transformer", "SpatialInference": "spatial_inference",
-    "EvoformerAttn": "evoformer_attn", "DeepCompile": "dc",
+    "EvoformerAttn": "evoformer_attn", "DeepCompile": "dc", "PinMemory": "pin_memory",
 }  # fmt: skip
 
 compatible_ops = dict.fromkeys(_THERE.values(), True) | dict.fromkeys(_LACKING.values(), False)

@@ -67,7 +67,7 @@ class ZeroInit(zero.Init):
         if isinstance(dtype, str):
             raise ValueError(f"zero.Init: dtype is {dtype!r}; pass a dtype of torch, such as torch.bfloat16")
         config = given.get("config_dict_or_path") or given.get("config")
-        asked = Precision() if config is None else Settings.load(adopt(config)[0]).precision
+        asked = Precision() if config is None else Settings.load(adopt(config)[0], tells=False).precision
         self._precision = asked if dtype is None else dataclasses.replace(asked, compute=dtype)
         self._roots: dict[nn.Module, None] = {}  # modules that were built here, and are in no other
         self._notes: list[Any] = []  # hooks that find them; an object may be entered again inside of itself

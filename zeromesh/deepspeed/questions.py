@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf, isfinite
 from typing import Any
 
 import torch
 
 from zeromesh.comm.detect import Environment
 from zeromesh.config import keys
-from zeromesh.config.engine_answers import ANSWERS, answer
+from zeromesh.config.engine_answers import ANSWERS, Asked, answer
 from zeromesh.deepspeed.process_groups import group_of
 
 Engine = Any  # a DeepSpeedEngine, which is made with these tables
@@ -33,12 +34,20 @@ ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
     "num_experts": lambda engine: [],
     "basic_optimizer": lambda engine: engine.optimizer,
     "param_names": lambda engine: {parameter: name for name, parameter in engine.module.named_parameters()},
+    "torch_autocast_z0_gradscaler": lambda engine: (
+        engine.loss_scaler if engine.torch_autocast_enabled() and not engine.zero_optimization() else None
+    ),
     "num_stages": lambda engine: engine.mesh.sizes["pipeline"],
     "stage_id": lambda engine: engine.mesh.group("pipeline").rank,
     "micro_batches": lambda engine: engine.gradient_accumulation_steps(),
     "micro_batch_size": lambda engine: engine.train_micro_batch_size_per_gpu(),
 }
 """Attributes of the engine."""
+
+
+def data_seed(asked: Asked) -> int:
+    """Return the seed of the order of samples: DeepSpeed leaves torch's, unless our own key is written."""
+    return int(asked.value("seed", 0))
 
 
 def _data_type(engine: Engine) -> torch.dtype:
@@ -63,6 +72,8 @@ QUESTIONS: dict[str, Callable[[Engine], Any]] = {
     ),
     # Of an optimizer without betas, its momentum.
     "get_mom": lambda engine: _per_group(engine, "betas" if any(_per_group(engine, "betas")) else "momentum"),
+    # Infinity, also for a norm that is no number, says that the update was skipped as an overflow.
+    "get_global_grad_norm": lambda engine: norm if (norm := engine._update.norm) is None or isfinite(norm) else inf,
     "get_type": lambda engine: _per_group(engine, "type"),
     "get_loss_scale": lambda engine: float(engine.loss_scale),
     "get_data_types": lambda engine: (_data_type(engine), engine.config.precision.accumulate or _data_type(engine)),

@@ -44,7 +44,7 @@ def configure(
     if deepspeed_config is not None:
         from zeromesh.config.settings import Settings
 
-        section = Settings.load(deepspeed_config).activation_checkpointing
+        section = Settings.load(deepspeed_config, tells=False).activation_checkpointing
         if partition_activations is None:
             partition_activations = section.partition_activations
         if checkpoint_in_cpu is None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zeromesh import build, zero
-from zeromesh.comm.environment import Environment, init_distributed
+from zeromesh.comm.environment import Environment
 from zeromesh.config import keys
 from zeromesh.config.adopt import adopt, share_layers, warn_of
 from zeromesh.config.document import read_object
@@ -23,9 +23,12 @@ from zeromesh.config.engine_answers import Asked, answer
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
 from zeromesh.deepspeed.configuration import clip_by_default
+from zeromesh.deepspeed.elastic import ElasticityConfigError, elasticity_enabled
 from zeromesh.deepspeed.engine import DeepSpeedEngine
+from zeromesh.deepspeed.group import init_distributed
 from zeromesh.deepspeed.lr_schedules import configured
 from zeromesh.deepspeed.pipeline import PipelineEngine
+from zeromesh.deepspeed.questions import data_seed
 from zeromesh.deepspeed.wrappers import require_supported
 from zeromesh.initialization.plan import Arguments
 from zeromesh.pipe import PipelineModule
@@ -66,16 +69,22 @@ def initialize(
     updates = model_parameters != [] and any(parameter.requires_grad for parameter in model.parameters())
     make = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     try:
-        asked = Asked(written, Settings.load(document))
+        asked = Asked(written, Settings.load(document, tells=False))
         require_supported(optimizer, asked, updates)
         answer("checkpoint_tag_validation_fail", asked)  # an unknown value is refused now, not at the first save
     except ConfigError as error:
-        raise DeepSpeedConfigError(error.problems, error.source) from None
+        kind = (
+            ElasticBatchError if isinstance(document, dict) and elasticity_enabled(document) else DeepSpeedConfigError
+        )
+        raise kind(error.problems, error.source) from None
     if lr_scheduler is None and (optimizer is not None or asked.settings.optimizer is not None):
         # As one of DeepSpeed's classes, which programs ask for ``get_lr`` and the schedule's values.
         lr_scheduler = configured(written)
     model = _release(model)  # not before the configuration is known to be right
-    chosen = Arguments(model, document, optimizer, model_parameters, lr_scheduler, training_data, collate_fn, None)
+    _align_local_rank(args)
+    chosen = Arguments(
+        model, document, optimizer, model_parameters, lr_scheduler, training_data, collate_fn, None, data_seed(asked)
+    )
     start = partial(init_distributed, distributed_port=distributed_port, dist_init_required=dist_init_required)
     made = partial(make, document=written, mpu=mpu, users_optimizer=optimizer is not None)
     engine, *others = build.run_steps(chosen, start, kind=made)
@@ -83,22 +92,41 @@ def initialize(
     return engine, *others
 
 
+def _align_local_rank(args: Any) -> None:
+    """Let the script's ``args.local_rank`` be this process's place on its node; AssertionError if it is another."""
+    if not hasattr(args, "local_rank"):
+        return
+    own = Environment.detect().local_rank
+    if args.local_rank is not None and (not isinstance(args.local_rank, int) or args.local_rank not in (-1, own)):
+        raise AssertionError(
+            f"args.local_rank is {args.local_rank!r}, but this process is number {own} of its node; leave it out, or "
+            "set it to LOCAL_RANK"
+        )
+    vars(args).update(local_rank=own)
+
+
 class DeepSpeedConfigError(ConfigError, AssertionError):
     """Error of a configuration: for some of them DeepSpeed raises AssertionError, for others its own."""
+
+
+class ElasticBatchError(DeepSpeedConfigError, ElasticityConfigError):
+    """Error of a configuration that asks for an elastic batch, which an engine does not take."""
 
 
 def _release(model: nn.Module) -> nn.Module:
     """Return a model, freed from the engine that this module's ``initialize`` made of it. Collective at stage 3.
 
-    A model may be initialised again in DeepSpeed.
+    A model may be initialised again in DeepSpeed. Of an engine that is gone, what placed its parameters is still there.
     """
     owner = next(filter(None, map(zero.engine_of, model.parameters())), None)
-    if isinstance(owner, DeepSpeedEngine):
-        _log.warning("initialize was given a model that an engine has: that engine cannot train it any more")
-        owned = [one for one in model.parameters() if owner.sharded.sharded and zero.engine_of(one) is owner]
-        with zero.GatheredParameters(owned):
+    sharded = next(filter(None, map(zero.sharded_of, model.parameters())), None)
+    if sharded is not None and (owner is None or isinstance(owner, DeepSpeedEngine)):
+        if owner is not None:
+            _log.warning("initialize was given a model that an engine has: that engine cannot train it any more")
+        owned = [one for one in model.parameters() if sharded.sharded and zero.sharded_of(one) is sharded]
+        with sharded.gathered(sharded.parts if owned else ()):
             values = [parameter.detach().clone() for parameter in owned]
-        owner.destroy()
+        (sharded.close if owner is None else owner.destroy)()
         for parameter, value in zip(owned, values, strict=True):
             change_class(parameter, getattr(type(parameter), OWN_CLASS, type(parameter)))
             with torch.no_grad():

@@ -132,10 +132,11 @@ def require_supported(optimizer: Any, asked: Asked, updates: bool) -> None:
         )
     masters, states = (answer(name, asked) for name in ("bf16_master_weights_and_gradients", "bf16_optimizer_states"))
     host = settings.zero_optimization.optimizer_device != "none"
-    if (masters and not (stage and (states or host))) or (states and not masters):
+    fp16 = stage == 0 and answer("fp16_master_weights_and_gradients", asked)
+    if fp16 or (masters and not (stage and (states or host))) or (states and not masters):
         raise AssertionError(
-            "DeepSpeed has masters in 16 bits under ZeRO alone, with states in 16 bits, too, or on the host; leave "
-            "these keys of bf16 out: masters and states are in fp32 here"
+            "DeepSpeed has masters in 16 bits under ZeRO alone, with states in 16 bits, too, or on the host; set "
+            "ZeRO's stage and both keys of bf16, or leave these keys out"
         )
     if not isinstance(optimizer, Optimizer) or stage == 0:
         return

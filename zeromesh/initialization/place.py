@@ -83,7 +83,7 @@ def shard(
         tables or TableSettings(), narrow,
     )  # fmt: skip
     part = ModelPart(split or {}) if cut is None else ModelPart(split or {}, cut.tied, cut.idle)
-    accumulation = Accumulation(settings.gradient_accumulation_steps, scaler)
+    accumulation = Accumulation(settings.gradient_accumulation_steps, scaler, settings.managed_gradient_accumulation)
     return ShardedModel(model, mesh, sharding, part, accumulation, materialise, prepare)
 
 

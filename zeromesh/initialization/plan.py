@@ -38,6 +38,7 @@ class Arguments:
     data: Any
     collate_fn: Callable[[Any], Any] | None
     loss_fn: Callable[[Any, Any], Any] | None
+    data_seed: int | None = None  # of DeepSpeed's order of ``data``, the same in each pass; None: an own one for each
 
 
 @dataclass(frozen=True)

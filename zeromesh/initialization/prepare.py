@@ -188,8 +188,21 @@ def check_scheduler(scheduler: Any) -> None:
         )
 
 
-def build_loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh, shuffles: bool) -> Loader | None:
-    """Return a loader of this rank's share of ``data``; None without data."""
+def build_loader(
+    data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh, shuffles: bool, seed: int | None = None,
+    micro_batch: int | None = None,
+) -> Loader | None:  # fmt: skip
+    """Return a loader of this rank's share of ``data``; None without data.
+
+    Args:
+        data: has a length.
+        collate_fn: as in torch's loader.
+        settings: of the run.
+        mesh: says which share this rank has.
+        shuffles: False keeps the order of the data.
+        seed: of DeepSpeed's order; None: another order in each pass, which follows from the settings' seed.
+        micro_batch: samples of a batch; None: those of the settings.
+    """
     if data is None:
         return None
     from torch.utils.data import IterableDataset
@@ -202,11 +215,16 @@ def build_loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh, shu
             "yourself and give each rank share engine.data_rank of engine.data_size"
         )
     drop = settings.dataloader_drop_last
+    micro_batch = micro_batch or settings.train_micro_batch_size_per_gpu
+    if seed is not None:
+        # There it is the batches that are left out which are not full, and not the samples.
+        same = Sampler(data, mesh.data_size, mesh.data_rank, seed, False, shuffle=shuffles, repeats=True)
+        return Loader(data, same, micro_batch, collate_fn, drop, mesh.device)
     # A data set that is smaller than an update still gives micro-batches, of several passes.
     batch = settings.train_batch_size
-    whole = batch if len(data) >= batch else settings.train_micro_batch_size_per_gpu * mesh.data_size
+    whole = batch if len(data) >= batch else micro_batch * mesh.data_size
     sampler = Sampler(data, mesh.data_size, mesh.data_rank, settings.seed, drop, whole, shuffles)
-    return Loader(data, sampler, settings.train_micro_batch_size_per_gpu, collate_fn, drop, mesh.device)
+    return Loader(data, sampler, micro_batch, collate_fn, drop, mesh.device)
 
 
 def open_monitors(settings: Settings | Resolved, rank: int) -> Monitor:

@@ -6,6 +6,7 @@ error of an earlier step leaves it usable. Power users may write their own ``ini
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from collections.abc import Callable
@@ -98,17 +99,16 @@ def read_configuration(
 def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> None:
     """Raise ValueError for a model or a scheduler that cannot be trained."""
     # Two engines would move the same memory.
-    taken = [name for name, module in model.named_modules() if _is_driven(module)]
-    for name, parameter in stored(model):
-        owner = zero.engine_of(parameter)
-        is_left_sharded = type(parameter).__module__ == guard.__name__  # by an engine that was destroyed
-        if is_left_sharded or (owner is not None and _is_driven(owner.module)):
-            taken.append(name)
+    taken = _taken(model)
+    if taken:
+        gc.collect()  # an engine that nobody has any more may be a part of a cycle
+        _let_go(model)
+        taken = _taken(model)
     if taken:
         raise ValueError(
             f"{taken[0] or 'the model'} already belongs to an engine; train with that one, or pass another model, "
             "which may load the weights that the engine's gathered_state_dict() gives; where parameters are not "
-            "sharded, the model is free again after engine.destroy()"
+            "sharded, the model is free again after engine.destroy(), or when nothing refers to the engine any more"
         )
     check_parameters(model)
     require_dtype(model, settings.precision.compute)
@@ -140,6 +140,25 @@ def _unquantized(model: nn.Module, settings: Settings | Resolved) -> list[str]:
     return [*settings.float8.skip, *kept_layers(model, settings.precision)]
 
 
+def _taken(model: nn.Module) -> list[str]:
+    """Return the names of modules and parameters that an engine has."""
+    taken = [name for name, module in model.named_modules() if _is_driven(module)]
+    for name, parameter in stored(model):
+        owner = zero.engine_of(parameter)
+        is_left_sharded = type(parameter).__module__ == guard.__name__  # by an engine that was destroyed
+        if is_left_sharded or (owner is not None and _is_driven(owner.module)):
+            taken.append(name)
+    return taken
+
+
+def _let_go(model: nn.Module) -> None:
+    """Take the hooks of an engine that is gone off a model whose parameters are whole."""
+    for parameter in model.parameters():
+        sharded = zero.sharded_of(parameter)
+        if sharded is not None and not sharded.sharded and zero.engine_of(parameter) is None:
+            sharded.close()
+
+
 def _is_driven(module: nn.Module) -> bool:
     """Return whether a living engine has hooks on the module's forward."""
     return any(isinstance(hook, hooks.Hook) for hook in module._forward_pre_hooks.values())
@@ -157,7 +176,7 @@ def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
         layout.refuse_axes(model, mesh)
         # DeepSpeed's PipelineModule takes the samples in the data set's order.
         shuffles = not isinstance(model, PipelineModule)
-        loader = prepare.build_loader(chosen.data, chosen.collate_fn, resolved, mesh, shuffles)
+        loader = prepare.build_loader(chosen.data, chosen.collate_fn, resolved, mesh, shuffles, chosen.data_seed)
         split = layout.split_plan(model, resolved, mesh, loader, chosen.loss_fn)
         if resolved.chunked_loss:
             heads_over_vocabulary(model)  # raises where the model has none that could be chunked

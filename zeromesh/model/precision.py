@@ -30,5 +30,6 @@ class Precision:
     # Patterns of names of tensors that have fp32 in a 16-bit run; None: those that the model itself names.
     keep_fp32: tuple[str, ...] | None = None
     autocast: torch.dtype | None = None  # the forward runs under ``torch.autocast``, parameters unchanged
+    narrow_masters: bool = False  # no fp32 masters beside 16-bit parameters: these are updated, with states like them
     cast_inputs: bool = True  # floating-point inputs of the model are cast to ``compute``
     loss_scale: LossScale | None = None  # None where the loss is not scaled

@@ -59,8 +59,10 @@ _record = _Record()
 class Accumulation:
     """Counts micro-batches, and knows which of them is the last one before an update."""
 
-    def __init__(self, steps: int, scaler: Scaler | None = None) -> None:
+    def __init__(self, steps: int, scaler: Scaler | None = None, managed: bool = True) -> None:
         self.steps = steps  # micro-batches per update
+        self.managed = managed  # False: every call of ``step`` is an update, of any number of micro-batches
+        self.backwards = 0  # since the last update
         self.scaler = scaler  # of the loss in fp16; None where the loss is not scaled
         # Whether the current micro-batch is the last one, if the user said so; None: it is counted.
         self.boundary: bool | None = None
@@ -88,7 +90,7 @@ class Accumulation:
         """True if the current micro-batch is the last one before an update."""
         if self.boundary is not None:
             return self.boundary
-        return self.counted + self.unsynced + 1 >= self.steps
+        return self.managed and self.counted + self.unsynced + 1 >= self.steps
 
     @property
     def reduces(self) -> bool:
@@ -98,7 +100,7 @@ class Accumulation:
     @property
     def complete(self) -> bool:
         """True if the micro-batches that were counted make an update."""
-        return self.counted >= self.steps if self.boundary is None else self.boundary
+        return not self.managed or self.counted >= self.steps if self.boundary is None else self.boundary
 
     def set_steps(self, steps: int) -> None:
         """Accumulate ``steps`` micro-batches per update from now on."""
@@ -127,6 +129,7 @@ class Accumulation:
 
     def note(self) -> None:
         """A backward has left its gradients."""
+        self.backwards += 1
         if self.syncs:
             self.synced = True
         else:
@@ -156,7 +159,7 @@ class Accumulation:
 
     def restart(self) -> None:
         """Begin with the first micro-batch of an update."""
-        self.counted, self.unsynced, self.synced = 0, 0, False
+        self.counted, self.unsynced, self.synced, self.backwards = 0, 0, False, 0
         self.forget_losses()
 
     def forget_losses(self) -> None:

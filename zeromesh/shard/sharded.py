@@ -72,9 +72,11 @@ class ShardedModel:
         self.sharded = row.parameter is Placement.SHARDED
         # Everything is laid out before anything gets memory, so that what does not fit is refused first.
         self.units = make_units(model, sharding.targets, sharding.tables.modules)
-        mixed = precision.compute is not None
+        mixed = precision.compute is not None and not precision.narrow_masters
         self.accumulation = accumulation or Accumulation(1)
-        laid_out = lay_out(self.units, mesh, sharding, part, self.accumulation.steps > 1)
+        laid_out = lay_out(
+            self.units, mesh, sharding, part, self.accumulation.steps > 1 or not self.accumulation.managed
+        )
         self.root, rest = self.units[0], self.units[1:]
         of_units = [flat for _, flats, _ in laid_out for flat in flats]
         self.tables = Tables(

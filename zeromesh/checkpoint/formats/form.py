@@ -33,6 +33,12 @@ _FAMILIES: dict[frozenset[str], tuple[str, ...]] = {
 """Optimizers by their states, where a file does not name the class."""
 
 
+def states_of(optimizer: type) -> frozenset[str]:
+    """Return the names of the states that a class of optimizers makes, of those in the table; empty for others."""
+    names = {base.__name__ for base in optimizer.__mro__}
+    return next((states for states, classes in _FAMILIES.items() if names & set(classes)), frozenset())
+
+
 @dataclass(frozen=True)
 class StoredRange:
     """Elements ``[start, stop)`` of a flattened tensor, or of its box at ``offsets`` of ``sizes``."""

@@ -1,0 +1,47 @@
+"""``deepspeed.runtime.torch_autocast``: dtypes of a run under ``torch.autocast``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from zeromesh import zero
+
+_SAFE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def is_autocast_initialized() -> bool:
+    """Return whether the newest engine computes under autocast."""
+    return _dtype(zero.newest_engine()) is not None
+
+
+def get_autocast_dtype() -> torch.dtype | None:
+    """Return the dtype of the newest engine's autocast; None without."""
+    return _dtype(zero.newest_engine())
+
+
+def has_comm_dtype(param: nn.Parameter) -> bool:
+    """Return whether a parameter is that of a layer whose products autocast computes in fewer bits."""
+    engine = zero.engine_of(param)
+    if engine is None or _dtype(engine) is None:
+        return False
+    layers = (module for module in engine.module.modules() if isinstance(module, _SAFE))
+    return any(param is own for layer in layers for own in layer.parameters(recurse=False))
+
+
+def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
+    """Return the dtype of autocast for such a parameter, and its own for others."""
+    found = _dtype(zero.engine_of(param)) if has_comm_dtype(param) else None
+    return found or param.dtype
+
+
+def get_all_comm_dtypes(params: Iterable[nn.Parameter]) -> set[torch.dtype]:
+    """Return the dtypes of parameters, as ``get_comm_dtype``."""
+    return {get_comm_dtype(param) for param in params}
+
+
+def _dtype(engine: object) -> torch.dtype | None:
+    found: torch.dtype | None = None if engine is None else engine.config.precision.autocast  # type: ignore[attr-defined]
+    return found
