@@ -152,9 +152,9 @@ class Distributed:
         parts, run = keras.utils.unpack_x_y_sample_weight(data), self.zeromesh
         rows = run.rows(parts)
         if kind in run.probes:
-            run.probes.remove(kind)
             what = "compute parts of a batch"
             agree_run(run.world, what, lambda: Probe(self, run, data, training=kind == "train").check(kind))
+            run.probes.remove(kind)  # not before: what is refused once is refused again
         device = self.engine.device
         move = lambda one: one if one is None else torch.as_tensor(one).to(device)  # noqa: E731
         return *keras.tree.map_structure(move, rows.cut(parts)), rows
