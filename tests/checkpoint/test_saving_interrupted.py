@@ -30,7 +30,7 @@ def when_main_waits(act: Callable[[], object]) -> threading.Thread:
 
     def look() -> None:
         names: list[str] = []
-        while names[:1] != ["wait"] or not {"join", "finish"} & {*names}:
+        while not names or names[0] not in ("wait", "_wait_for_tstate_lock") or not {"join", "finish"} & {*names}:
             time.sleep(0.001)
             names = [frame.f_code.co_name for frame, _ in walk_stack(sys._current_frames()[main])]
         act()
