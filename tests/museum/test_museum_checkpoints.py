@@ -227,3 +227,39 @@ def test_consolidated_weights_have_tied_and_frozen_ones_in_fp32(two_ranks: Found
     assert state.keys() == {*masters, "head.weight"}
     for name, master in masters.items():
         assert gap(state[name], master) <= LIMIT, name
+
+
+class Scaled(nn.Linear):
+    """Divides by the largest input so far, which is neither a parameter nor a buffer."""
+
+    largest = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = max(self.largest, float(x.detach().abs().max()))
+        return super().forward(x) / self.largest
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.largest], dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.largest = float(state)
+
+
+def scaled() -> Scaled:
+    torch.manual_seed(0)
+    return Scaled(4, 4).double()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_scales_that_are_no_tensors_of_the_model_come_back(stage: int, tmp_path: Any) -> None:
+    zero = {"zero_optimization": {"stage": stage}}
+    x = torch.ones(2, 4, dtype=torch.float64)
+    engine = start(scaled(), **zero)
+    engine(5 * x)
+    engine.save_checkpoint(tmp_path)
+    resumed = start(scaled(), **zero)
+    resumed.load_checkpoint(tmp_path)
+    plain = scaled()
+    wrong = plain(x)
+    plain.set_extra_state(torch.tensor([5.0]))
+    require(resumed(x), plain(x), wrong)

@@ -197,3 +197,21 @@ def test_a_model_that_is_built_before_the_ranks_know_each_other_is_sharded() -> 
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for _, weights in two_ranks()["init"]:
         assert gap(weights, weights_of(model)) == 0.0
+
+
+class Wide(nn.Module):
+    """Adds to a large number in fp32, whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 1.001))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.float() * self.scale.float() - 1).square().mean()
+
+
+def test_layers_that_are_to_stay_in_fp32_do() -> None:
+    keep = {"data_types": {"keep_in_fp32_modules": ["scale"]}}
+    engine = start(Wide(), bf16={"enabled": True}, **keep)
+    x = torch.ones(2, 4)
+    require(engine(x) * 1e6, Wide()(x) * 1e6, Wide().bfloat16()(x) * 1e6, 1e-6)
