@@ -21,7 +21,7 @@ def test_each_pass_has_the_order_of_torchs_sampler(ranks: int, drop: bool, size:
     data: Any = range(size)
     settings: Any = SimpleNamespace(dataloader_drop_last=drop, train_micro_batch_size_per_gpu=2)
     for rank in range(ranks):
-        mesh: Any = SimpleNamespace(data_size=ranks, data_rank=rank)
+        mesh: Any = SimpleNamespace(data_size=ranks, data_rank=rank, device=torch.device("cpu"))
         loader = build_loader(data, None, settings, mesh, shuffles=True, seed=0)
         assert loader is not None
         sampler = DistributedSampler(data, ranks, rank)

@@ -191,15 +191,6 @@ def set_option(name: str, value: Any) -> Callable[[Plain], None]:
     return lambda program: [group.update({name: value}) for group in program.optimizer.param_groups] and None
 
 
-def in_a_hook(program: Plain) -> None:
-    def halve(*_: Any) -> None:
-        handle.remove()
-        for state in program.states:
-            state.data.mul_(0.5)
-
-    handle = program.optimizer.register_step_pre_hook(halve)
-
-
 SETTERS: dict[str, Callable[[Plain], object]] = {
     "the master": lambda program: program.set_parameter(half),
     "a state": lambda program: program.set_state(half),
@@ -227,7 +218,6 @@ WRITES: dict[str, Callable[[Plain], object]] = {
     "numpy": each(halve_by_numpy),
     "dlpack": each(lambda state: torch.from_dlpack(state.detach()).data.mul_(0.5)),
     "new data": each(replace_data),
-    "a hook of the step": in_a_hook,
     "the piece's data": each(lambda piece: piece.data.mul_(0.5), "pieces"),
     "the piece in place": each(halve_in_place, "pieces"),
     "the piece by numpy": each(halve_by_numpy, "pieces"),

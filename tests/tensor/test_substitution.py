@@ -267,6 +267,7 @@ LOOKS = {
     "context/applied.py": "runs the user's forward", "pipeline/runtime/stage.py": "runs the user's forward",
     "context/huggingface.py": "runs the user's forward", "shard/table/table.py": "is given tables",
     "tensor/trace.py": "runs the user's forward", "tensor/published.py": "asks", "shard/order.py": "asks",
+    "model/dtypes.py": "names layers", "shard/materialise.py": "refuses",
 }  # fmt: skip
 CLASSES = "Linear|Embedding|EmbeddingBag|LayerNorm|RMSNorm|MultiheadAttention|TransformerEncoderLayer"
 PATTERN = re.compile(

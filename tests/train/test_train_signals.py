@@ -18,8 +18,8 @@ from test_train_cli import call, config
 from zeromesh.checkpoint import save
 from zeromesh.comm.environment import shutdown
 from zeromesh.engine import Engine
-from zeromesh.observe.metrics import read_metrics
 from zeromesh.train.folder import RunFolder
+from zeromesh.train.goodput import read_times
 
 TRAIN = [sys.executable, "-m", "zeromesh.cli.main"]
 
@@ -57,7 +57,7 @@ def test_sigusr1_saves_and_sigterm_saves_and_ends(
         wait_for_steps(run, process, 2)
         process.send_signal(signal.SIGUSR2)
         limit = time.monotonic() + 60
-        while not any("health" in one for one in read_metrics(run.times)):
+        while not any("health" in one for one in read_times(run.times)[0]):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < limit
             time.sleep(0.05)
@@ -70,7 +70,7 @@ def test_sigusr1_saves_and_sigterm_saves_and_ends(
             assert time.monotonic() < limit
             time.sleep(0.05)
         saved = run.last_checkpoint
-        while sum("health" in one for one in read_metrics(run.times)) < 2:
+        while sum("health" in one for one in read_times(run.times)[0]) < 2:
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < limit
             time.sleep(0.05)

@@ -123,7 +123,7 @@ class _Pieces:
             f"safe_set_full_grad, or use {UNSHARDED}"
         )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self, *_: Any) -> Iterator[Any]:
         return self.refused  # type: ignore[no-any-return]
 
     __len__ = __getitem__ = __contains__ = __iter__

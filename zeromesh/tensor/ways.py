@@ -37,6 +37,9 @@ _OURS = os.path.dirname(str(sys.modules["zeromesh"].__file__)) + os.sep
 _BETWEEN = tuple(_TORCH + file for file in ("_dynamo", "_inductor", "_functorch", "fx", "autograd", "utils/hooks.py",
     "utils/checkpoint.py", "nn/modules/_functions.py"))  # fmt: skip
 
+# Functions around a block in a check's copy, where the model itself has hooks: they call nothing of torch themselves.
+_AROUND_BLOCKS = {("token_check.py", "_replaced"), ("spread.py", "_entered"), ("spread.py", "_last")}
+
 # Functions that leave tokens apart whatever they are given, or that only tell something.
 HARMLESS = {*ENTRY_BY_ENTRY, "__get__", "requires_grad_", "dim", "size", "numel", "is_floating_point", "__len__",
     "register_hook", "backward", "embedding"}  # fmt: skip
@@ -57,8 +60,11 @@ def _described(code: CodeType) -> _Code:
     file = code.co_filename
     is_between = not os.path.isabs(file) or "torchinductor" in file or file.startswith((_OURS, *_BETWEEN))
     spans = code.co_lines()
+    passes = is_between and (os.path.basename(file), code.co_name) in _AROUND_BLOCKS and file.startswith(_OURS)
     lines = {at: line for first, last, line in spans if line for at in range(first, last, 2)}
-    described = _Code(code, None if is_between else "" if file.startswith(_TORCH) else file, lines)
+    described = _Code(
+        code, "" if passes or (file.startswith(_TORCH) and not is_between) else None if is_between else file, lines
+    )
     return _codes.setdefault(id(code), described)
 
 
