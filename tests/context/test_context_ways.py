@@ -357,3 +357,17 @@ def test_an_engine_refuses_ways_that_compute_over_tokens() -> None:
         assert not weights
         assert "cumsum, in" in refused
         assert UNCHECKED in refused
+
+
+@pytest.mark.parametrize("first", range(1, 16))
+def test_a_global_counter_that_the_check_advances_hides_no_way(first: int) -> None:
+    calls = 0
+
+    def code(m: Any, y: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return y.cumsum(1 if calls > first else 2)
+
+    model = spread(code)
+    with pytest.raises(Unsupported, match="cumsum"):
+        call(model, 12)

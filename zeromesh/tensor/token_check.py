@@ -202,9 +202,10 @@ class TokenCheck:
         unchanged = saved_tensors_hooks(_same, _same) if engines else nullcontext()
         with undisturbed(), warnings.catch_warnings(), left_as_they_are(model), unchanged:
             warnings.simplefilter("ignore")
+            # Ways first: a run may advance a global counter, and no way may be noted that comes after the check.
+            ways = set() if is_known_way else self._ways(model, original, forward)
             error = self._found(model, original, forward, is_known_way)
-            ways = set() if is_known_way else None if error is not None else self._ways(model, original, forward)
-        return _Checked(error, ways)
+        return _Checked(error, ways if error is None else None)
 
     def _found(
         self, model: nn.Module, original: nn.Module, forward: _Forward, is_known_way: bool
