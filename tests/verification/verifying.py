@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import RobertaConfig, RobertaForCausalLM
 
 import zeromesh
 from huggingface_models import MODELS
@@ -92,5 +93,14 @@ def of_tables(_: str, config: dict[str, Any], **options: Any) -> Report:
     return zeromesh.verify(Recommender(), config, batch, **options)
 
 
-OWN = {"net": of_net, "routed": of_routed, "tables": of_tables}
+def of_decoder(_: str, config: dict[str, Any], **options: Any) -> Report:
+    """Verify a decoder that counts its positions itself, on every rank."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    shape = RobertaConfig(vocab_size=96, max_position_embeddings=40, is_decoder=True, pad_token_id=1, **sizes)
+    ids = torch.randint(3, 96, (4, 16))
+    return zeromesh.verify(RobertaForCausalLM(shape), config, {"input_ids": ids, "labels": ids}, **options)
+
+
+OWN = {"decoder": of_decoder, "net": of_net, "routed": of_routed, "tables": of_tables}
 """Comparisons of models that are none of transformers', by name."""

@@ -203,9 +203,23 @@ def of_number(kind: str, got: float, plain: Sequence[PlainStep], number: int, ke
             near = plain[number + distance].values.get(key) if 0 <= number + distance < len(plain) else None
             if near is not None and abs(float(near) - got) <= 1e-9 * abs(got) and float(near) != expected:
                 return f"the schedule is {what}"
+    if kind == "loss":
+        return _of_forward(number, trial)
     if kind == "norm" and expected:
         return f"it is {named_factor(got / expected, trial, step, close)}, though the gradients are right"
     return ""
+
+
+def _of_forward(number: int, trial: Trial) -> str:
+    """Return the likely cause of a wrong loss, which weights that are right compute."""
+    causes = []
+    if trial.rows.length and number == 1:
+        causes.append(f"samples have {trial.rows.length} tokens in this update, and code may depend on that")
+    if trial.sizes["context"] > 1 or trial.settings.tensor_parallel.sequence:
+        causes.append("each rank has a part of a sequence: code computes over tokens, or counts positions of a part")
+    elif trial.sizes["tensor"] > 1:
+        causes.append("ranks share layers: one computes something else than its class, or a part is taken for a whole")
+    return "; ".join(causes)
 
 
 def where(ranks: Sequence[int], coordinates: Mapping[int, Mapping[str, int]]) -> str:
