@@ -282,7 +282,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     gradient = flat.gradient
     if (gradient is None and not isinstance(part, Table)) or not engine.sharded.reducer.begun:
         return None
-    engine.sharded.reducer.complete()
+    engine.sharded.reducer.complete_together()
     is_used, shard = False, None
     if isinstance(part, Table):
         is_used, shard = part.used, part.dense_gradient()
@@ -402,7 +402,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     if gradient is not None or isinstance(part, Table):
         if not engine.sharded.reducer.begun:
             raise RuntimeError("there is no gradient to change; call this between backward and step")
-        engine.sharded.reducer.complete()
+        engine.sharded.reducer.complete_together()
     if isinstance(part, Table):
         rows = part.dense_gradient()
     elif gradient is not None:

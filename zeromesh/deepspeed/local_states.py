@@ -156,7 +156,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     engine = _engine(param)
     if not engine.sharded.reducer.begun:
         return None
-    engine.sharded.reducer.complete()
+    engine.sharded.reducer.complete_together()
     shard = _gradient(param)
     found = _local(param, lambda flat, local, piece: None if shard is None else shard[local])
     return None if found is None else found * engine.gradient_factor
@@ -192,7 +192,7 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     engine, (part, flat, index) = _engine(param), zero.place_of(param)
     if not engine.sharded.reducer.begun:
         raise RuntimeError("there is no gradient to change; call this between backward and step")
-    engine.sharded.reducer.complete()
+    engine.sharded.reducer.complete_together()
     shard = _gradient(param)
     pick = lambda flat, local, piece: None if shard is None else shard[local]  # noqa: E731
     _set_local(param, value / engine.gradient_factor, pick)

@@ -179,7 +179,7 @@ class Grads:
         """Scale gradients so that their norm is at most ``limit``; return the norm before. All ranks call it."""
         self._settle()
         self._early.spoil()
-        self._reducer.complete()
+        self._reducer.complete_together()
         places = [self._places[id(parameter)] for parameter in parameters if id(parameter) in self._places]
         norm = norm_of(places, order, self._mesh, self._reducer.tables.summed(parameters)) * self._factor
         if (coefficient := limit / (norm + 1e-6)) < 1.0 or norm != norm:  # torch's constant

@@ -257,10 +257,32 @@ class Reducer:
             return
         self._completed = True
         self.finish()
-        # After backwards without a reduction all of them, as ranks may differ in which gradients arrived. Else those of
-        # weights that were used outside of their unit's forward, after the unit was reduced.
-        rest = [one for one in self.gradients if self._waiting or one.full_state is FullState.FILLING]
-        self.reduce(rest, last=True)
+        # After backwards without a reduction all of them, as ranks may differ in which gradients arrived. Those that are
+        # late on this rank may not be on another: see `add_late`.
+        alone = self._mesh.world_size == 1
+        self._sum([one for one, late in zip(self.gradients, self.late(), strict=True) if self._waiting or alone and late])
+        self.tables.complete()
+
+    def late(self) -> list[bool]:
+        """Return of which gradients some arrived after they were reduced, as of weights used outside of their unit."""
+        return [gradient.full_state is FullState.FILLING for gradient in self.gradients]
+
+    def add_late(self, late: Sequence[bool]) -> None:
+        """Sum gradients that were late on some rank, after ``complete``. All ranks call it with the same."""
+        count_once(self.gradients, self._mesh)
+        self._sum([gradient for gradient, here in zip(self.gradients, late, strict=True) if here])
+
+    def complete_together(self) -> None:
+        """Complete, with what was late on other ranks of this stage, which all call it."""
+        self.complete()
+        if self._mesh.world_size > 1:
+            own = torch.tensor(self.late(), dtype=torch.float64)
+            late = self._mesh.group("stage").exchange(own).amax(0).bool().tolist()
+            if any(late):
+                self.add_late(late)
+
+    def _sum(self, gradients: Sequence[Gradient]) -> None:
+        self.reduce(gradients, last=True)
         self._waiting = False
         self.finish()
         self._on_host.land()
@@ -268,7 +290,6 @@ class Reducer:
             if gradient.shard is None:
                 self._make_zero(gradient)
         sum_copies(self.gradients, self._mesh, self.policy, self.memory.limit)
-        self.tables.complete()
 
     def _make_zero(self, gradient: Gradient) -> torch.Tensor:
         """Give a gradient of which nothing is left, on this rank at least, a shard of zeros, and return it."""

@@ -212,17 +212,23 @@ class ShardedModel:
     def complete(self, notes: Sequence[float]) -> Agreement:
         """Finish the reductions at the accumulation boundary, and exchange notes. Collective."""
         self.reducer.complete()
-        flags = self._flags()
-        # In float64: float32 cannot tell apart places in the order of use that are as large as `FAR`.
-        vector = torch.tensor([*notes, *flags, *[0.0] * (self._most_flags - len(flags))], dtype=torch.float64)
-        # One message carries the norm, the notes, and all that ranks have to agree on: gradients that arrived, buffers
-        # that changed, the order of use.
-        with span("norm"):
-            squared = squared_norm(self.reducer.gradients, self.mesh, self.tables.summed()).cpu()
-        with span("agree"):
-            rows = self.mesh.group("world").exchange(torch.cat([squared, vector]))
-        squares, all_notes, all_flags = rows.split([1, len(notes), self._most_flags], dim=1)
-        agreed = iter(all_flags[self.mesh.stage_ranks].amax(0).tolist())
+        while True:
+            late, flags = self.reducer.late(), self._flags()
+            flags += [0.0] * (self._most_flags - len(flags))
+            # In float64: float32 cannot tell apart places in the order of use that are as large as `FAR`.
+            vector = torch.tensor([any(late), *notes, *flags], dtype=torch.float64)
+            # One message carries the norm, the notes, and all that ranks have to agree on: gradients that arrived,
+            # also those that were late, buffers that changed, the order of use.
+            with span("norm"):
+                squared = squared_norm(self.reducer.gradients, self.mesh, self.tables.summed()).cpu()
+            with span("agree"):
+                rows = self.mesh.group("world").exchange(torch.cat([squared, vector]))
+            squares, are_late, all_notes, all_flags = rows.split([1, 1, len(notes), self._most_flags], dim=1)
+            agreed = iter(all_flags[self.mesh.stage_ranks].amax(0).tolist())
+            late = [bool(next(agreed)) for _ in late]
+            if not bool(are_late.any()):
+                break
+            self.reducer.add_late(late)
         for gradient in self.reducer.gradients:
             gradient.mark_used([bool(next(agreed)) for _ in gradient.used])
         self.tables.mark_used([bool(next(agreed)) for _ in self.tables.used()])
@@ -232,9 +238,10 @@ class ShardedModel:
 
     def _flags(self) -> list[float]:
         """Return notes for ranks that hold the same part of the model; the largest value counts."""
+        late = [float(flag) for flag in self.reducer.late()]
         used = [float(flag) for gradient in self.reducer.gradients for flag in gradient.used]
         changed = [float(flag) for flag in self.buffers.changed()]
-        return [*used, *map(float, self.tables.used()), *changed, *self._order.report()]
+        return [*late, *used, *map(float, self.tables.used()), *changed, *self._order.report()]
 
     def first_not_finite(self) -> str:
         """Name a parameter with a gradient that is not finite on this rank, as the end of a sentence; may be empty."""
