@@ -18,7 +18,9 @@ from zeromesh.shard.order import Order, Pass, Walk
 from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.table.table import RowArrival, Table
-from zeromesh.shard.unit import Unit
+from zeromesh.shard.unit import State, Unit
+
+MOST_LATE = 8  # units that are kept for late backwards; all might be the model
 
 
 class Phase(Enum):
@@ -49,6 +51,7 @@ class Backward:
         self._walks: dict[Pass, Walk] = {}
         self._reached: list[Pass] = []
         self._begun: list[Unit] = []
+        self._late: set[Unit] = set()  # the backward of some calls comes after that on other ranks
         self._reduced: set[Unit] = set()
         self._phase = Phase.NONE
         self._last = False
@@ -100,6 +103,7 @@ class Backward:
         if not self._reached:
             self._walk(self.latest)
         self._finish_walks()
+        self._take_back()
         self._reduce_rest()
         if self._last and self._root.sharded:
             # All of them, as ranks may differ in what they used outside: the next fetches must be the same on all.
@@ -112,10 +116,15 @@ class Backward:
         self._phase, self._last = Phase.NONE, False
         self._accumulation.end()
         self._order.end_backward()
+        self._take_back()
         for calls in self.calls.values():
             for call in [call for call in calls if call.forward in self._reached]:
                 calls.discard(call)
         self._residency.leave_backward()
+
+    def _take_back(self) -> None:
+        late, self._late = self._late, set()
+        self._residency.take_back(late)
 
     def _begin_users(self) -> None:
         # One that accumulates gradients, as `loss.backward()` does, is a micro-batch like any other. For
@@ -137,6 +146,7 @@ class Backward:
     def _end_users(self) -> None:
         if self._phase is not Phase.USER:
             self._finish_walks()
+            self._take_back()
             self._residency.leave_backward()
             return
         try:
@@ -232,9 +242,22 @@ class Backward:
     def _reach(self, unit: Unit, forward: Pass) -> None:
         """Begin the backward of a call of the unit: take part in what others may have done for units before it."""
         self.latest = forward
+        if unit in self._late and not self._walk(forward).pending(unit.index):
+            return  # all ranks are past it: its gradients are late, and its parameters are lent
         for index in self._walk(forward).reach(unit.index):
             self._backward_event(self._units[index])
+            self._lend(self._units[index], forward)
         self._backward_event(unit)
+        self._lend(unit, forward)
+
+    def _lend(self, unit: Unit, forward: Pass) -> None:
+        """Keep the unit for backwards that come on this rank once all ranks have taken the last step of it."""
+        if not unit.flats or unit is self._root or len(self._late) >= MOST_LATE or self._walk(forward).pending(unit.index):
+            return
+        if any(call.forward is forward and not call.again for call in self.calls[unit]):
+            self._late.add(unit)
+            if unit.state is not State.AT_REST:
+                self._residency.lend(unit)
 
     def _walk(self, forward: Pass) -> Walk:
         if forward not in self._reached:

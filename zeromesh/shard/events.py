@@ -18,7 +18,7 @@ from zeromesh.shard.hooks import Call, Hook, SavedTensors, computing_backward
 from zeromesh.shard.order import Order
 from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.residency import Residency
-from zeromesh.shard.unit import Unit
+from zeromesh.shard.unit import State, Unit
 
 MOST_LENT = 8  # units that are left in memory as one that comes after them is used; all might be the model
 
@@ -227,6 +227,10 @@ class Events:
                 "engine.generate(...)"
             )
         if self._depth and unit is not self._root and not computing_backward():
+            if self.order.has_seen(unit.index) and unit.state is not State.AT_REST:
+                # No message, and no step of the order: other ranks may not do it, and its gradient may be late.
+                self._residency.lend(unit)
+                return
             # It is a use like a forward, at the same place of the order as another rank's forward. What comes before it
             # there may come after it here, without a message then.
             skipped = self.order.use(unit.index, outside=True)

@@ -25,6 +25,7 @@ class Call:
         self._unit = ref(unit)
         self.version = unit.version
         self.forward = forward
+        self.again = computing_backward()  # a checkpoint computes again
         self._task = -1  # of autograd: the backward whose first gradient of an output has arrived
 
     @property
@@ -186,7 +187,7 @@ class SavedTensors:
             _check_in_place(view.version, unit.members[view.member])
         self._need(unit)
         empty = torch.empty(0, dtype=view.dtype, device=unit.storage.device)
-        return empty.set_(unit.storage, view.offset, view.shape, view.stride)
+        return empty.set_(unit.storage if unit.lent is None else unit.lent, view.offset, view.shape, view.stride)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -119,6 +119,10 @@ class Order:
             self._before, self.current = self.current, Pass(self._passes)
             self._passes += 1
 
+    def has_seen(self, index: int) -> bool:
+        """Return whether the forward that runs has used or passed the unit."""
+        return index in self._seen
+
     def use(self, index: int, outside: bool = False) -> list[int]:
         """A unit's forward begins, or it is used ``outside`` of that; returns what came before on other ranks only."""
         # Other ranks may have used these, for which this one takes part in the fetch, and reduces zeros later.

@@ -68,9 +68,17 @@ class Residency:
             self.active.append(unit)
         self._load(unit)
 
-    def take_back(self) -> None:
-        """The model has computed: nobody uses parameters outside of their forwards any more."""
-        units, self.lending = self.lending, set()
+    def lend(self, unit: Unit) -> None:
+        """Let this rank use the unit, which is in memory or on its way, however long it stays there; no messages."""
+        if unit.state is State.FETCHING:
+            unit.finish_fetch()
+        self._on_change(unit, True)
+        self.lending.add(unit)
+
+    def take_back(self, units: Collection[Unit] | None = None) -> None:
+        """The model has computed: nobody uses these units, or any, outside of their places in the order any more."""
+        units = [*(self.lending if units is None else units)]
+        self.lending.difference_update(units)
         for unit in units:
             unit.take_back()
             if unit.state is State.AT_REST:
@@ -112,7 +120,7 @@ class Residency:
         if node != self._node:  # another node runs, so the one before has read its views
             self._node, self._held = node, set()
         self._held.add(unit)
-        if unit.state is not State.FETCHED:
+        if unit.state is not State.FETCHED and unit not in self.lending:
             self.need(unit)
 
     def leave_backward(self) -> None:

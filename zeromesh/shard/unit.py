@@ -44,6 +44,7 @@ class Unit:
         self._starts: list[int] = []  # of the members in the storage
         self._references = 0  # to the storage, from the unit's own views
         self.storage = torch.UntypedStorage(0)
+        self.lent: torch.UntypedStorage | None = None  # where the parameters are once their slot is needed; see `evict`
         self.state = State.AT_REST
         self.version = 0  # updates so far
         self.sharded = False
@@ -158,6 +159,8 @@ class Unit:
         # A view of an empty storage would be a segmentation fault on a CPU, and silently wrong once it is refilled. So
         # the memory is left to those who hold views, and new memory goes into the slot.
         lent = [flat.views for flat in self.flats] if lends else []
+        if lends:
+            self.lent = self.storage
         if lends or self._count_references() > self._references:
             self._bind(allocate(self.slot.nbytes, self.storage.device))
         detach(self.storage, self.slot)
@@ -169,6 +172,7 @@ class Unit:
 
     def take_back(self) -> None:
         """Let the parameters lie in the unit's own storage again."""
+        self.lent = None
         for flat in self.flats:
             for index in sorted(flat.unbound):
                 flat.rebind(index)
