@@ -40,6 +40,7 @@ from zeromesh.plan.estimators import (
 )
 from zeromesh.shard.deferred import recording
 from zeromesh.shard.flat import Flat
+from zeromesh.shard.reducer import complete_together
 from zeromesh.shard.sharded import Pick
 from zeromesh.shard.table.table import Table
 from zeromesh.shard.unit import Unit
@@ -282,7 +283,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     gradient = flat.gradient
     if (gradient is None and not isinstance(part, Table)) or not engine.sharded.reducer.begun:
         return None
-    engine.sharded.reducer.complete_together()
+    complete_together(engine.sharded.reducer, engine.mesh)
     is_used, shard = False, None
     if isinstance(part, Table):
         is_used, shard = part.used, part.dense_gradient()
@@ -402,7 +403,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     if gradient is not None or isinstance(part, Table):
         if not engine.sharded.reducer.begun:
             raise RuntimeError("there is no gradient to change; call this between backward and step")
-        engine.sharded.reducer.complete_together()
+        complete_together(engine.sharded.reducer, engine.mesh)
     if isinstance(part, Table):
         rows = part.dense_gradient()
     elif gradient is not None:

@@ -33,9 +33,6 @@ from zeromesh.config.keys import PARAMETER_SLOTS, UNSHARDED_PARAMETERS
 from zeromesh.model.worker import Worker
 
 PATIENCE = 30.0  # seconds that every rank must have waited, each in one collective, before they are given up
-# Part of PATIENCE after which ranks are given up that wait for different collectives, of which one fetches parameters: no
-# rank computes, and what is sent is accounted for.
-APART = 1 / 3
 OWN = 10  # times PATIENCE that collectives of the program's own may take: nothing is known of their size
 TICKS = 6  # looks per PATIENCE
 SILENT = 10  # times PATIENCE without a sign of life after which a rank on another host, or the store, is given up
@@ -124,22 +121,18 @@ class Watchdog:
         wait, now = self._wait(), time.monotonic()
         # Ranks say what they wait for, and read what others say, only once they have waited for long, so a run in which
         # all is well pays next to nothing.
-        long = wait is not None and now >= self._since + self._patience
-        due = self._due if self._what else self._since + OWN * self._patience
-        soon = due - self._patience * (1 - APART) if self._what else due
-        signs: list[str] = []
-        if long or (wait is not None and now >= soon):
-            signs = [last_said(self._store, f"zeromesh/signs/{rank}") for rank in range(self._world_size)]
-        if long and wait is not None:
-            self._look_for_silent(wait, signs)
-        else:
+        if wait is None or now < self._since + self._patience:
             self._quiet.clear()
             self._warned.clear()
-        if wait is None or now < soon:
+            signs = None
+        else:
+            signs = [last_said(self._store, f"zeromesh/signs/{rank}") for rank in range(self._world_size)]
+            self._look_for_silent(wait, signs)
+        if wait is None or signs is None or now < (self._due if self._what else self._since + OWN * self._patience):
             self._publish({})
             self._seen = None
             return
-        self._publish(wait | {"due": now >= due})
+        self._publish(wait)
         states = [wait_of(self._store, rank) for rank in range(self._world_size)]
         if self._seen is None or self._seen[0] != states:
             self._seen = states, signs
@@ -147,10 +140,7 @@ class Watchdog:
         # All must have given a sign since these states were first seen: what a stopped rank has said may be old.
         alive = all(sign != before for sign, before in zip(signs, self._seen[1], strict=True))
         if all(states) and alive and still is not None and still["number"] == wait["number"]:
-            if all(state["due"] for state in states):
-                self._give_up(states, self._patience)
-            elif _are_apart(states):
-                self._give_up(states, self._patience * APART)
+            self._give_up(states)
 
     def _give_sign(self) -> None:
         self._store.set(f"zeromesh/signs/{self._rank}", f"{self._beat} {PLACE} {os.getpid()} {socket.gethostname()}")
@@ -197,19 +187,18 @@ class Watchdog:
             if limit is not None and count >= TICKS * limit:
                 self._end(text, publish=True)
 
-    def _give_up(self, states: list[Any], seconds: float) -> None:
+    def _give_up(self, states: list[Any]) -> None:
         lines = [
             f"  rank {rank} waits in its collective {s['number']}: {_described(s)}" for rank, s in enumerate(states)
         ]
         advice = "All ranks must run the same forwards, backwards and steps in the same order."
-        if _are_apart(states):
+        if len({state["what"] for state in states}) > 1 and any("parameters of" in state["what"] for state in states):
             advice += (
-                " Where ranks use a block several times in different numbers, in different orders, or its parameters "
-                "after its forward, as a penalty does, write it at the same place on all ranks, times 0 where it does "
-                f"not count; or let the block stay in memory: raise {PARAMETER_SLOTS} to the number of blocks, or use "
+                " Where ranks use a block that they use several times in different numbers, or in different orders, "
+                f"it must stay in memory: raise {PARAMETER_SLOTS} to the number of blocks, or use "
                 f"{UNSHARDED_PARAMETERS}."
             )
-        text = f"every rank has waited for {seconds:.0f} s or more and none got any further"
+        text = f"every rank has waited for {self._patience:.0f} s or more and none got any further"
         self._end("\n".join([f"{text}:", *lines, advice]), publish=True)
 
     def judge(self) -> None:
@@ -245,11 +234,6 @@ class Watchdog:
         time.sleep(pause)
         # The waiting thread is inside gloo, which cannot be interrupted.
         os._exit(EXIT_CODE)
-
-
-def _are_apart(states: Sequence[Any]) -> bool:
-    """Return whether ranks wait for different collectives, of which one fetches parameters."""
-    return len({state["what"] for state in states}) > 1 and any("parameters of" in state["what"] for state in states)
 
 
 def where(frame: FrameType | None) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 from zeromesh import zero
 from zeromesh.checkpoint.formats.form import states_of
 from zeromesh.engine import Engine
+from zeromesh.shard.reducer import complete_together
 from zeromesh.shard.sharded import Pick
 from zeromesh.shard.table.table import Table
 
@@ -156,7 +157,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     engine = _engine(param)
     if not engine.sharded.reducer.begun:
         return None
-    engine.sharded.reducer.complete_together()
+    complete_together(engine.sharded.reducer, engine.mesh)
     shard = _gradient(param)
     found = _local(param, lambda flat, local, piece: None if shard is None else shard[local])
     return None if found is None else found * engine.gradient_factor
@@ -192,7 +193,7 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     engine, (part, flat, index) = _engine(param), zero.place_of(param)
     if not engine.sharded.reducer.begun:
         raise RuntimeError("there is no gradient to change; call this between backward and step")
-    engine.sharded.reducer.complete_together()
+    complete_together(engine.sharded.reducer, engine.mesh)
     shard = _gradient(param)
     pick = lambda flat, local, piece: None if shard is None else shard[local]  # noqa: E731
     _set_local(param, value / engine.gradient_factor, pick)

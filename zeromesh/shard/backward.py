@@ -103,7 +103,8 @@ class Backward:
         if not self._reached:
             self._walk(self.latest)
         self._finish_walks()
-        self._take_back()
+        self._residency.take_back(self._late)
+        self._late = set()
         self._reduce_rest()
         if self._last and self._root.sharded:
             # All of them, as ranks may differ in what they used outside: the next fetches must be the same on all.
@@ -116,15 +117,12 @@ class Backward:
         self._phase, self._last = Phase.NONE, False
         self._accumulation.end()
         self._order.end_backward()
-        self._take_back()
+        self._residency.take_back(self._late)
+        self._late = set()
         for calls in self.calls.values():
             for call in [call for call in calls if call.forward in self._reached]:
                 calls.discard(call)
         self._residency.leave_backward()
-
-    def _take_back(self) -> None:
-        late, self._late = self._late, set()
-        self._residency.take_back(late)
 
     def _begin_users(self) -> None:
         # One that accumulates gradients, as `loss.backward()` does, is a micro-batch like any other. For
@@ -146,7 +144,8 @@ class Backward:
     def _end_users(self) -> None:
         if self._phase is not Phase.USER:
             self._finish_walks()
-            self._take_back()
+            self._residency.take_back(self._late)
+            self._late = set()
             self._residency.leave_backward()
             return
         try:
@@ -244,20 +243,16 @@ class Backward:
         self.latest = forward
         if unit in self._late and not self._walk(forward).pending(unit.index):
             return  # all ranks are past it: its gradients are late, and its parameters are lent
-        for index in self._walk(forward).reach(unit.index):
-            self._backward_event(self._units[index])
-            self._lend(self._units[index], forward)
-        self._backward_event(unit)
-        self._lend(unit, forward)
-
-    def _lend(self, unit: Unit, forward: Pass) -> None:
-        """Keep the unit for backwards that come on this rank once all ranks have taken the last step of it."""
-        if not unit.flats or unit is self._root or len(self._late) >= MOST_LATE or self._walk(forward).pending(unit.index):
-            return
-        if any(call.forward is forward and not call.again for call in self.calls[unit]):
-            self._late.add(unit)
-            if unit.state is not State.AT_REST:
-                self._residency.lend(unit)
+        for step in chain(map(self._units.__getitem__, self._walk(forward).reach(unit.index)), (unit,)):
+            self._backward_event(step)
+            if not step.flats or step is self._root or self._walk(forward).pending(step.index):
+                continue
+            # All ranks have taken the last step of it. Backwards that come later on this rank use it without a message.
+            comes = any(call.forward is forward and not call.again for call in self.calls[step])
+            if comes and len(self._late) < MOST_LATE:
+                self._late.add(step)
+                if step.state is not State.AT_REST:
+                    self._residency.lend(step)
 
     def _walk(self, forward: Pass) -> Walk:
         if forward not in self._reached:

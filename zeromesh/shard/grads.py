@@ -15,7 +15,7 @@ from zeromesh.shard.early import EarlyUpdates
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient, GradientArrival
 from zeromesh.shard.guard import HARMLESS, OWN_CLASS, change_class, changes_nothing
-from zeromesh.shard.reducer import Reducer
+from zeromesh.shard.reducer import Reducer, complete_together
 from zeromesh.shard.sums import norm_of
 
 # Autograd's own. Its `.grad` is empty between backwards: each gradient is moved into its flat buffer as it arrives.
@@ -179,7 +179,7 @@ class Grads:
         """Scale gradients so that their norm is at most ``limit``; return the norm before. All ranks call it."""
         self._settle()
         self._early.spoil()
-        self._reducer.complete_together()
+        complete_together(self._reducer, self._mesh)
         places = [self._places[id(parameter)] for parameter in parameters if id(parameter) in self._places]
         norm = norm_of(places, order, self._mesh, self._reducer.tables.summed(parameters)) * self._factor
         if (coefficient := limit / (norm + 1e-6)) < 1.0 or norm != norm:  # torch's constant

@@ -64,19 +64,12 @@ class Reducer:
         self._gathering: deque[_Reduction] = deque()
         # Gradients are divided by it as they arrive, so that the mean needs no pass over memory of its own. The update
         # does the rest of the division, once.
-        self.predivide = self._exact_divisor() if policy.predivide is None else policy.predivide
+        self.predivide = _exact_divisor(gradients, policy, mesh) if policy.predivide is None else policy.predivide
         self.begun = False  # a backward has begun since the last update
         self._completed = False
         self._waiting = False  # some backward has ended without a reduction
         self._incoming = 1.0 / self.predivide  # factor of gradients that arrive
         self._averaged = 1.0  # factor that sums were multiplied by to be means
-
-    def _exact_divisor(self) -> float:
-        """Return the number of ranks if gradients can be divided by it exactly, else 1."""
-        # Dividing by a power of two is exact, but not among fp16's smallest numbers.
-        dtypes = {dtype for g in self.gradients for dtype in (g.slot_dtype, self.policy.wire_dtype(g.layout))}
-        ranks = self._mesh.gradients
-        return float(ranks) if ranks & (ranks - 1) == 0 and torch.float16 not in dtypes else 1.0
 
     @property
     def host_bytes(self) -> int:
@@ -257,32 +250,19 @@ class Reducer:
             return
         self._completed = True
         self.finish()
-        # After backwards without a reduction all of them, as ranks may differ in which gradients arrived. Those that are
-        # late on this rank may not be on another: see `add_late`.
+        # After backwards without a reduction all of them, as ranks may differ in which gradients arrived. Those that
+        # are late on this rank may be on time on another: see `add_late`.
         alone = self._mesh.world_size == 1
-        self._sum([one for one, late in zip(self.gradients, self.late(), strict=True) if self._waiting or alone and late])
+        self._sum([self._waiting or (alone and late) for late in late_of(self)])
         self.tables.complete()
-
-    def late(self) -> list[bool]:
-        """Return of which gradients some arrived after they were reduced, as of weights used outside of their unit."""
-        return [gradient.full_state is FullState.FILLING for gradient in self.gradients]
 
     def add_late(self, late: Sequence[bool]) -> None:
         """Sum gradients that were late on some rank, after ``complete``. All ranks call it with the same."""
         count_once(self.gradients, self._mesh)
-        self._sum([gradient for gradient, here in zip(self.gradients, late, strict=True) if here])
+        self._sum(late)
 
-    def complete_together(self) -> None:
-        """Complete, with what was late on other ranks of this stage, which all call it."""
-        self.complete()
-        if self._mesh.world_size > 1:
-            own = torch.tensor(self.late(), dtype=torch.float64)
-            late = self._mesh.group("stage").exchange(own).amax(0).bool().tolist()
-            if any(late):
-                self.add_late(late)
-
-    def _sum(self, gradients: Sequence[Gradient]) -> None:
-        self.reduce(gradients, last=True)
+    def _sum(self, chosen: Sequence[bool]) -> None:
+        self.reduce([gradient for gradient, here in zip(self.gradients, chosen, strict=True) if here], last=True)
         self._waiting = False
         self.finish()
         self._on_host.land()
@@ -356,3 +336,25 @@ class Reducer:
     def _settle_shard(self, gradient: Gradient) -> None:
         self.finish()
         gradient.land()
+
+
+def late_of(reducer: Reducer) -> list[bool]:
+    """Return of which gradients some arrived after they were reduced, as of weights used outside of their unit."""
+    return [gradient.full_state is FullState.FILLING for gradient in reducer.gradients]
+
+
+def complete_together(reducer: Reducer, mesh: Mesh) -> None:
+    """Complete, with what was late on other ranks of this stage, which all call it."""
+    reducer.complete()
+    if mesh.world_size > 1:
+        late = mesh.group("stage").exchange(torch.tensor(late_of(reducer), dtype=torch.float64)).amax(0).bool().tolist()
+        if any(late):
+            reducer.add_late(late)
+
+
+def _exact_divisor(gradients: Sequence[Gradient], policy: GradientPolicy, mesh: Mesh) -> float:
+    """Return the number of ranks if gradients can be divided by it exactly, else 1."""
+    # Dividing by a power of two is exact, but not among fp16's smallest numbers.
+    dtypes = {dtype for g in gradients for dtype in (g.slot_dtype, policy.wire_dtype(g.layout))}
+    ranks = mesh.gradients
+    return float(ranks) if ranks & (ranks - 1) == 0 and torch.float16 not in dtypes else 1.0

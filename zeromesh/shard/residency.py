@@ -166,7 +166,7 @@ class Residency:
     # Decisions.
 
     def _advance(self, unit: Unit) -> None:
-        distance = self._distance(unit)
+        distance = _distance(self._plan, unit, self._position)
         if distance != FAR:
             self._position += distance + 1
 
@@ -217,16 +217,10 @@ class Residency:
         for unit in self._units.values():
             if unit.slot is None or unit in pinned or unit.slot.nbytes < nbytes:
                 continue
-            distance = self._distance(unit)
+            distance = _distance(self._plan, unit, self._position)
             if distance > farthest:
                 best, farthest = unit, distance
         return best
-
-    def _distance(self, unit: Unit) -> int:
-        try:
-            return self._plan.index(unit.index, self._position) - self._position
-        except ValueError:
-            return FAR
 
     def evict(self, unit: Unit) -> None:
         """Give up the unit's slot. Views of its parameters that somebody holds stay good."""
@@ -250,3 +244,11 @@ class Residency:
                 self.evict(unit)
         self._pool.trim()
         self._root_pool.trim()
+
+
+def _distance(plan: list[int], unit: Unit, position: int) -> int:
+    """Return the number of steps of a plan from a position on to the next use of a unit."""
+    try:
+        return plan.index(unit.index, position) - position
+    except ValueError:
+        return FAR

@@ -33,7 +33,7 @@ from zeromesh.shard.layout import Layout
 from zeromesh.shard.narrow import share_scales
 from zeromesh.shard.order import Order
 from zeromesh.shard.place import ModelPart, Sharding, lay_out, make_units
-from zeromesh.shard.reducer import Reducer
+from zeromesh.shard.reducer import Reducer, late_of
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.slots import Pool, largest
 from zeromesh.shard.store import Tiers
@@ -213,7 +213,7 @@ class ShardedModel:
         """Finish the reductions at the accumulation boundary, and exchange notes. Collective."""
         self.reducer.complete()
         while True:
-            late, flags = self.reducer.late(), self._flags()
+            late, flags = late_of(self.reducer), self._flags()
             flags += [0.0] * (self._most_flags - len(flags))
             # In float64: float32 cannot tell apart places in the order of use that are as large as `FAR`.
             vector = torch.tensor([any(late), *notes, *flags], dtype=torch.float64)
@@ -238,7 +238,7 @@ class ShardedModel:
 
     def _flags(self) -> list[float]:
         """Return notes for ranks that hold the same part of the model; the largest value counts."""
-        late = [float(flag) for flag in self.reducer.late()]
+        late = [float(flag) for flag in late_of(self.reducer)]
         used = [float(flag) for gradient in self.reducer.gradients for flag in gradient.used]
         changed = [float(flag) for flag in self.buffers.changed()]
         return [*late, *used, *map(float, self.tables.used()), *changed, *self._order.report()]
