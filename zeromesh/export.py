@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeromesh.checkpoint.contents import buffers
 from zeromesh.checkpoint.whole import file_names, on_every_rank, on_first_rank, shows, tensor_states
 from zeromesh.comm.agreement import agree_run, agree_success, catch, texts
 from zeromesh.model.quantized import change, dense, is_quantized, is_transposed, parts, stored, weight_of
@@ -189,8 +190,8 @@ def _unit_tensors(sharded: ShardedModel) -> Iterator[dict[str, torch.Tensor]]:
         # Merging a layer needs its adapters, which may be in other units.
         with sharded.gathered(_with_adapters(sharded, unit, members)):
             yield members
-    kept = frozenset(model.state_dict(keep_vars=True))
-    yield {name: buffer for name, buffer in model.named_buffers() if name in kept and name not in sharded.idle}
+    # The state dict may name them otherwise, as wrappers and the model's hooks do.
+    yield {name: buffer for name, buffer in buffers(sharded) if name not in sharded.idle}
 
 
 def _with_adapters(sharded: ShardedModel, unit: Unit | Table, names: Iterable[str]) -> list[Unit | Table]:
@@ -387,8 +388,8 @@ def _chosen_states(sharded: ShardedModel, wanted: Sequence[str], others: Mapping
                 if names := {name for name in wanted if others.get(name, name) == segment.name}:
                     value = _whole(sharded, unit, flat, index)
                     yield {name: value.to("cpu", copy=True) for name in names} if shown else {}
-    buffers = ((name, buffer) for name, buffer in sharded.model.named_buffers() if name in wanted)
-    yield {name: buffer.detach().cpu().clone() for name, buffer in buffers if shown and name not in sharded.idle}
+    chosen = ((name, buffer) for name, buffer in sharded.model.named_buffers() if name in wanted)
+    yield {name: buffer.detach().cpu().clone() for name, buffer in chosen if shown and name not in sharded.idle}
 
 
 @contextmanager

@@ -47,9 +47,10 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(8, 8)
+        self.register_buffer("shift", torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x).tanh()
+        return (self.inner(x) + self.shift).tanh()
 
 
 def engine_of(model: nn.Module, stage: int) -> Any:
@@ -162,7 +163,7 @@ def test_hooks_that_rename_and_leave_out_count_in_files_and_state_dicts(tmp_path
         block._register_state_dict_hook(rename)
     engine = engine_of(model, 3)
     engine.save_16bit_model(tmp_path)
-    names = {"0.renamed", "1.renamed"}
+    names = {"0.renamed", "1.renamed", "0.shift", "1.shift"}
     assert set(load_file(tmp_path / "model.safetensors")) == names == set(engine.gathered_state_dict())
 
 
