@@ -133,7 +133,13 @@ SUBCLASSES: dict[str, Callable[[int, int], nn.Module]] = {
         Lora, LowRank, Standardized, Rounded, Scaled, Cosine, Called, Multiplied, Centred, Activated, Masked, Quiet,
     )
 }  # fmt: skip
-INSTANCES = {"a method": changed(with_forward), "a function": changed(with_function)}
+INSTANCES = {
+    "a method": changed(with_forward),
+    "a function": changed(with_function),
+    "a hook that reads the weight": changed(
+        lambda one: one.register_forward_hook(lambda module, _, output: output + 0.01 * module.weight.sum()) and None
+    ),
+}
 PARAMETRIZED = {
     "weight norm": changed(parametrizations.weight_norm),
     "older weight norm": changed(torch.nn.utils.weight_norm),

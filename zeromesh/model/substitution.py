@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ _PARAMETERS: Mapping[str, Collection[str]] = {
     "MultiheadAttention": (*_ATTENTION, "out_proj.weight", "out_proj.bias"),
 }
 KNOWN = ("transformers.", "zeromesh.")  # packages whose attention and MLPs compute what the names of their layers say
+# Names by which the code of a hook reaches the weights of its module.
+_WEIGHTS = {"weight", "bias", "parameters", "named_parameters", "_parameters", "get_parameter", "state_dict"}
 _SAME = {"FalconLinear"}  # classes of transformers with a forward of their own, which computes what torch's does
 # What a subclass may define without another computation. New names are harmless, as torch does not ask for them.
 _HARMLESS = {
@@ -42,7 +44,7 @@ _HARMLESS = {
 def computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Return whether a module of a class, or of a subclass, computes what torch defines for the class.
 
-    Its hooks do not count: they run around whatever computes in its place.
+    Its hooks run around whatever computes in its place, and count only if their code names its weights.
     """
     return isinstance(module, kind) and not own_computation(module, kind)
 
@@ -73,7 +75,26 @@ def own_computation(module: nn.Module, kind: type[nn.Module]) -> str:
             return f"it has a parameter {name}, which {kind.__name__} lacks"
         if isinstance(parameter, nn.UninitializedParameter) or _acts(type(parameter)):
             return f"its {name} is a {type(parameter).__name__}"
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()) if names else ():
+        if _WEIGHTS.intersection(_names_in(hook)):
+            return "a hook of its forward reads its weights"
     return ""
+
+
+def _names_in(hook: Any) -> set[str]:
+    """Return the names that the code of a user's hook has; none for hooks of libraries."""
+    while (inner := getattr(hook, "func", None) or getattr(hook, "__func__", None)) is not None:
+        hook = inner
+    hook = hook if isinstance(hook, FunctionType) else inspect.getattr_static(type(hook), "__call__", None)
+    library = str(getattr(hook, "__module__", "")).partition(".")[0]
+    if not isinstance(hook, FunctionType) or library in ("torch", "transformers", "peft", "accelerate", "zeromesh"):
+        return set()
+    codes, names = [hook.__code__], set()
+    while codes:
+        code = codes.pop()
+        names |= {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return names
 
 
 def runs_another_forward(module: nn.Module) -> bool:

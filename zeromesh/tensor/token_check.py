@@ -204,21 +204,22 @@ class TokenCheck:
             warnings.simplefilter("ignore")
             # Ways first: a run may advance a global counter, and no way may be noted that comes after the check.
             ways = set() if is_known_way else self._ways(model, original, forward)
-            error = self._found(model, original, forward, is_known_way)
-        return _Checked(error, ways if error is None else None)
+            error, followed = self._found(model, original, forward, is_known_way)
+        return _Checked(error, ways if error is None and followed else None)
 
     def _found(
         self, model: nn.Module, original: nn.Module, forward: _Forward, is_known_way: bool
-    ) -> MixesTokens | None:  # fmt: skip
+    ) -> tuple[MixesTokens | None, bool]:  # fmt: skip
+        """Return the error of the check, if there is one, and whether the code could be followed."""
         try:
             with limited(SECONDS):
                 whole = self._run(model, original, forward, False)
         except MixesTokens as error:
-            return error
+            return error, True
         except Exception as error:
             _log.debug("the model cannot be checked", exc_info=True)
             self._tell(error)
-            return None
+            return None, False
         # Code need not run with other values, nor with another length, and was found to leave tokens apart.
         for guess, other in ((True, None), (False, None if is_known_way else whole)):
             try:
@@ -229,10 +230,10 @@ class TokenCheck:
                         self._compare(whole, self._run(model, original, forward, guess, other))
             except MixesTokens as error:
                 if other is None or isinstance(error, DependsOnLength):
-                    return error
+                    return error, True
             except Exception:
                 _log.debug("another run of the check has failed", exc_info=True)
-        return None
+        return None, True
 
     def _ways(self, model: nn.Module, original: nn.Module, forward: _Forward) -> set[int] | None:
         """Return the ways of the code in a rank's part of the sequence; None if that cannot be run."""
