@@ -205,6 +205,8 @@ class TokenCheck:
             # Ways first: a run may advance a global counter, and no way may be noted that comes after the check.
             ways = set() if is_known_way else self._ways(model, original, forward)
             error, followed = self._found(model, original, forward, is_known_way)
+        # Hooks of a forward, such as loggers, do not run in the check, so that what they call is no other way.
+        followed &= not any(map(_has_forward_hooks, original.modules()))
         return _Checked(error, ways if error is None and followed else None)
 
     def _found(
@@ -322,3 +324,10 @@ def _has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks of its forward that are not torch's own."""
     every = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(not type(hook).__module__.startswith("torch.") for hook in every)
+
+
+def _has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks of its forward that are not this library's."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    kinds = (str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks)
+    return not all(kind.startswith("zeromesh.") for kind in kinds)
