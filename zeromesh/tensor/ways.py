@@ -37,6 +37,8 @@ _OURS = os.path.dirname(str(sys.modules["zeromesh"].__file__)) + os.sep
 _BETWEEN = tuple(_TORCH + file for file in ("_dynamo", "_inductor", "_functorch", "fx", "autograd", "utils/hooks.py",
     "utils/checkpoint.py", "nn/modules/_functions.py"))  # fmt: skip
 
+# transformers' code of masks, which context parallelism replaces, looks at positions and not at activations.
+_MASKS = os.path.join("transformers", "masking_utils.py")
 # Functions around a block in a check's copy, where the model itself has hooks: they call nothing of torch themselves.
 _AROUND_BLOCKS = {("token_check.py", "_replaced"), ("spread.py", "_entered"), ("spread.py", "_last")}
 
@@ -58,7 +60,12 @@ _codes: dict[int, _Code] = {}  # by the code's id: its hash takes long
 
 def _described(code: CodeType) -> _Code:
     file = code.co_filename
-    is_between = not os.path.isabs(file) or "torchinductor" in file or file.startswith((_OURS, *_BETWEEN))
+    is_between = (
+        not os.path.isabs(file)
+        or "torchinductor" in file
+        or file.endswith(_MASKS)
+        or file.startswith((_OURS, *_BETWEEN))
+    )
     spans = code.co_lines()
     passes = is_between and (os.path.basename(file), code.co_name) in _AROUND_BLOCKS and file.startswith(_OURS)
     lines = {at: line for first, last, line in spans if line for at in range(first, last, 2)}
