@@ -173,7 +173,7 @@ def test_a_way_that_no_check_can_take_is_refused_unless_the_module_is_named(unch
 
 
 class Identity(torch.autograd.Function):
-    """What it is given; its gradient is the mean over the tokens."""
+    """Return the input; its gradient is the mean over the tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a program sets between the backward and the step counts in it, wherever states rest, as in plain torch."""
+"""Values set between the backward and the step count in the step, wherever states rest, as in plain torch."""
 
 from __future__ import annotations
 
