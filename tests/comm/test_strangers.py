@@ -36,7 +36,7 @@ def member(rank: int, port: int, world_size: int = 2) -> Environment:
 
 
 def start(environment: Environment, token: str, limit: timedelta = LIMIT) -> str:
-    """Start a rank with a token; return the error that it gets, or an empty text."""
+    """Start a rank with a token; return "started", or the error that it gets."""
     os.environ[TOKEN] = token
     try:
         init_distributed("gloo", start_timeout=limit, environment=environment)
