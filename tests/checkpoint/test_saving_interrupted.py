@@ -117,6 +117,21 @@ def test_a_worker_is_over_when_its_work_is_whoever_was_interrupted_meanwhile() -
     never.join()
 
 
+def test_a_forked_process_does_not_wait_for_the_threads_of_its_parent() -> None:
+    gate = Event()
+    worker = Worker(gate.wait)
+    worker.start()
+    child = os.fork()
+    if child == 0:  # it has a copy of the event, which nobody sets
+        signal.alarm(30)
+        worker.join()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not worker.over
+    gate.set()
+    worker.join()
+
+
 def test_copies_that_are_being_sent_are_waited_for_after_ctrl_c(tmp_path: Path) -> None:
     gate, sent = Event(), []
     kept = Kept(tmp_path, "copies", 0, [0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
@@ -19,11 +20,12 @@ class Worker(threading.Thread):
         super().__init__(name=name, daemon=daemon)
         self._work = work
         self._over = threading.Event()
+        self._process = os.getpid()
 
     @property
     def over(self) -> bool:
-        """True once the work is over."""
-        return self._over.is_set()
+        """True once the work is over, and in a forked process, which has no thread of its parent's."""
+        return self._over.is_set() or self._process != os.getpid()
 
     def start(self) -> None:
         """Start the thread; raise RuntimeError if the system has no more."""
@@ -43,4 +45,5 @@ class Worker(threading.Thread):
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the work is over, at most ``timeout`` seconds."""
-        self._over.wait(timeout)
+        if not self.over:
+            self._over.wait(timeout)
