@@ -3,6 +3,7 @@
 ``LIMITS`` hold for all code. ``ABOVE`` lists larger files and classes with their sizes: an entry may shrink and never
 grow, and goes once it is within the limit. Only ``config`` names keys of the configuration and ZeRO stages, in messages
 too; ``NAMED_ELSEWHERE`` counts the strings of other packages that still do. Nothing is unpickled but in ``UNPICKLED``.
+Names that say nothing (``EMPTY_NAMES``) may become fewer, never more.
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ FRAGMENTS = ("What", "Of", "Whether", "As", "How", "By", "To", "If", "That", "Wh
 
 MOST_FOREIGN_WRITES = 34
 """Assignments in the package to attributes of objects that the function has not made."""
+
+EMPTY_NAMES = ("found", "one", "own", "made", "given", "held", "kept", "known", "whole")
+"""Names of variables and arguments that do not say what they hold."""
+
+MOST_EMPTY_NAMES = 1824
+"""Places in the package where such a name gets its value. The number may shrink and never grow."""
 
 LEAST_COMMENTS = 0.06
 """Share of lines that have a comment, which says why."""
@@ -122,6 +129,15 @@ def foreign_writes(tree: ast.Module) -> Iterator[tuple[int, str]]:
                         base = part.value
                         if not (isinstance(base, ast.Name) and base.id in {*OWN, *made}):
                             yield part.lineno, ast.unparse(part)
+
+
+def empty_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each variable or argument that does not say what it holds."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in EMPTY_NAMES:
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg) and node.arg in EMPTY_NAMES:
+            yield node.lineno, node.arg
 
 
 def threads(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -208,7 +224,7 @@ def check(root: Path) -> list[str]:
     found: dict[str, dict[str, int]] = defaultdict(dict)
     classes: dict[str, list[str]] = defaultdict(list)
     named: dict[str, list[str]] = defaultdict(list)
-    fragments, writes, alone, pickles, trusting, key = [], [], [], [], [], names_of_keys()
+    fragments, writes, empty, alone, pickles, trusting, key = [], [], [], [], [], [], names_of_keys()
     total, commented = 0, 0
     for file in sorted((root / PACKAGE).rglob("*.py")):
         text, name = file.read_text(encoding="utf-8"), str(file.relative_to(root / PACKAGE))
@@ -222,6 +238,7 @@ def check(root: Path) -> list[str]:
         writes += [
             f"{PACKAGE}/{name}:{line}: {target} is of another object" for line, target in {*foreign_writes(tree)}
         ]
+        empty += [f"{PACKAGE}/{name}:{line}: {what} does not say what it holds" for line, what in empty_names(tree)]
         if name != THREADS:
             alone += [f"{PACKAGE}/{name}:{line}: {what}; use Worker of {THREADS}" for line, what in threads(tree)]
         pickles += [
@@ -264,6 +281,8 @@ def check(root: Path) -> list[str]:
         problems.append(f"{commented} comments in {total} lines; at least {LEAST_COMMENTS:.0%}")
     if len(writes) > MOST_FOREIGN_WRITES:
         problems += [*writes, f"{len(writes)} writes to attributes of other objects; at most {MOST_FOREIGN_WRITES}"]
+    if len(empty) > MOST_EMPTY_NAMES:
+        problems += [*empty, f"{len(empty)} names that do not say what they hold; at most {MOST_EMPTY_NAMES}"]
     return problems
 
 

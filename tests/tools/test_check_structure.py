@@ -60,3 +60,15 @@ def test_what_unpickles_nothing_is_accepted(tool: ModuleType, tmp_path: Path, te
 def test_a_file_of_the_list_may_use_its_own_function_only(tool: ModuleType, tmp_path: Path) -> None:
     assert problems_of(tool, tmp_path, "pickle.loads(call)", "comm/rank.py") == []
     assert len(problems_of(tool, tmp_path, "dist.all_gather_object(out, mine)", "comm/rank.py")) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["found = 1", "for one in ():\n    pass", "def f(given): ...", "x = [own for own in ()]"]
+)
+def test_names_that_say_nothing_may_not_become_more(
+    tool: ModuleType, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert problems_of(tool, tmp_path, text) == []
+    monkeypatch.setattr(tool, "MOST_EMPTY_NAMES", 0)
+    (line,) = problems_of(tool, tmp_path, text)
+    assert "does not say what it holds" in line
