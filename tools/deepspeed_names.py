@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-PLAIN = (str, int, float, bool)
+PLAIN = (str, int, float, bool, type(None))
 LONGEST = 40  # characters of a text that is a constant; longer ones are templates of messages
 
 # Packages whose internal modules are listed alone, as nobody imports their names to find out what there is.

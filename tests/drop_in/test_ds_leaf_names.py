@@ -136,6 +136,15 @@ def test_operations_macs_and_parameters_are_counted(tmp_path: Path, capsys: pyte
         profiling.get_model_profile(model)
 
 
+def test_only_a_parameter_of_a_module_is_registered() -> None:
+    layer = nn.Linear(2, 2)
+    for register in (deepspeed.zero.register_external_parameter, deepspeed.zero.unregister_external_parameter):
+        register(layer, layer.weight)
+        for wrong in ((layer, torch.zeros(2)), (torch.zeros(2), layer.weight)):
+            with pytest.raises(RuntimeError, match=r"needs a torch\.nn\.(Parameter|Module), not a Tensor"):
+                register(*wrong)
+
+
 def test_a_topology_maps_coordinates_to_ranks() -> None:
     topology = deepspeed.runtime.pipe.topology
     grid = topology.PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=3)
