@@ -184,6 +184,13 @@ REFUSED = {
     "ops.aio": "offload to NVMe in the configuration, whose files the engine writes itself",
     **dict.fromkeys((_FUNCTION, "checkpointing.CheckpointFunction"), _RECOMPUTED),
     "runtime.sequence_parallel": _SPREAD,
+    **dict.fromkeys(
+        (
+            f"runtime.lr_schedules.{name}"
+            for name in ("add_tuning_arguments", "get_config_from_args", "get_lr_from_config")
+        ),
+        "name the scheduler in the configuration",
+    ),
     "utils.timer": "set wall_clock_breakdown, or ask engine.tput_timer.avg_samples_per_sec()",
     "runtime.zero.muon": 'name {"type": "Muon"} as the optimizer in the configuration',
 }

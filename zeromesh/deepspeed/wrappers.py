@@ -107,12 +107,12 @@ def attributes(engine: Engine, is_users: bool) -> dict[str, Any]:
     """Return the attributes of DeepSpeed's classes that the engine's optimizer gets; ``is_users`` if it was passed."""
     optimizer, names = engine.optimizer, (*_classes(engine, is_users),)
     scale = Scale(engine)
-    found = {"stands_for": names, "dynamic_loss_scale": scale.dynamic}
+    always = {"stands_for": names, "dynamic_loss_scale": scale.dynamic}
     if names[-1] == "DeepSpeedOptimizer":
-        return found  # DeepSpeed wraps nothing at stage 0 in fp32
+        return always  # DeepSpeed wraps nothing at stage 0 in fp32
     groups = [group["params"] for group in optimizer.param_groups]
     pieces = [piece for group in groups for piece in group]
-    return found | {
+    return always | {
         "optimizer": _Inner(optimizer),
         "clip_grad": engine.gradient_clipping(),
         "dtype": engine.get_data_types()[0],
