@@ -13,13 +13,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-PLAIN = (str, int, float, bool)
+PLAIN = (str, int, float, bool, type(None))
 LONGEST = 40  # characters of a text that is a constant; longer ones are templates of messages
 
 # Packages whose internal modules are listed alone, as nobody imports their names to find out what there is.
 INTERNAL = (
-    "compile", "inference.v2", "model_implementations", "module_inject.containers", "ops.op_builder", "ops.transformer",
-    "ops.triton_ops",
+    "accelerator", "autotuning", "compile", "inference", "io", "linear", "model_implementations", "module_inject",
+    "moe", "nvme", "ops.fp_quantizer", "ops.op_builder", "ops.transformer", "ops.triton_ops",
+    "runtime.checkpoint_engine", "runtime.data_pipeline.data_routing", "runtime.data_pipeline.data_sampling",
+    "runtime.domino", "runtime.model_checkpointing", "runtime.rollout", "runtime.superoffload", "runtime.swap_tensor",
+    "runtime.tensor_parallel", "runtime.zenflow", "sequence",
 )  # fmt: skip
 
 

@@ -86,9 +86,9 @@ class Update:
         """Let all ranks hear of the bits of ``number`` at the next update. A signal handler may call it."""
         self._asked |= number
 
-    def skip_losses(self, skips: bool) -> None:
-        """Skip updates with a loss that is not finite, where they would raise, if ``skips``."""
-        self._skips_losses |= skips
+    def skip_losses(self) -> None:
+        """Skip updates with a loss that is not finite, where they would raise."""
+        self._skips_losses = True
 
     def agree(self, number: int) -> Agreement:
         """Complete the gradients of update ``number`` and exchange notes. Collective; raises where ranks disagree."""

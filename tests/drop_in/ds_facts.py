@@ -99,6 +99,14 @@ class Facts:
         for name, given in cases.items():
             yield name, lambda given=given: raises(AssertionError, lambda: start(**given))
 
+        def without(call: str) -> bool:
+            engine = start(model=Net(), config={"train_batch_size": 4})[0]
+            loss = engine(batch())
+            return raises(AssertionError, lambda: engine.step() if call == "step" else engine.backward(loss))
+
+        for call in ("backward", "step"):
+            yield f"{call} without an optimizer", lambda call=call: without(call)
+
     def of_optimizers(self) -> Iterator[tuple[str, Any]]:
         zero = "deepspeed.runtime.zero"
         homes = {
@@ -317,6 +325,29 @@ class Facts:
         for name, (stages, config) in kinds.items():
             for stage in stages:
                 yield f"{name} at ZeRO-{stage}", lambda stage=stage, config=config: skips(stage, config)
+
+    def of_scales(self) -> Iterator[tuple[str, Any]]:
+        def scales(stage: int) -> list[Any]:
+            section = {"enabled": True, "initial_scale_power": 2, "loss_scale_window": 2, "hysteresis": 2}
+            net = Net()
+            engine = self.engine(stage, net=net, named="Adam", fp16=section)
+            scaler = engine.optimizer.loss_scaler if stage else engine.optimizer.loss_scale_config
+            answers = []
+            for factor in (*[1.0] * 5, *[float("inf")] * (7 if stage == 0 else 3), *[1.0] * 4):
+                engine.backward(engine(batch().half()) * factor)
+                engine.step()
+                answers.append([float(scaler.cur_scale), engine.skipped_steps])
+            return [scaler.scale_window, answers]
+
+        for stage in (0, 1, 2, 3):
+            yield f"dynamic at ZeRO-{stage}", lambda stage=stage: scales(stage)
+
+        def fixed(stage: int) -> list[Any]:
+            optimizer = self.engine(stage, named="Adam", fp16={"enabled": True, "loss_scale": 128}).optimizer
+            return [optimizer.loss_scaler.dynamic, optimizer.loss_scaler.cur_scale, optimizer.dynamic_loss_scale]
+
+        for stage in (1, 2, 3):
+            yield f"fixed at ZeRO-{stage}", lambda stage=stage: fixed(stage)
 
     def of_unmanaged(self) -> Iterator[tuple[str, Any]]:
         config: dict[str, Any] = {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 2}

@@ -51,12 +51,6 @@ def test_a_configuration_answers_as_its_engine_would(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="more than once"):
         deepspeed.DeepSpeedConfig(str(path))
     assert deepspeed.DeepSpeedConfig({"train_batch_size": 4}).gradient_clipping == 1.0
-    curriculum = {
-        "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 16,
-        "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 8},
-    }  # fmt: skip
-    scheduler = deepspeed.runtime.data_pipeline.curriculum_scheduler.CurriculumScheduler(curriculum)
-    assert [scheduler.get_difficulty(step) for step in (1, 4)] == [8, 16]
     document = {"train_batch_size": 4, "checkpoint": {"tag_validation": "Maybe"}}
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="must be one of Warn, Ignore, Fail"):
         deepspeed.initialize(model=torch.nn.Linear(1, 1), config=document)

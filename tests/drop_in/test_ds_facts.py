@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ds_facts import RECORDED, SECTIONS, Facts
+from ds_facts import RECORDED, SECTIONS, Facts, batch
 from zeromesh import deepspeed
 
 
@@ -16,6 +16,17 @@ def test_what_deepspeed_does_happens_here(section: str, one_rank: None) -> None:
 
     assert recorded
     assert json.loads(json.dumps(found)) == recorded
+
+
+def test_a_loss_that_is_not_finite_leaves_an_update_out_without_zero_too(one_rank: None) -> None:
+    """DeepSpeed makes the update, after which all parameters are nan."""
+    facts = Facts(deepspeed)
+    engine = facts.engine(0, named="Adam")
+    before = facts.sums(engine)
+    engine.backward(engine(batch()) * float("nan"))
+    engine.step()
+
+    assert (facts.sums(engine), engine.skipped_steps, engine.was_step_applied()) == (before, 1, False)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -1,4 +1,4 @@
-"""Names of the drop-in that need no ranks: the accelerator, recomputation, timers, monitors, profiler, helpers."""
+"""Names of the drop-in that need no ranks: the accelerator, recomputation, monitors, profiler, helpers."""
 
 import csv
 import importlib
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zeromesh.deepspeed as ds
-from zeromesh.deepspeed import recompute, timers
+from zeromesh.deepspeed import recompute
 
 deepspeed: Any = ds
 
@@ -99,25 +99,6 @@ def test_recomputed_blocks_have_the_gradients_of_plain_ones(host: bool) -> None:
     checkpointing.configure(None, partition_activations=False, checkpoint_in_cpu=False)
 
 
-def test_timers_add_up_what_was_between_start_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([1.0, 1.5, 2.0, 2.25, 3.0, 4.0])
-    monkeypatch.setattr(timers, "_now", lambda: next(clock))
-    group = deepspeed.utils.timer.SynchronizedWallClockTimer()
-    for _ in range(2):
-        group("forward").start()
-        group("forward").stop(record=True)
-    assert group("forward").elapsed(reset=False) == pytest.approx(750)
-    assert group.get_mean(["forward", "unknown"]) == {"forward": pytest.approx(375)}
-    assert group("forward").elapsed() == 0
-    with pytest.raises(RuntimeError, match="timer forward does not run: start it first"):
-        group("forward").stop()
-    throughput = deepspeed.utils.timer.ThroughputTimer(None, batch_size=8, start_step=1)
-    for _ in range(2):
-        throughput.start()
-        throughput.stop(global_step=True)
-    assert throughput.avg_samples_per_sec() == pytest.approx(8.0)
-
-
 def test_the_monitor_writes_events(tmp_path: Path) -> None:
     section = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     config = deepspeed.monitor.config.get_monitor_config({**section, "train_batch_size": 4})
@@ -153,6 +134,15 @@ def test_operations_macs_and_parameters_are_counted(tmp_path: Path, capsys: pyte
     assert profiler.get_total_flops() == 0
     with pytest.raises(ValueError, match="needs the model's inputs"):
         profiling.get_model_profile(model)
+
+
+def test_only_a_parameter_of_a_module_is_registered() -> None:
+    layer = nn.Linear(2, 2)
+    for register in (deepspeed.zero.register_external_parameter, deepspeed.zero.unregister_external_parameter):
+        register(layer, layer.weight)
+        for wrong in ((layer, torch.zeros(2)), (torch.zeros(2), layer.weight)):
+            with pytest.raises(RuntimeError, match=r"needs a torch\.nn\.(Parameter|Module), not a Tensor"):
+                register(*wrong)
 
 
 def test_a_topology_maps_coordinates_to_ranks() -> None:
@@ -214,6 +204,8 @@ def test_functions_in_a_range_keep_their_names_and_results() -> None:
         ("runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF", '"mesh": {"context": 2}'),
         ("checkpointing", "CheckpointFunction", "call deepspeed.checkpointing.checkpoint"),
         ("linear", "OptimizedLinear", "peft or torchao"),
+        ("utils.timer", "ThroughputTimer", "engine.tput_timer"),
+        ("runtime.data_pipeline.curriculum_scheduler", "CurriculumScheduler", "curriculum_learning"),
     ],
 )
 def test_names_that_cannot_be_honoured_say_what_to_use(module: str, name: str, remedy: str) -> None:

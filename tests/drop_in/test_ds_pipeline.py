@@ -12,6 +12,8 @@ from torch import nn
 
 import zeromesh.deepspeed as ds
 from harness import on_ranks
+from zeromesh.config.curriculum import Curriculum
+from zeromesh.curriculum import length_at
 
 deepspeed: Any = ds
 
@@ -164,20 +166,5 @@ BOUNDS = {"curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 10
     ],
 )  # fmt: skip
 def test_curricula_have_deepspeeds_difficulties(kind: str, course: dict[str, Any], difficulties: list[int]) -> None:
-    make = deepspeed.runtime.data_pipeline.curriculum_scheduler.CurriculumScheduler
-    scheduler = make({**BOUNDS, "schedule_type": kind, "schedule_config": course})
-    assert [scheduler.get_difficulty(step) for step in (0, 1, 2, 6, 10, 20, 50)] == difficulties
-    assert [scheduler.update_difficulty(step) for step in (50, 1)] == [100, 100]  # no way back from the end
-
-
-def test_a_custom_curriculum_and_bad_ones() -> None:
-    make = deepspeed.runtime.data_pipeline.curriculum_scheduler.CurriculumScheduler
-    custom = make({**BOUNDS, "schedule_type": "custom"})
-    with pytest.raises(RuntimeError, match="call set_custom_get_difficulty"):
-        custom.get_difficulty(1)
-    custom.set_custom_get_difficulty(lambda step: 3 * step)
-    assert (custom.update_difficulty(5), custom.state["current_difficulty"]) == (15, 15)
-    with pytest.raises(RuntimeError, match="schedule_type"):
-        make({**BOUNDS, "schedule_type": "other"})
-    with pytest.raises(AssertionError, match="total_curriculum_step"):
-        make({**BOUNDS, "schedule_type": "fixed_linear"})
+    settings = Curriculum(**BOUNDS, schedule_type=kind, schedule_config=course)
+    assert [length_at(settings, step) for step in (0, 1, 2, 6, 10, 20, 50)] == difficulties

@@ -203,6 +203,7 @@ def test_collectives_are_torchs() -> None:
     comm, rank = deepspeed.comm, deepspeed.comm.get_rank()
     assert comm.is_initialized()
     assert (comm.get_world_size(), comm.get_local_rank()) == (2, rank)
+    assert comm.has_all_gather_into_tensor()
     value = torch.tensor([rank + 1.0])
     comm.all_reduce(value, op=comm.ReduceOp.SUM, log_name="mine", prof=True)
     assert float(value) == 3.0

@@ -1,6 +1,5 @@
-"""The classes of ``deepspeed.runtime.lr_schedules``, and their arguments."""
+"""The classes of ``deepspeed.runtime.lr_schedules``."""
 
-import argparse
 import inspect
 from typing import Any
 
@@ -89,26 +88,6 @@ def test_one_cycle_moves_the_momentum_unless_told_not_to() -> None:
     schedule.step(3)
     assert schedule.get_mom() == [(pytest.approx(0.8), 0.99)] * 2
     assert lr_schedules.OneCycle(make_optimizer(), 0.01, 0.1, cycle_momentum=False).get_mom() is None
-
-
-def test_arguments_of_the_command_line_become_a_configuration() -> None:
-    parser = lr_schedules.add_tuning_arguments(argparse.ArgumentParser())
-    words = "--lr_schedule WarmupLR --warmup_max_lr 0.2 --warmup_num_steps 7 --warmup_type linear"
-    config, error = lr_schedules.get_config_from_args(parser.parse_args(words.split()))
-    params = {"warmup_max_lr": 0.2, "warmup_num_steps": 7, "warmup_type": "linear", "warmup_min_lr": 0}
-    assert (config, error) == ({"type": "WarmupLR", "params": params}, None)
-    assert lr_schedules.get_lr_from_config(config) == (0.2, "")
-    cycle = {"type": "OneCycle", "params": {"cycle_max_lr": [0.3, 0.4]}}
-    assert lr_schedules.get_lr_from_config(cycle) == (0.3, "")
-    with pytest.raises(KeyError, match="cycle_max_lr"):
-        lr_schedules.get_lr_from_config({"type": "OneCycle", "params": {}})
-    assert "not specified" in lr_schedules.get_config_from_args(parser.parse_args([]))[1]
-    assert "not supported" in lr_schedules.get_config_from_args(parser.parse_args(["--lr_schedule", "Slow"]))[1]
-    assert lr_schedules.get_lr_from_config({"type": "Slow", "params": {}})[0] is None
-    flags = parser.parse_args(["--lr_schedule", "OneCycle", "--cycle_momentum", "--cycle_min_lr", "0.2"])
-    assert flags.cycle_momentum
-    assert lr_schedules.get_config_from_args(flags)[0]["params"]["cycle_min_lr"] == 0.2
-    assert lr_schedules.CYCLE_MIN_LR == "cycle_min_lr"
 
 
 def test_the_configuration_gives_one_of_the_classes() -> None:

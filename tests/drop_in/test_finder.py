@@ -80,6 +80,9 @@ for look in (lambda: importlib.metadata.version("deepspeed"), lambda: __import__
 
 
 def test_every_module_and_name_of_deepspeed_can_be_imported() -> None:
+    package = importlib.import_module(names.OWN)
+    assert package.runtime.constants.TRAIN_BATCH_SIZE_DEFAULT is None
+    assert package.__version__.startswith(f"{package.__version_major__}.{package.__version_minor__}.")
     for dotted, row in stand_ins.table().items():
         module = importlib.import_module(f"{names.OWN}.{dotted}".rstrip("."))
         for name in [*row.get("", "").split(), *(name for name in row if name.strip("*"))]:

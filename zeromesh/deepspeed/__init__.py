@@ -11,6 +11,8 @@ from typing import Any
 from zeromesh.deepspeed import finder, names
 
 __version__ = finder.VERSION
+__version_major__, __version_minor__, __version_patch__ = map(int, __version__.partition("+")[0].split("."))
+__git_hash__ = __git_branch__ = None
 
 finder.add_finder()
 

@@ -25,11 +25,11 @@ def _pass_local_rank() -> None:
 
     def with_local_rank(parser: ArgumentParser, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         name = next((name for name in _NAMES if name in parser._option_string_actions), None)
-        given = sys.argv[1:] if args is None else [*args]
+        words = sys.argv[1:] if args is None else [*args]
         # Not for a script that parses something else, and behind nothing that takes all arguments after it.
-        if name and given == sys.argv[1:] and not any(word.startswith(_NAMES) for word in given):
-            given = [f"{name}={os.environ['LOCAL_RANK']}", *given]
-        return parse(parser, given, namespace)
+        if name and words == sys.argv[1:] and not any(word.startswith(_NAMES) for word in words):
+            words = [f"{name}={os.environ['LOCAL_RANK']}", *words]
+        return parse(parser, words, namespace)
 
     setattr(ArgumentParser, parse.__name__, with_local_rank)
 

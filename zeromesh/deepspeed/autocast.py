@@ -28,13 +28,13 @@ def has_comm_dtype(param: nn.Parameter) -> bool:
     if engine is None or _dtype(engine) is None:
         return False
     layers = (module for module in engine.module.modules() if isinstance(module, _SAFE))
-    return any(param is own for layer in layers for own in layer.parameters(recurse=False))
+    return any(param is cast for layer in layers for cast in layer.parameters(recurse=False))
 
 
 def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
     """Return the dtype of autocast for such a parameter, and its own for others."""
-    found = _dtype(zero.engine_of(param)) if has_comm_dtype(param) else None
-    return found or param.dtype
+    dtype = _dtype(zero.engine_of(param)) if has_comm_dtype(param) else None
+    return dtype or param.dtype
 
 
 def get_all_comm_dtypes(params: Iterable[nn.Parameter]) -> set[torch.dtype]:
@@ -43,5 +43,5 @@ def get_all_comm_dtypes(params: Iterable[nn.Parameter]) -> set[torch.dtype]:
 
 
 def _dtype(engine: object) -> torch.dtype | None:
-    found: torch.dtype | None = None if engine is None else engine.config.precision.autocast  # type: ignore[attr-defined]
-    return found
+    dtype: torch.dtype | None = None if engine is None else engine.config.precision.autocast  # type: ignore[attr-defined]
+    return dtype

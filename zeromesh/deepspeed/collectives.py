@@ -34,9 +34,20 @@ _OTHER = {
 """Functions of torch that do what DeepSpeed's of other names do."""
 
 
+_THERE = (
+    "has_all_gather_into_tensor",
+    "has_reduce_scatter_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+)
+"""Questions about versions of torch, which every one that is supported answers alike."""
+
+
 def __getattr__(name: str) -> Any:
-    found = getattr(dist, _OTHER.get(name, name))
-    return _logged(found) if isfunction(found) else found
+    if name in _THERE:
+        return lambda: True
+    value = getattr(dist, _OTHER.get(name, name))
+    return _logged(value) if isfunction(value) else value
 
 
 @cache

@@ -110,10 +110,10 @@ def _best(micro: Sequence[int], most: int, least_gpus: int, most_gpus: int, larg
     batches = {base * max(number for number in _MANY_DIVISORS if number <= most // base) for base in bases}
 
     def gpus(batch: int) -> list[int]:
-        wholes = [batch // size for size in micro if batch % size == 0]
-        numbers = range(max(least_gpus, 1), min(most_gpus, max(wholes, default=0)) + 1)
-        return [number for number in numbers if any(whole % number == 0 for whole in wholes)]
+        quotients = [batch // size for size in micro if batch % size == 0]
+        numbers = range(max(least_gpus, 1), min(most_gpus, max(quotients, default=0)) + 1)
+        return [number for number in numbers if any(quotient % number == 0 for quotient in quotients)]
 
-    found = {batch: gpus(batch) for batch in batches}
-    best = max(found, key=lambda batch: (len(found[batch]), batch if larger else -batch))
-    return best, found[best]
+    fitting = {batch: gpus(batch) for batch in batches}
+    best = max(fitting, key=lambda batch: (len(fitting[batch]), batch if larger else -batch))
+    return best, fitting[best]

@@ -78,7 +78,9 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         self.is_compiled = False
         self._applied = False
         self._batch_fn: Callable[[Any], Any] | None = None
-        self._update.skip_losses(self.config.zero_optimization.stage > 0 or self.config.precision.compute is not None)
+        self._update.skip_losses()
+        if self.loss_scaler is not None and self.config.zero_optimization.stage == 0:
+            self.loss_scaler.follow_at_once()
         if self.optimizer is not None:
             offload = {"parameter_offload": ParameterOffload(self.sharded)} if self.sharded.sharded else {}
             name_values(self.optimizer, **offload, **attributes(self, users_optimizer))
@@ -156,6 +158,7 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Compute gradients; see ``Engine.backward``. A loss that is no scalar with a graph is an AssertionError."""
+        _require_optimizer(self, "backward")
         return super().backward(_require_loss(loss), retain_graph, scale_wrt_gas)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -166,6 +169,7 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         """Update the parameters at the accumulation boundary; see ``Engine.step``."""
         if not self._accumulation.syncs:
             raise AssertionError("step() inside no_sync(): leave the context first, the update needs all gradients")
+        _require_optimizer(self, "step")
         before, self._applied = self.global_steps - self.skipped_steps, False
         super().step(lr_kwargs)
         self._applied = self.global_steps - self.skipped_steps > before
@@ -293,6 +297,11 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
 def _require_managed(engine: DeepSpeedEngine, name: str, remedy: str) -> None:
     if not engine.config.managed_gradient_accumulation:
         raise AssertionError(f"{name}() with {MANAGED} false: every step() updates; {remedy}")
+
+
+def _require_optimizer(engine: DeepSpeedEngine, name: str) -> None:
+    if engine.optimizer is None:
+        raise AssertionError(f"{name}() needs an optimizer: pass optimizer= to initialize, or name one in config=")
 
 
 def _require_loss(loss: Any) -> torch.Tensor:

@@ -116,13 +116,13 @@ def _unmade(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     stage = getattr(engine, "zero_optimization_stage", lambda: 0)()
     if not flat.layout.trainable or stage == 0:
         return None
-    known: Collection[str] = {name for state in getattr(engine.optimizer, "state", {}).values() for name in state}
-    known = known or states_of(type(engine.optimizer))
-    if not known and engine.global_steps == engine.skipped_steps:
+    names: Collection[str] = {name for state in getattr(engine.optimizer, "state", {}).values() for name in state}
+    names = names or states_of(type(engine.optimizer))
+    if not names and engine.global_steps == engine.skipped_steps:
         return None
-    if known and key not in known:
+    if names and key not in names:
         error = KeyError if stage == 3 else ValueError
-        raise error(f"the optimizer has no state {key!r}; it has {', '.join(sorted(known))}")
+        raise error(f"the optimizer has no state {key!r}; it has {', '.join(sorted(names))}")
     # DeepSpeed makes a gradient of zeros for it. Here it has none, as in plain torch: weight decay does not shrink it.
     return torch.zeros(flat.layout.segments[index].held.whole, dtype=flat.master.dtype, device=flat.master.device)
 

@@ -1,12 +1,11 @@
-"""``deepspeed.runtime.lr_schedules``: the schedules as classes, and their command-line arguments."""
+"""``deepspeed.runtime.lr_schedules``: the schedules as classes."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import re
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -17,45 +16,13 @@ from zeromesh.optim.values import unknown_parameter, without_auto
 
 _log = logging.getLogger("zeromesh")
 
-LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
 WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
 VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
 WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
-EDGE_VALUE, MID_VALUE = "edge_value", "mid_value"
 
-ARGUMENTS: dict[str, dict[str, tuple[type, Any]]] = {
-    LR_RANGE_TEST: {
-        "lr_range_test_min_lr": (float, 0.001),
-        "lr_range_test_step_rate": (float, 1.0),
-        "lr_range_test_step_size": (int, 1000),
-        "lr_range_test_staircase": (bool, False),
-    },
-    ONE_CYCLE: {
-        "cycle_first_step_size": (int, 1000),
-        "cycle_first_stair_count": (int, -1),
-        "cycle_second_step_size": (int, -1),
-        "cycle_second_stair_count": (int, -1),
-        "decay_step_size": (int, 1000),
-        "cycle_min_lr": (float, 0.01),
-        "cycle_max_lr": (float, 0.1),
-        "decay_lr_rate": (float, 0.0),
-        "cycle_min_mom": (float, 0.8),
-        "cycle_max_mom": (float, 0.9),
-        "decay_mom_rate": (float, 0.0),
-    },
-    WARMUP_LR: {
-        "warmup_min_lr": (float, 0),
-        "warmup_max_lr": (float, 0.001),
-        "warmup_num_steps": (int, 1000),
-        "warmup_type": (str, WARMUP_LOG_RATE),
-    },
-}
-"""Arguments of the command line and their defaults, which differ from those of the classes, by schedule."""
-
-# The last of each schedule's parameters, and the rate that it starts from or goes up to.
+# The last of each schedule's parameters.
 _LAST = inspect.Parameter("last_batch_iteration", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=-1)
-_RATES = {LR_RANGE_TEST: "lr_range_test_min_lr", ONE_CYCLE: "cycle_max_lr"}
 
 
 def _parameters(name: str) -> list[inspect.Parameter]:
@@ -185,65 +152,6 @@ class OneCycle(_Named):
         return [group["betas"] for group in self.optimizer.param_groups] if any(moved) else None
 
 
-def add_tuning_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add ``--lr_schedule`` and an argument for each parameter of the schedules."""
-    group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
-    group.add_argument(f"--{LR_SCHEDULE}", type=str, default=None, help="LR schedule for training.")
-    more: dict[str, tuple[type, Any]] = {
-        "cycle_momentum": (bool, False),
-        "warmup_min_ratio": (float, 0.01),
-        "cos_min_ratio": (float, 0.01),
-    }
-    for name, (kind, default) in {
-        key: row for rows in (*ARGUMENTS.values(), more) for key, row in rows.items()
-    }.items():
-        if name == "cycle_momentum":
-            group.add_argument(f"--{name}", action="store_true")
-        else:
-            make: Any = _truth if kind is bool else kind
-            group.add_argument(f"--{name}", type=make, default=default)
-    return parser
-
-
-def _truth(text: str) -> bool:
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise ValueError(f"{text!r} is neither true nor false")
-    return text.lower() in ("true", "1")
-
-
-def get_config_from_args(args: Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the scheduler's section of a configuration from parsed arguments, and None; or None and the error."""
-    name = getattr(args, LR_SCHEDULE, None)
-    if name is None:
-        return None, f"--{LR_SCHEDULE} not specified on command line"
-    if name not in VALID_LR_SCHEDULES:
-        return None, f"{name} is not supported LR schedule"
-    # As in DeepSpeed, whose command line has the warm-up of all schedules that begin with one.
-    rows = ARGUMENTS.get(name, ARGUMENTS[WARMUP_LR])
-    return {"type": name, "params": {key: getattr(args, key) for key in rows if hasattr(args, key)}}, None
-
-
-def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
-    """Return the rate that an optimizer is to be built with for a scheduler's section; None and the error.
-
-    Raises:
-        KeyError: the section's parameters have no rate.
-    """
-    for key in ("type", "params"):
-        if key not in config:
-            return None, f"LR schedule {key} not defined in config"
-    name = config["type"]
-    if name not in VALID_LR_SCHEDULES:
-        return None, f"{name} is not a valid LR schedule"
-    if name == WARMUP_COSINE_LR:
-        return None, f"{name} scales the optimizer learning rate by a ratio, so its params define no lr"
-    return _first(config["params"][_RATES.get(name, "warmup_max_lr")]), ""
-
-
-def _first(rate: float | Iterable[float]) -> float:
-    return float(rate) if isinstance(rate, int | float) else float(next(iter(rate)))
-
-
 def configured(document: Mapping[str, Any]) -> Callable[[Optimizer], RateSchedule] | None:
     """Return what makes the scheduler of a configuration over an optimizer; None if it names none of these."""
     section, params = SCHEDULER_PARAMS.split(".")
@@ -265,10 +173,3 @@ def configured(document: Mapping[str, Any]) -> Callable[[Optimizer], RateSchedul
         return made
 
     return make
-
-
-def __getattr__(name: str) -> str:
-    # DeepSpeed has a constant for the name of each parameter.
-    if name.lower() in {one.name for schedule in VALID_LR_SCHEDULES for one in _parameters(schedule)}:
-        return name.lower()
-    raise AttributeError(f"lr_schedules has no {name!r}")

@@ -36,7 +36,6 @@ _ROWS = (
     ("utils utils.nvtx", ".devices", "instrument_w_nvtx"),
     ("utils.groups", ".process_groups", "initialize"),
     ("utils.torch", ".utilities", "required_torch_version"),
-    ("utils.timer", ".timers", "SynchronizedWallClockTimer ThroughputTimer"),
     ("utils utils.tensor_fragment", _ZERO,
      "safe_get_full_fp32_param safe_update_full_grad_vectorized"),
     ("utils utils.tensor_fragment", ".local_states",
@@ -101,11 +100,8 @@ _ROWS = (
     ("runtime.checkpoint_engine.torch_checkpoint_engine", ".pipeline", "TorchCheckpointEngine=LayerFiles"),
     ("runtime.compiler", "torch.compiler", "disable is_compiling"),
     ("runtime.compiler", "torch._dynamo", "is_compile_supported=is_dynamo_supported"),
-    ("runtime.data_pipeline.curriculum_scheduler", ".curriculum", "CurriculumScheduler"),
     ("runtime.lr_schedules", ".lr_schedules",
-     "VALID_LR_SCHEDULES LR_SCHEDULE LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR "
-     "WARMUP_LOG_RATE WARMUP_LINEAR_RATE LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR "
-     "add_tuning_arguments get_config_from_args get_lr_from_config"),
+     "VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"),
     ("runtime.torch_autocast", ".autocast",
      "get_autocast_dtype is_autocast_initialized has_comm_dtype get_comm_dtype get_all_comm_dtypes"),
     ("runtime.utils", ".devices", "set_random_seed"),
@@ -149,7 +145,6 @@ SAME = {
 REST = {
     "comm": f"{OWN}.collectives",
     "ops.op_builder": f"{OWN}.op_builder",
-    "runtime.lr_schedules": f"{OWN}.lr_schedules",
     "utils.groups": f"{OWN}.process_groups",
 }
 """Modules that have the names that a module's row lacks."""
@@ -182,12 +177,21 @@ REFUSED = {
     "ops.sparse_attention": "use torch.nn.attention.flex_attention with a block mask",
     "linear": "use torch.nn.Linear, and peft or torchao for adapters and quantised weights",
     "moe.sharded_moe": EXPERTS,
+    "runtime.data_pipeline.curriculum_scheduler": "write curriculum_learning into the configuration",
     "runtime.data_pipeline.data_sampling": "pass a sampler of your own to engine.deepspeed_io(data_sampler=...)",
     "runtime.data_pipeline.data_routing": "drop tokens in the model itself; its layers are not replaced here",
     **dict.fromkeys(("runtime.weight_quantizer", "ops.fp_quantizer"), _QUANTISE),
     "ops.aio": "offload to NVMe in the configuration, whose files the engine writes itself",
     **dict.fromkeys((_FUNCTION, "checkpointing.CheckpointFunction"), _RECOMPUTED),
     "runtime.sequence_parallel": _SPREAD,
+    **dict.fromkeys(
+        (
+            f"runtime.lr_schedules.{name}"
+            for name in ("add_tuning_arguments", "get_config_from_args", "get_lr_from_config")
+        ),
+        "name the scheduler in the configuration",
+    ),
+    "utils.timer": "set wall_clock_breakdown, or ask engine.tput_timer.avg_samples_per_sec()",
     "runtime.zero.muon": 'name {"type": "Muon"} as the optimizer in the configuration',
 }
 """Names and modules that cannot be honoured, and what to use instead."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from functools import cache
 from typing import Any
 
 
@@ -22,31 +24,19 @@ class OpBuilder:
         )
 
 
-# Operators that there are, and others, which programs leave out; each is in the name of a class of DeepSpeed.
 _THERE = {
     "FusedAdam": "fused_adam", "CPUAdam": "cpu_adam", "CPUAdagrad": "cpu_adagrad", "CPULion": "cpu_lion",
     "FusedLamb": "fused_lamb", "FusedLion": "fused_lion",
 }  # fmt: skip
-_LACKING = {
-    "AsyncIO": "async_io", "GDS": "gds", "Utils": "utils", "Inference": "transformer_inference",
-    "InferenceCutlass": "cutlass_ops", "InferenceCore": "inference_core_ops", "RaggedOps": "ragged_ops",
-    "RaggedUtils": "ragged_device_ops", "Transformer": "transformer", "Quantizer": "quantizer",
-    "FPQuantizer": "fp_quantizer", "SparseAttn": "sparse_attn", "RandomLTD": "random_ltd",
-    "StochasticTransformer": "stochastic_transformer", "SpatialInference": "spatial_inference",
-    "EvoformerAttn": "evoformer_attn", "DeepCompile": "dc", "PinMemory": "pin_memory",
-}  # fmt: skip
+"""Operators that there are, by their names in DeepSpeed's classes."""
 
-compatible_ops = dict.fromkeys(_THERE.values(), True) | dict.fromkeys(_LACKING.values(), False)
-"""Names of operators to whether they can be used."""
-
-builders = {
-    f"{name}Builder": type(f"{name}Builder", (OpBuilder,), {"NAME": operator})
-    for name, operator in (_THERE | _LACKING).items()
-}
-"""Builders by the name of their class."""
+compatible_ops = defaultdict(bool, dict.fromkeys(_THERE.values(), True))
+"""Names of operators to whether they can be used: False for all others."""
 
 
+@cache
 def __getattr__(name: str) -> Any:
-    if name in builders:
-        return builders[name]
-    raise AttributeError(f"deepspeed.ops.op_builder has no {name}; it has OpBuilder and {', '.join(builders)}")
+    operator = name.removesuffix("Builder")
+    if not operator or operator == name:
+        raise AttributeError(f"deepspeed.ops.op_builder has no {name}; it has OpBuilder and the builders of operators")
+    return type(name, (OpBuilder,), {"NAME": _THERE.get(operator, operator)})

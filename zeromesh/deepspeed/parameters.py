@@ -260,17 +260,18 @@ add_attributes()
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Accept that a module uses a parameter of another one; the engine fetches parameters wherever they are used."""
-    _require("register_external_parameter", parameter)
+    _require("register_external_parameter", module, parameter)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Accept what ``register_external_parameter`` accepts."""
-    _require("unregister_external_parameter", parameter)
+    _require("unregister_external_parameter", module, parameter)
 
 
-def _require(call: str, parameter: object) -> None:
-    if not isinstance(parameter, nn.Parameter):
-        raise RuntimeError(f"{call} needs a torch.nn.Parameter, not a {type(parameter).__name__}")
+def _require(call: str, *arguments: object) -> None:
+    for argument, kind in zip(arguments, (nn.Module, nn.Parameter), strict=True):
+        if not isinstance(argument, kind):
+            raise RuntimeError(f"{call} needs a torch.nn.{kind.__name__}, not a {type(argument).__name__}")
 
 
 @contextmanager

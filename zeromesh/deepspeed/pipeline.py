@@ -219,16 +219,16 @@ class PipelineEngine(DeepSpeedEngine):
             super().eval_batch(data_iter, num_micro_batches=num_micro_batches)  # type: ignore[arg-type]
         finally:
             self._keep = None
-        found: Any = [value for value, _ in results] or None
-        if found is not None and reduce_output == "avg":
-            found = torch.stack(found).mean(0)
-            found = _mean_over(_mean_over(found, self.mesh.group("data")), self.mesh.replicate)
+        outputs: Any = [value for value, _ in results] or None
+        if outputs is not None and reduce_output == "avg":
+            outputs = torch.stack(outputs).mean(0)
+            outputs = _mean_over(_mean_over(outputs, self.mesh.group("data")), self.mesh.replicate)
         pipeline = self.mesh.group("pipeline")
         if bcast_loss and reduce_output == "avg" and pipeline.size > 1:
-            found = self._shared(found, pipeline.size - 1)
+            outputs = self._shared(outputs, pipeline.size - 1)
         if not return_logits:
-            return found
-        return found, results[-1][1] if results else None
+            return outputs
+        return outputs, results[-1][1] if results else None
 
     def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         lacks = data_iter is None and self._passes is None and self.training_dataloader is None
@@ -248,8 +248,8 @@ class PipelineEngine(DeepSpeedEngine):
             yield batch
 
     def _shared(self, value: Any, source: int) -> Any:
-        found = broadcast_value(value, source, self.mesh.group("pipeline"))
-        return map_tensors(found, lambda tensor: tensor.to(self.device))  # small ones come on the host
+        shared = broadcast_value(value, source, self.mesh.group("pipeline"))
+        return map_tensors(shared, lambda tensor: tensor.to(self.device))  # small ones come on the host
 
     def set_has_attention_mask(self, value: bool) -> None:
         """Accept the call: stages exchange tensors of any dtype."""

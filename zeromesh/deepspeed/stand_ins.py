@@ -37,10 +37,10 @@ class StandIn(ABCMeta):
 @cache
 def stand_in(module: str, name: str, explanation: str) -> type:
     """Return the stand-in of a name; that of an exception can be caught, and is never raised."""
-    own = {"__module__": module, "__doc__": explanation, "explanation": explanation}
+    namespace = {"__module__": module, "__doc__": explanation, "explanation": explanation}
     if name.endswith(("Error", "Exception")):
-        return type(name, (Exception,), own)
-    return StandIn(name, (), own)
+        return type(name, (Exception,), namespace)
+    return StandIn(name, (), namespace)
 
 
 @cache

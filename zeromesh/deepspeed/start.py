@@ -96,13 +96,13 @@ def _align_local_rank(args: Any) -> None:
     """Let the script's ``args.local_rank`` be this process's place on its node; AssertionError if it is another."""
     if not hasattr(args, "local_rank"):
         return
-    own = Environment.detect().local_rank
-    if args.local_rank is not None and (not isinstance(args.local_rank, int) or args.local_rank not in (-1, own)):
+    place = Environment.detect().local_rank
+    if args.local_rank is not None and (not isinstance(args.local_rank, int) or args.local_rank not in (-1, place)):
         raise AssertionError(
-            f"args.local_rank is {args.local_rank!r}, but this process is number {own} of its node; leave it out, or "
+            f"args.local_rank is {args.local_rank!r}, but this process is number {place} of its node; leave it out, or "
             "set it to LOCAL_RANK"
         )
-    vars(args).update(local_rank=own)
+    vars(args).update(local_rank=place)
 
 
 class DeepSpeedConfigError(ConfigError, AssertionError):
@@ -123,7 +123,7 @@ def _release(model: nn.Module) -> nn.Module:
     if sharded is not None and (owner is None or isinstance(owner, DeepSpeedEngine)):
         if owner is not None:
             _log.warning("initialize was given a model that an engine has: that engine cannot train it any more")
-        owned = [one for one in model.parameters() if sharded.sharded and zero.sharded_of(one) is sharded]
+        owned = [weight for weight in model.parameters() if sharded.sharded and zero.sharded_of(weight) is sharded]
         with sharded.gathered(sharded.parts if owned else ()):
             values = [parameter.detach().clone() for parameter in owned]
         (sharded.close if owner is None else owner.destroy)()

@@ -146,8 +146,8 @@ class PipelineParallelGrid:
         # Each stage with the next one, and the last with the first.
         self.p2p_groups = sorted([rank, line[i - len(line) + 1]] for line in lists[1] for i, rank in enumerate(line))
         for (kind, names), lines in zip(_KINDS.items(), lists, strict=True):
-            made = [(ranks, prove(dist.new_group(ranks))) for ranks in lines]
-            ranks, group = next(pair for pair in made if self.global_rank in pair[0])
+            pairs = [(ranks, prove(dist.new_group(ranks))) for ranks in lines]
+            ranks, group = next(pair for pair in pairs if self.global_rank in pair[0])
             found = {"rank": ranks.index(self.global_rank), "world_size": len(ranks)}
             # The short names have the list of ranks as their group.
             ends = {kind: {"group": ranks, "proc_group": group}}

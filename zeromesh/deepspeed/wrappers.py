@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import ref
 
@@ -56,6 +56,31 @@ class _Inner:
         setattr(self._of(), name, value)
 
 
+_SCALE: dict[str, Callable[[Engine], Any]] = {
+    **dict.fromkeys(("cur_scale", "loss_scale"), lambda engine: float(engine.loss_scale)),
+    **dict.fromkeys(
+        ("dynamic", "dynamic_loss_scale"), lambda engine: engine.fp16_enabled() and engine.dynamic_loss_scale()
+    ),
+    "use_grad_scaling": lambda engine: engine.loss_scaler is not None,
+    "cur_iter": lambda engine: engine.global_steps,
+    "scale_factor": lambda engine: 2.0,
+    "scale_window": lambda engine: engine.config.fp16.loss_scale_window,
+    **dict.fromkeys(("min_scale", "min_loss_scale"), lambda engine: engine.config.fp16.min_loss_scale),
+}
+
+
+class Scale:
+    """The loss scale, with the names of DeepSpeed's scalers and of their settings."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = ref(engine)  # its optimizer, which has this one, may outlive it
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _SCALE or (engine := self._engine()) is None:
+            raise AttributeError(f"the loss scale has no {name}; while its engine lives, it has {', '.join(_SCALE)}")
+        return _SCALE[name](engine)
+
+
 _BY_NAME = {"adam": "Adam", "adamw": "Adam", "lion": "Lion", "lamb": "Lamb", "adagrad": "Adagrad"}
 
 
@@ -81,12 +106,13 @@ def _classes(engine: Engine, is_users: bool) -> Iterator[str]:
 def attributes(engine: Engine, is_users: bool) -> dict[str, Any]:
     """Return the attributes of DeepSpeed's classes that the engine's optimizer gets; ``is_users`` if it was passed."""
     optimizer, names = engine.optimizer, (*_classes(engine, is_users),)
-    found = {"stands_for": names, "dynamic_loss_scale": engine.fp16_enabled() and engine.dynamic_loss_scale()}
+    scale = Scale(engine)
+    always = {"stands_for": names, "dynamic_loss_scale": scale.dynamic}
     if names[-1] == "DeepSpeedOptimizer":
-        return found  # DeepSpeed wraps nothing at stage 0 in fp32
+        return always  # DeepSpeed wraps nothing at stage 0 in fp32
     groups = [group["params"] for group in optimizer.param_groups]
     pieces = [piece for group in groups for piece in group]
-    return found | {
+    return always | {
         "optimizer": _Inner(optimizer),
         "clip_grad": engine.gradient_clipping(),
         "dtype": engine.get_data_types()[0],
@@ -94,6 +120,7 @@ def attributes(engine: Engine, is_users: bool) -> dict[str, Any]:
         "communication_data_type": engine.communication_data_type,
         "cpu_offload": engine.zero_use_cpu_optimizer(),
         "custom_loss_scaler": False,
+        **dict.fromkeys(("loss_scaler", "loss_scale_config"), scale),
         # Masters that this rank updates.
         "fp32_groups": groups,
         "fp32_groups_flat": pieces,

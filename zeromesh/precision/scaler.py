@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import Any
 
 from zeromesh.config.keys import CLIPPING, MIN_LOSS_SCALE
 from zeromesh.model.precision import LossScale
+
+_log = logging.getLogger("zeromesh")
 
 
 class LossScaler:
@@ -17,6 +21,12 @@ class LossScaler:
         self._scale = 2.0**policy.initial_power if policy.static is None else float(policy.static)
         self._hysteresis = policy.hysteresis
         self._good_steps = 0
+        self._stays = False  # at the minimum, whatever overflows
+
+    def follow_at_once(self) -> None:
+        """Halve the scale at each overflow down to the minimum, and stay there: DeepSpeed's way without ZeRO."""
+        self._policy = replace(self._policy, hysteresis=1)
+        self._hysteresis, self._stays = 1, True
 
     @property
     def scale(self) -> float:
@@ -50,11 +60,14 @@ class LossScaler:
             self._hysteresis -= 1
             return
         if self._scale <= self._policy.minimum:
-            raise FloatingPointError(
+            problem = (
                 f"the gradient is not finite at the minimum loss scale {self._policy.minimum:g}: the model diverges, "
                 "or fp16's range is too small for it; lower the learning rate, warm it up for longer, set "
                 f"`{CLIPPING}`, use bf16 instead of fp16, or allow a smaller `{MIN_LOSS_SCALE}`"
             )
+            if not self._stays:
+                raise FloatingPointError(problem)
+            _log.warning("an update was skipped: %s", problem)
         self._scale = max(self._scale / 2, self._policy.minimum)
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,5 +82,5 @@ class LossScaler:
         # A static scale stays as configured.
         if self._policy.static is None:
             self._scale = float(state["scale"])
-            self._hysteresis = int(state["hysteresis"])
+            self._hysteresis = min(int(state["hysteresis"]), self._policy.hysteresis)
             self._good_steps = int(state["good_steps"])
