@@ -70,6 +70,7 @@ class Backwards:
             yield
 
     def _apply(self, kind: Any, args: tuple[Any, ...], frame: FrameType | None) -> None:
+        self._run.note(kind, args, None, frame)
         if self._run.has_whole or not any(isinstance(x, SplitActivation) for x in args):
             return
         sets_up = kind.setup_context is not functions.Function.setup_context

@@ -25,7 +25,7 @@ from zeromesh.model.imitation import META, imitated, left_as_they_are, limited, 
 from zeromesh.tensor.backwards import gradient_hooks
 from zeromesh.tensor.split_activation import SplitActivation
 from zeromesh.tensor.tokens import DependsOnLength, MixesTokens, TokenRun, WayNotChecked
-from zeromesh.tensor.ways import HARMLESS, Beginning, Place, WayRun, applied, is_known, way_of
+from zeromesh.tensor.ways import HARMLESS, Beginning, Place, applied, is_known, way_of
 
 SECONDS = 60  # of a run
 MOST_KEPT = 256  # results, the ways of which take some 30 KB each
@@ -55,8 +55,7 @@ class TokenCheck:
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self._done: OrderedDict[Any, _Checked] = OrderedDict()
         self._original = weakref.ref(model)
-        self._current: TokenRun | WayRun | None = None
-        self._places: dict[Any, set[Place]] = {}  # of calls, by what arguments have in common but shapes
+        self._current: TokenRun | None = None
         self._forward: _Forward | None = None
         self._whole: list[str] = []  # names of modules whose code may compute over tokens
         self._outside = 0  # how many of these run at present
@@ -132,12 +131,10 @@ class TokenCheck:
         hooked = tuple((name, *(tuple(map(id, kinds)) for kinds in both)) for name, both in hooks.items())
         key = arguments, original.training, torch.is_grad_enabled(), hooked
         users = {name: module for name, module in modules.items() if not is_known(module)}
-        # The same way in sequences of other lengths.
-        like = frozenset(name for name, _ in arguments), *key[1:]
         device = next((x.device for x in tensors_of(given)), torch.device("cpu"))
-        self._forward = forward = _Forward(key, like, call, hooks, Beginning.of(users), self._done.get(key), device)
+        self._forward = forward = _Forward(key, call, hooks, Beginning.of(users), self._done.get(key), device)
         if forward.checked is None:
-            forward.checked = self._checked(model, original, forward, like in self._places)
+            forward.checked = self._checked(model, original, forward)
             self._done[key] = forward.checked
         self._done.move_to_end(key)
         if len(self._done) > MOST_KEPT:
@@ -169,9 +166,6 @@ class TokenCheck:
             return
         assert forward.checked is not None
         ways = forward.checked.ways
-        if ways == set() and forward.strange.keys() and self._places[forward.like].issuperset(forward.strange.values()):
-            ways |= forward.strange.keys()
-            return
         if not forward.strange and self._graphs == before:
             return
         again = self._checked(model, original, forward)
@@ -190,10 +184,7 @@ class TokenCheck:
         if again.error is not None:
             raise again.error
 
-    def _checked(
-        self, model: nn.Module, original: nn.Module, forward: _Forward, is_known_way: bool = False
-    ) -> _Checked:  # fmt: skip
-        """Run the check; where the way is known from another length, it is enough that no token is mixed on it."""
+    def _checked(self, model: nn.Module, original: nn.Module, forward: _Forward) -> _Checked:
         modules = dict(original.named_modules())
         for name, own in model.named_modules():  # children after what is around them
             own.train(modules.get(name, original).training)
@@ -202,57 +193,44 @@ class TokenCheck:
         unchanged = saved_tensors_hooks(_same, _same) if engines else nullcontext()
         with undisturbed(), warnings.catch_warnings(), left_as_they_are(model), unchanged:
             warnings.simplefilter("ignore")
-            # Ways first: a run may advance a global counter, and no way may be noted that comes after the check.
-            ways = set() if is_known_way else self._ways(model, original, forward)
-            error, followed = self._found(model, original, forward, is_known_way)
+            checked = self._found(model, original, forward)
         # Hooks of a forward, such as loggers, do not run in the check, so that what they call is no other way.
-        followed &= not any(map(_has_forward_hooks, original.modules()))
-        return _Checked(error, ways if error is None and followed else None)
+        if any(map(_has_forward_hooks, original.modules())):
+            checked.ways = None
+        return checked
 
-    def _found(
-        self, model: nn.Module, original: nn.Module, forward: _Forward, is_known_way: bool
-    ) -> tuple[MixesTokens | None, bool]:  # fmt: skip
-        """Return the error of the check, if there is one, and whether the code could be followed."""
-        try:
-            with limited(SECONDS):
-                whole = self._run(model, original, forward, False)
-        except MixesTokens as error:
-            return error, True
-        except Exception as error:
-            _log.debug("the model cannot be checked", exc_info=True)
-            self._tell(error)
-            return None, False
-        # Code need not run with other values, nor with another length, and was found to leave tokens apart.
-        for guess, other in ((True, None), (False, None if is_known_way else whole)):
-            try:
-                with limited(SECONDS):
-                    if other is None and guess and whole.guessed:
-                        self._run(model, original, forward, guess)
-                    elif other is not None:
-                        self._compare(whole, self._run(model, original, forward, guess, other))
-            except MixesTokens as error:
-                if other is None or isinstance(error, DependsOnLength):
-                    return error, True
-            except Exception:
-                _log.debug("another run of the check has failed", exc_info=True)
-        return None, True
-
-    def _ways(self, model: nn.Module, original: nn.Module, forward: _Forward) -> set[int] | None:
-        """Return the ways of the code in a rank's part of the sequence; None if that cannot be run."""
-        ways: set[int] = set()
+    def _found(self, model: nn.Module, original: nn.Module, forward: _Forward) -> _Checked:
+        checked = _Checked(None, set())
         for guess in (False, True):  # a condition on values is tried both ways
-            run = WayRun(self._parts, guess, forward.device)
             try:
-                with limited(SECONDS):
-                    self._call(model, original, forward, run)
-            except Exception:
-                _log.debug("the ways of the code are not known", exc_info=True)
-                return ways if guess else None
-            ways |= run.ways.keys()
-            self._places.setdefault(forward.like, set()).update(run.ways.values())
-            if not run.guessed:
+                whole = self._run(model, original, forward, guess)
+            except MixesTokens as error:
+                return _Checked(error, None)
+            except Exception as error:
+                _log.debug("the model cannot be checked", exc_info=True)
+                if guess:  # code need not run with other values
+                    return checked
+                self._tell(error)
+                return _Checked(None, None)
+            # Ways are those of the run that checks them: state that others share may be another one in the next.
+            for is_cut in (True, False):
+                part = TokenRun(self._parts, self._attends, guess, forward.device, whole, is_cut)
+                try:
+                    self._call(model, original, forward, part)
+                    self._compare(whole, part)
+                except MixesTokens as error:
+                    # A piece of a part may be shorter than what code takes together.
+                    if isinstance(error, DependsOnLength) or not is_cut:
+                        return _Checked(error, None)
+                    continue
+                except Exception:
+                    _log.debug("another run of the check has failed", exc_info=True)
+                assert checked.ways is not None
+                checked.ways |= part.ways.keys()
                 break
-        return ways
+            if not (whole.guessed or part.guessed):
+                break
+        return checked
 
     def _compare(self, whole: TokenRun, part: TokenRun) -> None:
         for place in {**whole.seen, **part.seen}:
@@ -263,21 +241,18 @@ class TokenCheck:
                     f"sequence: {_told(one)} for all of it, {_told(two)} for the part of a rank"
                 )
 
-    def _run(
-        self, model: nn.Module, original: nn.Module, forward: _Forward, guess: bool, other: TokenRun | None = None
-    ) -> TokenRun:  # fmt: skip
-        run = TokenRun(self._parts, self._attends, guess, forward.device, other)
+    def _run(self, model: nn.Module, original: nn.Module, forward: _Forward, guess: bool) -> TokenRun:
+        run = TokenRun(self._parts, self._attends, guess, forward.device)
         self._call(model, original, forward, run)
         return run
 
-    def _call(self, model: nn.Module, original: nn.Module, forward: _Forward, run: Any) -> None:
+    def _call(self, model: nn.Module, original: nn.Module, forward: _Forward, run: TokenRun) -> None:
         copied = copy.deepcopy(model)  # for what code keeps in the model
         seed_all()
         forward.state.restore(copied, original)
-        if run.has_rules:
-            run.prepare(copied, forward.hooks)
+        run.prepare(copied, forward.hooks)
         self._current = run
-        with run.watched():
+        with limited(SECONDS), run.watched():
             forward.call(copied, run)
 
 
@@ -294,7 +269,6 @@ class _Forward:
     """Forward of the model that is under way."""
 
     key: Any
-    like: Any
     call: Call
     hooks: Mapping[str, Any]  # of gradients, by the names of modules
     state: Beginning

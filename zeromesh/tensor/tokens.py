@@ -31,7 +31,7 @@ from zeromesh.tensor import split_views as split_views  # which registers rules
 from zeromesh.tensor.backwards import Backwards, Hooks, OfSum
 from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation, SplitDim
 from zeromesh.tensor.split_rules import ENTRY_BY_ENTRY, as_split, entry_by_entry
-from zeromesh.tensor.ways import answer
+from zeromesh.tensor.ways import Place, answer, way_of
 
 MOST_OPERATORS = 300_000  # of a run
 FOREIGN = tuple(os.path.dirname(str(one.__file__)) + os.sep for one in (torch, sys.modules["zeromesh"]))
@@ -95,15 +95,16 @@ class TokenRun(WithoutMemory):
         refused: the first error, which code may have caught.
         seen: by function and place in the code, the numbers and shapes of its calls with a part of a sequence.
         plain: the same of the numbers of its other calls.
+        ways: calls of the code in a rank's part of the sequence.
     """
 
-    has_rules = True
-
     def __init__(
-        self, parts: int, attends: bool, guess: bool, device: torch.device, other: TokenRun | None = None
+        self, parts: int, attends: bool, guess: bool, device: torch.device, other: TokenRun | None = None,
+        is_cut: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(guess)
-        self.device = device
+        self.device, self._is_cut = device, is_cut
+        self.ways: dict[int, Place] = {}
         self._names: Mapping[int, str] = {}  # of modules, by ``id``
         self.backwards = Backwards(self, torch.is_grad_enabled())
         self.has_whole = False
@@ -148,7 +149,7 @@ class TokenRun(WithoutMemory):
             self._whole, self._part, self._told = whole, part, whole
             if self.other is not None:
                 # The part is cut as well, or rules would take it for what all ranks have.
-                self.size = next((n for n in range(2, part + 1) if part % n == 0), 1)
+                self.size = next((n for n in range(2, part + 1) if part % n == 0), 1) if self._is_cut else 1
                 self._told = part
         told = whole * self._told // self._whole
         split_dim = self._joined_dims.get((x.ndim, dim, whole), SplitDim(dim, (told,)))
@@ -170,9 +171,21 @@ class TokenRun(WithoutMemory):
         dim, whole = x.split_dim.dim, x.split_dim.size * self._whole // self._told
         # Tokens of all samples in one dim are cut sample by sample, also where they are cut again.
         self._joined_dims[x.ndim, dim, whole] = x.split_dim
+        return self.unsplit(x, whole)
+
+    def unsplit(self, x: Tensor, length: int = 0) -> Tensor:
+        """Return a plain tensor with as many tokens as the code is told of, or of another length."""
+        if not isinstance(x, SplitActivation):
+            return x
+        dim = x.split_dim.dim
         with torch._C.DisableTorchFunction():
             one: Tensor = x.as_subclass(Tensor).narrow(dim, 0, 1)
-            return one.expand([*x.shape[:dim], whole, *x.shape[dim + 1 :]]).clone()
+            return one.expand([*x.shape[:dim], length or x.split_dim.size, *x.shape[dim + 1 :]]).clone()
+
+    def note(self, function: Any, args: Any, kwargs: Any, frame: FrameType | None) -> None:
+        """Note a call of the code, by which a forward is followed."""
+        if self.other is not None and not self.has_whole and (way := way_of(function, args, kwargs, frame)):
+            self.ways[way[0]] = way[1]
 
     @contextmanager
     def with_whole(self) -> Iterator[None]:
@@ -257,6 +270,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute a function of torch by the rules, but for what is of this rank's tokens without one."""
         kwargs = dict(kwargs or {})
+        self._run.note(func, args, kwargs, sys._getframe(1))
         name = self.function = getattr(func, "__name__", str(func))
         tensors = tensors_of((args, kwargs))
         kinds = {OfLength if id(x) in self._written else type(x) for x in tensors}
@@ -342,7 +356,7 @@ class _Watch(TorchFunctionMode):
     def _on_plain(self, func: Any, args: Any, kwargs: Any, kind: type[Tensor]) -> Any:
         """Compute on whole tensors, and return them as some kind, but for what was written in place."""
         with torch._C.DisableTorchFunctionSubclass():
-            args, kwargs = map_tensors((args, kwargs), lambda x: self._run.join(x).as_subclass(Tensor))
+            args, kwargs = map_tensors((args, kwargs), lambda x: self._run.unsplit(x).as_subclass(Tensor))
             result = func(*args, **kwargs)
             return result if kind is Tensor else map_tensors(result, lambda x: x.as_subclass(kind))
 

@@ -24,11 +24,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd import function as functions
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from zeromesh.model.containers import map_tensors, tensors_of
-from zeromesh.model.imitation import HOOKS, WithoutMemory
+from zeromesh.model.containers import tensors_of
+from zeromesh.model.imitation import HOOKS
 from zeromesh.tensor.split_rules import ENTRY_BY_ENTRY
 
 _TORCH = os.path.dirname(str(torch.__file__)) + os.sep
@@ -112,70 +111,6 @@ def _collect(values: Any, into: list[Any]) -> None:
 
 _SAYING = {int, str, bool, type(None), type(...)}
 _NESTED = {tuple, list, dict, torch.Size}
-
-
-class WayRun(WithoutMemory):
-    """One forward of what a rank has, on tensors without memory, that notes its ways and checks nothing.
-
-    It stands in for a ``TokenRun``, whose methods it has that modules of a check's copy call.
-    """
-
-    has_rules = False
-    has_whole = True  # for modules that are not to be checked
-
-    def __init__(self, parts: int, guess: bool, device: torch.device) -> None:
-        super().__init__(guess)
-        self.parts, self.device = parts, device
-        self.ways: dict[int, Place] = {}
-        self.differentiates = torch.is_grad_enabled()
-        self._part = 0
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Note the ways of code in this context."""
-        with self, _Noting(self), applied(lambda kind, args, frame: self.note(way_of(kind, args, None, frame))):
-            yield
-
-    def note(self, way: tuple[int, Place] | None) -> None:
-        """Note a way."""
-        if way is not None:
-            self.ways[way[0]] = way[1]
-
-    @contextmanager
-    def with_whole(self) -> Iterator[None]:
-        """Do nothing."""
-        yield
-
-    def spread(self, x: Tensor, dim: int, whole: int, part: int) -> Tensor:
-        """Return as many tokens as a rank has."""
-        self._part = part
-        return x.narrow(dim, 0, part)
-
-    def join(self, value: Any) -> Any:
-        """Return a value with as many tokens as all ranks have."""
-        return map_tensors(value, self._joined)
-
-    def is_spread(self, x: Tensor) -> bool:
-        """Return whether it has as many tokens as a rank."""
-        return x.ndim > 1 and x.is_floating_point() and x.shape[x.ndim > 2] == self._part
-
-    def _joined(self, x: Tensor) -> Tensor:
-        return torch.cat([x] * self.parts, int(x.ndim > 2)) if self.is_spread(x) else x
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute shapes; torch calls it for every operator."""
-        return self.compute(func, args, kwargs or {})
-
-
-class _Noting(TorchFunctionMode):
-    def __init__(self, run: WayRun) -> None:
-        super().__init__()
-        self._run = run
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._run.note(way_of(func, args, kwargs, sys._getframe(1)))
-        known = answer(func, args, self._run.differentiates, self._run.device)
-        return func(*args, **(kwargs or {})) if known is None else known
 
 
 @contextmanager
