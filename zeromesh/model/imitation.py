@@ -7,7 +7,7 @@ import ctypes
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import _lru_cache_wrapper
 from types import MethodType, ModuleType
@@ -147,28 +147,44 @@ def left_as_they_are(model: nn.Module) -> Iterator[None]:
     # Functions of other files that these use may keep tensors, too.
     used = {getattr(value, "__module__", None) for file in files for value in vars(file).values()}
     files |= {sys.modules[name] for name in used if name in sys.modules and name.partition(".")[0] != "torch"}
-    files |= {value for file in [*files] for value in vars(file).values() if _is_users(value)}
-    values = [value for owner in (*kinds, *files) for name, value in vars(owner).items() if not name.startswith("__")]
-    attributes = {kind: dict(vars(kind)) for kind in kinds}
-    held = [(value, copy.copy(value)) for value in values if type(value) in (dict, list, set)]
+    files |= {other for file in [*files] for other in imported(file)}
+    restore = remembered(kinds, files)
     try:
         with _uncompiled():
             yield
     finally:
+        restore()
+        for value in (value for owner in (*kinds, *files) for value in vars(owner).values()):
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if isinstance(function, _lru_cache_wrapper):
+                function.cache_clear()
+
+
+def remembered(kinds: Collection[type], files: Collection[ModuleType]) -> Callable[[], None]:
+    """Return a function that restores what classes hold, and the numbers and containers of files."""
+    attributes = {kind: dict(vars(kind)) for kind in kinds}
+    numbers = {file: {name: value for name, value in vars(file).items() if type(value) in _NUMBERS} for file in files}
+    values = [value for owner in (*kinds, *files) for name, value in vars(owner).items() if not name.startswith("__")]
+    containers = [(value, copy.copy(value)) for value in values if type(value) in (dict, list, set)]
+
+    def restore() -> None:
         for kind, earlier in attributes.items():
             for name, value in dict(vars(kind)).items():
                 if name not in earlier:
                     delattr(kind, name)
                 elif value is not earlier[name] and not name.startswith("__"):
                     setattr(kind, name, earlier[name])
-        for value, before in held:
+        for file, counted in numbers.items():
+            vars(file).update(counted)
+        for value, before in containers:
             if _identities(value) != _identities(before):
                 value.clear()
                 value.extend(before) if isinstance(value, list) else value.update(before)
-        for value in values:
-            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-            if isinstance(function, _lru_cache_wrapper):
-                function.cache_clear()
+
+    return restore
+
+
+_NUMBERS = (bool, int, float, str, type(None))
 
 
 @contextmanager
@@ -183,9 +199,15 @@ def _uncompiled() -> Iterator[None]:
             torch.compiler.reset()
 
 
-def _is_users(value: Any) -> bool:
-    file = getattr(value, "__file__", None) if isinstance(value, ModuleType) else None
-    return file is not None and "site-packages" not in file and not file.startswith(sys.base_prefix)
+def imported(file: ModuleType) -> list[ModuleType]:
+    """Return a user's modules that a module has imported."""
+    modules = [value for value in vars(file).values() if isinstance(value, ModuleType)]
+    paths = [str(getattr(module, "__file__", None) or sys.base_prefix) for module in modules]
+    return [
+        module
+        for module, path in zip(modules, paths, strict=True)
+        if "site-packages" not in path and not path.startswith(sys.base_prefix)
+    ]
 
 
 def _identities(value: Any) -> Any:

@@ -27,7 +27,7 @@ from torch.autograd import function as functions
 from torch.utils.hooks import RemovableHandle
 
 from zeromesh.model.containers import tensors_of
-from zeromesh.model.imitation import HOOKS
+from zeromesh.model.imitation import HOOKS, imported, remembered
 from zeromesh.tensor.split_rules import ENTRY_BY_ENTRY
 
 _TORCH = os.path.dirname(str(torch.__file__)) + os.sep
@@ -155,11 +155,12 @@ _REQUIRES: Any = vars(torch._C.TensorBase)["requires_grad"].__get__
 
 @dataclass
 class Beginning:
-    """Begin of a forward: attributes and counters of a model, and random numbers, which may decide on its way."""
+    """Begin of a forward: what a model, its classes and their files hold, and random numbers: they may decide on ways."""
 
     attributes: dict[str, dict[str, Any]]  # by the names of modules
     numbers: dict[str, dict[str, Tensor]]  # the same of buffers
     drawn: tuple[Any, Any]
+    restore_shared: Callable[[], None]
 
     @classmethod
     def of(cls, modules: Mapping[str, nn.Module]) -> Beginning:
@@ -170,12 +171,16 @@ class Beginning:
             for name, module in modules.items()
             if module._buffers
         }
-        return cls(attributes, numbers, (random.getstate(), numpy.random.get_state()))
+        kinds = {type(module) for module in modules.values()}
+        files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
+        files += [other for file in files for other in imported(file)]
+        return cls(attributes, numbers, (random.getstate(), numpy.random.get_state()), remembered(kinds, files))
 
     def restore(self, copied: nn.Module, original: nn.Module) -> None:
         """Set the attributes of a copy of the model, and the random numbers, to these."""
         random.setstate(self.drawn[0])
         numpy.random.set_state(self.drawn[1])
+        self.restore_shared()
         copies = dict(copied.named_modules())
         # What is in the model itself is in the copy already.
         memo: dict[int, Any] = {id(module): copies[name] for name, module in original.named_modules() if name in copies}
