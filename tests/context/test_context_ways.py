@@ -7,6 +7,7 @@ import logging
 import random
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 import zeromesh
 from harness import run_ranks
 from test_context import fake
-from token_programs import APART, LENGTH, VOCABULARY, WIDTH, Code, Shifted, Twice, batch, build
+from token_programs import APART, LENGTH, VOCABULARY, WIDTH, Code, Inside, Shifted, Twice, batch, build
 from zeromesh.config.keys import UNCHECKED
 from zeromesh.context.applied import Unsupported
 from zeromesh.context.apply import apply
@@ -159,12 +160,7 @@ def test_another_way_that_leaves_tokens_apart_is_accepted(name: str, caplog: pyt
 
 @pytest.mark.parametrize("unchecked", [(), ("blocks.*.inside",)])
 def test_a_way_that_no_check_can_take_is_refused_unless_the_module_is_named(unchecked: tuple[str, ...]) -> None:
-    is_real: list[bool] = []
-    model = spread(lambda m, y: y.sort(-1).values if is_real else y, unchecked)
-    model(tokens())
-    inside = model.blocks[1].inside
-    inside.register_forward_pre_hook(lambda *_: is_real.append(True))
-    inside.register_forward_hook(lambda *_: is_real.clear())
+    model = spread(lambda m, y: y.sort(-1).values if type(y) is Tensor else y, unchecked)
     if unchecked:
         model(tokens())
         return
@@ -293,6 +289,11 @@ def test_backwards_that_leave_tokens_apart_are_accepted(name: str, caplog: pytes
 
 
 MODULE_HOOKS: dict[str, tuple[str, Any, bool]] = {
+    "forward": ("register_forward_hook", lambda m, args, output: output - output.mean(1, keepdim=True), False),
+    "forward in place": ("register_forward_hook", lambda m, args, output: output.copy_(output.flip(1)) and None, False),
+    "arguments": ("register_forward_pre_hook", lambda m, args: args[0].flip(1), False),
+    "norm of outputs": ("register_forward_hook", lambda m, args, output: norms.append(float(output.norm())), True),
+    "doubled arguments": ("register_forward_pre_hook", lambda m, args: (args[0] * 2,), True),
     "told": ("register_full_backward_hook", lambda m, inputs, outputs: norms.append(float(outputs[0].norm())), True),
     "scaled": ("register_full_backward_hook", lambda m, inputs, outputs: (inputs[0] * 2,), True),
     "mean": ("register_full_backward_hook", lambda m, inputs, outputs: (inputs[0] - inputs[0].mean(1, True),), False),
@@ -302,7 +303,7 @@ MODULE_HOOKS: dict[str, tuple[str, Any, bool]] = {
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("name", MODULE_HOOKS)
-def test_hooks_of_gradients_of_modules_are_checked(name: str, early: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_hooks_of_modules_are_checked(name: str, early: bool, caplog: pytest.LogCaptureFixture) -> None:
     register, hook, is_apart = MODULE_HOOKS[name]
 
     def add(model: Any) -> None:
@@ -359,15 +360,46 @@ def test_an_engine_refuses_ways_that_compute_over_tokens() -> None:
         assert UNCHECKED in refused
 
 
-@pytest.mark.parametrize("first", range(1, 7))
-def test_a_global_counter_that_the_check_advances_hides_no_way(first: int) -> None:
+@pytest.mark.parametrize("first", [1, 4, pytest.param(6, marks=pytest.mark.full)])
+@pytest.mark.parametrize("alternates", [False, True])
+def test_a_counter_in_a_closure_that_the_check_advances_hides_no_way(first: int, alternates: bool) -> None:
     calls = 0
 
     def code(m: Any, y: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        return y.cumsum(1 if calls > first else 2)
+        return y.cumsum(1 if (calls % (first + 1) == 0 if alternates else calls > first) else 2)
 
     model = spread(code)
     with pytest.raises(Unsupported, match="cumsum"):
         call(model, 12)
+
+
+calls = 0
+
+
+def of_globals(m: Any, y: Tensor, dim: int) -> Tensor:
+    global calls
+    calls += 1
+    return y.sort(-1).values if calls % 3 else y.cumsum(dim)
+
+
+class Counting(Inside):
+    """Code whose way depends on a number in this file."""
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_counters_in_the_file_of_a_class_are_those_of_the_forward(dim: int) -> None:
+    def change(model: Any) -> None:
+        model.blocks[0].inside.__class__ = Counting
+
+    model = spread(lambda m, y: of_globals(m, y, dim), change=change)
+    with nullcontext() if dim == 2 else pytest.raises(Unsupported, match="cumsum"):
+        call(model, 6)
+
+
+def test_numbers_that_depend_on_the_length_are_refused_at_each_length() -> None:
+    model = spread(lambda m, y: y * (1.0 if y.shape[1] < 12 else 2.0))
+    model(tokens(8))
+    with pytest.raises(Unsupported, match="depend on the length"):
+        model(tokens(16))

@@ -21,11 +21,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeromesh.model.containers import map_tensors, tensors_of
-from zeromesh.model.imitation import META, imitated, left_as_they_are, limited, seed_all, undisturbed
-from zeromesh.tensor.backwards import gradient_hooks
+from zeromesh.model.imitation import META, imitated, left_as_they_are, limited, of_library, seed_all, undisturbed
+from zeromesh.tensor.backwards import Hooks, hooks_of
 from zeromesh.tensor.split_activation import SplitActivation
 from zeromesh.tensor.tokens import DependsOnLength, MixesTokens, TokenRun, WayNotChecked
-from zeromesh.tensor.ways import HARMLESS, Beginning, Place, applied, is_known, way_of
+from zeromesh.tensor.ways import HARMLESS, Beginning, Place, applied, way_of
 
 SECONDS = 60  # of a run
 MOST_KEPT = 256  # results, the ways of which take some 30 KB each
@@ -66,9 +66,6 @@ class TokenCheck:
             if odd is not None:
                 raise ValueError(f"{odd or 'it'} has another forward than its class")
             self._model = imitated(model)[0].requires_grad_(False)
-            hooked = next((name for name, module in model.named_modules() if _has_hooks(module)), None)
-            if hooked is not None:
-                raise ValueError(f"{hooked or 'it'} has hooks of its forward, which are not run")
         except Exception as error:  # a model may have what cannot be copied
             self._tell(error)
 
@@ -83,12 +80,13 @@ class TokenCheck:
         """
         if self._model is not None:
             module = self._model.get_submodule(name)
-            setattr(module, "forward", partial(self._replaced, run, module.forward))  # noqa: B010
+            setattr(module, "forward", partial(self._replaced, name, run, module.forward))  # noqa: B010
             self._whole += [name] * gives_whole
 
-    def _replaced(self, run: Callable[..., Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def _replaced(self, name: str, run: Callable[..., Any], forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         assert self._current is not None
-        return run(self._current, forward, *args, **kwargs)
+        # Hooks see what is around a replacement, or what is inside of it if they were registered before.
+        return run(self._current, self._current.with_hooks(name, forward), *args, **kwargs)
 
     def install(self, model: nn.Module) -> None:
         """Have modules of the model tell when code runs that is given whole sequences, or is not to be checked."""
@@ -125,12 +123,12 @@ class TokenCheck:
         if model is None or original is None:
             return
         modules = dict(original.named_modules())
-        hooks = {name: both for name, module in modules.items() if any(both := gradient_hooks(module))}
+        hooks = {name: own for name, module in modules.items() if (own := hooks_of(module))}
         # Flags, names and shapes choose what code does; numbers, such as that of a step, may differ in each call.
         arguments = frozenset((name, _kind(value)) for name, value in given.items())
-        hooked = tuple((name, *(tuple(map(id, kinds)) for kinds in both)) for name, both in hooks.items())
+        hooked = tuple((name, kind, id(hook)) for name, own in hooks.items() for kind in own for hook, _ in own[kind])
         key = arguments, original.training, torch.is_grad_enabled(), hooked
-        users = {name: module for name, module in modules.items() if not is_known(module)}
+        users = {name: module for name, module in modules.items() if not of_library(module)}
         device = next((x.device for x in tensors_of(given)), torch.device("cpu"))
         self._forward = forward = _Forward(key, call, hooks, Beginning.of(users), self._done.get(key), device)
         if forward.checked is None:
@@ -189,15 +187,11 @@ class TokenCheck:
         for name, own in model.named_modules():  # children after what is around them
             own.train(modules.get(name, original).training)
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        engines = hooks is not None and is_known(hooks[0])
+        engines = hooks is not None and of_library(hooks[0])
         unchanged = saved_tensors_hooks(_same, _same) if engines else nullcontext()
         with undisturbed(), warnings.catch_warnings(), left_as_they_are(model), unchanged:
             warnings.simplefilter("ignore")
-            checked = self._found(model, original, forward)
-        # Hooks of a forward, such as loggers, do not run in the check, so that what they call is no other way.
-        if any(map(_has_forward_hooks, original.modules())):
-            checked.ways = None
-        return checked
+            return self._found(model, original, forward)
 
     def _found(self, model: nn.Module, original: nn.Module, forward: _Forward) -> _Checked:
         checked = _Checked(None, set())
@@ -270,7 +264,7 @@ class _Forward:
 
     key: Any
     call: Call
-    hooks: Mapping[str, Any]  # of gradients, by the names of modules
+    hooks: Mapping[str, Hooks]  # by the names of modules
     state: Beginning
     checked: _Checked | None
     device: torch.device
@@ -292,16 +286,3 @@ def _told(seen: set[Any] | None) -> str:
     if not seen:
         return "it is not called"
     return ", ".join(sorted(str(numbers or shapes) for numbers, shapes in seen))
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of its forward that are not torch's own."""
-    every = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not type(hook).__module__.startswith("torch.") for hook in every)
-
-
-def _has_forward_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of its forward that are not this library's."""
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    kinds = (str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks)
-    return not all(kind.startswith("zeromesh.") for kind in kinds)

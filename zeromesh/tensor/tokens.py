@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from numbers import Number
 from traceback import walk_tb
 from types import FrameType
@@ -106,6 +107,7 @@ class TokenRun(WithoutMemory):
         self.device, self._is_cut = device, is_cut
         self.ways: dict[int, Place] = {}
         self._names: Mapping[int, str] = {}  # of modules, by ``id``
+        self._hooked: dict[str, tuple[nn.Module, Hooks]] = {}
         self.backwards = Backwards(self, torch.is_grad_enabled())
         self.has_whole = False
         self.refused: MixesTokens | None = None
@@ -121,9 +123,16 @@ class TokenRun(WithoutMemory):
         self._watch = _Watch(self, attends)
 
     def prepare(self, model: nn.Module, hooks: Mapping[str, Hooks]) -> None:
-        """Name modules of a model in errors, and follow these hooks of their gradients."""
-        self._names = {id(module): name for name, module in model.named_modules()}
-        self.backwards.hook(model, hooks)
+        """Name modules of a model in errors, and run these hooks of them."""
+        modules = dict(model.named_modules())
+        self._names = {id(module): name for name, module in modules.items()}
+        for name in hooks.keys() & modules.keys() - {""}:  # the model itself is called with whole sequences
+            self._hooked[name] = modules[name], hooks[name]
+            setattr(modules[name], "forward", self.with_hooks(name, modules[name].forward))  # noqa: B010
+
+    def with_hooks(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward of a module with the hooks of it around."""
+        return partial(self.backwards.hooked, *self._hooked[name], forward) if name in self._hooked else forward
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -226,6 +235,10 @@ class TokenRun(WithoutMemory):
         error = kind(f"{function or self._watch.function}{around} {why}")
         self.refused = self.refused or error
         return error
+
+    def forgive(self, before: MixesTokens | None) -> None:
+        """Forget an error that was kept after another one, or none."""
+        self.refused = before
 
     def gather(self, part: Tensor, split_dim: SplitDim) -> Tensor:
         """Refuse to gather."""

@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -27,7 +26,7 @@ from torch.autograd import function as functions
 from torch.utils.hooks import RemovableHandle
 
 from zeromesh.model.containers import tensors_of
-from zeromesh.model.imitation import HOOKS, imported, remembered
+from zeromesh.model.imitation import HOOKS, imported, of_library, remembered
 from zeromesh.tensor.split_rules import ENTRY_BY_ENTRY
 
 _TORCH = os.path.dirname(str(torch.__file__)) + os.sep
@@ -121,7 +120,7 @@ def applied(note: Callable[[Any, Any, FrameType | None], None]) -> Iterator[None
     def asked(setup: Any) -> bool:
         frame = sys._getframe(1)
         kind = frame.f_locals.get("cls")
-        if kind is not None and threading.get_ident() == thread and not is_known(kind):
+        if kind is not None and threading.get_ident() == thread and not of_library(kind):
             note(kind, frame.f_locals["args"], frame.f_back)
         return bool(usual(setup))  # type: ignore[no-untyped-call]
 
@@ -155,7 +154,7 @@ _REQUIRES: Any = vars(torch._C.TensorBase)["requires_grad"].__get__
 
 @dataclass
 class Beginning:
-    """Begin of a forward: what a model, its classes and their files hold, and random numbers: they may decide on ways."""
+    """Begin of a forward: what a model, its classes and their files hold, and random numbers."""
 
     attributes: dict[str, dict[str, Any]]  # by the names of modules
     numbers: dict[str, dict[str, Tensor]]  # the same of buffers
@@ -194,17 +193,10 @@ class Beginning:
         for place, attributes in self.attributes.items():
             there: Any = vars(copies.get(place, copied))
             for name, value in attributes.items():
-                if name in _OF_MODULES or name in HOOKS or tensors_of(value) or is_known(value):
+                if name in _OF_MODULES or name in HOOKS or tensors_of(value) or of_library(value):
                     continue
                 with suppress(Exception):  # what cannot be copied stays as it was
                     there[name] = copy.deepcopy(value, memo)
-
-
-def is_known(value: Any) -> bool:
-    """Return whether a function, or the class of another value, is of this package, torch or transformers."""
-    while isinstance(value, partial):
-        value = value.func
-    return str(getattr(value, "__module__", "")).partition(".")[0] in ("torch", "transformers", "zeromesh")
 
 
 _OF_MODULES = {"forward", "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
