@@ -7,8 +7,10 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, ClassVar, Protocol
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -206,6 +208,7 @@ class SplitActivation(Tensor):
                 _require_no_checkpoint(args[0])
             if not args and (first := next((name for name in _FIRST if name in more), None)):
                 args = (more.pop(first),)
+            args, more = plain_numbers(args), {key: plain_numbers(value) for key, value in more.items()}
             rule = None if _ALIASES & more.keys() else RULES.get(func)
             if rule is not None and args:
                 with unseen() if types == _PARTS else nullcontext():
@@ -233,6 +236,19 @@ class SplitActivation(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             shape, split_dim = whole_shape(self), self.split_dim
             return f"SplitActivation(shape={tuple(shape)}, dtype={self.dtype}, dim {split_dim.dim} is split)"
+
+
+def plain_numbers(value: Any) -> Any:
+    """Return nested arguments with NumPy's whole numbers, and those with names, as Python's: rules know no others."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind(map(plain_numbers, value))
+    if kind is slice:
+        return slice(*map(plain_numbers, (value.start, value.stop, value.step)))
+    return int(value) if isinstance(value, _ODD_NUMBERS) else value
+
+
+_ODD_NUMBERS = (numpy.integer, IntEnum)
 
 
 def part_of(x: Tensor) -> Tensor:

@@ -375,7 +375,7 @@ class _Watch(TorchFunctionMode):
 
     def _note(self, name: str, given: Any, result: Any) -> None:
         """Note numbers and shapes that must not depend on the length of the sequence."""
-        numbers = tuple(n for n in _numbers(given) if name in NUMBERED or not isinstance(n, int))
+        numbers = tuple(n for n in _numbers(given) if name in NUMBERED or not isinstance(n, int | numpy.integer))
         with torch._C.DisableTorchFunctionSubclass():
             shapes = tuple(
                 tuple(size for dim, size in enumerate(x.shape) if dim != x.split_dim.dim)

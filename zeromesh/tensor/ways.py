@@ -101,6 +101,8 @@ def _collect(values: Any, into: list[Any]) -> None:
         kind = type(one)
         if kind in _SAYING:
             into.append(one)
+        elif isinstance(one, int | numpy.integer):
+            into.append(int(one))
         elif kind is slice:
             _collect((one.start, one.stop, one.step), into)
         elif kind in _NESTED:
