@@ -38,6 +38,11 @@ def scripted(x: Tensor) -> Tensor:
     return x / x.norm()
 
 
+def unasked(x: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return x / x.norm()
+
+
 REFUSED: dict[str, Code] = {
     "tensor": lambda x: torch.tensor(x.detach()),
     "Tensor": lambda x: torch.DoubleTensor(x.detach()),
@@ -47,6 +52,8 @@ REFUSED: dict[str, Code] = {
     "grad": lambda x: torch.func.grad(lambda one: one.mean().square())(x.detach()),
     "jacobian": lambda x: torch.func.jacrev(lambda one: one.mean())(x.detach()),
     "vjp": lambda x: torch.func.vjp(lambda one: one.softmax(-1), x.detach())[0],
+    "jvp": lambda x: torch.func.jvp(lambda one: one.softmax(-1), (x.detach(),), (torch.ones_like(x.detach()),))[1],
+    "functions switched off": unasked,
     "script": scripted,
     "traced": torch.jit.trace(lambda x: x / x.norm(), torch.ones_like(X)),
     "nested": lambda x: torch.nested.nested_tensor([*x.detach()]),
