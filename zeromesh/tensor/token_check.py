@@ -25,7 +25,7 @@ from zeromesh.model.imitation import META, imitated, left_as_they_are, limited, 
 from zeromesh.tensor.backwards import Hooks, hooks_of
 from zeromesh.tensor.split_activation import SplitActivation
 from zeromesh.tensor.tokens import DependsOnLength, MixesTokens, TokenRun, WayNotChecked
-from zeromesh.tensor.ways import HARMLESS, Beginning, Place, applied, way_of
+from zeromesh.tensor.ways import HARMLESS, Beginning, Way, applied, way_of
 
 SECONDS = 60  # of a run
 MOST_KEPT = 256  # results, the ways of which take some 30 KB each
@@ -149,8 +149,8 @@ class TokenCheck:
         if forward is None or self._outside or forward.checked is None or forward.checked.ways is None:
             return
         way = way_of(function, args, kwargs, frame)
-        if way is not None and way[0] not in forward.checked.ways:
-            forward.strange[way[0]] = way[1]
+        if way is not None and way not in forward.checked.ways:
+            forward.strange.add(way)
 
     def end(self, completed: bool = True) -> None:
         """End a forward: check the code again if it took another way; raise MixesTokens."""
@@ -171,12 +171,12 @@ class TokenCheck:
             again.ways = ways | (again.ways or set())
         self._done[forward.key] = again
         if again.error is None and again.ways is not None:
-            for way, place in forward.strange.items():
-                name = getattr(place[0], "__name__", str(place[0]))
-                if way not in again.ways and name not in HARMLESS:
+            for function, file, line, *_ in forward.strange - again.ways:
+                name = getattr(function, "__name__", str(function))
+                if name not in HARMLESS:
                     again.error = WayNotChecked(
-                        f"{name}, in {relpath(place[1])}:{place[2]}, ran in this forward, and not when the code was "
-                        "checked, which was run with the same attributes of modules and the same random numbers"
+                        f"{name}, in {relpath(file)}:{line}, ran in this forward, and not when the code was checked, "
+                        "which was run with the same attributes of modules and the same random numbers"
                     )
                     break
         if again.error is not None:
@@ -220,7 +220,7 @@ class TokenCheck:
                 except Exception:
                     _log.debug("another run of the check has failed", exc_info=True)
                 assert checked.ways is not None
-                checked.ways |= part.ways.keys()
+                checked.ways |= part.ways
                 break
             if not (whole.guessed or part.guessed):
                 break
@@ -255,7 +255,7 @@ class _Checked:
     """Result of a check: its error, and the ways of the code, as far as they are known."""
 
     error: MixesTokens | None
-    ways: set[int] | None
+    ways: set[Way] | None
 
 
 @dataclass
@@ -268,7 +268,7 @@ class _Forward:
     state: Beginning
     checked: _Checked | None
     device: torch.device
-    strange: dict[int, Place] = field(default_factory=dict)  # calls that the check has not seen
+    strange: set[Way] = field(default_factory=set)  # calls that the check has not seen
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from zeromesh.tensor import split_views as split_views  # which registers rules
 from zeromesh.tensor.backwards import Backwards, Hooks, OfSum
 from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation, SplitDim
 from zeromesh.tensor.split_rules import ENTRY_BY_ENTRY, as_split, entry_by_entry
-from zeromesh.tensor.ways import Place, answer, way_of
+from zeromesh.tensor.ways import Way, answer, collect, way_of
 
 MOST_OPERATORS = 300_000  # of a run
 FOREIGN = tuple(os.path.dirname(str(one.__file__)) + os.sep for one in (torch, sys.modules["zeromesh"]))
@@ -105,7 +105,7 @@ class TokenRun(WithoutMemory):
     ) -> None:  # fmt: skip
         super().__init__(guess)
         self.device, self._is_cut = device, is_cut
-        self.ways: dict[int, Place] = {}
+        self.ways: set[Way] = set()
         self._names: Mapping[int, str] = {}  # of modules, by ``id``
         self._hooked: dict[str, tuple[nn.Module, Hooks]] = {}
         self.backwards = Backwards(self, torch.is_grad_enabled())
@@ -194,7 +194,7 @@ class TokenRun(WithoutMemory):
     def note(self, function: Any, args: Any, kwargs: Any, frame: FrameType | None) -> None:
         """Note a call of the code, by which a forward is followed."""
         if self.other is not None and not self.has_whole and (way := way_of(function, args, kwargs, frame)):
-            self.ways[way[0]] = way[1]
+            self.ways.add(way)
 
     @contextmanager
     def with_whole(self) -> Iterator[None]:
@@ -353,7 +353,7 @@ class _Watch(TorchFunctionMode):
         counted: Any = (args, kwargs)
         if name in CONSTANTS:
             counted = (args[1:], kwargs.get("fill_value")) if CONSTANTS[name] else ()
-        if not run.has_whole and (numbers := tuple(_numbers(counted))):
+        if not run.has_whole and (numbers := _numbers(counted)):
             key = name, place_of(_frames())
             run.plain[key].add(numbers)
             if run.other is not None and key in run.other.plain and numbers not in run.other.plain[key]:
@@ -375,7 +375,7 @@ class _Watch(TorchFunctionMode):
 
     def _note(self, name: str, given: Any, result: Any) -> None:
         """Note numbers and shapes that must not depend on the length of the sequence."""
-        numbers = tuple(n for n in _numbers(given) if name in NUMBERED or not isinstance(n, int | numpy.integer))
+        numbers = tuple(n for n in _numbers(given) if name in NUMBERED or not isinstance(n, int))
         with torch._C.DisableTorchFunctionSubclass():
             shapes = tuple(
                 tuple(size for dim, size in enumerate(x.shape) if dim != x.split_dim.dim)
@@ -399,19 +399,11 @@ def _is_sound(x: Any) -> bool:
     return hasattr(x, "expected") and version(x) == x.expected[1]
 
 
-def _numbers(value: Any) -> Iterator[Any]:
-    """Yield the numbers in nested arguments."""
-    if isinstance(value, Number | numpy.number):
-        yield value
-    elif isinstance(value, numpy.ndarray):
-        yield from value.ravel().tolist()
-    elif isinstance(value, slice):
-        yield from _numbers((value.start, value.stop, value.step))
-    elif isinstance(value, Mapping):
-        yield from _numbers(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _numbers(one)
+def _numbers(values: Any) -> tuple[Any, ...]:
+    """Return the numbers in nested arguments."""
+    settings: list[Any] = []
+    collect(values, settings, fractions=True)
+    return tuple(value for value in settings if isinstance(value, Number | numpy.number))
 
 
 def _frames() -> Iterator[FrameType]:

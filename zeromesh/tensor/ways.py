@@ -15,8 +15,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from functools import cache
+from numbers import Number
+from types import FrameType
+from typing import Any
 from unittest.mock import patch
 
 import numpy
@@ -38,76 +40,60 @@ _BETWEEN = tuple(_TORCH + file for file in ("_dynamo", "_inductor", "_functorch"
 # transformers' code of masks, which context parallelism replaces, looks at positions and not at activations.
 _MASKS = os.path.join("transformers", "masking_utils.py")
 # Functions around a block in a check's copy, where the model itself has hooks: they call nothing of torch themselves.
-_AROUND_BLOCKS = {("token_check.py", "_replaced"), ("spread.py", "_entered"), ("spread.py", "_last")}
+_AROUND_BLOCKS = {"_replaced", "_entered", "_last"}
 
 # Functions that leave tokens apart whatever they are given, or that only tell something.
 HARMLESS = {*ENTRY_BY_ENTRY, "__get__", "requires_grad_", "dim", "size", "numel", "is_floating_point", "__len__",
     "register_hook", "backward", "embedding"}  # fmt: skip
 
 
-class _Code(NamedTuple):
-    """Code: the file if it is a user's, "" if it is torch's, and None where what it calls is no part of a user's."""
-
-    code: CodeType
-    file: str | None
-    lines: dict[int, int]  # by instruction; to ask a frame takes longer
-
-
-_codes: dict[int, _Code] = {}  # by the code's id: its hash takes long
-
-
-def _described(code: CodeType) -> _Code:
-    file = code.co_filename
-    is_between = (
-        not os.path.isabs(file)
-        or "torchinductor" in file
-        or file.endswith(_MASKS)
-        or file.startswith((_OURS, *_BETWEEN))
-    )
-    spans = code.co_lines()
-    passes = is_between and (os.path.basename(file), code.co_name) in _AROUND_BLOCKS and file.startswith(_OURS)
-    lines = {at: line for first, last, line in spans if line for at in range(first, last, 2)}
-    described = _Code(
-        code, "" if passes or (file.startswith(_TORCH) and not is_between) else None if is_between else file, lines
-    )
-    return _codes.setdefault(id(code), described)
+@cache
+def _owner(file: str) -> str:
+    """Return whose code a file has: "user", "torch", or "" where its calls are no part of a user's code."""
+    if not os.path.isabs(file) or "torchinductor" in file or file.endswith(_MASKS):
+        return ""
+    if file.startswith((_OURS, *_BETWEEN)):
+        return ""
+    return "torch" if file.startswith(_TORCH) else "user"
 
 
-Place = tuple[Any, str, int]  # function, file and line
+Way = tuple[Any, ...]  # function, file and line of a call, and what it is given but tensors
 
 
-def way_of(function: Any, args: Any, kwargs: Any, frame: FrameType | None) -> tuple[int, Place] | None:
-    """Return the number and the place of a call that code in a frame makes; None unless it is part of a user's."""
+def way_of(function: Any, args: Any, kwargs: Any, frame: FrameType | None) -> Way | None:
+    """Return the way of a call that code in a frame makes; None unless it is part of a user's."""
     while frame is not None:
-        _, file, lines = _codes.get(id(frame.f_code)) or _described(frame.f_code)
-        if file is None:
-            return None
-        if file:
-            numbers: list[Any] = []
+        code = frame.f_code
+        if (owner := _owner(code.co_filename)) == "user":
+            settings: list[Any] = []
             if getattr(function, "__name__", "") not in HARMLESS:
-                _collect(args, numbers)
+                collect(args, settings)
                 if kwargs:
-                    _collect(kwargs.values(), numbers)
-            line = lines.get(frame.f_lasti, 0)
-            place = function, file, line
-            return hash((place, *numbers)), place
+                    collect(kwargs.values(), settings)
+            return function, code.co_filename, frame.f_lineno, *settings
+        if not owner and code.co_name not in _AROUND_BLOCKS:
+            return None
         frame = frame.f_back
     return None
 
 
-def _collect(values: Any, into: list[Any]) -> None:
-    """Collect what says how a function computes, without numbers with a fraction, which may be others each time."""
-    for one in values:
-        kind = type(one)
+def collect(values: Any, into: list[Any], fractions: bool = False) -> None:
+    """Collect what says how a function computes; numbers with fractions may be others each time."""
+    for value in values:
+        kind = type(value)
         if kind in _SAYING:
-            into.append(one)
-        elif isinstance(one, int | numpy.integer):
-            into.append(int(one))
+            into.append(value)
+        elif isinstance(value, int | numpy.integer):
+            into.append(int(value))
         elif kind is slice:
-            _collect((one.start, one.stop, one.step), into)
+            collect((value.start, value.stop, value.step), into, fractions)
         elif kind in _NESTED:
             into.append(kind)
-            _collect(one.values() if kind is dict else one, into)
+            collect(value.values() if kind is dict else value, into, fractions)
+        elif fractions and isinstance(value, Number | numpy.number):
+            into.append(value)
+        elif fractions and kind is numpy.ndarray:
+            into += value.ravel().tolist()
 
 
 _SAYING = {int, str, bool, type(None), type(...)}
