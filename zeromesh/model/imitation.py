@@ -149,7 +149,9 @@ def user_hooks(module: nn.Module, kind: str) -> list[tuple[Any, bool]]:
         kind: ``forward_pre``, ``forward``, ``backward_pre`` (of gradients of outputs) or ``backward`` (of inputs).
     """
     everywhere: Mapping[int, Any] = getattr(nn.modules.module, f"_global_{kind}_hooks")
-    hooks: Mapping[int, Any] = getattr(module, f"_{kind}_hooks")
+    hooks: Mapping[int, Any] = vars(module)[f"_{kind}_hooks"]
+    if not (hooks or everywhere):
+        return []
     with_kwargs = getattr(module, f"_{kind}_hooks_with_kwargs", ())
     every = [(hook, key in with_kwargs) for key, hook in (*everywhere.items(), *hooks.items())]
     return [(hook, takes_kwargs) for hook, takes_kwargs in every if not of_library(hook)]
