@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import zeromesh
 from harness import run_ranks
+from matrices import few
 from test_context import fake
 from token_programs import APART, LENGTH, VOCABULARY, WIDTH, Code, Inside, Shifted, Twice, batch, build
 from zeromesh.config.keys import UNCHECKED
@@ -67,7 +68,7 @@ LENGTHS: dict[str, Code] = {
 """Code that is right where windows do not cross the bounds of what a rank has, as of 32 tokens on two ranks."""
 
 
-@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("name", few(LENGTHS, "windows", "pairs"))
 def test_each_length_is_checked(name: str) -> None:
     model = spread(LENGTHS[name])
     for length in (32, 16, 32):
@@ -107,6 +108,7 @@ def other_dim(m: Any, y: Tensor, dim: int) -> Tensor:
     return y.roll(1, dim)
 
 
+FEW_WAYS = ("a counter in a buffer", "every third call", "another dim", "a later length", "chance", "a later function")
 BACKWARDS_LATER = ("a later function", "a later hook")
 WAYS: dict[str, Code] = {
     "a counter": lambda m, y: y.cumsum(1) if counted(m, "number") > 2 else y,
@@ -124,7 +126,13 @@ WAYS: dict[str, Code] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "grad"), [(name, grad) for name in WAYS for grad in (True, False) if grad or name not in BACKWARDS_LATER]
+    ("name", "grad"),
+    [
+        pytest.param(name, grad, marks=() if grad and name in FEW_WAYS else pytest.mark.full)
+        for name in WAYS
+        for grad in (True, False)
+        if grad or name not in BACKWARDS_LATER
+    ],
 )
 def test_code_that_takes_another_way_later_is_checked_again(name: str, grad: bool) -> None:
     random.seed(1)
@@ -146,7 +154,7 @@ OTHER_WAYS: dict[str, Code] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OTHER_WAYS)
+@pytest.mark.parametrize("name", few(OTHER_WAYS, "noise", "a schedule", "another layer"))
 def test_another_way_that_leaves_tokens_apart_is_accepted(name: str, caplog: pytest.LogCaptureFixture) -> None:
     random.seed(1)
     model = spread(OTHER_WAYS[name], change=prepared)
@@ -254,7 +262,7 @@ BACKWARDS: dict[str, tuple[Code, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BACKWARDS)
+@pytest.mark.parametrize("name", few(BACKWARDS, "identity", "a hook that sums", "saved tensors", "hooks of several"))
 def test_backwards_that_compute_over_tokens_are_refused_with_their_line(name: str) -> None:
     code, said = BACKWARDS[name]
     model = spread(code)
@@ -280,7 +288,7 @@ APART_BACKWARDS: dict[str, Code] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", APART_BACKWARDS)
+@pytest.mark.parametrize("name", few(APART_BACKWARDS, "weights", "told", "saved in 32 bits"))
 def test_backwards_that_leave_tokens_apart_are_accepted(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = spread(APART_BACKWARDS[name])
     with caplog.at_level(logging.WARNING, "zeromesh"):
@@ -301,8 +309,8 @@ MODULE_HOOKS: dict[str, tuple[str, Any, bool]] = {
 }
 
 
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("name", MODULE_HOOKS)
+@pytest.mark.parametrize("early", [pytest.param(True, marks=pytest.mark.full), False])
+@pytest.mark.parametrize("name", few(MODULE_HOOKS, "forward", "norm of outputs", "doubled arguments", "told", "mean"))
 def test_hooks_of_modules_are_checked(name: str, early: bool, caplog: pytest.LogCaptureFixture) -> None:
     register, hook, is_apart = MODULE_HOOKS[name]
 

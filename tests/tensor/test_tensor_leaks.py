@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zeromesh
 from harness import run_ranks
+from matrices import few
 from test_split_activation import X, on_ranks, part
 from zeromesh.tensor.derive import derive
 from zeromesh.tensor.plan import PlanRule
@@ -74,7 +75,7 @@ WHOLE: dict[str, Code] = {
 """Functions that are given the whole."""
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", few(REFUSED, "tensor", "vmap", "grad", "jvp", "functions switched off", "script"))
 def test_code_outside_of_python_is_refused_with_the_layer(name: str) -> None:
     def run(group: Any) -> None:
         with pytest.raises(NeedsWhole, match=r"give blocks\.0\.up the style colwise_gather_output"), Sealed():
@@ -83,7 +84,7 @@ def test_code_outside_of_python_is_refused_with_the_layer(name: str) -> None:
     on_ranks(run)
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", few(WHOLE, "numpy", "class", "operator"))
 def test_what_asks_is_given_the_whole(name: str) -> None:
     if name == "compiled":
         WHOLE[name](X)  # the compiler is not for several threads at a time
