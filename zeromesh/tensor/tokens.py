@@ -96,16 +96,20 @@ class TokenRun(WithoutMemory):
         refused: the first error, which code may have caught.
         seen: by function and place in the code, the numbers and shapes of its calls with a part of a sequence.
         plain: the same of the numbers of its other calls.
-        ways: calls of the code in a rank's part of the sequence.
+        ways: calls of the code.
+        way: the last one.
+        is_plain: True if parts are plain tensors, and calls are noted only.
     """
 
     def __init__(
         self, parts: int, attends: bool, guess: bool, device: torch.device, other: TokenRun | None = None,
-        is_cut: bool = True,
+        attempt: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(guess)
-        self.device, self._is_cut = device, is_cut
+        self.device, self._attempt = device, attempt
+        self.is_plain = False
         self.ways: set[Way] = set()
+        self.way: Way | None = None
         self._names: Mapping[int, str] = {}  # of modules, by ``id``
         self._hooked: dict[str, tuple[nn.Module, Hooks]] = {}
         self.backwards = Backwards(self, torch.is_grad_enabled())
@@ -158,16 +162,20 @@ class TokenRun(WithoutMemory):
             self._whole, self._part, self._told = whole, part, whole
             if self.other is not None:
                 # The part is cut as well, or rules would take it for what all ranks have.
-                self.size = next((n for n in range(2, part + 1) if part % n == 0), 1) if self._is_cut else 1
+                divisors = [n for n in range(2, part + 1) if part % n == 0] or [1]
+                self.is_plain = self._attempt >= len(divisors)
+                self.size = 1 if self.is_plain else divisors[self._attempt]
                 self._told = part
         told = whole * self._told // self._whole
         split_dim = self._joined_dims.get((x.ndim, dim, whole), SplitDim(dim, (told,)))
         with torch._C.DisableTorchFunction():
             made = torch.empty([*x.shape[:dim], told // self.size, *x.shape[dim + 1 :]], dtype=x.dtype, device=META)
-            return as_split(made, split_dim, self)
+            return made if self.is_plain else as_split(made, split_dim, self)
 
     def is_spread(self, x: Tensor) -> bool:
         """Return whether it has a rank's part of the sequence."""
+        if self.is_plain:
+            return x.ndim > 1 and x.is_floating_point() and x.shape[x.ndim > 2] == self._part
         return isinstance(x, SplitActivation)
 
     def join(self, value: Any) -> Any:
@@ -175,8 +183,10 @@ class TokenRun(WithoutMemory):
         return map_tensors(value, self._joined)
 
     def _joined(self, x: Tensor) -> Tensor:
-        if not isinstance(x, SplitActivation):
+        if not self.is_spread(x):
             return x
+        if not isinstance(x, SplitActivation):
+            return x.repeat_interleave(self._whole // self._part, int(x.ndim > 2))
         dim, whole = x.split_dim.dim, x.split_dim.size * self._whole // self._told
         # Tokens of all samples in one dim are cut sample by sample, also where they are cut again.
         self._joined_dims[x.ndim, dim, whole] = x.split_dim
@@ -193,8 +203,9 @@ class TokenRun(WithoutMemory):
 
     def note(self, function: Any, args: Any, kwargs: Any, frame: FrameType | None) -> None:
         """Note a call of the code, by which a forward is followed."""
-        if self.other is not None and not self.has_whole and (way := way_of(function, args, kwargs, frame)):
+        if not self.has_whole and (way := way_of(function, args, kwargs, frame)):
             self.ways.add(way)
+            self.way = way
 
     @contextmanager
     def with_whole(self) -> Iterator[None]:

@@ -40,7 +40,7 @@ _BETWEEN = tuple(_TORCH + file for file in ("_dynamo", "_inductor", "_functorch"
 # transformers' code of masks, which context parallelism replaces, looks at positions and not at activations.
 _MASKS = os.path.join("transformers", "masking_utils.py")
 # Functions around a block in a check's copy, where the model itself has hooks: they call nothing of torch themselves.
-_AROUND_BLOCKS = {"_replaced", "_entered", "_last"}
+_AROUND_BLOCKS = {"_replaced", "_entered", "_last", "hooked"}
 
 # Functions that leave tokens apart whatever they are given, or that only tell something.
 HARMLESS = {*ENTRY_BY_ENTRY, "__get__", "requires_grad_", "dim", "size", "numel", "is_floating_point", "__len__",
