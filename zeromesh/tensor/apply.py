@@ -263,7 +263,8 @@ def _linear(
 def _with_part(
     forward: Callable[..., Tensor], member: Member, shape: tuple[int, ...], /, *args: Tensor, **kwargs: Tensor
 ) -> Tensor:  # fmt: skip
-    module, name, style = member.module, member.name, member.rule.style
+    module: Any = member.module
+    name, style = member.name, member.rule.style
     if style in PLAIN_PARTS and has_hooks(module):  # that were registered since the layer was split
         raise ValueError(why_hooked(name, style))
     given = tuple(module.weight.shape)

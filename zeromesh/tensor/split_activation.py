@@ -235,7 +235,7 @@ class SplitActivation(Tensor):
 
     def gathered(self) -> Tensor:
         """Return the whole."""
-        if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
+        if torch._C._are_functorch_transforms_active():
             _refuse("a transform of torch.func", [self])
         # Each time anew: whether somebody still holds an earlier one may differ between ranks.
         with torch._C.DisableTorchFunctionSubclass():

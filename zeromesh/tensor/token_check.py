@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from itertools import count
 from os.path import relpath
@@ -131,10 +131,10 @@ class TokenCheck:
         key = arguments, original.training, torch.is_grad_enabled(), hooked
         users = {name: module for name, module in modules.items() if not of_library(module)}
         device = next((x.device for x in tensors_of(given)), torch.device("cpu"))
+        # Hooks are told by their ids, so what is done keeps them.
         self._forward = forward = _Forward(key, call, hooks, Beginning.of(users), self._done.get(key), device)
         if forward.checked is None:
-            forward.checked = self._checked(model, original, forward)
-            self._done[key] = forward.checked
+            forward.checked = self._done[key] = self._checked(model, original, forward)
         self._done.move_to_end(key)
         if len(self._done) > MOST_KEPT:
             self._done.popitem(last=False)
@@ -192,7 +192,7 @@ class TokenCheck:
         unchanged = saved_tensors_hooks(_same, _same) if engines else nullcontext()
         with undisturbed(), warnings.catch_warnings(), left_as_they_are(model), unchanged:
             warnings.simplefilter("ignore")
-            return self._found(model, original, forward)
+            return replace(self._found(model, original, forward), hooks=forward.hooks)
 
     def _found(self, model: nn.Module, original: nn.Module, forward: _Forward) -> _Checked:
         checked = _Checked(None, set())
@@ -259,6 +259,7 @@ class _Checked:
 
     error: MixesTokens | None
     ways: set[Way] | None
+    hooks: Mapping[str, Hooks] = field(default_factory=dict)
 
 
 @dataclass

@@ -120,24 +120,16 @@ def applied(note: Callable[[Any, Any, FrameType | None], None]) -> Iterator[None
 def answer(function: Any, args: Any, differentiates: bool, device: torch.device) -> Any:
     """Return what a function would in the real forward, on a device and with gradients; None for others."""
     name = getattr(function, "__name__", "")
-    if name == "__get__" and function in _OF_DEVICE:
-        return _OF_DEVICE[function](device)
+    attribute = function.__self__.__name__ if name == "__get__" else ""
+    if attribute in ("device", "is_cuda", "is_cpu", "is_meta"):
+        return device if attribute == "device" else attribute == f"is_{device.type}"
     if not differentiates:
         return None
-    if function == _REQUIRES and args[0].is_floating_point():
+    if attribute == "requires_grad" and args[0].is_floating_point():
         return True
     if name in ("requires_grad_", "retain_grad"):
         return args[0]
     return RemovableHandle(OrderedDict()) if name in ("register_hook", "register_post_accumulate_grad_hook") else None
-
-
-_OF_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
-    Tensor.device.__get__: lambda device: device,
-    Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
-    Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
-    Tensor.is_meta.__get__: lambda device: False,  # type: ignore[attr-defined]
-}
-_REQUIRES: Any = vars(torch._C.TensorBase)["requires_grad"].__get__
 
 
 @dataclass
