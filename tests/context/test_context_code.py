@@ -131,14 +131,6 @@ def test_code_behind_a_loss_is_checked() -> None:
         check(Early(APART["nothing"]).double(), batch())
 
 
-def test_hooks_of_the_user_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    model = build(APART["nothing"])
-    model.norm.register_forward_hook(lambda module, args, output: output.cumsum(1))
-    with caplog.at_level(logging.WARNING, "zeromesh"):
-        check(model, batch())
-    assert "norm has hooks of its forward, which are not run" in caplog.text
-
-
 def test_a_module_that_is_said_to_compute_each_token_by_itself_is_not_checked(caplog: pytest.LogCaptureFixture) -> None:
     def chosen(module: Any, y: Tensor) -> Tensor:  # experts that get their tokens only
         found = torch.zeros_like(y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any
 
 import numpy
@@ -155,6 +156,12 @@ def experts_of_rows(m: Any, y: Tensor) -> Tensor:
     return found.view(y.shape)
 
 
+class Dim(IntEnum):
+    """Dims of an activation."""
+
+    WIDTH = 2
+
+
 # Code that leaves tokens apart.
 APART: dict[str, Code] = {
     "nothing": lambda m, y: y,
@@ -193,6 +200,8 @@ APART: dict[str, Code] = {
     "flaws": lambda m, y: m.without_flaws(y),
     "pairs": lambda m, y: y.unflatten(1, (-1, 2)).sum(2).repeat_interleave(2, 1),
     "width": lambda m, y: y / math.sqrt(y.shape[-1]) * y.size(0),
+    "NumPy's numbers": lambda m, y: y.view(*numpy.array([*y.shape[:2], 4, 8])).softmax(numpy.int64(-1)).flatten(2),
+    "numbers with names": lambda m, y: y - y.mean(Dim.WIDTH, keepdim=True) + y.sort(Dim.WIDTH).values,
     "no drops": lambda m, y: F.dropout(y, 0.0) + F.dropout(y, 0.5, training=False),
 }  # fmt: skip
 NOISE: dict[str, Code] = {

@@ -283,3 +283,28 @@ def test_every_place_that_looks_at_classes_of_layers_is_known() -> None:
     root = Path(zeromesh.__file__).parent
     found = {str(path.relative_to(root)) for path in root.rglob("*.py") if PATTERN.search(path.read_text())}
     assert found - LOOKS.keys() == set()  # a new place asks ``model/substitution.py``, and gets a row in PLACES
+
+
+def hooked_later() -> list[str]:
+    said = []
+    for name, register in (("0", "register_forward_hook"), ("1", "register_forward_pre_hook")):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        config = {
+            "train_batch_size": 4, "mesh": {"tensor": 2}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "tensor_parallel": {"plan": {"0": "colwise", "1": "rowwise"}},
+        }  # fmt: skip
+        engine = zeromesh.initialize(model=model, config=config)[0]
+        engine(torch.ones(4, WIDTH))
+        handle = getattr(engine.module.get_submodule(name), register)(lambda *_: None)
+        with pytest.raises(ValueError, match=f"{name} .* has hooks, .* rank's part") as error:
+            engine(torch.ones(4, WIDTH))
+        handle.remove()
+        engine(torch.ones(4, WIDTH))
+        engine.destroy()
+        said.append(str(error.value))
+    return said
+
+
+def test_hooks_that_are_registered_later_are_refused_where_they_would_get_parts() -> None:
+    for said in run_ranks(hooked_later, 2, timeout=LIMIT):
+        assert all("register the hooks on the module around" in message for message in said)

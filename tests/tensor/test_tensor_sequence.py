@@ -2,6 +2,8 @@
 
 import re
 import traceback
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from same_training import require_same_training, train_on_engine
 from token_programs import APART, MIXES, NOISE, OTHER_ATTENTION, Code, Inside
 from zeromesh.tensor.plan import parse, resolve
 from zeromesh.tensor.sequence import find_stacks
-from zeromesh.tensor.spread import check_of, check_tokens
+from zeromesh.tensor.spread import Followed, _entered, check_of, check_tokens
+from zeromesh.tensor.token_check import TokenCheck
 
 WIDTH, LENGTH = 32, 8
 
@@ -201,3 +204,66 @@ def test_code_that_leaves_tokens_apart_is_accepted(name: str, caplog: pytest.Log
     with caplog.at_level("WARNING", "zeromesh"):
         checked({**APART, **NOISE, **OTHER_ATTENTION}[name])
     assert not caplog.records
+
+
+def windows(width: int, y: Tensor) -> Tensor:
+    return y.unflatten(1, (-1, width)).softmax(2).flatten(1, 2)
+
+
+class Last(nn.Module):
+    """Norm that a hook may watch, with code after it, of the number of calls of all such modules."""
+
+    calls = 0
+
+    def __init__(self, code: Code) -> None:
+        super().__init__()
+        self.norm, self.code = nn.LayerNorm(WIDTH), code
+
+    def forward(self, x: Tensor) -> Tensor:
+        Last.calls += 1
+        return self.code(Last.calls, self.norm(x))
+
+
+# Code, a hook of the norm, and what is said of it, if it is refused.
+FOLLOWED: dict[str, tuple[Code, Any, str]] = {
+    "windows of a part": (lambda n, y: windows(4, y), None, ""),
+    "at times": (lambda n, y: windows(4, y).cumsum(1 if n % 5 == 0 else 2), None, "cumsum"),
+    "at times, apart": (lambda n, y: windows(2, y).cumsum(2) if n % 3 == 0 else y.relu(), None, ""),
+    "told": (lambda n, y: y, lambda module, args, output: print(float(output.mean(1).norm())), ""),
+    "changed": (lambda n, y: y, lambda module, args, output: output * 2, ""),
+    "mean": (
+        lambda n, y: y,
+        lambda module, args, output: output - output.mean(1, keepdim=True),
+        "sums over the tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_ways_and_hooks_of_blocks_are_followed(name: str) -> None:
+    code, hook, said = FOLLOWED[name]
+    blocks = nn.ModuleList(Last(code) for _ in range(2))
+    if hook is not None:
+        blocks[0].norm.register_forward_hook(hook)
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = Blocks()
+    check = TokenCheck(model, 2, False)
+    for block in ("blocks.0", "blocks.1"):
+        check.replace(block, _entered)
+    hooks, x = Followed(check), torch.randn(2, 8, WIDTH)
+    part = x[:, :4]
+    with nullcontext() if not said else pytest.raises(ValueError, match=said):
+        for _ in range(8):
+            hooks.before(model, (x,), {})
+            blocks[1](blocks[0](part))
+            hooks.after(model, None, None)

@@ -102,10 +102,10 @@ def require_apart(name: str, check: TokenCheck, part: dict[str, Any], ranks: int
         for key, value in check.without_memory(part).items():
             if isinstance(value, Tensor):
                 given[key] = value
-            if isinstance(value, Tensor) and value.ndim and run.has_rules:
+            if isinstance(value, Tensor) and value.ndim:
                 length = value.shape[1]
                 own = run.spread(value, 1, length * ranks, length)
-                given[key] = run.join(own).as_subclass(OfLabels) if key in batch.LABELS else own
+                given[key] = run.unsplit(own).as_subclass(OfLabels) if key in batch.LABELS else own
         model(**given)
 
     with _refused(name):

@@ -7,9 +7,9 @@ import ctypes
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import _lru_cache_wrapper
+from functools import _lru_cache_wrapper, partial
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -131,11 +131,45 @@ def imitated(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None)
 
 
+LIBRARIES = ("torch", "transformers", "peft", "accelerate", "zeromesh")
+
+
+def of_library(value: Any) -> bool:
+    """Return whether a function, or the class of another value, is not a user's."""
+    while isinstance(value, partial):
+        value = value.func
+    return str(getattr(value, "__module__", "")).partition(".")[0] in LIBRARIES
+
+
+def user_hooks(module: nn.Module, kind: str) -> list[tuple[Any, bool]]:
+    """Return a user's hooks of a module, those of all modules first, and whether each takes keyword arguments.
+
+    Args:
+        module: module.
+        kind: ``forward_pre``, ``forward``, ``backward_pre`` (of gradients of outputs) or ``backward`` (of inputs).
+    """
+    everywhere: Mapping[int, Any] = getattr(nn.modules.module, f"_global_{kind}_hooks")
+    hooks: Mapping[int, Any] = vars(module)[f"_{kind}_hooks"]
+    if not (hooks or everywhere):
+        return []
+    with_kwargs = getattr(module, f"_{kind}_hooks_with_kwargs", ())
+    every = [(hook, key in with_kwargs) for key, hook in (*everywhere.items(), *hooks.items())]
+    return [(hook, takes_kwargs) for hook, takes_kwargs in every if not of_library(hook)]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether hooks of a user see, or change, what a module is given or returns, or gradients of that."""
+    return any(user_hooks(module, kind) for kind in KINDS)
+
+
+KINDS = ("forward_pre", "forward", "backward_pre", "backward")
+
+
 def is_odd(module: nn.Module) -> bool:
     """Return whether a copy of a module would run the module itself, or hooks see gradients between layers."""
     own = vars(module).get("forward")
     is_bound = isinstance(own, MethodType) and own.__self__ is module  # which a copy binds to itself
-    return (own is not None and not is_bound) or bool(module._backward_hooks or module._backward_pre_hooks)
+    return (own is not None and not is_bound) or any(user_hooks(module, kind) for kind in KINDS[2:])
 
 
 @contextmanager
@@ -147,28 +181,44 @@ def left_as_they_are(model: nn.Module) -> Iterator[None]:
     # Functions of other files that these use may keep tensors, too.
     used = {getattr(value, "__module__", None) for file in files for value in vars(file).values()}
     files |= {sys.modules[name] for name in used if name in sys.modules and name.partition(".")[0] != "torch"}
-    files |= {value for file in [*files] for value in vars(file).values() if _is_users(value)}
-    values = [value for owner in (*kinds, *files) for name, value in vars(owner).items() if not name.startswith("__")]
-    attributes = {kind: dict(vars(kind)) for kind in kinds}
-    held = [(value, copy.copy(value)) for value in values if type(value) in (dict, list, set)]
+    files |= {other for file in [*files] for other in imported(file)}
+    restore = remembered(kinds, files)
     try:
         with _uncompiled():
             yield
     finally:
+        restore()
+        for value in (value for owner in (*kinds, *files) for value in vars(owner).values()):
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if isinstance(function, _lru_cache_wrapper):
+                function.cache_clear()
+
+
+def remembered(kinds: Collection[type], files: Collection[ModuleType]) -> Callable[[], None]:
+    """Return a function that restores what classes hold, and the numbers and containers of files."""
+    attributes = {kind: dict(vars(kind)) for kind in kinds}
+    numbers = {file: {name: value for name, value in vars(file).items() if type(value) in _NUMBERS} for file in files}
+    values = [value for owner in (*kinds, *files) for name, value in vars(owner).items() if not name.startswith("__")]
+    containers = [(value, copy.copy(value)) for value in values if type(value) in (dict, list, set)]
+
+    def restore() -> None:
         for kind, earlier in attributes.items():
             for name, value in dict(vars(kind)).items():
                 if name not in earlier:
                     delattr(kind, name)
                 elif value is not earlier[name] and not name.startswith("__"):
                     setattr(kind, name, earlier[name])
-        for value, before in held:
+        for file, counted in numbers.items():
+            vars(file).update(counted)
+        for value, before in containers:
             if _identities(value) != _identities(before):
                 value.clear()
                 value.extend(before) if isinstance(value, list) else value.update(before)
-        for value in values:
-            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-            if isinstance(function, _lru_cache_wrapper):
-                function.cache_clear()
+
+    return restore
+
+
+_NUMBERS = (bool, int, float, str, type(None))
 
 
 @contextmanager
@@ -183,9 +233,15 @@ def _uncompiled() -> Iterator[None]:
             torch.compiler.reset()
 
 
-def _is_users(value: Any) -> bool:
-    file = getattr(value, "__file__", None) if isinstance(value, ModuleType) else None
-    return file is not None and "site-packages" not in file and not file.startswith(sys.base_prefix)
+def imported(file: ModuleType) -> list[ModuleType]:
+    """Return a user's modules that a module has imported."""
+    modules = [value for value in vars(file).values() if isinstance(value, ModuleType)]
+    paths = [str(getattr(module, "__file__", None) or sys.base_prefix) for module in modules]
+    return [
+        module
+        for module, path in zip(modules, paths, strict=True)
+        if "site-packages" not in path and not path.startswith(sys.base_prefix)
+    ]
 
 
 def _identities(value: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeromesh.model.imitation import has_hooks, user_hooks
 from zeromesh.model.linear import transposed_class
 
 # Code that stands for a layer reads the layer's parameters and torch's definition of its class, and nothing else: not a
@@ -75,19 +76,18 @@ def own_computation(module: nn.Module, kind: type[nn.Module]) -> str:
             return f"it has a parameter {name}, which {kind.__name__} lacks"
         if isinstance(parameter, nn.UninitializedParameter) or _acts(type(parameter)):
             return f"its {name} is a {type(parameter).__name__}"
-    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()) if names else ():
+    for hook, _ in (*user_hooks(module, "forward_pre"), *user_hooks(module, "forward")) if names else ():
         if _WEIGHTS.intersection(_names_in(hook)):
             return "a hook of its forward reads its weights"
     return ""
 
 
 def _names_in(hook: Any) -> set[str]:
-    """Return the names that the code of a user's hook has; none for hooks of libraries."""
+    """Return the names that the code of a hook has."""
     while (inner := getattr(hook, "func", None) or getattr(hook, "__func__", None)) is not None:
         hook = inner
     hook = hook if isinstance(hook, FunctionType) else inspect.getattr_static(type(hook), "__call__", None)
-    library = str(getattr(hook, "__module__", "")).partition(".")[0]
-    if not isinstance(hook, FunctionType) or library in ("torch", "transformers", "peft", "accelerate", "zeromesh"):
+    if not isinstance(hook, FunctionType):
         return set()
     codes, names = [hook.__code__], set()
     while codes:
@@ -138,13 +138,6 @@ def is_adapted(module: nn.Module) -> bool:
     """Return whether it is a layer with PEFT's LoRA, a sum of products, and no variant that reads weights, as DoRA."""
     lora = type(module).__module__ == "peft.tuners.lora.layer" and not runs_another_forward(module)
     return lora and not getattr(module, "lora_variant", {})
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether hooks that are not this library's see, or change, what a module is given or returns."""
-    every = [module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks]
-    kinds = [getattr(getattr(hook, "func", hook), "__module__", "") for hooks in every for hook in hooks.values()]
-    return not all(str(kind).startswith("zeromesh.") for kind in kinds)
 
 
 def _overridden(own: type, kind: type[nn.Module]) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
 from zeromesh.config.keys import TENSOR_PLAN, WHOLE_SEQUENCE
+from zeromesh.model.imitation import has_hooks
 from zeromesh.model.in_place import version
 from zeromesh.model.linear import Columns, columns_of, input_of, is_transposed, multiply
 from zeromesh.model.split import Held
@@ -27,7 +28,7 @@ from zeromesh.tensor.logits import Logits, Using
 from zeromesh.tensor.loss import Vocabulary, require_known
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.parts import LeavingParts, TakingParts, join_parts, replace_forward
-from zeromesh.tensor.plan import Member, SplitPlan
+from zeromesh.tensor.plan import PLAIN_PARTS, Member, SplitPlan, why_hooked
 from zeromesh.tensor.sequence import Stack
 from zeromesh.tensor.split_activation import TensorAxis, unseen, whole
 from zeromesh.tensor.spread import Followed, activation, replaced, sequence_dim, spread
@@ -256,12 +257,16 @@ def _linear(
         width = _rotary_width(modules[member.container], modules[""])
         module.register_forward_hook(_eager(_sum_rotary, place=place, tag=tag, width=width))
         return
-    replace_forward(module, partial(_with_part, forward, module, member.name, resolved.held_of(module, "weight").shape))
+    replace_forward(module, partial(_with_part, forward, member, resolved.held_of(module, "weight").shape))
 
 
 def _with_part(
-    forward: Callable[..., Tensor], module: Any, name: str, shape: tuple[int, ...], /, *args: Tensor, **kwargs: Tensor
+    forward: Callable[..., Tensor], member: Member, shape: tuple[int, ...], /, *args: Tensor, **kwargs: Tensor
 ) -> Tensor:  # fmt: skip
+    module: Any = member.module
+    name, style = member.name, member.rule.style
+    if style in PLAIN_PARTS and has_hooks(module):  # that were registered since the layer was split
+        raise ValueError(why_hooked(name, style))
     given = tuple(module.weight.shape)
     if given != shape:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Backwards of a user's own, in a run of a check: those of autograd's functions, and hooks of gradients.
+"""Backwards and hooks of a user's own, in a run of a check: those of autograd's functions, of modules and of tensors.
 
 A run computes no gradients, so they are called with gradients that know that their sequence is split, as activations
 do. What is no gradient of tokens, such as that of a weight, may be a sum over them: the ranks' shares are added.
@@ -7,7 +7,7 @@ do. What is no gradient of tokens, such as that of a weight, may be a sum over t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from os.path import relpath
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import function as functions
 
-from zeromesh.model.containers import tensors_of
-from zeromesh.model.imitation import META
+from zeromesh.model.containers import map_tensors, tensors_of
+from zeromesh.model.imitation import KINDS, META, of_library, user_hooks
 from zeromesh.model.in_place import version
 from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation, part_of
 from zeromesh.tensor.split_rules import as_split
-from zeromesh.tensor.ways import applied, is_known
+from zeromesh.tensor.ways import applied
 
-Hooks = tuple[tuple[Any, ...], tuple[Any, ...]]  # of gradients of outputs, and of inputs
+Hooks = dict[str, list[tuple[Any, bool]]]  # see ``user_hooks``
 
 
 class OfSum(Tensor):
@@ -40,19 +40,13 @@ class _Context(functions.FunctionCtx):
         return getattr(self, "to_save", ())
 
 
-def gradient_hooks(module: nn.Module) -> Hooks:
-    """Return a user's hooks of the gradients of a module's outputs, and of its inputs."""
-    every = nn.modules.module
-    before, after = (module._backward_pre_hooks, module._backward_hooks)
-    if not (before or after or every._global_backward_pre_hooks or every._global_backward_hooks):
-        return (), ()
-    both = (every._global_backward_pre_hooks, before), (every._global_backward_hooks, after)
-    first, second = (tuple(one for kind in kinds for one in kind.values() if not is_known(one)) for kinds in both)
-    return first, second
+def hooks_of(module: nn.Module) -> Hooks:
+    """Return a user's hooks of a module by their kind; nothing if there are none."""
+    return {kind: hooks for kind in KINDS if (hooks := user_hooks(module, kind))}
 
 
 class Backwards:
-    """Backwards that a run of a check comes to.
+    """Backwards and hooks that a run of a check comes to.
 
     Attributes:
         differentiates: True if the real forward computes gradients.
@@ -70,6 +64,7 @@ class Backwards:
             yield
 
     def _apply(self, kind: Any, args: tuple[Any, ...], frame: FrameType | None) -> None:
+        self._run.note(kind, args, None, frame)
         if self._run.has_whole or not any(isinstance(x, SplitActivation) for x in args):
             return
         sets_up = kind.setup_context is not functions.Function.setup_context
@@ -83,24 +78,42 @@ class Backwards:
         backward = kind.backward if kind.backward is not functions.Function.backward else kind.vjp
         self._follow(f"{kind.__name__}.backward", backward, partial(backward, context), several, args)
 
-    def hook(self, model: nn.Module, hooks: Mapping[str, Hooks]) -> None:
-        """Have modules of the run's model follow the hooks of gradients of those that it is a copy of."""
-        modules = dict(model.named_modules())
-        for name, both in hooks.items():
-            if name in modules:
-                module = modules[name]
-                setattr(module, "forward", partial(self._hooked, module, module.forward, both))  # noqa: B010
-
-    def _hooked(self, module: nn.Module, forward: Any, hooks: Hooks, /, *args: Any, **kwargs: Any) -> Any:
+    def hooked(self, module: nn.Module, hooks: Hooks, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Return what a module's forward does with these hooks around it."""
+        for hook, takes_kwargs in hooks.get("forward_pre", ()):
+            result = self._of_forward(partial(hook, module), args, *[kwargs] * takes_kwargs)
+            if takes_kwargs and result is not None:
+                args, kwargs = result
+            elif result is not None:
+                args = result if isinstance(result, tuple) else (result,)
         output = forward(*args, **kwargs)
         outputs, inputs = tuple(tensors_of(output)), tuple(x for x in args if isinstance(x, Tensor))
         count = len(inputs)
-        for one in hooks[0]:
-            self._of_hook(one, lambda *given, one=one: one(module, given), outputs, outputs)
-        for one in hooks[1]:
-            call = lambda *given, one=one: one(module, given[:count], given[count:])  # noqa: E731
-            self._of_hook(one, call, inputs + outputs, inputs)
+        for hook, _ in hooks.get("backward_pre", ()):
+            self._of_hook(hook, lambda *given, hook=hook: hook(module, given), outputs, outputs)
+        for hook, _ in hooks.get("backward", ()):
+            call = lambda *given, hook=hook: hook(module, given[:count], given[count:])  # noqa: E731
+            self._of_hook(hook, call, inputs + outputs, inputs)
+        for hook, takes_kwargs in hooks.get("forward", ()):
+            result = self._of_forward(partial(hook, module), args, *[kwargs] * takes_kwargs, output)
+            output = output if result is None else result
         return output
+
+    def _of_forward(self, hook: Callable[..., Any], *values: Any) -> Any:
+        """Return the result of a hook; it may compute over tokens if it changes nothing, as one that logs norms."""
+        before, error = self._run.refused, None
+        try:
+            result = hook(*values)
+        except ValueError as refused:
+            error = refused
+        if error is None and self._run.refused is before:
+            return result
+        plain = map_tensors(values, self._run.unsplit)
+        versions = [version(x) for x in tensors_of(plain)]
+        if hook(*plain) is not None or versions != [version(x) for x in tensors_of(plain)]:
+            raise error or self._run.refused
+        self._run.forgive(before)
+        return None
 
     def of_tensor(self, x: SplitActivation, hook: Any) -> None:
         """Follow a hook of a tensor's gradient."""
@@ -109,7 +122,7 @@ class Backwards:
     def of_saved(self, x: SplitActivation) -> None:
         """Follow what hooks in force make of tensors that are saved for the backward."""
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if is_known(pack) or pack in self._seen or self._run.has_whole:
+        if of_library(pack) or pack in self._seen or self._run.has_whole:
             return
         self._seen.add(pack)
         self._follow("a hook of saved tensors", pack, lambda given: unpack(pack(given)), (x,), (x,))

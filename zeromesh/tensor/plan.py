@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
+from zeromesh.model.imitation import has_hooks
 from zeromesh.model.linear import is_transposed
 from zeromesh.model.split import Held, Split
 from zeromesh.model.substitution import (
     computes_as,
-    has_hooks,
     is_adapted,
     is_known,
     is_linear,
@@ -190,11 +190,7 @@ def resolve(
                 problems.append(_why_unfit(member))
                 continue
             if member.rule.style in PLAIN_PARTS and has_hooks(member.module):
-                problems.append(
-                    f"{name} ({member.rule.style}) has hooks, which would be given this rank's part of an activation; "
-                    "give it the style colwise_gather_output or rowwise_split_input, and the layer that follows or "
-                    "comes before the other one of these, or register the hooks on the module around"
-                )
+                problems.append(why_hooked(name, member.rule.style))
                 continue
             if member.kind == "linear" and member.style.cut and kind_of(modules[member.container]) == "attention":
                 problems.append(
@@ -234,6 +230,15 @@ def resolve(
 
 
 PLAIN_PARTS = ("colwise", "packed_colwise", "rowwise", "packed_rowwise")  # between which activations are plain parts
+
+
+def why_hooked(name: str, style: str) -> str:
+    """Return why a layer between plain parts cannot have a user's hooks, and what to do."""
+    return (
+        f"{name} ({style}) has hooks, which would be given this rank's part of an activation; give it the style "
+        "colwise_gather_output or rowwise_split_input, and the layer that follows or comes before the other one of "
+        "these, or register the hooks on the module around"
+    )
 
 
 def _why_unfit(member: Member) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from enum import IntEnum
+from types import FrameType
 from typing import Any, ClassVar, Protocol
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -149,7 +153,8 @@ class Sealed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute an operator."""
-        if torch._C._is_torch_function_enabled():
+        # Where functions of torch ask nobody, it is a rule that computes, or other code that has switched them off.
+        if torch._C._is_torch_function_enabled() or not _is_by_rule(sys._getframe(1)):
             for x in args:
                 leaks = [x] if isinstance(x, SplitActivation) else x if isinstance(x, list) else ()
                 if leaks and any(isinstance(one, SplitActivation) for one in leaks):
@@ -159,6 +164,15 @@ class Sealed(TorchDispatchMode):
                         self.current.refuse(self.current.refused or error)
                         raise
         return func(*args, **(kwargs or {}))
+
+
+def _is_by_rule(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_filename.startswith(_OURS)
+
+
+_TORCH, _OURS = (os.path.dirname(str(sys.modules[name].__file__)) + os.sep for name in ("torch", "zeromesh"))
 
 
 class _OfThread(threading.local):
@@ -206,6 +220,7 @@ class SplitActivation(Tensor):
                 _require_no_checkpoint(args[0])
             if not args and (first := next((name for name in _FIRST if name in more), None)):
                 args = (more.pop(first),)
+            args, more = plain_numbers(args), {key: plain_numbers(value) for key, value in more.items()}
             rule = None if _ALIASES & more.keys() else RULES.get(func)
             if rule is not None and args:
                 with unseen() if types == _PARTS else nullcontext():
@@ -220,6 +235,8 @@ class SplitActivation(Tensor):
 
     def gathered(self) -> Tensor:
         """Return the whole."""
+        if torch._C._are_functorch_transforms_active():
+            _refuse("a transform of torch.func", [self])
         # Each time anew: whether somebody still holds an earlier one may differ between ranks.
         with torch._C.DisableTorchFunctionSubclass():
             return self.axis.gather(part_of(self), self.split_dim)
@@ -233,6 +250,16 @@ class SplitActivation(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             shape, split_dim = whole_shape(self), self.split_dim
             return f"SplitActivation(shape={tuple(shape)}, dtype={self.dtype}, dim {split_dim.dim} is split)"
+
+
+def plain_numbers(value: Any) -> Any:
+    """Return nested arguments with NumPy's whole numbers, and those with names, as Python's: rules know no others."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind(map(plain_numbers, value))
+    if kind is slice:
+        return slice(*map(plain_numbers, (value.start, value.stop, value.step)))
+    return int(value) if isinstance(value, numpy.integer | IntEnum) else value
 
 
 def part_of(x: Tensor) -> Tensor:

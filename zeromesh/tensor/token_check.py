@@ -10,8 +10,9 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from itertools import count
 from os.path import relpath
 from types import FrameType
 from typing import Any
@@ -21,11 +22,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeromesh.model.containers import map_tensors, tensors_of
-from zeromesh.model.imitation import META, imitated, left_as_they_are, limited, seed_all, undisturbed
-from zeromesh.tensor.backwards import gradient_hooks
+from zeromesh.model.imitation import META, imitated, left_as_they_are, limited, of_library, seed_all, undisturbed
+from zeromesh.tensor.backwards import Hooks, hooks_of
 from zeromesh.tensor.split_activation import SplitActivation
 from zeromesh.tensor.tokens import DependsOnLength, MixesTokens, TokenRun, WayNotChecked
-from zeromesh.tensor.ways import HARMLESS, Beginning, Place, WayRun, applied, is_known, way_of
+from zeromesh.tensor.ways import HARMLESS, Beginning, Way, applied, way_of
 
 SECONDS = 60  # of a run
 MOST_KEPT = 256  # results, the ways of which take some 30 KB each
@@ -55,8 +56,7 @@ class TokenCheck:
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self._done: OrderedDict[Any, _Checked] = OrderedDict()
         self._original = weakref.ref(model)
-        self._current: TokenRun | WayRun | None = None
-        self._places: dict[Any, set[Place]] = {}  # of calls, by what arguments have in common but shapes
+        self._current: TokenRun | None = None
         self._forward: _Forward | None = None
         self._whole: list[str] = []  # names of modules whose code may compute over tokens
         self._outside = 0  # how many of these run at present
@@ -67,9 +67,6 @@ class TokenCheck:
             if odd is not None:
                 raise ValueError(f"{odd or 'it'} has another forward than its class")
             self._model = imitated(model)[0].requires_grad_(False)
-            hooked = next((name for name, module in model.named_modules() if _has_hooks(module)), None)
-            if hooked is not None:
-                raise ValueError(f"{hooked or 'it'} has hooks of its forward, which are not run")
         except Exception as error:  # a model may have what cannot be copied
             self._tell(error)
 
@@ -84,12 +81,13 @@ class TokenCheck:
         """
         if self._model is not None:
             module = self._model.get_submodule(name)
-            setattr(module, "forward", partial(self._replaced, run, module.forward))  # noqa: B010
+            setattr(module, "forward", partial(self._replaced, name, run, module.forward))  # noqa: B010
             self._whole += [name] * gives_whole
 
-    def _replaced(self, run: Callable[..., Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def _replaced(self, name: str, run: Callable[..., Any], forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         assert self._current is not None
-        return run(self._current, forward, *args, **kwargs)
+        # Hooks see what is around a replacement, or what is inside of it if they were registered before.
+        return run(self._current, self._current.with_hooks(name, forward), *args, **kwargs)
 
     def install(self, model: nn.Module) -> None:
         """Have modules of the model tell when code runs that is given whole sequences, or is not to be checked."""
@@ -126,19 +124,17 @@ class TokenCheck:
         if model is None or original is None:
             return
         modules = dict(original.named_modules())
-        hooks = {name: both for name, module in modules.items() if any(both := gradient_hooks(module))}
+        hooks = {name: own for name, module in modules.items() if (own := hooks_of(module))}
         # Flags, names and shapes choose what code does; numbers, such as that of a step, may differ in each call.
         arguments = frozenset((name, _kind(value)) for name, value in given.items())
-        hooked = tuple((name, *(tuple(map(id, kinds)) for kinds in both)) for name, both in hooks.items())
+        hooked = tuple((name, kind, id(hook)) for name, own in hooks.items() for kind in own for hook, _ in own[kind])
         key = arguments, original.training, torch.is_grad_enabled(), hooked
-        users = {name: module for name, module in modules.items() if not is_known(module)}
-        # The same way in sequences of other lengths.
-        like = frozenset(name for name, _ in arguments), *key[1:]
+        users = {name: module for name, module in modules.items() if not of_library(module)}
         device = next((x.device for x in tensors_of(given)), torch.device("cpu"))
-        self._forward = forward = _Forward(key, like, call, hooks, Beginning.of(users), self._done.get(key), device)
+        # Hooks are told by their ids, so what is done keeps them.
+        self._forward = forward = _Forward(key, call, hooks, Beginning.of(users), self._done.get(key), device)
         if forward.checked is None:
-            forward.checked = self._checked(model, original, forward, like in self._places)
-            self._done[key] = forward.checked
+            forward.checked = self._done[key] = self._checked(model, original, forward)
         self._done.move_to_end(key)
         if len(self._done) > MOST_KEPT:
             self._done.popitem(last=False)
@@ -154,8 +150,8 @@ class TokenCheck:
         if forward is None or self._outside or forward.checked is None or forward.checked.ways is None:
             return
         way = way_of(function, args, kwargs, frame)
-        if way is not None and way[0] not in forward.checked.ways:
-            forward.strange[way[0]] = way[1]
+        if way is not None and way not in forward.checked.ways:
+            forward.strange.add(way)
 
     def end(self, completed: bool = True) -> None:
         """End a forward: check the code again if it took another way; raise MixesTokens."""
@@ -169,9 +165,6 @@ class TokenCheck:
             return
         assert forward.checked is not None
         ways = forward.checked.ways
-        if ways == set() and forward.strange.keys() and self._places[forward.like].issuperset(forward.strange.values()):
-            ways |= forward.strange.keys()
-            return
         if not forward.strange and self._graphs == before:
             return
         again = self._checked(model, original, forward)
@@ -179,80 +172,62 @@ class TokenCheck:
             again.ways = ways | (again.ways or set())
         self._done[forward.key] = again
         if again.error is None and again.ways is not None:
-            for way, place in forward.strange.items():
-                name = getattr(place[0], "__name__", str(place[0]))
-                if way not in again.ways and name not in HARMLESS:
+            for function, file, line, *_ in forward.strange - again.ways:
+                name = getattr(function, "__name__", str(function))
+                if name not in HARMLESS:
                     again.error = WayNotChecked(
-                        f"{name}, in {relpath(place[1])}:{place[2]}, ran in this forward, and not when the code was "
-                        "checked, which was run with the same attributes of modules and the same random numbers"
+                        f"{name}, in {relpath(file)}:{line}, ran in this forward, and not when the code was checked, "
+                        "which was run with the same attributes of modules and the same random numbers"
                     )
                     break
         if again.error is not None:
             raise again.error
 
-    def _checked(
-        self, model: nn.Module, original: nn.Module, forward: _Forward, is_known_way: bool = False
-    ) -> _Checked:  # fmt: skip
-        """Run the check; where the way is known from another length, it is enough that no token is mixed on it."""
+    def _checked(self, model: nn.Module, original: nn.Module, forward: _Forward) -> _Checked:
         modules = dict(original.named_modules())
         for name, own in model.named_modules():  # children after what is around them
             own.train(modules.get(name, original).training)
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        engines = hooks is not None and is_known(hooks[0])
+        engines = hooks is not None and of_library(hooks[0])
         unchanged = saved_tensors_hooks(_same, _same) if engines else nullcontext()
         with undisturbed(), warnings.catch_warnings(), left_as_they_are(model), unchanged:
             warnings.simplefilter("ignore")
-            # Ways first: a run may advance a global counter, and no way may be noted that comes after the check.
-            ways = set() if is_known_way else self._ways(model, original, forward)
-            error, followed = self._found(model, original, forward, is_known_way)
-        # Hooks of a forward, such as loggers, do not run in the check, so that what they call is no other way.
-        followed &= not any(map(_has_forward_hooks, original.modules()))
-        return _Checked(error, ways if error is None and followed else None)
+            return replace(self._found(model, original, forward), hooks=forward.hooks)
 
-    def _found(
-        self, model: nn.Module, original: nn.Module, forward: _Forward, is_known_way: bool
-    ) -> tuple[MixesTokens | None, bool]:  # fmt: skip
-        """Return the error of the check, if there is one, and whether the code could be followed."""
-        try:
-            with limited(SECONDS):
-                whole = self._run(model, original, forward, False)
-        except MixesTokens as error:
-            return error, True
-        except Exception as error:
-            _log.debug("the model cannot be checked", exc_info=True)
-            self._tell(error)
-            return None, False
-        # Code need not run with other values, nor with another length, and was found to leave tokens apart.
-        for guess, other in ((True, None), (False, None if is_known_way else whole)):
-            try:
-                with limited(SECONDS):
-                    if other is None and guess and whole.guessed:
-                        self._run(model, original, forward, guess)
-                    elif other is not None:
-                        self._compare(whole, self._run(model, original, forward, guess, other))
-            except MixesTokens as error:
-                if other is None or isinstance(error, DependsOnLength):
-                    return error, True
-            except Exception:
-                _log.debug("another run of the check has failed", exc_info=True)
-        return None, True
-
-    def _ways(self, model: nn.Module, original: nn.Module, forward: _Forward) -> set[int] | None:
-        """Return the ways of the code in a rank's part of the sequence; None if that cannot be run."""
-        ways: set[int] = set()
+    def _found(self, model: nn.Module, original: nn.Module, forward: _Forward) -> _Checked:
+        checked = _Checked(None, set())
         for guess in (False, True):  # a condition on values is tried both ways
-            run = WayRun(self._parts, guess, forward.device)
             try:
-                with limited(SECONDS):
-                    self._call(model, original, forward, run)
-            except Exception:
-                _log.debug("the ways of the code are not known", exc_info=True)
-                return ways if guess else None
-            ways |= run.ways.keys()
-            self._places.setdefault(forward.like, set()).update(run.ways.values())
-            if not run.guessed:
+                whole = self._run(model, original, forward, guess)
+            except MixesTokens as error:
+                return _Checked(error, None)
+            except Exception as error:
+                _log.debug("the model cannot be checked", exc_info=True)
+                if guess:  # code need not run with other values
+                    return checked
+                self._tell(error)
+                return _Checked(None, None)
+            # Ways are those of the run that checks them: state that others share may be another one in the next.
+            for attempt in count():
+                part = TokenRun(self._parts, self._attends, guess, forward.device, whole, attempt)
+                try:
+                    self._call(model, original, forward, part)
+                    if not part.is_plain:
+                        self._compare(whole, part)
+                except MixesTokens as error:
+                    # A piece of a part may be shorter than what code takes together, as the whole run has seen.
+                    if isinstance(error, DependsOnLength) or part.way not in whole.ways:
+                        return _Checked(error, None)
+                    if not part.is_plain:
+                        continue
+                except Exception:
+                    _log.debug("another run of the check has failed", exc_info=True)
+                assert checked.ways is not None
+                checked.ways |= part.ways
                 break
-        return ways
+            if not (whole.guessed or part.guessed):
+                break
+        return checked
 
     def _compare(self, whole: TokenRun, part: TokenRun) -> None:
         for place in {**whole.seen, **part.seen}:
@@ -263,21 +238,18 @@ class TokenCheck:
                     f"sequence: {_told(one)} for all of it, {_told(two)} for the part of a rank"
                 )
 
-    def _run(
-        self, model: nn.Module, original: nn.Module, forward: _Forward, guess: bool, other: TokenRun | None = None
-    ) -> TokenRun:  # fmt: skip
-        run = TokenRun(self._parts, self._attends, guess, forward.device, other)
+    def _run(self, model: nn.Module, original: nn.Module, forward: _Forward, guess: bool) -> TokenRun:
+        run = TokenRun(self._parts, self._attends, guess, forward.device)
         self._call(model, original, forward, run)
         return run
 
-    def _call(self, model: nn.Module, original: nn.Module, forward: _Forward, run: Any) -> None:
+    def _call(self, model: nn.Module, original: nn.Module, forward: _Forward, run: TokenRun) -> None:
         copied = copy.deepcopy(model)  # for what code keeps in the model
         seed_all()
         forward.state.restore(copied, original)
-        if run.has_rules:
-            run.prepare(copied, forward.hooks)
+        run.prepare(copied, forward.hooks)
         self._current = run
-        with run.watched():
+        with limited(SECONDS), run.watched():
             forward.call(copied, run)
 
 
@@ -286,7 +258,8 @@ class _Checked:
     """Result of a check: its error, and the ways of the code, as far as they are known."""
 
     error: MixesTokens | None
-    ways: set[int] | None
+    ways: set[Way] | None
+    hooks: Mapping[str, Hooks] = field(default_factory=dict)
 
 
 @dataclass
@@ -294,13 +267,12 @@ class _Forward:
     """Forward of the model that is under way."""
 
     key: Any
-    like: Any
     call: Call
-    hooks: Mapping[str, Any]  # of gradients, by the names of modules
+    hooks: Mapping[str, Hooks]  # by the names of modules
     state: Beginning
     checked: _Checked | None
     device: torch.device
-    strange: dict[int, Place] = field(default_factory=dict)  # calls that the check has not seen
+    strange: set[Way] = field(default_factory=set)  # calls that the check has not seen
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
@@ -318,16 +290,3 @@ def _told(seen: set[Any] | None) -> str:
     if not seen:
         return "it is not called"
     return ", ".join(sorted(str(numbers or shapes) for numbers, shapes in seen))
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of its forward that are not torch's own."""
-    every = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not type(hook).__module__.startswith("torch.") for hook in every)
-
-
-def _has_forward_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of its forward that are not this library's."""
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    kinds = (str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks)
-    return not all(kind.startswith("zeromesh.") for kind in kinds)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from numbers import Number
 from traceback import walk_tb
 from types import FrameType
@@ -31,7 +32,7 @@ from zeromesh.tensor import split_views as split_views  # which registers rules
 from zeromesh.tensor.backwards import Backwards, Hooks, OfSum
 from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation, SplitDim
 from zeromesh.tensor.split_rules import ENTRY_BY_ENTRY, as_split, entry_by_entry
-from zeromesh.tensor.ways import answer
+from zeromesh.tensor.ways import Way, answer, collect, way_of
 
 MOST_OPERATORS = 300_000  # of a run
 FOREIGN = tuple(os.path.dirname(str(one.__file__)) + os.sep for one in (torch, sys.modules["zeromesh"]))
@@ -95,16 +96,22 @@ class TokenRun(WithoutMemory):
         refused: the first error, which code may have caught.
         seen: by function and place in the code, the numbers and shapes of its calls with a part of a sequence.
         plain: the same of the numbers of its other calls.
+        ways: calls of the code.
+        way: the last one.
+        is_plain: True if parts are plain tensors, and calls are noted only.
     """
 
-    has_rules = True
-
     def __init__(
-        self, parts: int, attends: bool, guess: bool, device: torch.device, other: TokenRun | None = None
+        self, parts: int, attends: bool, guess: bool, device: torch.device, other: TokenRun | None = None,
+        attempt: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(guess)
-        self.device = device
+        self.device, self._attempt = device, attempt
+        self.is_plain = False
+        self.ways: set[Way] = set()
+        self.way: Way | None = None
         self._names: Mapping[int, str] = {}  # of modules, by ``id``
+        self._hooked: dict[str, tuple[nn.Module, Hooks]] = {}
         self.backwards = Backwards(self, torch.is_grad_enabled())
         self.has_whole = False
         self.refused: MixesTokens | None = None
@@ -120,9 +127,16 @@ class TokenRun(WithoutMemory):
         self._watch = _Watch(self, attends)
 
     def prepare(self, model: nn.Module, hooks: Mapping[str, Hooks]) -> None:
-        """Name modules of a model in errors, and follow these hooks of their gradients."""
-        self._names = {id(module): name for name, module in model.named_modules()}
-        self.backwards.hook(model, hooks)
+        """Name modules of a model in errors, and run these hooks of them."""
+        modules = dict(model.named_modules())
+        self._names = {id(module): name for name, module in modules.items()}
+        for name in hooks.keys() & modules.keys() - {""}:  # the model itself is called with whole sequences
+            self._hooked[name] = modules[name], hooks[name]
+            setattr(modules[name], "forward", self.with_hooks(name, modules[name].forward))  # noqa: B010
+
+    def with_hooks(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward of a module with the hooks of it around."""
+        return partial(self.backwards.hooked, *self._hooked[name], forward) if name in self._hooked else forward
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -148,16 +162,20 @@ class TokenRun(WithoutMemory):
             self._whole, self._part, self._told = whole, part, whole
             if self.other is not None:
                 # The part is cut as well, or rules would take it for what all ranks have.
-                self.size = next((n for n in range(2, part + 1) if part % n == 0), 1)
+                divisors = [n for n in range(2, part + 1) if part % n == 0] or [1]
+                self.is_plain = self._attempt >= len(divisors)
+                self.size = 1 if self.is_plain else divisors[self._attempt]
                 self._told = part
         told = whole * self._told // self._whole
         split_dim = self._joined_dims.get((x.ndim, dim, whole), SplitDim(dim, (told,)))
         with torch._C.DisableTorchFunction():
             made = torch.empty([*x.shape[:dim], told // self.size, *x.shape[dim + 1 :]], dtype=x.dtype, device=META)
-            return as_split(made, split_dim, self)
+            return made if self.is_plain else as_split(made, split_dim, self)
 
     def is_spread(self, x: Tensor) -> bool:
         """Return whether it has a rank's part of the sequence."""
+        if self.is_plain:
+            return x.ndim > 1 and x.is_floating_point() and x.shape[x.ndim > 2] == self._part
         return isinstance(x, SplitActivation)
 
     def join(self, value: Any) -> Any:
@@ -165,14 +183,29 @@ class TokenRun(WithoutMemory):
         return map_tensors(value, self._joined)
 
     def _joined(self, x: Tensor) -> Tensor:
-        if not isinstance(x, SplitActivation):
+        if not self.is_spread(x):
             return x
+        if not isinstance(x, SplitActivation):
+            return x.repeat_interleave(self._whole // self._part, int(x.ndim > 2))
         dim, whole = x.split_dim.dim, x.split_dim.size * self._whole // self._told
         # Tokens of all samples in one dim are cut sample by sample, also where they are cut again.
         self._joined_dims[x.ndim, dim, whole] = x.split_dim
+        return self.unsplit(x, whole)
+
+    def unsplit(self, x: Tensor, length: int = 0) -> Tensor:
+        """Return a plain tensor with as many tokens as the code is told of, or of another length."""
+        if not isinstance(x, SplitActivation):
+            return x
+        dim = x.split_dim.dim
         with torch._C.DisableTorchFunction():
             one: Tensor = x.as_subclass(Tensor).narrow(dim, 0, 1)
-            return one.expand([*x.shape[:dim], whole, *x.shape[dim + 1 :]]).clone()
+            return one.expand([*x.shape[:dim], length or x.split_dim.size, *x.shape[dim + 1 :]]).clone()
+
+    def note(self, function: Any, args: Any, kwargs: Any, frame: FrameType | None) -> None:
+        """Note a call of the code, by which a forward is followed."""
+        if not self.has_whole and (way := way_of(function, args, kwargs, frame)):
+            self.ways.add(way)
+            self.way = way
 
     @contextmanager
     def with_whole(self) -> Iterator[None]:
@@ -213,6 +246,10 @@ class TokenRun(WithoutMemory):
         error = kind(f"{function or self._watch.function}{around} {why}")
         self.refused = self.refused or error
         return error
+
+    def forgive(self, before: MixesTokens | None) -> None:
+        """Forget an error that was kept after another one, or none."""
+        self.refused = before
 
     def gather(self, part: Tensor, split_dim: SplitDim) -> Tensor:
         """Refuse to gather."""
@@ -257,6 +294,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute a function of torch by the rules, but for what is of this rank's tokens without one."""
         kwargs = dict(kwargs or {})
+        self._run.note(func, args, kwargs, sys._getframe(1))
         name = self.function = getattr(func, "__name__", str(func))
         tensors = tensors_of((args, kwargs))
         kinds = {OfLength if id(x) in self._written else type(x) for x in tensors}
@@ -326,7 +364,7 @@ class _Watch(TorchFunctionMode):
         counted: Any = (args, kwargs)
         if name in CONSTANTS:
             counted = (args[1:], kwargs.get("fill_value")) if CONSTANTS[name] else ()
-        if not run.has_whole and (numbers := tuple(_numbers(counted))):
+        if not run.has_whole and (numbers := _numbers(counted)):
             key = name, place_of(_frames())
             run.plain[key].add(numbers)
             if run.other is not None and key in run.other.plain and numbers not in run.other.plain[key]:
@@ -342,7 +380,7 @@ class _Watch(TorchFunctionMode):
     def _on_plain(self, func: Any, args: Any, kwargs: Any, kind: type[Tensor]) -> Any:
         """Compute on whole tensors, and return them as some kind, but for what was written in place."""
         with torch._C.DisableTorchFunctionSubclass():
-            args, kwargs = map_tensors((args, kwargs), lambda x: self._run.join(x).as_subclass(Tensor))
+            args, kwargs = map_tensors((args, kwargs), lambda x: self._run.unsplit(x).as_subclass(Tensor))
             result = func(*args, **kwargs)
             return result if kind is Tensor else map_tensors(result, lambda x: x.as_subclass(kind))
 
@@ -372,19 +410,11 @@ def _is_sound(x: Any) -> bool:
     return hasattr(x, "expected") and version(x) == x.expected[1]
 
 
-def _numbers(value: Any) -> Iterator[Any]:
-    """Yield the numbers in nested arguments."""
-    if isinstance(value, Number | numpy.number):
-        yield value
-    elif isinstance(value, numpy.ndarray):
-        yield from value.ravel().tolist()
-    elif isinstance(value, slice):
-        yield from _numbers((value.start, value.stop, value.step))
-    elif isinstance(value, Mapping):
-        yield from _numbers(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _numbers(one)
+def _numbers(values: Any) -> tuple[Any, ...]:
+    """Return the numbers in nested arguments."""
+    settings: list[Any] = []
+    collect(values, settings, fractions=True)
+    return tuple(value for value in settings if isinstance(value, Number | numpy.number))
 
 
 def _frames() -> Iterator[FrameType]:

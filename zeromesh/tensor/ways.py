@@ -15,20 +15,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from functools import cache
+from numbers import Number
+from types import FrameType
+from typing import Any
 from unittest.mock import patch
 
 import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd import function as functions
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from zeromesh.model.containers import map_tensors, tensors_of
-from zeromesh.model.imitation import HOOKS, WithoutMemory
+from zeromesh.model.containers import tensors_of
+from zeromesh.model.imitation import HOOKS, imported, of_library, remembered
 from zeromesh.tensor.split_rules import ENTRY_BY_ENTRY
 
 _TORCH = os.path.dirname(str(torch.__file__)) + os.sep
@@ -40,142 +40,64 @@ _BETWEEN = tuple(_TORCH + file for file in ("_dynamo", "_inductor", "_functorch"
 # transformers' code of masks, which context parallelism replaces, looks at positions and not at activations.
 _MASKS = os.path.join("transformers", "masking_utils.py")
 # Functions around a block in a check's copy, where the model itself has hooks: they call nothing of torch themselves.
-_AROUND_BLOCKS = {("token_check.py", "_replaced"), ("spread.py", "_entered"), ("spread.py", "_last")}
+_AROUND_BLOCKS = {"_replaced", "_entered", "_last", "hooked"}
 
 # Functions that leave tokens apart whatever they are given, or that only tell something.
 HARMLESS = {*ENTRY_BY_ENTRY, "__get__", "requires_grad_", "dim", "size", "numel", "is_floating_point", "__len__",
     "register_hook", "backward", "embedding"}  # fmt: skip
 
 
-class _Code(NamedTuple):
-    """Code: the file if it is a user's, "" if it is torch's, and None where what it calls is no part of a user's."""
-
-    code: CodeType
-    file: str | None
-    lines: dict[int, int]  # by instruction; to ask a frame takes longer
-
-
-_codes: dict[int, _Code] = {}  # by the code's id: its hash takes long
-
-
-def _described(code: CodeType) -> _Code:
-    file = code.co_filename
-    is_between = (
-        not os.path.isabs(file)
-        or "torchinductor" in file
-        or file.endswith(_MASKS)
-        or file.startswith((_OURS, *_BETWEEN))
-    )
-    spans = code.co_lines()
-    passes = is_between and (os.path.basename(file), code.co_name) in _AROUND_BLOCKS and file.startswith(_OURS)
-    lines = {at: line for first, last, line in spans if line for at in range(first, last, 2)}
-    described = _Code(
-        code, "" if passes or (file.startswith(_TORCH) and not is_between) else None if is_between else file, lines
-    )
-    return _codes.setdefault(id(code), described)
+@cache
+def _owner(file: str) -> str:
+    """Return whose code a file has: "user", "torch", or "" where its calls are no part of a user's code."""
+    if not os.path.isabs(file) or "torchinductor" in file or file.endswith(_MASKS):
+        return ""
+    if file.startswith((_OURS, *_BETWEEN)):
+        return ""
+    return "torch" if file.startswith(_TORCH) else "user"
 
 
-Place = tuple[Any, str, int]  # function, file and line
+Way = tuple[Any, ...]  # function, file and line of a call, and what it is given but tensors
 
 
-def way_of(function: Any, args: Any, kwargs: Any, frame: FrameType | None) -> tuple[int, Place] | None:
-    """Return the number and the place of a call that code in a frame makes; None unless it is part of a user's."""
+def way_of(function: Any, args: Any, kwargs: Any, frame: FrameType | None) -> Way | None:
+    """Return the way of a call that code in a frame makes; None unless it is part of a user's."""
     while frame is not None:
-        _, file, lines = _codes.get(id(frame.f_code)) or _described(frame.f_code)
-        if file is None:
-            return None
-        if file:
-            numbers: list[Any] = []
+        code = frame.f_code
+        if (owner := _owner(code.co_filename)) == "user":
+            settings: list[Any] = []
             if getattr(function, "__name__", "") not in HARMLESS:
-                _collect(args, numbers)
+                collect(args, settings)
                 if kwargs:
-                    _collect(kwargs.values(), numbers)
-            line = lines.get(frame.f_lasti, 0)
-            place = function, file, line
-            return hash((place, *numbers)), place
+                    collect(kwargs.values(), settings)
+            return function, code.co_filename, frame.f_lineno, *settings
+        if not owner and code.co_name not in _AROUND_BLOCKS:
+            return None
         frame = frame.f_back
     return None
 
 
-def _collect(values: Any, into: list[Any]) -> None:
-    """Collect what says how a function computes, without numbers with a fraction, which may be others each time."""
-    for one in values:
-        kind = type(one)
+def collect(values: Any, into: list[Any], fractions: bool = False) -> None:
+    """Collect what says how a function computes; numbers with fractions may be others each time."""
+    for value in values:
+        kind = type(value)
         if kind in _SAYING:
-            into.append(one)
+            into.append(value)
+        elif isinstance(value, int | numpy.integer):
+            into.append(int(value))
         elif kind is slice:
-            _collect((one.start, one.stop, one.step), into)
+            collect((value.start, value.stop, value.step), into, fractions)
         elif kind in _NESTED:
             into.append(kind)
-            _collect(one.values() if kind is dict else one, into)
+            collect(value.values() if kind is dict else value, into, fractions)
+        elif fractions and isinstance(value, Number | numpy.number):
+            into.append(value)
+        elif fractions and kind is numpy.ndarray:
+            into += value.ravel().tolist()
 
 
 _SAYING = {int, str, bool, type(None), type(...)}
 _NESTED = {tuple, list, dict, torch.Size}
-
-
-class WayRun(WithoutMemory):
-    """One forward of what a rank has, on tensors without memory, that notes its ways and checks nothing.
-
-    It stands in for a ``TokenRun``, whose methods it has that modules of a check's copy call.
-    """
-
-    has_rules = False
-    has_whole = True  # for modules that are not to be checked
-
-    def __init__(self, parts: int, guess: bool, device: torch.device) -> None:
-        super().__init__(guess)
-        self.parts, self.device = parts, device
-        self.ways: dict[int, Place] = {}
-        self.differentiates = torch.is_grad_enabled()
-        self._part = 0
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Note the ways of code in this context."""
-        with self, _Noting(self), applied(lambda kind, args, frame: self.note(way_of(kind, args, None, frame))):
-            yield
-
-    def note(self, way: tuple[int, Place] | None) -> None:
-        """Note a way."""
-        if way is not None:
-            self.ways[way[0]] = way[1]
-
-    @contextmanager
-    def with_whole(self) -> Iterator[None]:
-        """Do nothing."""
-        yield
-
-    def spread(self, x: Tensor, dim: int, whole: int, part: int) -> Tensor:
-        """Return as many tokens as a rank has."""
-        self._part = part
-        return x.narrow(dim, 0, part)
-
-    def join(self, value: Any) -> Any:
-        """Return a value with as many tokens as all ranks have."""
-        return map_tensors(value, self._joined)
-
-    def is_spread(self, x: Tensor) -> bool:
-        """Return whether it has as many tokens as a rank."""
-        return x.ndim > 1 and x.is_floating_point() and x.shape[x.ndim > 2] == self._part
-
-    def _joined(self, x: Tensor) -> Tensor:
-        return torch.cat([x] * self.parts, int(x.ndim > 2)) if self.is_spread(x) else x
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute shapes; torch calls it for every operator."""
-        return self.compute(func, args, kwargs or {})
-
-
-class _Noting(TorchFunctionMode):
-    def __init__(self, run: WayRun) -> None:
-        super().__init__()
-        self._run = run
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._run.note(way_of(func, args, kwargs, sys._getframe(1)))
-        known = answer(func, args, self._run.differentiates, self._run.device)
-        return func(*args, **(kwargs or {})) if known is None else known
 
 
 @contextmanager
@@ -186,7 +108,7 @@ def applied(note: Callable[[Any, Any, FrameType | None], None]) -> Iterator[None
     def asked(setup: Any) -> bool:
         frame = sys._getframe(1)
         kind = frame.f_locals.get("cls")
-        if kind is not None and threading.get_ident() == thread and not is_known(kind):
+        if kind is not None and threading.get_ident() == thread and not of_library(kind):
             note(kind, frame.f_locals["args"], frame.f_back)
         return bool(usual(setup))  # type: ignore[no-untyped-call]
 
@@ -198,33 +120,26 @@ def applied(note: Callable[[Any, Any, FrameType | None], None]) -> Iterator[None
 def answer(function: Any, args: Any, differentiates: bool, device: torch.device) -> Any:
     """Return what a function would in the real forward, on a device and with gradients; None for others."""
     name = getattr(function, "__name__", "")
-    if name == "__get__" and function in _OF_DEVICE:
-        return _OF_DEVICE[function](device)
+    attribute = function.__self__.__name__ if name == "__get__" else ""
+    if attribute in ("device", "is_cuda", "is_cpu", "is_meta"):
+        return device if attribute == "device" else attribute == f"is_{device.type}"
     if not differentiates:
         return None
-    if function == _REQUIRES and args[0].is_floating_point():
+    if attribute == "requires_grad" and args[0].is_floating_point():
         return True
     if name in ("requires_grad_", "retain_grad"):
         return args[0]
     return RemovableHandle(OrderedDict()) if name in ("register_hook", "register_post_accumulate_grad_hook") else None
 
 
-_OF_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
-    Tensor.device.__get__: lambda device: device,
-    Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
-    Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
-    Tensor.is_meta.__get__: lambda device: False,  # type: ignore[attr-defined]
-}
-_REQUIRES: Any = vars(torch._C.TensorBase)["requires_grad"].__get__
-
-
 @dataclass
 class Beginning:
-    """Begin of a forward: attributes and counters of a model, and random numbers, which may decide on its way."""
+    """Begin of a forward: what a model, its classes and their files hold, and random numbers."""
 
     attributes: dict[str, dict[str, Any]]  # by the names of modules
     numbers: dict[str, dict[str, Tensor]]  # the same of buffers
     drawn: tuple[Any, Any]
+    restore_shared: Callable[[], None]
 
     @classmethod
     def of(cls, modules: Mapping[str, nn.Module]) -> Beginning:
@@ -235,12 +150,16 @@ class Beginning:
             for name, module in modules.items()
             if module._buffers
         }
-        return cls(attributes, numbers, (random.getstate(), numpy.random.get_state()))
+        kinds = {type(module) for module in modules.values()}
+        files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
+        files += [other for file in files for other in imported(file)]
+        return cls(attributes, numbers, (random.getstate(), numpy.random.get_state()), remembered(kinds, files))
 
     def restore(self, copied: nn.Module, original: nn.Module) -> None:
         """Set the attributes of a copy of the model, and the random numbers, to these."""
         random.setstate(self.drawn[0])
         numpy.random.set_state(self.drawn[1])
+        self.restore_shared()
         copies = dict(copied.named_modules())
         # What is in the model itself is in the copy already.
         memo: dict[int, Any] = {id(module): copies[name] for name, module in original.named_modules() if name in copies}
@@ -254,17 +173,10 @@ class Beginning:
         for place, attributes in self.attributes.items():
             there: Any = vars(copies.get(place, copied))
             for name, value in attributes.items():
-                if name in _OF_MODULES or name in HOOKS or tensors_of(value) or is_known(value):
+                if name in _OF_MODULES or name in HOOKS or tensors_of(value) or of_library(value):
                     continue
                 with suppress(Exception):  # what cannot be copied stays as it was
                     there[name] = copy.deepcopy(value, memo)
-
-
-def is_known(value: Any) -> bool:
-    """Return whether a function, or the class of another value, is of this package, torch or transformers."""
-    while isinstance(value, partial):
-        value = value.func
-    return str(getattr(value, "__module__", "")).partition(".")[0] in ("torch", "transformers", "zeromesh")
 
 
 _OF_MODULES = {"forward", "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
