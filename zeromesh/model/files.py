@@ -37,9 +37,15 @@ Form = TypeAdapter[Any]
 """Form of what is read from JSON."""
 
 
+# What makes types of types that are values, which a type checker does not take.
+ListOf: Any = list
+DictOf: Any = dict
+_MakeTypedDict: Any = TypedDict
+
+
 def record_type(fields: Mapping[str, Any]) -> Any:
     """Return the type of a JSON object with fields of some types; it may have others."""
-    return TypedDict("record", dict(fields))  # type: ignore[misc]
+    return _MakeTypedDict("record", dict(fields))
 
 
 class UnreadableFile(ValueError, OSError):

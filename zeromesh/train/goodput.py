@@ -18,7 +18,7 @@ from typing import Annotated, Any, NotRequired
 
 from pydantic import Field, TypeAdapter
 
-from zeromesh.model.files import Count, Form, Number, added_to, record_type
+from zeromesh.model.files import Count, Form, ListOf, Number, added_to, record_type
 from zeromesh.observe.metrics import read_records
 
 
@@ -157,7 +157,7 @@ Seconds = Annotated[float, Field(ge=-1e10, le=1e10, allow_inf_nan=False)]
 
 _SLOW = record_type({"name": str, "since": Count, "value": Number, "usual": Number, "unit": str})
 _CHECK = record_type({
-    "products": list[Number], "memory": list[Number], "slow": list[_SLOW],
+    "products": list[Number], "memory": list[Number], "slow": ListOf[_SLOW],
     "links": list[Annotated[list[Number], Field(min_length=3, max_length=3)]],  # two ranks, and the speed
 })  # fmt: skip
 _FORMS: dict[str, Form] = {
