@@ -18,6 +18,7 @@ from pydantic import Field, TypeAdapter
 from zeromesh.checkpoint.boxes import Box, runs
 from zeromesh.checkpoint.manifest import ANOTHER, are_all, as_written, require_form
 from zeromesh.checkpoint.packing import pack
+from zeromesh.model.buffers import is_extra
 from zeromesh.model.files import Count, Form, record_type
 
 # Options that say how an update is computed, and not which: each library chooses its own.
@@ -95,6 +96,7 @@ class Contents:
         scheduler: the state of the learning-rate schedule, and its name where the file tells it.
         loss_scale: the loss scale of fp16.
         client: values of the user's.
+        extra: extra state of modules, by its name in a state dict.
         left: contents that are not converted, as sentences.
     """
 
@@ -111,6 +113,7 @@ class Contents:
     scheduler: tuple[Mapping[str, Any], str | None] | None = None
     loss_scale: dict[str, Any] | None = None
     client: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
 
     def require_sound(self, path: Path) -> None:
@@ -140,6 +143,11 @@ class Contents:
                 present.update(value)
             else:
                 setattr(self, name, value)
+
+    def take_extra(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the extra state of modules out of a state dict, and return what is left of that."""
+        self.extra |= {name: value for name, value in state.items() if is_extra(name)}
+        return {name: value for name, value in state.items() if not is_extra(name)}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add a whole tensor, which may be mapped from a file."""
@@ -184,6 +192,7 @@ class Contents:
             parts.append(part.renamed("/".join([*kind, rename(name)])))
         self.parts = parts
         self.frozen = set(map(rename, self.frozen))
+        self.extra = {rename(name): value for name, value in self.extra.items()}
         self.tied = {rename(name): rename(own) for name, own in self.tied.items()}
         self.dtypes = {rename(name): dtype for name, dtype in self.dtypes.items()}
         self.members = {rename(name): group for name, group in self.members.items()}
@@ -199,6 +208,7 @@ _FORM: Form = TypeAdapter(record_type({
     "members": dict[str, int],
     "numbers": dict[str, dict[str, Any]],
     "progress": dict[str, Count],
+    "extra": dict[str, Any],
     "scheduler": tuple[dict[str, Any], str | None] | None,
     "loss_scale": dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None,
 }))  # fmt: skip
