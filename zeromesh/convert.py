@@ -88,6 +88,11 @@ def convert_checkpoint(
     contents.renamed(rename)
     if known is not None:
         _fit(contents, known)
+    others = [
+        name for name, value in contents.extra.items() if known is not None or not isinstance(value, torch.Tensor)
+    ]
+    if to == "hf" and others:
+        contents.left.append(f"{some(others)}: extra state of modules has no place in a folder of safetensors")
     for sentence in contents.left:
         _log.warning("not converted: %s", sentence)
     total = sum((part.stop - part.start) * part.dtype.itemsize for part in contents.parts)

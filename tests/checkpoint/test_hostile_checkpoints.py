@@ -24,7 +24,7 @@ from runs import seed_everything
 from zeromesh.checkpoint import folder as folders
 from zeromesh.checkpoint.boxes import Box, Reader, write_shard
 from zeromesh.checkpoint.formats import universal
-from zeromesh.checkpoint.formats.form import Contents
+from zeromesh.checkpoint.formats.form import Contents, StoredRange, whole
 from zeromesh.checkpoint.formats.pickles import Inert, read_tensors
 from zeromesh.checkpoint.manifest import MANIFEST, signed
 from zeromesh.checkpoint.memory_files import MARK, mark, marked
@@ -216,7 +216,8 @@ def test_boxes_that_lie_over_each_other_or_leave_gaps_are_refused(tmp_path: Path
         folders.write_manifest(tmp_path / "run", {"shards": [write_shard(tmp_path / "run", 0, boxes(*areas))]})
         return Reader(tmp_path / "run")
 
-    for sound in ([(0, 0, 4, 6)], [(0, 0, 4, 3), (0, 3, 4, 3)], [(0, 0, 1, 6), (1, 0, 3, 2), (1, 2, 3, 4)]):
+    around = [(0, 0, 1, 5), (0, 5, 3, 1), (3, 1, 1, 5), (1, 0, 3, 1), (1, 1, 2, 4)]
+    for sound in ([(0, 0, 4, 6)], [(0, 0, 4, 3), (0, 3, 4, 3)], [(0, 0, 1, 6), (1, 0, 3, 2), (1, 2, 3, 4)], around):
         reader = write(*sound)
         reader.verify()
         assert torch.equal(reader.tensor("a"), values)
@@ -224,6 +225,16 @@ def test_boxes_that_lie_over_each_other_or_leave_gaps_are_refused(tmp_path: Path
     for holed in holes:
         with pytest.raises(ValueError, match="the boxes of a lack some of its elements, or have some twice"):
             write(*holed).verify()
+
+
+def test_parts_of_other_libraries_that_leave_gaps_are_refused() -> None:
+    def part(start: int, stop: int) -> StoredRange:
+        return StoredRange("parameter/a", (6,), torch.float32, start, stop, lambda: torch.ones(stop - start))
+
+    assert whole([part(0, 4), part(4, 6)]).tolist() == [1.0] * 6
+    for parts in ([part(0, 4)], [part(0, 4), part(0, 2)], [part(0, 4), part(3, 6)]):
+        with pytest.raises(ValueError, match="a lacks some of its 6 elements, or has some twice"):
+            whole(parts)
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import zeromesh
 from harness import run_ranks
 from runs import assert_same, config, seed_everything, start, train
 from zeromesh.checkpoint import background, boxes
@@ -155,42 +156,46 @@ def failing(number: int) -> Callable[..., Any]:
     return fail
 
 
+def break_the_disk(engine: zeromesh.Engine, root: Path, number: int) -> None:
+    """Save; on the last rank, no file can be written or flushed any more when its part is complete."""
+    last = engine.mesh.rank == engine.mesh.world_size - 1
+    with ExitStack() as broken:
+
+        def fail_from_here(writer: boxes.ShardWriter) -> Any:
+            for place, name in ((os, "fsync"), (Path, "write_text"), (Path, "open"), (Path, "unlink")):
+                broken.enter_context(patch.object(place, name, failing(number)))
+            return FINISH(writer)
+
+        if last:
+            broken.enter_context(patch.object(boxes.ShardWriter, "finish", fail_from_here))
+        engine.save_checkpoint(root)
+        if last:
+            engine._saves._thread.join()
+
+
 def fail_without_a_note(folder: str, ranks: int) -> list[str]:
-    found = []
+    messages = []
     for number in (errno.EIO, errno.ENOSPC):
         root = Path(folder) / str(number)
         engine = start(1, {**config(0, mesh="1" if ranks == 1 else "2"), "checkpoint": {"asynchronous": True}})
         world = engine.mesh.group("world")
         seed_everything(engine.mesh.rank)
         train(engine, 1)
-        last = engine.mesh.rank == ranks - 1
-
-        with ExitStack() as broken:
-
-            def fail_from_here(writer: boxes.ShardWriter, stack: ExitStack = broken, number: int = number) -> Any:
-                for place, name in ((os, "fsync"), (Path, "write_text"), (Path, "open"), (Path, "unlink")):
-                    stack.enter_context(patch.object(place, name, failing(number)))
-                return FINISH(writer)
-
-            if last:
-                broken.enter_context(patch.object(boxes.ShardWriter, "finish", fail_from_here))
-            with patch.object(background, "QUIET", 1e9):
-                engine.save_checkpoint(root)
-                if last:
-                    engine._saves._thread.join()
-                world.exchange(torch.zeros(1))
-                train(engine, 1)
-                engine._saves._thread.join()  # on the first rank it has heard of the other's failure in the step
+        with patch.object(background, "QUIET", 1e9):
+            break_the_disk(engine, root, number)
+            world.exchange(torch.zeros(1))
+            train(engine, 1)
+            engine._saves._thread.join()
         assert not engine._saves.failed(), "all ranks heard of it in the step"
         with pytest.raises((OSError, RuntimeError)) as caught:
             engine.wait_for_checkpoint()
-        found.append(str(caught.value))
+        messages.append(str(caught.value))
         world.exchange(torch.zeros(1))
         assert folders.latest(root) is None
         engine.save_checkpoint(root)  # another try
         assert engine.wait_for_checkpoint() == root / "global_step2"
         engine.destroy()
-    return found
+    return messages
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -200,3 +205,19 @@ def test_a_disk_that_takes_no_note_of_a_failure_holds_nobody_up(ranks: int, tmp_
     for text, reason in zip(first, ("Input/output error", "No space left on device"), strict=True):
         assert text.startswith(begins)
         assert f"({reason})" in text
+
+
+def fail_and_leave(folder: str) -> str:
+    engine = start(1, {**config(0, mesh="2"), "checkpoint": {"asynchronous": True}})
+    train(engine, 1)
+    with patch.object(background, "QUIET", 1e9):
+        break_the_disk(engine, Path(folder), errno.EIO)
+        with pytest.raises(OSError, match="Input/output error") as caught:
+            engine.destroy()
+    return str(caught.value)
+
+
+def test_destroy_after_the_failure_of_another_rank_raises_it_at_once(tmp_path: Path) -> None:
+    first, second = run_ranks(fail_and_leave, 2, str(tmp_path))
+    assert "rank 1 could not save the checkpoint" in first
+    assert "was not written (Input/output error)" in second

@@ -94,6 +94,21 @@ def test_extra_state_is_in_checkpoints_state_dicts_and_files(stage: int, tmp_pat
             assert ("1._extra_state" in files) == (kind == "tensor")
 
 
+@pytest.mark.parametrize("target", ["zeromesh", "dcp", "deepspeed-universal", "hf"])
+@on_ranks(1)
+def test_extra_state_goes_through_conversions(target: str, tmp_path: Path) -> None:
+    for kind in ("tensor", "values") if target != "hf" else ("tensor",):
+        engine = engine_of(nn.Sequential(Counting(kind), Counting(kind)), 1)
+        for _ in range(3):
+            step(engine)
+        engine.save_checkpoint(tmp_path / kind / "first")
+        zeromesh.convert_checkpoint(tmp_path / kind / "first", tmp_path / kind / "theirs", target)
+        zeromesh.convert_checkpoint(tmp_path / kind / "theirs", tmp_path / kind / "back")
+        again = engine_of(nn.Sequential(Counting(kind), Counting(kind)), 1)
+        again.load_checkpoint(tmp_path / kind / "back", load_module_only=target == "hf")
+        assert [module.count for module in again.module] == [3.0, 3.0]
+
+
 class Odd(Counting):
     def get_extra_state(self) -> Any:
         return {"clock": object()}

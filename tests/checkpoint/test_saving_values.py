@@ -124,11 +124,11 @@ CHANGES: dict[Callable[[dict[str, Any]], None], str] = {
     swap_states: r"optimizer/exp_avg/blocks.0.(bias|weight) in .* of shape .* but its parameter",
     climb: r"names the file '../rank_00000.safetensors', which is not in the checkpoint's own folder",
     absolute: r"which is not in the checkpoint's own folder",
-    repeat: r"twice",
+    repeat: r"bytes of another box",
     lengthen: r"describes a box that cannot be",
-    move: r"describes a box that cannot be.*lies outside",
+    move: r"boxes.0.start is '-3'",
     retype: r"exp_avg_sq/blocks.0.weight in .* is torch.int64 of shape",
-    untype: r"describes a box that cannot be",
+    untype: r"boxes.0.dtype is 'load'",
 }
 
 

@@ -56,7 +56,7 @@ def test_optimizer_states_need_no_signature() -> None:
     assert state["exp_avg"].tolist() == pytest.approx([0.8] * 3)
     assert (state["step"].item(), state["step"].dtype, state["step"].shape) == (1.0, torch.float32, ())
     optimizer.state[parameter]["own"] = object()
-    with pytest.raises(ValueError, match=r"rank 0 cannot send optimizer.*a object"):
+    with pytest.raises(ValueError, match=r"optimizer of rank 0 cannot be sent.*a object"):
         hvd.broadcast_optimizer_state(optimizer, 0)
     hvd.shutdown()
 
@@ -76,7 +76,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_committed_state_comes_back_from_a_folder_of_its_own(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bytes(elastic._read(state) or b"") == b"committed"
-    assert (state.parent.stat().st_mode & 0o777, state.stat().st_mode & 0o777) == (0o700, 0o600)
+    assert state.parent.stat().st_mode & 0o777 == 0o700
     elastic._write(state, memoryview(b"later"))
     assert bytes(elastic._read(state) or b"") == b"later"
     state.unlink()
@@ -96,6 +96,7 @@ def test_states_that_the_run_has_not_committed_are_refused(state: Path, monkeypa
         with pytest.raises(ValueError, match="remove it, and start the run anew"):
             elastic._read(state)
     state.rename(target)
+    target.write_bytes(forgeries[0])
     state.symlink_to(target)
     with pytest.raises(ValueError, match="is not the state"):
         elastic._read(state)

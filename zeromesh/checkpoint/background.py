@@ -1,32 +1,34 @@
 """Asynchronous saves: a copy of the state in host memory, which a thread writes while training goes on.
 
-The thread calls no collectives: the ranks find each other's results as files in the draft's folder. A disk that fails
-may take no note of it, so the ranks tell each other at the next step, save or wait, too.
+The thread calls no collectives: the first rank finds the others' results as files in the draft's folder, and their
+failures, of which a disk may take no note, in the ranks' store.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
-from threading import Event
-from typing import cast
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from zeromesh.checkpoint.boxes import Box
 from zeromesh.checkpoint.folder import DRAFT
-from zeromesh.comm.agreement import agree_success, texts
+from zeromesh.comm.agreement import agree_success
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
+from zeromesh.comm.trust import connect_again
 from zeromesh.config.keys import ASYNCHRONOUS, KEEP_LAST
-from zeromesh.model.files import LARGEST_RECORD, read_text, write_text
 from zeromesh.model.placement import Tier
 from zeromesh.model.worker import Worker
 from zeromesh.observe.machine import memory
@@ -50,6 +52,9 @@ _REMEDIES = {
     errno.ENOENT: "let nothing delete the folder while a checkpoint is written",
 }
 _REMEDY = "save to a folder that can be written to"
+
+# Numbers of saves, by the process group of all ranks, which begin the same ones.
+_numbers: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 
 
 class BackgroundSaves:
@@ -104,10 +109,11 @@ class BackgroundSaves:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
-    def start(self, folder: Path, work: Callable[[SaveState], None], held: ExitStack) -> None:
+    def start(self, folder: Path, work: Callable[[Failures], None], held: ExitStack) -> None:
         """Run ``work``, which writes the checkpoint ``folder``, in a thread; it closes ``held`` in the end."""
         self._known = False
-        self._thread = _SaveThread(folder, work, held)
+        failures = Failures(self._mesh.store, next(_numbers.setdefault(dist.group.WORLD, count())))
+        self._thread = _SaveThread(folder, partial(work, failures), held)
         try:
             self._thread.start()
         except RuntimeError:  # the system has no more threads
@@ -121,23 +127,13 @@ class BackgroundSaves:
         """Raise the failure of a save on all ranks, or only note it: the thread has logged it. Collective."""
         assert self._thread is not None
         self._known = True
-        self._tell(self._thread.state)
         if raises:
             agree_success(self._world, WHAT, self._thread.failure)
-
-    def _tell(self, state: SaveState) -> None:
-        """Let the ranks hear whose part of the save has failed. Collective."""
-        own = state.failures.get(self._mesh.rank, "")
-        if bool(self._world.exchange(torch.tensor([float(bool(own))], device="cpu")).any()):
-            state.failures.update({rank: text for rank, text in enumerate(texts(self._world, own)) if text})
 
     def finish(self, raises: bool) -> None:
         """Wait until no save is under way on any rank; raise a failure that is not known yet. Collective."""
         if self._thread is None:
             return
-        # The first rank waits for parts of others, and would not hear that one has failed.
-        self._thread.state.part_over.wait()
-        self._tell(self._thread.state)
         self._thread.join()
         raises, self._known = raises and not self._known, True
         try:
@@ -169,22 +165,20 @@ class _SaveThread(Worker):
 
     # It holds Python's lock only between system calls and hashes of megabytes each; see ADR 26.
 
-    def __init__(self, folder: Path, work: Callable[[SaveState], None], held: ExitStack) -> None:
+    def __init__(self, folder: Path, work: Callable[[], None], held: ExitStack) -> None:
         super().__init__(self.write, f"zeromesh save {folder.name}", daemon=False)
-        self.folder = folder
-        self.state, self.failure = SaveState(), cast(Exception | None, None)
+        self.folder, self.failure = folder, cast(Exception | None, None)
         self._writes, self._held = work, held
 
     def write(self) -> None:
         """Write the checkpoint, and keep and log a failure."""
         try:
             with self._held:
-                self._writes(self.state)
+                self._writes()
         except BaseException as error:  # whatever it was, the program must hear of it
             self.failure = error if isinstance(error, Exception) else RuntimeError(f"the save ended with {error!r}")
             _log.warning("%s", self.failure)
         finally:
-            self.state.part_over.set()
             del self._writes  # which holds what it wrote
 
 
@@ -204,31 +198,45 @@ def explained(folder: Path, error: Exception) -> Exception:
     )
 
 
-@dataclass
-class SaveState:
-    """State of a save, as far as this rank knows."""
+class Failures:
+    """Failures of ranks to write their parts of a save, which threads tell each other in the ranks' store, if any."""
 
-    part_over: Event = field(default_factory=Event)  # this rank's part is written, or failed
-    failures: dict[int, str] = field(default_factory=dict)  # why parts have failed, by rank
+    def __init__(self, store: Any, number: int) -> None:
+        self._store, self._key = store, f"zeromesh/saves/{number}"
+        self._own: dict[int, str] = {}
 
-    def fail(self, draft: Path, rank: int, error: Exception) -> None:
-        """Note that this rank could not write its part, also in the file that the first rank waits for."""
-        self.failures[rank] = text = str(error) or type(error).__name__
-        with suppress(OSError):  # the ranks tell each other, too
-            (draft / f"rank_{rank:05d}.safetensors").unlink(missing_ok=True)  # a full disk has room for the file then
-            write_text(_description(draft, rank), json.dumps({"failure": text}), flush=False)
+    def tell(self, rank: int, error: Exception) -> None:
+        """Note why this rank could not write its part."""
+        self._own[rank] = text = str(error) or type(error).__name__
+        if self._store is not None:
+            with suppress(RuntimeError):  # the first rank, which holds the store, may have ended
+                store = connect_again(self._store)
+                store.set(f"{self._key}/{rank}", text)
+                store.set(f"{self._key}/any", "")
+
+    def among(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the failures of some ranks that are known so far, by rank."""
+        known = {rank: self._own[rank] for rank in ranks if rank in self._own}
+        if self._store is not None and self._store.check([f"{self._key}/any"]):
+            keys = {rank: f"{self._key}/{rank}" for rank in ranks if rank not in known}
+            known |= {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        return known
 
 
-def wait_for_ranks(draft: Path, ranks: int, state: SaveState) -> None:
+def wait_for_ranks(draft: Path, ranks: int, failures: Failures) -> None:
     """Wait until all ranks have described their parts, or told why they could not write them.
 
     Raises:
         FileNotFoundError: the folder is gone.
         SaveFailed: a rank could not write its part, or none of the missing ones has written for ``QUIET`` seconds.
     """
+    failed: dict[int, str] = {}
     missing = list(range(ranks))
     size, since, pause = -1, time.monotonic(), 0.01
-    while missing := [rank for rank in missing if not (rank in state.failures or _description(draft, rank).is_file())]:
+    while missing := [rank for rank in missing if not _description(draft, rank).is_file()]:
+        failed |= failures.among(missing)
+        if not (missing := [rank for rank in missing if rank not in failed]):
+            break
         if not draft.is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(draft))
         grown = sum(path.stat().st_size for path in draft.glob("rank_*.safetensors"))
@@ -242,14 +250,8 @@ def wait_for_ranks(draft: Path, ranks: int, state: SaveState) -> None:
             )
         time.sleep(pause)
         pause = min(1.0, 1.5 * pause)  # for large runs, whose file server should not be asked all the time
-    failures = {
-        rank: json.loads(read_text(path, most=LARGEST_RECORD)).get("failure")
-        for rank in range(ranks)
-        if (path := _description(draft, rank)).is_file()
-    } | state.failures
-    for rank, text in sorted(failures.items()):
-        if text is not None:
-            raise SaveFailed(errno.EIO, f"rank {rank} could not {WHAT}: {text}")
+    for rank in sorted(failed):
+        raise SaveFailed(errno.EIO, f"rank {rank} could not {WHAT}: {failed[rank]}")
 
 
 def _description(draft: Path, rank: int) -> Path:

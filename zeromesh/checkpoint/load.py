@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -143,12 +145,9 @@ def load(
     needed = {name for name in reader.names if optimizer_states or not name.startswith("optimizer/")}
     agree_run(world, "read the checkpoint", lambda: reader.verify(mesh.rank, mesh.world_size, needed))
     # What users' and torch's objects take is tried, and what is returned is read, before the first value too.
-    trial = _Trial(engine, reader, parts)
-    try:
-        client = agree_run(world, "read the checkpoint", as_written(folder / chosen)(trial.run))
-    except BaseException:
-        trial.undo()
-        raise
+    with _scheduler_as_before(engine):
+        attempt = as_written(folder / chosen)(partial(_try_values, engine, reader, parts))
+        client = agree_run(world, "read the checkpoint", attempt)
     plainly = parts.load_model is None
     agree_run(world, "load the checkpoint", lambda: _load_tensors(sharded, optimizer, reader, plainly))
     if parts.load_model is not None:
@@ -168,57 +167,46 @@ def load(
     return str(reader.folder), client
 
 
-class _Trial:
-    """Loading of what may be refused late, before anything else is loaded; it can be undone."""
+@contextmanager
+def _scheduler_as_before(engine: RunState) -> Iterator[None]:
+    """Give the scheduler its state, and the groups their options, after an error in this context."""
+    scheduler, groups = engine.lr_scheduler, engine.optimizer.param_groups if engine.optimizer else []
+    fields, state = (dict(vars(scheduler)), deepcopy(scheduler.state_dict())) if scheduler is not None else ({}, {})
+    options = [{key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in group.items()} for group in groups]
+    try:
+        yield
+    except BaseException:
+        if scheduler is not None:
+            vars(scheduler).clear()
+            vars(scheduler).update(fields)
+            scheduler.load_state_dict(state)
+        for group, before in zip(groups, options, strict=True):
+            for key, value in before.items():
+                group[key] = group[key].copy_(value) if isinstance(value, torch.Tensor) else value
+        raise
 
-    def __init__(self, engine: RunState, reader: Reader, parts: Taken) -> None:
-        self._engine, self._reader = engine, reader
-        states = parts.progress and parts.scheduler and reader.manifest["scheduler"]
-        self._scheduler = engine.lr_scheduler if states else None
-        self._progress = parts.progress
-        if self._scheduler is not None:
-            self._before = deepcopy(self._scheduler.state_dict()), dict(vars(self._scheduler))
-            groups = engine.optimizer.param_groups if engine.optimizer else []
-            self._groups = [({**group}, {k: v.clone() for k, v in group.items() if isinstance(v, torch.Tensor)})
-                            for group in groups]  # fmt: skip
 
-    def run(self) -> dict[str, Any]:
-        """Load the scheduler's state, check that of the generators, and return the client state."""
-        reader = self._reader
-        if self._progress:
-            name = f"random/{self._engine.mesh.rank}"
-            name = name if name in reader.names else "random/0"
-            if name in reader.names:
-                if reader.dtype(name) is not torch.uint8 or prod(reader.shape(name)) > MOST_RANDOM:
-                    raise ValueError(f"{reader.folder} has {name}, which is no state of generators; {ANOTHER}")
-                require_random_state(reader.tensor(name), self._engine.sharded.model)
-        if self._scheduler is not None:
-            state, present = unpack(reader.manifest["scheduler"]), self._before[0]
-            for key, value in state.items():
-                # Torch's schedulers take any names, those of their optimizer and their methods too.
-                if not (is_like(present[key], value) if key in present else not hasattr(self._scheduler, key)):
-                    raise ValueError(
-                        f"{reader.folder} has {key} = {str(value)[:80]!r} in the scheduler's state, which is not what "
-                        f"{scheduler_name(self._scheduler)} has written; {ANOTHER}, or pass "
-                        "load_lr_scheduler_states=False"
-                    )
-            self._scheduler.load_state_dict(state)
-        client: dict[str, Any] = unpack(reader.manifest["client_state"], reader.tensor)
-        return client
-
-    def undo(self) -> None:
-        """Give the scheduler its state, and the groups their options."""
-        if self._scheduler is None:
-            return
-        state, fields = self._before
-        vars(self._scheduler).clear()
-        vars(self._scheduler).update(fields)
-        self._scheduler.load_state_dict(state)
-        if self._engine.optimizer is not None:
-            for group, (options, tensors) in zip(self._engine.optimizer.param_groups, self._groups, strict=True):
-                group.update(options)
-                for key, value in tensors.items():
-                    group[key].copy_(value)
+def _try_values(engine: RunState, reader: Reader, parts: Taken) -> dict[str, Any]:
+    """Load the scheduler's state, check that of the generators, and return the client state."""
+    name = f"random/{engine.mesh.rank}"
+    name = name if name in reader.names else "random/0"
+    if parts.progress and name in reader.names:
+        if reader.dtype(name) is not torch.uint8 or prod(reader.shape(name)) > MOST_RANDOM:
+            raise ValueError(f"{reader.folder} has {name}, which is no state of generators; {ANOTHER}")
+        require_random_state(reader.tensor(name), engine.sharded.model)
+    scheduler, packed = engine.lr_scheduler, reader.manifest["scheduler"]
+    if scheduler is not None and packed and parts.progress and parts.scheduler:
+        state, present = unpack(packed), scheduler.state_dict()
+        for key, value in state.items():
+            # Torch's schedulers take any names, those of their optimizer and their methods too.
+            if not (is_like(present[key], value) if key in present else not hasattr(scheduler, key)):
+                raise ValueError(
+                    f"{reader.folder} has {key} = {str(value)[:80]!r} in the scheduler's state, which is not what "
+                    f"{scheduler_name(scheduler)} has written; {ANOTHER}, or pass load_lr_scheduler_states=False"
+                )
+        scheduler.load_state_dict(state)
+    client: dict[str, Any] = unpack(reader.manifest["client_state"], reader.tensor)
+    return client
 
 
 def _find(folder: Path, tag: str | None) -> str | None:

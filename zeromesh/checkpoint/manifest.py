@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 import torch
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
 
 from zeromesh.config.errors import some
-from zeromesh.model.files import LARGEST_RECORD, inside, is_inside, open_regular, read_text
+from zeromesh.model.files import (
+    LARGEST_RECORD,
+    Count,
+    DictOf,
+    Form,
+    ListOf,
+    inside,
+    is_inside,
+    open_regular,
+    read_text,
+    record_type,
+)
 
 # Format of manifests that are written; format 1 is read, too. It rises when a version of this code that reads the
 # present one would read a new manifest wrongly. A new key that may be missing does not raise it.
@@ -58,92 +69,62 @@ def _dtype(name: str) -> str:
     return name
 
 
-def _scalar(value: Any) -> Any:
-    """Return a state that is one number, or a tensor of one as its value and its dtype."""
-    if isinstance(value, list):
-        number, name = value
-        if type(number) not in (bool, int, float):
-            raise ValueError(f"{number!r} is no number")
-        torch.tensor(number, dtype=getattr(torch, _dtype(name)))  # raises for a number that the dtype does not have
-    return value
+def _stored_dtype(name: str) -> str:
+    if getattr(torch, name, None) not in CODES:
+        raise ValueError(f"{name!r} is no dtype of a file of tensors")
+    return name
 
 
-def _numbers(states: dict[str, Any]) -> dict[str, Any]:
+def _states(states: dict[str, Any]) -> dict[str, Any]:
+    """Return states that are one number, or a tensor of one as its value and its dtype."""
     for key, value in states.items():
-        try:
-            single = _scalar(value)
-        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-            raise ValueError(f"{key} = {str(value)[:80]}, which is no number and its dtype ({error})") from None
-        step = single[0] if isinstance(single, list) else single
-        if key == "step" and not (isinstance(step, int | float) and 0 <= step < 2**53):
-            raise ValueError(f"step = {str(step)[:80]}, which is no number of updates")
+        number, dtype = value if isinstance(value, list) else (value, None)
+        if dtype is not None:
+            torch.tensor(0 + number, dtype=getattr(torch, _dtype(dtype)))  # raises for numbers that it does not have
+        if key == "step" and not 0 <= number < 2**53:
+            raise ValueError("step is no number of updates")
     return states
 
 
-Count = Annotated[int, Field(ge=0, lt=2**53)]
-Dtype = Annotated[str, AfterValidator(_dtype)]
+_BOX = record_type({
+    "key": str, "name": str, "dtype": Annotated[str, AfterValidator(_stored_dtype)], "shape": list[Count],
+    "offsets": NotRequired[list[Count]], "sizes": NotRequired[list[Count]], "start": Count, "stop": Count,
+    "bytes": Annotated[list[Count], Field(min_length=2, max_length=2)], "sha256": NotRequired[str],
+})  # fmt: skip
+_SHARD = record_type({"file": str, "boxes": ListOf[_BOX], "header": NotRequired[str], "sha256": NotRequired[str]})
+_SCALE = {"scale": Annotated[float, Field(gt=0, allow_inf_nan=False)], "hysteresis": Count, "good_steps": Count}
+_SPIKES = {
+    "loss": NotRequired[list[float]], "gradient norm": NotRequired[list[float]],
+    "in a row": NotRequired[Annotated[list[Count], Field(max_length=1)]],
+}  # fmt: skip
+_ANY = dict[str, Any]
 
+_FIELDS: dict[str, Any] = {
+    "zeromesh": str, "imported": str, "written": str,
+    "shards": ListOf[_SHARD],
+    "parameters": DictOf[str, record_type({"dtype": Annotated[str, AfterValidator(_dtype)], "trainable": bool})],
+    "frozen_left_out": bool,
+    "tied": dict[str, str],
+    "world_size": Count,
+    "mesh": dict[str, Count],
+    "placement": record_type(dict.fromkeys(("parameter", "gradient", "optimizer"), str)),
+    "train_batch_size": Count,
+    "global_steps": Count, "global_samples": Count, "micro_steps": Count, "skipped_steps": Count,
+    "spikes": record_type(_SPIKES),
+    "data": record_type({"number": Count, "samples": Count, "length": Count, "seed": int | None}) | None,
+    "loss_scaler": record_type(_SCALE) | None,
+    "scheduler": _ANY | None, "scheduler_type": str | None,
+    "optimizer": str | list[str],
+    "groups": list[_ANY],
+    "members": dict[str, Count],
+    "scalars": dict[str, Annotated[_ANY, AfterValidator(_states)]],
+    "client_state": _ANY,
+    "extra": _ANY,
+    "model": _ANY,
+}  # fmt: skip
+"""Entries of manifests, and their types."""
 
-class _Placement(TypedDict):
-    parameter: str
-    gradient: str
-    optimizer: str
-
-
-class _Parameter(TypedDict):
-    dtype: Dtype
-    trainable: bool
-
-
-class _Data(TypedDict):
-    number: Count
-    samples: Count
-    length: Count
-    seed: int | None
-
-
-class _Scale(TypedDict):
-    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    hysteresis: Count
-    good_steps: Count
-
-
-_Spikes = TypedDict(
-    "_Spikes",
-    {"loss": list[float], "gradient norm": list[float], "in a row": Annotated[list[Count], Field(max_length=1)]},
-    total=False,
-)
-
-
-class _Manifest(TypedDict, total=False):
-    zeromesh: str
-    imported: str
-    written: str
-    frozen_left_out: bool
-    world_size: Count
-    mesh: dict[str, Count]
-    placement: _Placement
-    train_batch_size: Count
-    global_steps: Count
-    global_samples: Count
-    micro_steps: Count
-    skipped_steps: Count
-    spikes: _Spikes
-    data: _Data | None
-    loss_scaler: _Scale | None
-    scheduler: dict[str, Any] | None
-    scheduler_type: str | None
-    optimizer: str | list[str]
-    groups: list[dict[str, Any]]
-    members: dict[str, Count]
-    scalars: dict[str, Annotated[dict[str, Any], AfterValidator(_numbers)]]
-    client_state: dict[str, Any]
-    model: dict[str, Any]
-    tied: dict[str, str]
-    parameters: dict[str, _Parameter]
-
-
-_FORM = TypeAdapter(_Manifest)
+_FORM: Form = TypeAdapter(record_type({name: NotRequired[kind] for name, kind in _FIELDS.items()}))
 
 _OF_A_RUN = (
     "global_steps", "micro_steps", "skipped_steps", "loss_scaler", "scheduler", "optimizer", "groups", "scalars",
@@ -167,15 +148,16 @@ def as_written(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is not of the form that is written there ({what}); {ANOTHER}") from error
 
 
-def require_form(form: TypeAdapter[Any], values: Any, path: Path) -> None:
+def require_form(form: Form, values: Any, path: Path) -> None:
     """Raise ValueError, with the first value that is wrong, unless values are of a form."""
-    try:
-        form.validate_python(values, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place, rule = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-        value = f"{str(first['input'])[:80]!r}"
-        raise ValueError(f"{path} is not of the form that is written: {place} is {value} ({rule}); {ANOTHER}") from None
+    with as_written(path):
+        try:
+            form.validate_python(values, strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            place, rule = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+            problem = f"{place} is {str(first['input'])[:80]!r} ({rule})"
+            raise ValueError(f"{path} is not of the form that is written: {problem}; {ANOTHER}") from None
 
 
 def signed(content: dict[str, Any]) -> dict[str, Any]:
@@ -222,50 +204,33 @@ def hash_of(content: dict[str, Any]) -> str:
 
 
 def require_sound(folder: Path, manifest: dict[str, Any]) -> None:
-    """Raise ValueError if a file lies elsewhere, a box is there twice, or its numbers contradict each other."""
+    """Raise ValueError if a file lies elsewhere, or the numbers of a box contradict each other."""
     # The hash says that the manifest is as it was written, and not who wrote it.
-    files, places = set[str](), set[tuple[str, str]]()
-    for shard in manifest["shards"]:
-        try:
-            file, boxes = shard["file"], [(box, _place(box)) for box in shard["boxes"]]
-            hashes = [one.get(key, "") for one in (shard, *shard["boxes"]) for key in ("header", "sha256")]
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{folder / MANIFEST} describes a box that cannot be: {error}") from None
-        if not is_inside(folder, file) or Path(file).name != file:
+    for file, count in Counter(shard["file"] for shard in manifest["shards"]).items():
+        if not is_inside(folder, file) or Path(file).name != file or count > 1:
             raise ValueError(
-                f"{folder / MANIFEST} names the file {file!r}, which is not in the checkpoint's own folder"
+                f"{folder / MANIFEST} names the file {file!r}, which is not in the checkpoint's own folder, or is "
+                f"there twice; {ANOTHER}"
             )
-        if not all(isinstance(digest, str) for digest in hashes):
-            raise ValueError(f"{folder / MANIFEST} has a hash for {file!r} that is no text; {ANOTHER}")
-        if file in files:
-            raise ValueError(f"{folder / MANIFEST} names the file {file!r} twice")
-        files.add(file)
-        for box, place in boxes:
-            # Twice the same elements would hide that others are missing: a reader counts what it finds.
-            if place in places:
-                raise ValueError(f"{folder / MANIFEST} has {box['name']}, {place[1]}, twice")
-            places.add(place)
+    for box in (box for shard in manifest["shards"] for box in shard["boxes"]):
+        if problem := _contradiction(box):
+            raise ValueError(f"{folder / MANIFEST} describes a box that cannot be: {box['name']} {problem}; {ANOTHER}")
 
 
-def _place(box: dict[str, Any]) -> tuple[str, str]:
-    """Return which part of which tensor a box is. Raises what shows that there can be no such box."""
-    shape, dtype = box["shape"], getattr(torch, box["dtype"])
-    offsets, sizes = box.get("offsets", [0] * len(shape)), box.get("sizes", shape)
-    begin, end = box["bytes"]
-    numbers = [*shape, *offsets, *sizes, box["start"], box["stop"], begin, end]
-    inside = all(offset + size <= whole for offset, size, whole in zip(offsets, sizes, shape, strict=True))
-    # Python takes True for 1, and JSON has fractions.
-    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers) or not inside:
-        raise ValueError(f"{box['name']} lies outside of its tensor")
-    if not isinstance(box["name"], str) or not isinstance(box["key"], str):
-        raise TypeError(f"{box['name']!r} with the key {box['key']!r} is no name of a tensor")
-    if box["name"].startswith("optimizer") and box["name"].count("/") < 2:
-        raise ValueError(f"{box['name']} names no state of a parameter")
+def _contradiction(box: dict[str, Any]) -> str:
+    """Return what of a box cannot be, "" if nothing."""
+    (offsets, sizes), shape, (begin, end) = area_of(box), box["shape"], box["bytes"]
+    count, size = box["stop"] - box["start"], getattr(torch, box["dtype"]).itemsize
+    places = zip(offsets, sizes, shape, strict=False)
+    if not len(offsets) == len(sizes) == len(shape) or any(at + length > end for at, length, end in places):
+        return "lies outside of its tensor"
     if not box["start"] <= box["stop"] <= prod(sizes):
-        raise ValueError(f"{box['name']} has elements {box['start']} to {box['stop']} of {prod(sizes)}")
-    if dtype not in CODES or end - begin != (box["stop"] - box["start"]) * dtype.itemsize:
-        raise ValueError(f"{box['name']} has {end - begin} bytes for its elements of {box['dtype']}")
-    return str(box["name"]), f"elements {box['start']} to {box['stop']} of the box {sizes} at {offsets}"
+        return f"has elements {box['start']} to {box['stop']} of {prod(sizes)}"
+    if end - begin != count * size or end >= 2**53:
+        return f"has {end - begin} bytes for its elements of {box['dtype']}"
+    if box["name"].startswith("optimizer") and box["name"].count("/") < 2:
+        return "names no state of a parameter"
+    return ""
 
 
 def require_files(folder: Path, manifest: dict[str, Any]) -> None:
@@ -295,48 +260,40 @@ def _require_all_elements(folder: Path, manifest: dict[str, Any]) -> None:
         shape, dtype = boxes[0]["shape"], boxes[0]["dtype"]
         if any(box["shape"] != shape or box["dtype"] != dtype for box in boxes):
             raise ValueError(f"{folder / MANIFEST} has {name} in several shapes or dtypes; {ANOTHER}")
-        places: dict[_Area, list[tuple[int, int]]] = defaultdict(list)
-        for box in boxes:
-            area = tuple(box.get("offsets", [0] * len(shape))), tuple(box.get("sizes", shape))
-            places[area].append((box["start"], box["stop"]))
-        ends = {area: [0, *(stop for _, stop in sorted(found))] for area, found in places.items()}
-        joined = all([start for start, _ in sorted(places[area])] + [prod(area[1])] == ends[area] for area in places)
-        if not joined or not _tiles([*places], ((0,) * len(shape), tuple(shape))):
+        if not are_all(shape, ((*area_of(box), box["start"], box["stop"]) for box in boxes)):
             raise ValueError(
                 f"{folder / MANIFEST}: the boxes of {name} lack some of its elements, or have some twice; {ANOTHER}"
             )
 
 
-_Area = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a box in a tensor, by dimension."""
+def area_of(box: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the offsets and sizes, by dimension, of the part of a tensor in which the elements of a box are."""
+    return tuple(box.get("offsets", [0] * len(box["shape"]))), tuple(box.get("sizes", box["shape"]))
 
 
-def _tiles(areas: list[_Area], region: _Area) -> bool:
-    """Return whether areas are all of a region, and none overlaps another; each is cut off by cuts right through."""
-    # All layouts cut tensors so: the cuts of one axis, and between them those of the others.
-    if len(areas) <= 1:
-        return areas == [region]
-    offsets, sizes = region
-    for axis in range(len(sizes)):
-        parts: list[list[_Area]] = []
-        end, starts = -1, list[int]()
-        for area in sorted(areas, key=lambda area: area[0][axis]):
-            if area[0][axis] >= end:
-                parts.append([])
-                starts.append(area[0][axis])
-            parts[-1].append(area)
-            end = max(end, area[0][axis] + area[1][axis])
-        if len(parts) > 1:
-            stops = [*starts[1:], offsets[axis] + sizes[axis]]
-            return starts[0] == offsets[axis] and all(
-                _tiles(part, (_replaced(offsets, axis, start), _replaced(sizes, axis, stop - start)))
-                for part, start, stop in zip(parts, starts, stops, strict=True)
-            )
-    return False
+MOST_CUT = 8
+"""Most dimensions along which one tensor is cut."""
 
 
-def _replaced(numbers: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:
-    return (*numbers[:axis], number, *numbers[axis + 1 :])
+def are_all(shape: Sequence[int], ranges: Iterable[tuple[tuple[int, ...], tuple[int, ...], int, int]]) -> bool:
+    """Return whether ranges are all elements of a shape, each once: (offsets, sizes, first, last + 1 in that area)."""
+    areas: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
+    for offsets, sizes, start, stop in ranges:
+        areas[offsets, sizes].append((start, stop))
+    for (_, sizes), parts in areas.items():
+        begins, ends = zip(*sorted(parts), strict=True)
+        if (*begins, prod(sizes)) != (0, *ends):
+            return False
+    cut = [axis for axis, size in enumerate(shape) if any(sizes[axis] != size for _, sizes in areas)]
+    if len(cut) > MOST_CUT or sum(prod(sizes) for _, sizes in areas) != prod(shape):
+        return False
+    # Corners that an even number of areas have cancel out. Only if those of the whole shape are left, each of its
+    # elements is in an odd number of areas; as there are no more elements than that, it is in one.
+    odd: set[tuple[int, ...]] = set()
+    for offsets, sizes in [*areas, ((0,) * len(shape), tuple(shape))]:
+        for corner in product(*((offsets[axis], offsets[axis] + sizes[axis]) for axis in cut)):
+            odd ^= {corner}
+    return not odd
 
 
 def dtype_name(dtype: torch.dtype) -> str:

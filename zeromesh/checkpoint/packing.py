@@ -17,7 +17,6 @@ import numpy
 import torch
 
 from zeromesh.checkpoint.manifest import dtype_name
-from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.comm.collectives import Group
 
 
@@ -167,15 +166,39 @@ def unpack(value: Any, apart: Callable[[str], torch.Tensor] | None = None) -> An
 
 def broadcast_value(value: Any, source: int, group: Group) -> Any:
     """Return the value that group rank ``source`` has, its tensors on this rank's device. Collective."""
+    return share_value(
+        value, "the value", group.rank == source, lambda data: group.broadcast(data, source), group.device
+    )
+
+
+def share_value(
+    value: Any, name: str, is_source: bool, broadcast: Callable[[torch.Tensor], object], device: torch.device
+) -> Any:
+    """Return the value of the source, whose bytes ``broadcast`` gives to all ranks, in place. Collective.
+
+    Raises:
+        ValueError: on every rank, if a checkpoint could not hold it.
+    """
     apart: dict[str, torch.Tensor] = {}
-    packed = agree_run(group, "send a value", lambda: pack(value, apart=apart) if group.rank == source else None)
-    layout = {name: (dtype_name(tensor.dtype), tensor.numel()) for name, tensor in apart.items()}
-    packed, layout = json.loads(texts(group, json.dumps((packed, layout)))[source])
-    landed: dict[str, torch.Tensor] = {}
-    for name, (dtype, elements) in layout.items():
-        flat = torch.empty(elements, dtype=getattr(torch, dtype), device=group.device)
-        if group.rank == source:
-            flat.copy_(apart[name].reshape(-1))
-        group.broadcast(flat.view(torch.uint8), source)
-        landed[name] = flat
-    return unpack(packed, landed.__getitem__)
+    text = ""
+    if is_source:
+        try:
+            packed = pack(value, name, apart)
+            text = json.dumps([packed, {key: [dtype_name(part.dtype), part.numel()] for key, part in apart.items()}])
+        except TypeError as error:
+            text = f"!{error}"
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    broadcast(size := torch.tensor([data.numel()], device=device))
+    broadcast(data := data if is_source else data.new_empty(int(size)))
+    text = data.cpu().numpy().tobytes().decode()
+    if text.startswith("!"):
+        raise ValueError(f"{name} cannot be sent: {text[1:]}")
+    packed, layout = json.loads(text)
+    received: dict[str, torch.Tensor] = {}
+    for key, (dtype, elements) in layout.items():
+        flat = torch.empty(elements, dtype=getattr(torch, dtype), device=device)
+        if is_source:
+            flat.copy_(apart[key].reshape(-1))
+        broadcast(flat.view(torch.uint8))
+        received[key] = flat
+    return unpack(packed, received.__getitem__)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.background import WHAT, BackgroundSaves, SaveState, explained, wait_for_ranks
+from zeromesh.checkpoint.background import WHAT, BackgroundSaves, Failures, explained, wait_for_ranks
 from zeromesh.checkpoint.boxes import Box, ShardWriter
 from zeromesh.checkpoint.contents import (
     FROZEN_LEFT_OUT,
@@ -113,8 +113,8 @@ def save(
         if save_latest:
             write_latest(folder, tag)
 
-    def write_beside(part: _Part, state: SaveState) -> None:
-        part.write_beside(final, finish, state)
+    def write_beside(part: _Part, failures: Failures) -> None:
+        part.write_beside(final, finish, failures)
         if rank == 0 and count is not None:
             keep_last(folder, tag, count)
 
@@ -165,7 +165,7 @@ class _Part:
         write_json(self.draft / f"rank_{self.rank:05d}.json", {"shard": entry} | self.numbers)
         return self
 
-    def write_beside(self, final: Path, finish: Callable[[_Part], None], state: SaveState) -> None:
+    def write_beside(self, final: Path, finish: Callable[[_Part], None], failures: Failures) -> None:
         """Write it without collectives; the first rank waits for the others and finishes.
 
         Raises:
@@ -174,11 +174,10 @@ class _Part:
         _, failure = catch(self.written)
         if failure is not None:
             failure = explained(final, failure)
-            state.fail(self.draft, self.rank, failure)
-        state.part_over.set()
+            failures.tell(self.rank, failure)
         if self.rank == 0:
             # Also after a failure: the draft is removed when nobody writes to it any more.
-            _, problem = catch(partial(wait_for_ranks, self.draft, self.ranks, state))
+            _, problem = catch(partial(wait_for_ranks, self.draft, self.ranks, failures))
             if problem is None:
                 _, problem = catch(partial(finish, self))
             if problem is not None:

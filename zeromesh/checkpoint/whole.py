@@ -13,12 +13,12 @@ from torch import nn
 
 from zeromesh.checkpoint.contents import extra_modules, own_buffers, plain_names
 from zeromesh.checkpoint.manifest import dtype_name
-from zeromesh.checkpoint.packing import StoredTensors, pack, unpack
+from zeromesh.checkpoint.packing import broadcast_value
 from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.errors import some
-from zeromesh.model.buffers import EXTRA
+from zeromesh.model.buffers import is_extra
 from zeromesh.shard.sharded import ShardedModel
 
 _log = logging.getLogger(__name__)
@@ -42,18 +42,11 @@ def of_all_stages(mesh: Mesh, own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def on_all_ranks(mesh: Mesh, own: State) -> State:
-    """Return the tensors of all stages, copies of those of others. Collective."""
-    if mesh.sizes["pipeline"] == 1:
-        return own
-    group, found = mesh.group("pipeline"), State()
-    for place, text in enumerate(texts(group, _forms(own))):
-        for name, form in json.loads(text).items():
-            if name not in found:
-                value = own[name].detach().contiguous() if place == group.rank else _empty(form, mesh.device)
-                for part in _parts(value.to(mesh.device)):
-                    group.broadcast(part, place)
-                found[name] = own[name] if place == group.rank else value
-    return found
+    """Return the tensors of all stages, copies of those of others; the first stage with a name counts. Collective."""
+    state = State()
+    for part in on_every_rank(mesh, [own]):
+        state |= part | state
+    return state
 
 
 def shows(mesh: Mesh) -> bool:
@@ -200,14 +193,10 @@ def extra_of_all_stages(mesh: Mesh, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the extra state of modules of all stages, by name. Collective."""
     if mesh.sizes["pipeline"] == 1:
         return dict(own)
-
-    def packs() -> tuple[dict[str, Any], StoredTensors]:
-        apart = StoredTensors(f"extra/{mesh.group('pipeline').rank}")
-        return {name: pack(value, f"the extra state {name}", apart) for name, value in own.items()}, apart
-
-    packed, apart = agree_run(mesh.group("world"), "show the extra state of its modules", packs)
-    tensors = on_all_ranks(mesh, apart)
-    return {name: unpack(value, tensors.__getitem__) for name, value in of_all_stages(mesh, packed).items()}
+    extra: dict[str, Any] = {}
+    for place in range(mesh.sizes["pipeline"]):
+        extra = broadcast_value(own, place, mesh.group("pipeline")) | extra  # the first stage with a name counts
+    return extra
 
 
 def gathered_state_dict(sharded: ShardedModel) -> State:
@@ -241,15 +230,11 @@ def add_stages(sharded: ShardedModel, state: dict[str, Any], prefix: str = "") -
     own = {
         name: value
         for name, value in state.items()
-        if isinstance(value, torch.Tensor) and name.removeprefix(prefix) not in sharded.idle and not _is_extra(name)
+        if isinstance(value, torch.Tensor) and name.removeprefix(prefix) not in sharded.idle and not is_extra(name)
     }
-    here = {name: v for name, v in state.items() if _is_extra(name) and name.removeprefix(prefix) not in sharded.idle}
+    here = {name: v for name, v in state.items() if is_extra(name) and name.removeprefix(prefix) not in sharded.idle}
     extra = extra_of_all_stages(sharded.mesh, here)
     return state | on_all_ranks(sharded.mesh, own) | extra
-
-
-def _is_extra(name: str) -> bool:
-    return name.rpartition(".")[2] == EXTRA
 
 
 def load_here(sharded: ShardedModel, state: Mapping[str, Any], strict: bool) -> Any:

@@ -75,7 +75,7 @@ class Mesh:
         self._watchdog = None
         # nccl's waits are the device's, and an MPI that torch was built with has no store to say them in.
         if self.world_size > 1 and (backend == "gloo" or (backend == "mpi" and mpi.is_ours())):
-            self._watchdog = watchdog.Watchdog(self._store(), self.rank, self.world_size, watchdog.PATIENCE)
+            self._watchdog = watchdog.Watchdog(self.store, self.rank, self.world_size, watchdog.PATIENCE)
         self._local = None
         # With an accelerator, host memory may be of a kind that other processes cannot read.
         through_memory = device.type == "cpu" if self.links.local is None else self.links.local
@@ -87,8 +87,14 @@ class Mesh:
             self.node_of = [int(node) for node in world.exchange(torch.tensor([self.links.node])).flatten()]
         self._groups = self._make_groups()
 
-    def _store(self) -> Any:
-        return mpi.store() if backend_for(self.device) == "mpi" else trust.shared_store()
+    @property
+    def store(self) -> Any:
+        """Key-value store of all ranks; None for one rank, and with an MPI that torch was built with."""
+        if self.world_size == 1:
+            return None
+        if backend_for(self.device) != "mpi":
+            return trust.shared_store()
+        return mpi.store() if mpi.is_ours() else None
 
     def _make_groups(self) -> dict[str, Group]:
         axes = [axis for axis in AXES if self.sizes[axis] > 1]
@@ -146,7 +152,7 @@ class Mesh:
     def compare_calls(self) -> None:
         """Compare from now on the collectives that the program calls itself, over all ranks of their groups."""
         if self.world_size > 1:
-            compare_calls(self._store(), self._watchdog, watchdog.PATIENCE)
+            compare_calls(self.store, self._watchdog, watchdog.PATIENCE)
 
     @property
     def waited(self) -> float | None:

@@ -105,12 +105,9 @@ def _key_of_user() -> bytes:
         ) from None
 
 
-def require_private(folder: Path, descriptor: int | None = None) -> None:
-    """Raise ValueError if another user may write into a folder, or has put something else in its place.
-
-    ``descriptor`` is of the folder where it has been opened, which nobody replaces.
-    """
-    status = folder.lstat() if descriptor is None else os.fstat(descriptor)
+def require_private(folder: Path) -> None:
+    """Raise ValueError if another user may write into a folder, or has put something else in its place."""
+    status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or stat.S_IMODE(status.st_mode) & 0o022 or status.st_uid != os.geteuid():
         raise ValueError(
             f"{folder} is not a folder of this user alone (owner {status.st_uid}, mode "

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import functools
 import hmac
 import io
 import os
 import random
-import stat
 from collections.abc import Callable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from zeromesh.comm.trust import LASTING, require_private, run_token, sign
 from zeromesh.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from zeromesh.horovod.start import rank, size
 from zeromesh.horovod.world import HorovodInternalError
+from zeromesh.model.files import UnreadableFile, new_file, open_regular
 
 FOLDER = "ZEROMESH_ELASTIC"
 """Variable with the folder of committed states, which all nodes see; by default .zeromesh-elastic."""
@@ -45,35 +44,26 @@ def state_file() -> Path | None:
 
 def _write(path: Path, data: memoryview) -> None:
     """Write a signed file in a folder of this user alone; a rank that dies meanwhile leaves the one before."""
-    with _private_folder(path.parent) as folder:
-        part = f"{path.stem}.part"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(part, dir_fd=folder)
-        # Neither through a link nor into a file that somebody else has put there.
-        number = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
-        with open(number, "wb") as file:
-            file.write(sign(_key(), path.name, data))
-            file.write(data)
-        os.replace(part, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_private(path.parent)
+    draft = path.with_suffix(".part")
+    with new_file(draft) as file:
+        file.write(sign(_key(), path.name, data))
+        file.write(data)
+    draft.replace(path)
 
 
 def _read(path: Path) -> memoryview | None:
     """Return what ``_write`` has written in this run, or None; raise ValueError if somebody else has written it."""
     if not path.parent.is_dir():
         return None
+    require_private(path.parent)
     signed = memoryview(b"")
-    with _private_folder(path.parent) as folder:
-        try:  # without a wait for what comes out of a pipe
-            number = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-        else:
-            with open(number, "rb") as file:
-                if stat.S_ISREG(os.fstat(number).st_mode):
-                    signed = memoryview(file.read())
+    try:
+        with contextlib.suppress(UnreadableFile), open_regular(path) as file:
+            signed = memoryview(file.read())
+    except FileNotFoundError:
+        return None
     if not hmac.compare_digest(signed[:32], sign(_key(), path.name, signed[32:])):
         raise ValueError(
             f"{path} is not the state that this run has committed: another run or user has written it, or it is "
@@ -84,19 +74,6 @@ def _read(path: Path) -> memoryview | None:
 
 def _key() -> bytes:
     return os.environ.get(LASTING, "").encode() or run_token(Environment.detect())
-
-
-@contextlib.contextmanager
-def _private_folder(path: Path) -> Iterator[int]:
-    """Open a folder, which is made, so that no other one is put in its place."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    require_private(path)
-    number = os.open(path, os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        require_private(path, number)
-        yield number
-    finally:
-        os.close(number)
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hmac
-import json
 import pickle
 from collections.abc import Iterable, Mapping
+from itertools import count
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from zeromesh.checkpoint.manifest import dtype_name
-from zeromesh.checkpoint.packing import pack, unpack
+from zeromesh.checkpoint.packing import share_value
 from zeromesh.comm.trust import SECRET, sign
 from zeromesh.horovod.operations import allgather_async, broadcast_, broadcast_async_, synchronize
 from zeromesh.horovod.sets import ProcessSet, global_process_set, included_members
@@ -66,22 +65,11 @@ def broadcast_optimizer_state(
 
 def broadcast_value(value: Any, root_rank: int, name: str, process_set: ProcessSet) -> Any:
     """Return the value of ``root_rank``, which a checkpoint could hold; nothing is pickled. Raise ValueError if not."""
-    apart: dict[str, torch.Tensor] = {}
-    text, problem = "", ""
-    if world_for(name).environment.rank == root_rank:
-        try:
-            packed = pack(value, name, apart)
-            text = json.dumps([packed, {key: [dtype_name(one.dtype), one.shape] for key, one in apart.items()}])
-        except TypeError as error:
-            problem = str(error)
-    text = _broadcast_bytes((text or f"!{problem}").encode(), root_rank, name, process_set).decode()
-    if text.startswith("!"):
-        raise ValueError(f"rank {root_rank} cannot send {text[1:]}")
-    packed, layout = json.loads(text)
-    for key, (dtype, shape) in layout.items():
-        apart.setdefault(key, torch.empty(shape, dtype=getattr(torch, dtype)))
-        broadcast_(apart[key].view(-1).view(torch.uint8), root_rank, f"{name}.{key}", process_set)
-    return unpack(packed, apart.__getitem__)
+    numbers = count()
+    return share_value(
+        value, f"{name} of rank {root_rank}", world_for(name).environment.rank == root_rank,
+        lambda data: broadcast_(data, root_rank, f"{name}.{next(numbers)}", process_set), torch.device("cpu"),
+    )  # fmt: skip
 
 
 def _broadcast_bytes(data: bytes, root_rank: int, name: str, process_set: ProcessSet) -> bytes:

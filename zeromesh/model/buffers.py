@@ -18,6 +18,12 @@ Buffers = dict[str, Tensor | None]
 
 EXTRA = "_extra_state"  # last part of the names of what ``get_extra_state`` of a module returns
 
+
+def is_extra(name: str) -> bool:
+    """Return whether a name in a state dict is that of the extra state of a module."""
+    return name.rpartition(".")[2] == EXTRA
+
+
 # Modules that left all their buffers as they were when they first ran in training mode, as with masks.
 _constant: WeakSet[nn.Module] = WeakSet()
 

@@ -1,4 +1,4 @@
-"""Files that somebody else may have put there: their names stay in a folder, and only regular ones are read.
+"""Files that somebody else may have put there: names stay in a folder, only regular ones are read, records have a form.
 
 Names come from users, from files of other programs and from models; a folder may be one that others write to.
 """
@@ -8,13 +8,44 @@ from __future__ import annotations
 import io
 import os
 import stat
+from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path, PurePath
-from typing import BinaryIO, TextIO
+from typing import Annotated, Any, BinaryIO, TextIO
+
+from pydantic import AfterValidator, Field, TypeAdapter
+from typing_extensions import TypedDict
 
 # Bytes of the largest text that is read: of a file for people, and of one that grows with the run.
 LARGEST_TEXT, LARGEST_RECORD = 64 * 1024**2, 1024**3
 
 DRAFT = ".draft"  # end of the name that a file has while it is written
+
+MOST = 1e100  # largest value of a run whose differences and sums can be computed
+
+
+def _drawn(value: float) -> float:
+    if abs(value) > MOST and isfinite(value):
+        raise ValueError(f"{value} is no value of a run")
+    return value
+
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Number = Annotated[float, AfterValidator(_drawn)]
+
+Form = TypeAdapter[Any]
+"""Form of what is read from JSON."""
+
+
+# What makes types of types that are values, which a type checker does not take.
+ListOf: Any = list
+DictOf: Any = dict
+_MakeTypedDict: Any = TypedDict
+
+
+def record_type(fields: Mapping[str, Any]) -> Any:
+    """Return the type of a JSON object with fields of some types; it may have others."""
+    return _MakeTypedDict("record", dict(fields))
 
 
 class UnreadableFile(ValueError, OSError):

@@ -4,67 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Any, NotRequired
 
-from pydantic import AfterValidator, Field, TypeAdapter
-from typing_extensions import TypedDict
+from pydantic import TypeAdapter
 
-from zeromesh.model.files import LARGEST_RECORD, added_to, read_text, write_text
+from zeromesh.model.files import LARGEST_RECORD, Count, Form, Number, added_to, read_text, record_type, write_text
 
-
-def _drawn(value: float) -> float:
-    if abs(value) > MOST and isfinite(value):
-        raise ValueError(f"{value} is no value of a run")
-    return value
-
-
-MOST = 1e100  # largest value whose differences and sums can be computed
-
-Step = Annotated[int, Field(ge=0, lt=2**53)]
-Number = Annotated[float, AfterValidator(_drawn)]
-
-Form = TypeAdapter[Any]
-"""Form that records have; a record may have more entries."""
-
-
-class _Record(TypedDict):
-    kind: str
-    step: Step
-    noted: NotRequired[bool]
-
-
-class _Train(_Record):
-    loss: Number
-    gradient_norm: NotRequired[Number | None]
-    tokens_per_second: NotRequired[Number | None]
-    utilization: NotRequired[Number]
-    samples: NotRequired[Step]
-
-
-class _Validation(_Record):
-    loss: Number
-
-
-class _Spike(_Record):
-    name: str
-    value: Number
-    usual: Number
-    skipped: bool
-    back: str | None
-    mark: NotRequired[str | None]
-    samples: NotRequired[Step]
-
-
-_OTHER: Form = TypeAdapter(_Record)
-_FORMS: dict[str, Form] = {
-    "train": TypeAdapter(_Train), "validation": TypeAdapter(_Validation), "spike": TypeAdapter(_Spike),
+_RECORD = {"kind": str, "step": Count, "noted": NotRequired[bool]}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "train": {
+        "loss": Number, "gradient_norm": NotRequired[Number | None], "tokens_per_second": NotRequired[Number | None],
+        "utilization": NotRequired[Number], "samples": NotRequired[Count],
+    },
+    "validation": {"loss": Number},
+    "spike": {
+        "name": str, "value": Number, "usual": Number, "skipped": bool, "back": str | None,
+        "mark": NotRequired[str | None], "samples": NotRequired[Count],
+    },
 }  # fmt: skip
+_FORMS: dict[str, Form] = {kind: TypeAdapter(record_type(_RECORD | fields)) for kind, fields in _FIELDS.items()}
+_OTHER: Form = TypeAdapter(record_type(_RECORD))
 
 
-def _form_of(record: dict[str, Any]) -> Form:
-    return _FORMS.get(record.get("kind", ""), _OTHER)
+def form_of(line: dict[str, Any]) -> Form:
+    """Return the form of a record of metrics."""
+    return _FORMS.get(line.get("kind", ""), _OTHER)
 
 
 Curve = Sequence[tuple[int, float]]  # steps and values
@@ -79,9 +44,9 @@ class MetricsLog:
 
     def _open(self, last_step: int) -> None:
         # What lies beyond are steps that were taken after the last checkpoint, and are taken again.
-        kept = [one for one in read_metrics(self._path) if one["step"] <= last_step or one.get("noted")]
-        write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))  # whole, whenever it is killed
-        self._written = {(record["kind"], record["step"]) for record in kept}
+        lines = [line for line in read_metrics(self._path) if line["step"] <= last_step or line.get("noted")]
+        write_text(self._path, "".join(json.dumps(line) + "\n" for line in lines))  # whole, whenever it is killed
+        self._written = {(line["kind"], line["step"]) for line in lines}
         self._file = added_to(self._path)
 
     def forget(self, last_step: int) -> None:
@@ -91,10 +56,10 @@ class MetricsLog:
 
     def note(self, kind: str, step: int, **values: Any) -> None:
         """Append the record of an event, which is kept whatever becomes of its step, unless it is there."""
-        record = {"kind": kind, "step": step, "noted": True, **values}
-        if any({**one, **record} == one for one in self.notes(kind)):
+        line = {"kind": kind, "step": step, "noted": True, **values}
+        if any({**before, **line} == before for before in self.notes(kind)):
             return
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
@@ -107,7 +72,7 @@ class MetricsLog:
 
     def notes(self, kind: str) -> list[dict[str, Any]]:
         """Return the records of events of a kind so far."""
-        return [one for one in read_metrics(self._path) if one["kind"] == kind and one.get("noted")]
+        return [line for line in read_metrics(self._path) if line["kind"] == kind and line.get("noted")]
 
     def close(self) -> None:
         """Close the file."""
@@ -116,7 +81,7 @@ class MetricsLog:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file, in order; none if it does not exist, and no line that is no record of ours."""
-    return read_records(path, _form_of)[0]
+    return read_records(path, form_of)[0]
 
 
 def read_records(path: Path, form_of: Callable[[dict[str, Any]], Form]) -> tuple[list[dict[str, Any]], int]:
@@ -126,18 +91,13 @@ def read_records(path: Path, form_of: Callable[[dict[str, Any]], Form]) -> tuple
     records, others = [], 0
     for line in filter(str.strip, read_text(path, errors="replace", most=LARGEST_RECORD).splitlines()):
         try:
-            record = json.loads(line)
-            form_of(record).validate_python(record, strict=True)
-            records.append(record)
+            content = json.loads(line)
+            form_of(content).validate_python(content, strict=True)
+            records.append(content)  # what was validated lacks fields of other versions
         # A line that was cut off, or that another program or a user has changed.
         except (ValueError, TypeError, AttributeError, RecursionError):
             others += 1
     return records, others
-
-
-def count_others(path: Path) -> int:
-    """Return the number of lines that ``read_metrics`` leaves out."""
-    return read_records(path, _form_of)[1]
 
 
 def loss_picture(path: Path, training: Curve, validation: Curve) -> bool:

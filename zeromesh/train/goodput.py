@@ -16,11 +16,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-from pydantic import AfterValidator, Field, TypeAdapter
-from typing_extensions import TypedDict
+from pydantic import Field, TypeAdapter
 
-from zeromesh.model.files import added_to
-from zeromesh.observe.metrics import MOST, Form, Number, Step, read_records
+from zeromesh.model.files import Count, Form, ListOf, Number, added_to, record_type
+from zeromesh.observe.metrics import read_records
 
 
 class Spent(StrEnum):
@@ -156,95 +155,55 @@ Moment = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=-1e10, le=1e10, allow_inf_nan=False)]
 
 
-class _Began(TypedDict):
-    began: Moment
-    step: Step
-
-
-class _Back(TypedDict):
-    back: Step
-
-
-class _Times(TypedDict):
-    at: Moment
-    step: Step
-    seconds: dict[str, Seconds]
-    ends: bool
-
-
-class _Work(TypedDict):
-    step: Step
-    work: list[Seconds]
-    usual: NotRequired[list[Seconds]]
-
-
-class _Slow(TypedDict):
-    name: str
-    since: Step
-    value: Number
-    usual: Number
-    unit: str
-
-
-def _link(link: list[Any]) -> list[Any]:
-    before, after, speed = link
-    if not all(isinstance(one, int | float) for one in (speed, before, after)) or abs(speed) > MOST:
-        raise ValueError(f"{link} is no link with its speed")
-    return link
-
-
-class _Check(TypedDict):
-    products: list[Number]
-    memory: list[Number]
-    links: list[Annotated[list[Any], AfterValidator(_link)]]
-    slow: list[_Slow]
-
-
-class _Health(TypedDict):
-    step: Step
-    health: _Check
-
-
+_SLOW = record_type({"name": str, "since": Count, "value": Number, "usual": Number, "unit": str})
+_CHECK = record_type({
+    "products": list[Number], "memory": list[Number], "slow": ListOf[_SLOW],
+    "links": list[Annotated[list[Number], Field(min_length=3, max_length=3)]],  # two ranks, and the speed
+})  # fmt: skip
 _FORMS: dict[str, Form] = {
-    "began": TypeAdapter(_Began), "back": TypeAdapter(_Back), "seconds": TypeAdapter(_Times),
-    "work": TypeAdapter(_Work), "health": TypeAdapter(_Health),
-}  # fmt: skip
+    "began": TypeAdapter(record_type({"began": Moment, "step": Count})),
+    "back": TypeAdapter(record_type({"back": Count})),
+    "seconds": TypeAdapter(record_type({"at": Moment, "step": Count, "seconds": dict[str, Seconds], "ends": bool})),
+    "work": TypeAdapter(record_type({"step": Count, "work": list[Seconds], "usual": NotRequired[list[Seconds]]})),
+    "health": TypeAdapter(record_type({"step": Count, "health": _CHECK})),
+}
+"""Forms of records, by the field that tells them."""
 _OTHER: Form = TypeAdapter(dict[str, Any])  # of other versions
 
 
 def read_times(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the records of a file of times, and the number of its lines that are none."""
-    return read_records(path, lambda record: next((_FORMS[key] for key in _FORMS if key in record), _OTHER))
+    return read_records(path, lambda line: next((_FORMS[key] for key in _FORMS if key in line), _OTHER))
 
 
 def read_attempts(path: Path) -> list[Attempt]:
     """Return the attempts at a run in order, with the steps that were taken again, and the time until the next."""
-    found: list[Attempt] = []
+    attempts: list[Attempt] = []
     before: dict[Spent, float] = {}
     for record in read_times(path)[0]:
         if "began" in record:
             before = {}
-            found.append(Attempt(max(record["began"], found[-1].last if found else 0.0), record["step"]))
-        elif found and "back" in record:
-            for attempt in found:
+            attempts.append(Attempt(max(record["began"], attempts[-1].last if attempts else 0.0), record["step"]))
+        elif attempts and "back" in record:
+            for attempt in attempts:
                 attempt.take_again(record["back"])
-        elif found and "seconds" in record:
-            before = found[-1].add(record, before)
-    for attempt, later in pairwise(found):
+        elif attempts and "seconds" in record:
+            before = attempts[-1].add(record, before)
+    for attempt, later in pairwise(attempts):
         attempt.take_again(later.step)
         if not attempt.ends:
             down = {Spent.DOWN: later.began - attempt.last}
             attempt.stretches.append(Stretch(attempt.last, later.began, later.step, down))
-    return found
+    return attempts
 
 
 def totals(attempts: list[Attempt]) -> dict[Spent, float]:
     """Return the seconds of all attempts by kind of work, none left out."""
-    found = dict.fromkeys(Spent, 0.0)
+    seconds_of = dict.fromkeys(Spent, 0.0)
     for stretch in (stretch for attempt in attempts for stretch in attempt.stretches):
         for kind, seconds in stretch.seconds.items():
-            found[kind] += seconds
-    return found
+            seconds_of[kind] += seconds
+    return seconds_of
 
 
 COLOURS = ("#009E73", "#999933", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#0072B2", "#F0E442", "#000000", "#BBBBBB")

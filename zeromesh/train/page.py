@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from zeromesh.model.files import read_text, write_text
-from zeromesh.observe.metrics import count_others, read_metrics
+from zeromesh.observe.metrics import form_of, read_records
 from zeromesh.observe.svg import COLOURS, LEFT, RIGHT, WIDTH, box, html_page, label, legend, svg
 from zeromesh.observe.units import duration_text, scaled_text
 from zeromesh.train.folder import RunFolder
@@ -33,10 +33,10 @@ _log = logging.getLogger("zeromesh")
 def write_page(run: Path) -> Path:
     """Write the page of a run from its files, and return its path; raise ValueError if no run is there."""
     folder = RunFolder(run)
-    records, (times, others) = read_metrics(folder.metrics), read_times(folder.times)
+    (records, others), (times, more) = read_records(folder.metrics, form_of), read_times(folder.times)
     attempts = read_attempts(folder.times)
-    if others := others + count_others(folder.metrics):
-        _log.warning("%s: %d lines of its logs are no records of a run, and are left out", run, others)
+    if others + more:
+        _log.warning("%s: %d lines of its logs are no records of a run, and are left out", run, others + more)
     if not attempts:
         raise ValueError(
             f"{str(folder.times)!r} has no attempt at a run: name the output folder of a run of zeromesh train"

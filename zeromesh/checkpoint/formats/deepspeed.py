@@ -87,6 +87,7 @@ def _require_all(folder: Path, optimizer: list[Any], models: list[Any]) -> None:
 def _read_stage_0(path: Path, is_trained: IsTrained) -> Contents:
     """Return the contents of the file of stage 0, whose optimizer is torch's own or one around it for 16 bits."""
     model, contents = read_tensors(path), Contents("a DeepSpeed checkpoint without ZeRO")
+    model["module"] = contents.take_extra(model["module"])
     held = model["optimizer"]
     if held is None or "fp32_groups_flat" in held:
         raise ValueError(
@@ -107,7 +108,7 @@ def _read_stage_0(path: Path, is_trained: IsTrained) -> Contents:
 
 def read_model_states(contents: Contents, model: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Take what all kinds of DeepSpeed's checkpoints keep beside the tensors that are sharded."""
-    module: Mapping[str, torch.Tensor] = model["module"]
+    module: Mapping[str, torch.Tensor] = contents.take_extra(model["module"])
     # Stage 0 writes neither; there they are known already.
     tied = {name: own for name, own in (model.get("shared_params") or contents.tied).items() if name != own}
     shapes = [contents.members] if model["param_shapes"] is None else model["param_shapes"]

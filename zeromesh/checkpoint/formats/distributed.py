@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options, plain_number, tensors, whole
 from zeromesh.checkpoint.formats.lightning import IsTrained, names_by_number
 from zeromesh.checkpoint.formats.pickles import read_metadata, read_tensors
+from zeromesh.model.buffers import is_extra
 from zeromesh.model.files import inside, open_regular
 
 INDEX = ".metadata"
@@ -89,7 +91,9 @@ def read(folder: Path, is_trained: IsTrained = bool) -> Contents:
     tree: dict[Any, Any] = {}
     for path, value in entries(folder).items():
         kind, *place = _place(path)
-        if kind == "state":
+        if (at := next((at for at, key in enumerate(path) if is_extra(str(key))), None)) is not None:
+            set_element(contents.extra, path[at:], whole(value) if isinstance(value, list) else value())
+        elif kind == "state":
             states.setdefault(place[0], {})[place[1]] = value
         elif kind == "param_groups":
             groups.setdefault(place[0], {})[place[1]] = _value(value)
@@ -216,6 +220,7 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> P
             reads[f"optimizer.state.{name}.{key}"] = partial(whole, parts)
         else:
             model[name], reads[f"model.{name}"] = like, partial(whole, parts)
+    model |= contents.extra
     for name, own in contents.tied.items():
         if own in model:
             model[name], reads[f"model.{name}"] = model[own], reads[f"model.{own}"]

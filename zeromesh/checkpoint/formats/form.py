@@ -14,11 +14,12 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field, TypeAdapter
-from typing_extensions import TypedDict
 
 from zeromesh.checkpoint.boxes import Box, runs
-from zeromesh.checkpoint.manifest import ANOTHER, Count, as_written, require_form
+from zeromesh.checkpoint.manifest import ANOTHER, are_all, as_written, require_form
 from zeromesh.checkpoint.packing import pack
+from zeromesh.model.buffers import is_extra
+from zeromesh.model.files import Count, Form, record_type
 
 # Options that say how an update is computed, and not which: each library chooses its own.
 _IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
@@ -51,6 +52,12 @@ class StoredRange:
     read: Callable[[], torch.Tensor]  # any shape of ``stop - start`` elements
     offsets: tuple[int, ...] | None = None
     sizes: tuple[int, ...] | None = None
+
+    @property
+    def area(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offsets and sizes, by dimension, of the part of the tensor that the range is in."""
+        sizes = self.sizes or self.shape
+        return self.offsets or (0,) * len(sizes), sizes
 
     def box(self, empty: bool = False) -> Box:
         """Return the box to write; an ``empty`` one has no data, but their number and dtype."""
@@ -89,6 +96,7 @@ class Contents:
         scheduler: the state of the learning-rate schedule, and its name where the file tells it.
         loss_scale: the loss scale of fp16.
         client: values of the user's.
+        extra: extra state of modules, by its name in a state dict.
         left: contents that are not converted, as sentences.
     """
 
@@ -105,11 +113,12 @@ class Contents:
     scheduler: tuple[Mapping[str, Any], str | None] | None = None
     loss_scale: dict[str, Any] | None = None
     client: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
 
     def require_sound(self, path: Path) -> None:
         """Raise ValueError unless all is of the form that writers expect; other programs may have written anything."""
-        places = [(part.offsets or (0,) * len(part.shape), part.sizes or part.shape, part.shape) for part in self.parts]
+        places = [(*part.area, part.shape) for part in self.parts]
         require_form(_FORM, {**vars(self), "names": [part.name for part in self.parts], "places": places}, path)
         for part, place in zip(self.parts, places, strict=True):
             fits = len({*map(len, place)}) == 1 and all(at + size <= end for at, size, end in zip(*place, strict=True))
@@ -134,6 +143,11 @@ class Contents:
                 present.update(value)
             else:
                 setattr(self, name, value)
+
+    def take_extra(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the extra state of modules out of a state dict, and return what is left of that."""
+        self.extra |= {name: value for name, value in state.items() if is_extra(name)}
+        return {name: value for name, value in state.items() if not is_extra(name)}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add a whole tensor, which may be mapped from a file."""
@@ -178,26 +192,26 @@ class Contents:
             parts.append(part.renamed("/".join([*kind, rename(name)])))
         self.parts = parts
         self.frozen = set(map(rename, self.frozen))
+        self.extra = {rename(name): value for name, value in self.extra.items()}
         self.tied = {rename(name): rename(own) for name, own in self.tied.items()}
         self.dtypes = {rename(name): dtype for name, dtype in self.dtypes.items()}
         self.members = {rename(name): group for name, group in self.members.items()}
         self.numbers = {rename(name): numbers for name, numbers in self.numbers.items()}
 
 
-class _Form(TypedDict):
-    names: list[Annotated[str, Field(pattern="^(parameter|buffer|optimizer/[^/]+)/")]]
-    places: list[tuple[tuple[Count, ...], ...]]
-    frozen: set[str]
-    tied: dict[str, str]
-    groups: list[dict[str, Any]]
-    members: dict[str, int]
-    numbers: dict[str, dict[str, Any]]
-    progress: dict[str, Count]
-    scheduler: tuple[dict[str, Any], str | None] | None
-    loss_scale: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None
-
-
-_FORM = TypeAdapter(_Form)
+_FORM: Form = TypeAdapter(record_type({
+    "names": list[Annotated[str, Field(pattern="^(parameter|buffer|optimizer/[^/]+)/")]],
+    "places": list[tuple[tuple[Count, ...], ...]],
+    "frozen": set[str],
+    "tied": dict[str, str],
+    "groups": list[dict[str, Any]],
+    "members": dict[str, int],
+    "numbers": dict[str, dict[str, Any]],
+    "progress": dict[str, Count],
+    "extra": dict[str, Any],
+    "scheduler": tuple[dict[str, Any], str | None] | None,
+    "loss_scale": dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None,
+}))  # fmt: skip
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,16 +230,17 @@ def whole(parts: Iterable[StoredRange]) -> torch.Tensor:
     first = parts[0]
     if len(parts) == 1 and first.stop - first.start == prod(first.shape):
         return first.data().view(first.shape)
-    out, missing = torch.empty(prod(first.shape), dtype=first.dtype), prod(first.shape)
+    if not are_all(first.shape, ((*part.area, part.start, part.stop) for part in parts)):
+        raise ValueError(
+            f"{first.name} lacks some of its {prod(first.shape)} elements, or has some twice; copy the checkpoint again"
+        )
+    out = torch.empty(prod(first.shape), dtype=first.dtype)
     for part in parts:
-        data, sizes = part.data(), part.sizes or part.shape
-        for place, within, length in runs(part.shape, part.offsets or (0,) * len(sizes), sizes):
+        data = part.data()
+        for place, within, length in runs(part.shape, *part.area):
             low, high = max(part.start, within), min(part.stop, within + length)
             if low < high:
                 out[place + low - within : place + high - within] = data[low - part.start : high - part.start]
-                missing -= high - low
-    if missing:
-        raise ValueError(f"{first.name} lacks {missing} of its {prod(first.shape)} elements; copy the checkpoint again")
     return out.view(first.shape)
 
 

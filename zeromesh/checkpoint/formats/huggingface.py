@@ -10,6 +10,7 @@ import torch
 
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, tensors, whole
 from zeromesh.checkpoint.manifest import CODES
+from zeromesh.model.buffers import is_extra
 from zeromesh.weight_files import SINGLE, ExportFiles, checkpoint_tensors
 
 LARGEST_FILE = 4 * 10**9  # bytes of tensors in one file, which wait in memory to be written
@@ -22,7 +23,9 @@ def read(folder: Path) -> Contents:
         if tensor.kind not in dtypes:
             raise ValueError(f"{tensor} is of {tensor.kind}, which is no dtype of torch; convert it with its library")
         size = prod(tensor.shape)
-        if size:
+        if is_extra(tensor.key):
+            contents.extra[tensor.key] = tensor.whole()
+        elif size:
             name = f"parameter/{tensor.key}"
             contents.parts.append(StoredRange(name, tensor.shape, dtypes[tensor.kind], 0, size, tensor.whole))
     return contents
@@ -42,6 +45,7 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> P
     try:
         for state in states(contents, advance):
             out.add(state)
+        out.add({name: value for name, value in contents.extra.items() if isinstance(value, torch.Tensor)})
         out.finish()
     except BaseException:
         out.discard()

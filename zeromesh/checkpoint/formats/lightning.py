@@ -23,8 +23,9 @@ def read(path: Path, is_trained: IsTrained = bool) -> Contents:
     if not isinstance(held, dict) or "state_dict" not in held:
         raise ValueError(f"{path} has no 'state_dict', and is no checkpoint of Lightning; name another file")
     contents = Contents("a Lightning checkpoint")
-    contents.take(tied=shared_names(held["state_dict"]))
-    state = {name: tensor for name, tensor in held["state_dict"].items() if name not in contents.tied}
+    state = contents.take_extra(held["state_dict"])
+    contents.take(tied=shared_names(state))
+    state = {name: tensor for name, tensor in state.items() if name not in contents.tied}
     for name, tensor in state.items():
         contents.add(f"parameter/{name}", tensor)
     optimizers = held.get("optimizer_states") or []

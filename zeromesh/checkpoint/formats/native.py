@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from math import prod
@@ -17,10 +18,11 @@ from zeromesh.checkpoint.folder import DRAFT, begin, commit, remove, require_fre
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, plain_number
 from zeromesh.checkpoint.manifest import MANIFEST, dtype_name, require_run
 from zeromesh.checkpoint.optimizer import options
-from zeromesh.checkpoint.packing import pack, unpack
-from zeromesh.config.errors import some
+from zeromesh.checkpoint.packing import StoredTensors, pack, unpack
 from zeromesh.config.version import VERSION
 from zeromesh.tiers.lock import locked
+
+_log = logging.getLogger(__name__)
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -54,8 +56,7 @@ def read(folder: Path) -> Contents:
         contents.scheduler = unpack(manifest["scheduler"]), manifest.get("scheduler_type")
     contents.loss_scale = manifest["loss_scaler"]
     contents.client = unpack(manifest["client_state"], reader.tensor)
-    if manifest.get("extra"):
-        contents.left.append(f"{some(manifest['extra'])}: extra state of modules has no place in other formats")
+    contents.extra = unpack(manifest.get("extra", {}), reader.tensor)
     if manifest.get("data"):
         contents.left.append("the position in the training data has no place in other formats")
     return contents
@@ -75,23 +76,25 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> P
             errno.EEXIST, f"{final} is a checkpoint already, and is not overwritten; choose another folder"
         )
     require_free(final)
-    client, kept = _client_state(contents)
-    extra = [Box(name, tuple(value.shape), 0, value.numel(), value.flatten()) for name, value in kept.items()]
-    boxes = [*(part.box(empty=True) for part in contents.parts), *extra]
+    client, of_client = _packed(contents, contents.client, "client_state")
+    extra, of_extra = _packed(contents, contents.extra, "extra/0")
+    tensors = (of_client | of_extra).items()
+    others = [Box(name, tuple(value.shape), 0, value.numel(), value.flatten()) for name, value in tensors]
+    boxes = [*(part.box(empty=True) for part in contents.parts), *others]
 
     def filled() -> Iterator[Box]:
         for part in contents.parts:
             box = part.box()
             yield box
             advance(box.data.nbytes)
-        yield from extra
+        yield from others
 
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         try:
             begin(draft, sum(box.data.nbytes for box in boxes))
             shard = write_shard(draft, 0, boxes, filled())
-            write_manifest(draft, _manifest(contents, client) | {"shards": [shard]})
+            write_manifest(draft, _manifest(contents, client) | {"shards": [shard], "extra": extra})
             commit(draft, final)
             write_latest(folder, tag)
         except BaseException:
@@ -100,19 +103,19 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> P
     return final
 
 
-def _client_state(contents: Contents) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the user's values as JSON, and their tensors; values that cannot be kept are noted and left out."""
+def _packed(contents: Contents, values: Mapping[str, Any], kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return values as JSON, and their tensors; those that cannot be kept are told and left out."""
     packed: dict[str, Any] = {}
-    kept: dict[str, torch.Tensor] = {}
-    for key, value in contents.client.items():
-        apart = dict(kept)
+    apart = StoredTensors(kind)
+    for key, value in values.items():
+        before = {**apart}
         try:
-            packed[str(key)] = pack(value, f"client_state[{key!r}]", apart)
+            packed[str(key)] = pack(value, f"{kind}[{key!r}]", apart)
         except (TypeError, RecursionError) as error:
-            contents.left.append(str(error))
-            continue
-        kept = apart
-    return packed, {name: tensor for name, tensor in kept.items() if tensor.numel()}
+            _log.warning("not converted: %s", error)
+            apart.clear()
+            apart.update(before)
+    return packed, {name: tensor for name, tensor in apart.items() if tensor.numel()}
 
 
 def _manifest(contents: Contents, client: Any) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None], rank
         with (final / ZERO / OPTIMIZER).open("xb") as file:
             torch.save(held, file, pickle_module=pickled)
         frozen = OrderedDict((name, module[name]) for name in module if name not in {*contents.members, *buffers})
-        module |= {name: module[own] for name, own in contents.tied.items() if own in module}
+        module |= {name: module[own] for name, own in contents.tied.items() if own in module} | contents.extra
         held = {
             **{key: value for key, value in contents.client.items() if _is_plain(value)}, **_VERSION,
             "module": module, "buffer_names": buffers, "optimizer": None, "param_shapes": shapes,
@@ -124,7 +124,10 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None], rank
         }  # fmt: skip
         torch.save(held, final / f"mp_rank_00_{MODEL}")
         # At stage 3 a rank has its own file: parameters are empty there, and frozen ones are ranges.
-        held["module"] = {name: t if name in buffers else t.new_empty(0) for name, t in module.items()}
+        held["module"] = {
+            name: t.new_empty(0) if name in {*frozen, *contents.members, *contents.tied} else t
+            for name, t in module.items()
+        }
         for rank in range(ranks):
             held["frozen_param_fragments"] = {name: _fragment(t, rank, ranks) for name, t in frozen.items()} or None
             torch.save(held, final / f"zero_pp_rank_{rank}_mp_rank_00_{MODEL}")
