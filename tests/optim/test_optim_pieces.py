@@ -61,6 +61,66 @@ class Rows(torch.optim.Optimizer):
         changed(self, lambda p: p.sub_(p.grad / p.grad.square().mean(-1, keepdim=True).sqrt()))
 
 
+class Few(SGD):
+    """Acts on small gradients, as rules against vanishing ones do."""
+
+    def step(self, closure: Any = None) -> Any:
+        changed(self, lambda p: p.grad.mul_(2 if p.grad.norm() < 1 else 1))
+        return super().step(closure)
+
+
+class Late(SGD):
+    """Acts in every tenth step."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps % 10 == 0:
+            changed(self, lambda p: p.grad.sub_(p.grad.mean()))
+        return super().step(closure)
+
+
+class Places(SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    parameter.grad.mul_(place + 1)
+        return super().step(closure)
+
+
+class Listed(torch.optim.Optimizer):
+    """Updates the parameters that it was given, whatever its groups hold."""
+
+    def __init__(self, of: Iterable[Any]) -> None:
+        self.listed = list(of)
+        super().__init__(self.listed, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.listed:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=1e-2)
+
+
+class Marked(torch.optim.Optimizer):
+    """Takes rates from attributes of the parameters, and decays those that are called weights."""
+
+    def __init__(self, of: Iterable[Any]) -> None:
+        members = list(of)
+        for place, (_, parameter) in enumerate(members):
+            parameter.scale = place + 1.0
+        super().__init__(members, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if parameter.grad is not None:
+                    parameter.mul_(0.9 if name.endswith("weight") else 1).sub_(parameter.grad, alpha=parameter.scale)
+
+
 class Renamed(AdamW):
     def __init__(self, of: Iterable[Any]) -> None:
         super().__init__(of, lr=1e-2)
@@ -103,7 +163,8 @@ def test_a_trial_tells_which_optimizers_are_right_on_pieces() -> None:
         assert all(parameter.grad is None for parameter in before)
     wrong: list[tuple[Callable[..., Any], str]] = [
         (Normalised, "Normalised would be wrong on sharded parameters.*use ZeRO-0"),
-        (Rows, "Rows would be wrong"),
+        *((kind, f"{kind.__name__} would be wrong on sharded parameters") for kind in (Rows, Few, Late, Places)),
+        (Listed, "step of Listed changes nothing of the parameters in its param_groups.*read self.param_groups"),
         (torch.optim.LBFGS, r"a trial of it on small tensors failed \(TypeError"),
         (patched, "a method of this AdamW was replaced in the object"),
     ]
@@ -112,31 +173,40 @@ def test_a_trial_tells_which_optimizers_are_right_on_pieces() -> None:
             require_pieces(make(parameters()))
 
 
-def start(optimizer: Any, stage: int, host: bool = False) -> Any:
+def start(optimizer: Any, stage: int, host: bool = False, half: bool = False) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
-    zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if host else {})}
-    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
-    made = optimizer(model.parameters())
+    zero: Any = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if host else {})}
+    config: dict[str, Any] = {
+        "zero_optimization": zero,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+    }
+    if half:
+        config["bf16"] = {"enabled": True}
+    made = optimizer(model.named_parameters() if optimizer is Marked else model.parameters())
     return (model, made) if stage < 0 else zeromesh.initialize(model=model, optimizer=made, config=config)[:2]
 
 
 @on_ranks(2)
 def test_optimizers_with_a_step_of_their_own_compute_it() -> None:
-    model, optimizer = start(Wrapped, -1)
-    for number in range(2):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4) * (number + 1)).sum().backward()
-        optimizer.step()
-    for stage, host in ((0, False), (2, True), (3, False)):
-        engine, optimizer = start(Wrapped, stage, host)
+    for kind in (Wrapped, Marked):
+        model, optimizer = start(kind, -1)
         for number in range(2):
-            engine.backward(engine(torch.ones(2, 4) * (number + 1)).sum())
-            engine.step()
-        torch.testing.assert_close(dict(engine.state_dict()), dict(model.state_dict()))
-        engine.destroy()
+            optimizer.zero_grad()
+            model(torch.ones(2, 4) * (number + 1)).sum().backward()
+            optimizer.step()
+        for stage, host in ((0, False), (2, True), (3, False)):
+            engine, optimizer = start(kind, stage, host)
+            for number in range(2):
+                engine.backward(engine(torch.ones(2, 4) * (number + 1)).sum())
+                engine.step()
+            torch.testing.assert_close(dict(engine.state_dict()), dict(model.state_dict()))
+            engine.destroy()
     with pytest.raises(ValueError, match="Rows would be wrong on sharded parameters"):
         start(Rows, 1)
+    with pytest.raises(ValueError, match="Listed changes nothing"):
+        start(Listed, 0, half=True)  # the masters are in its groups
 
 
 def clips(optimizer: torch.optim.Optimizer, *_: Any) -> None:

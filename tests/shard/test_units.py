@@ -310,7 +310,10 @@ def sparse() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "two devices": (on_two_devices, "several devices.*on cpu.*head.weight on meta.*move the model"),
+    "two devices": (
+        on_two_devices,
+        "several devices.*on cpu.*head.weight on meta.*have no values: build the whole model under zero",
+    ),
     "one memory": (overlapping, "embedding.weight and head.weight share memory.*tie them"),
     "memory that overlaps": (overlapping_in_part, "parameters 0 and 1 share memory"),
     "sparse": (sparse, "weight has layout torch.sparse_coo; only dense"),

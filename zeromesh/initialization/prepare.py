@@ -81,7 +81,7 @@ def refuse_unused(chosen: Arguments) -> None:
 def user_optimizer(plan: Plan, owned: Sequence[dict[str, Any]]) -> Optimizer | None:
     """Return the user's optimizer, made by the user's function if one was passed; None if there is none."""
     from zeromesh.optim import factory
-    from zeromesh.optim.pieces import require_pieces
+    from zeromesh.optim.pieces import require_groups, require_pieces
 
     user = plan.arguments.optimizer
     if user is None:
@@ -99,8 +99,11 @@ def user_optimizer(plan: Plan, owned: Sequence[dict[str, Any]]) -> Optimizer | N
     trained = {parameter for parameter in plan.model.parameters() if parameter.requires_grad}
     factory.check_users(user, trained, plan.cuts_parameters, plan.settings.zero_allow_untested_optimizer)
     # The key is no proof: trainers of other libraries set it for every optimizer.
-    if plan.cuts_parameters and not factory.is_tested(user):
-        require_pieces(user)
+    if not factory.is_tested(user):
+        if plan.cuts_parameters:
+            require_pieces(user)
+        elif plan.settings.precision.compute is not None:
+            require_groups(user)
     return user
 
 

@@ -200,7 +200,10 @@ def adopt(
         kept = [(p, piece) for p in group["params"] if (piece := pieces_by_parameter.get(p)) is not None]
         for parameter in group["params"]:
             state, piece = optimizer.state.pop(parameter, None), pieces_by_parameter.get(parameter)
-            if not state or piece is None:
+            if piece is None:
+                continue
+            vars(piece.parameter).update(vars(parameter))  # a step may read attributes, such as a rate of its own
+            if not state:
                 continue
             # Cut what an optimizer such as Adagrad makes at construction.
             optimizer.state[piece.parameter] = {

@@ -206,9 +206,10 @@ def check_parameters(model: nn.Module) -> None:
     require_frozen(model)
     if len(devices) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise ValueError(
-            f"the model's parameters are on several devices ({listed}); move the model to one device first"
-        )
+        there = "move the model to one device first"
+        if torch.device("meta") in devices:
+            there = "those on meta have no values: build the whole model under zeromesh.zero.Init() instead"
+        raise ValueError(f"the model's parameters are on several devices ({listed}); {there}")
     _check_memory(model)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -14,6 +15,11 @@ from torch import nn
 
 from zeromesh.shard.deferred import Source, is_deferred, replayed, source_of
 
+_REMEDY = (
+    "build the model under zeromesh.zero.Init() instead of torch.device('meta'), or make it real, with its values, "
+    "before initialize"
+)
+
 
 def materialiser(model: nn.Module, seed: int = 0) -> Callable[[str, nn.Parameter], Source | None]:
     """A function that makes a parameter real, in place, or returns the source where its values rest.
@@ -21,9 +27,10 @@ def materialiser(model: nn.Module, seed: int = 0) -> Callable[[str, nn.Parameter
     Raises:
         ValueError: a parameter or buffer is left without a value.
     """
+    without = _without_parameters(model)
     with torch.no_grad():
         for prefix, module in model.named_modules():
-            _materialise_buffers(model, prefix, module, seed)
+            _materialise_buffers(without, prefix, module, seed)
 
     def materialise(name: str, parameter: nn.Parameter) -> Source | None:
         source = source_of(parameter)
@@ -35,9 +42,9 @@ def materialiser(model: nn.Module, seed: int = 0) -> Callable[[str, nn.Parameter
             # By its module's `reset_parameters`, and `_init_weights` of a module around it, as Hugging Face models have
             # it; each module is seeded by its name, so that the order, and what other ranks make, do not matter.
             path, _, last = name.rpartition(".")
-            _require_known(model, path, name)
-            values = _initialised(model, path, seed)
-            _require_value(model, name, values[last])
+            _require_known(without, path, name)
+            values = _initialised(without, path, seed)
+            _require_value(without, name, parameter, values[last])
             replace(parameter, values[last])
         return source
 
@@ -50,6 +57,15 @@ def replace(parameter: nn.Parameter, value: torch.Tensor) -> None:
     torch._C._swap_tensor_impl(parameter, nn.Parameter(value.detach(), requires_grad=parameter.requires_grad))
 
 
+def _without_parameters(model: nn.Module) -> nn.Module:
+    """Return a copy whose parameters are on the meta device: initialisers of a module reach for those of its parts."""
+    if not any(tensor.is_meta and not is_deferred(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        return model
+    tensors = [*model.parameters(), *filter(is_deferred, model.buffers())]
+    memo = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors}
+    return copy.deepcopy(model, memo)
+
+
 def _materialise_buffers(model: nn.Module, path: str, module: nn.Module, seed: int) -> None:
     meta = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
     if not meta:
@@ -59,7 +75,7 @@ def _materialise_buffers(model: nn.Module, path: str, module: nn.Module, seed: i
         if not is_deferred(buffer):
             full = f"{path}.{name}".removeprefix(".")
             _require_known(model, path, full)
-            _require_value(model, full, values[name])
+            _require_value(model, full, buffer, values[name])
         module._buffers[name] = replayed(buffer) if is_deferred(buffer) else values[name]
 
 
@@ -102,43 +118,56 @@ def _unset(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like, device="cpu").fill_(value)
 
 
+def _around(model: nn.Module, path: str) -> list[nn.Module]:
+    """Return the modules on the way to a module, the model first and the module last."""
+    parts = path.split(".") if path else []
+    return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+
+
+def _is_of_transformers(around: list[nn.Module]) -> bool:
+    return any(hasattr(module, "base_model_prefix") and hasattr(module, "_init_weights") for module in around)
+
+
 def _require_known(model: nn.Module, path: str, name: str) -> None:
     """Raise ValueError unless the class of the module alone decides on its initial values, or transformers' model."""
-    parts = path.split(".") if path else []
-    around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
-    if any(hasattr(one, "base_model_prefix") and hasattr(one, "_init_weights") for one in around):
+    around = _around(model, path)
+    if _is_of_transformers(around):
         return
     # A constructor may have given parameters of its parts any values, which are lost.
-    others = [one for one in around if not type(one).__module__.startswith("torch.nn.")]
-    others += [one for one in around[:-1] if isinstance(one, nn.Transformer | nn.MultiheadAttention)]
+    others = [module for module in around if not type(module).__module__.startswith("torch.nn.")]
+    others += [module for module in around[:-1] if isinstance(module, nn.Transformer | nn.MultiheadAttention)]
     if others:
         raise ValueError(
             f"{name} is on the meta device, and what the constructor of {type(others[0]).__name__} made of it is lost; "
-            "build the model under zeromesh.zero.Init() instead of torch.device('meta'), or make it real, with its "
-            "values, before initialize"
+            f"{_REMEDY}"
         )
 
 
-def _require_value(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    unset = _unset(value)
-    if not bool(((value == unset) | ((value != value) & (unset != unset))).any()):
-        return
-    path = name.rpartition(".")[0]
-    raise ValueError(
-        f"{name} is on the meta device, and {type(model.get_submodule(path)).__name__} has no reset_parameters that "
-        "gives it a value; build the model under zeromesh.zero.Init() instead of torch.device('meta')"
-    )
+def _require_value(model: nn.Module, name: str, like: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise ValueError if initialisers gave no value, or something has changed the tensor after they did."""
+    unset, around = _unset(value), _around(model, name.rpartition(".")[0])
+    if bool(((value == unset) | ((value != value) & (unset != unset))).any()):
+        raise ValueError(
+            f"{name} is on the meta device, and {type(around[-1]).__name__} has no reset_parameters that gives it a "
+            f"value; {_REMEDY}"
+        )
+    # Torch counts changes in place, of which ``_unset`` made one.
+    if like._version >= value._version and not _is_of_transformers(around):
+        raise ValueError(f"{name} is on the meta device, and was changed there, which has no effect; {_REMEDY}")
 
 
 def _initialisers(model: nn.Module, path: str) -> Iterator[Callable[[], Any]]:
-    """Return the functions that give a module its first values, in the order in which its constructor calls them."""
-    module = model.get_submodule(path)
+    """Yield the functions that give a module its first values, in the order in which its constructor calls them."""
+    around = _around(model, path)
     for name in ("reset_parameters", "_reset_parameters"):
-        if callable(getattr(module, name, None)):
-            yield getattr(module, name)
-    parts = path.split(".") if path else []
-    for depth in range(len(parts), -1, -1):
-        around = getattr(model.get_submodule(".".join(parts[:depth])), "_init_weights", None)
-        if callable(around) and len(inspect.signature(around).parameters) == 1:
-            yield partial(around, module)
-            return
+        if callable(getattr(around[-1], name, None)):
+            yield getattr(around[-1], name)
+    calls: list[Callable[[], Any]] = []
+    initialise: Any = None
+    for module in around:
+        own = getattr(module, "_init_weights", None)
+        initialise = own if callable(own) and len(inspect.signature(own).parameters) == 1 else initialise
+        if initialise is not None:
+            calls.append(partial(initialise, module))
+    # From the inside out, as transformers calls them: a model may set weights of a module's parts.
+    yield from reversed(calls)
