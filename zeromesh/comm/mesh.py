@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zeromesh.comm import local, trust, watchdog
 from zeromesh.comm.calls import compare_calls
-from zeromesh.comm.collectives import Group, backend_for
+from zeromesh.comm.collectives import Group, Pending, backend_for
 from zeromesh.comm.formats import Format
 from zeromesh.comm.mpi import backend as mpi
 from zeromesh.comm.traffic import Traffic
@@ -75,7 +75,7 @@ class Mesh:
         self._watchdog = None
         # nccl's waits are the device's, and an MPI that torch was built with has no store to say them in.
         if self.world_size > 1 and (backend == "gloo" or (backend == "mpi" and mpi.is_ours())):
-            self._watchdog = watchdog.Watchdog(self._store(), self.rank, self.world_size, watchdog.PATIENCE)
+            self._watchdog = watchdog.Watchdog(self.store(), self.rank, self.world_size, watchdog.PATIENCE)
         self._local = None
         # With an accelerator, host memory may be of a kind that other processes cannot read.
         through_memory = device.type == "cpu" if self.links.local is None else self.links.local
@@ -87,7 +87,8 @@ class Mesh:
             self.node_of = [int(node) for node in world.exchange(torch.tensor([self.links.node])).flatten()]
         self._groups = self._make_groups()
 
-    def _store(self) -> Any:
+    def store(self) -> Any:
+        """Return the key-value store of all ranks."""
         return mpi.store() if backend_for(self.device) == "mpi" else trust.shared_store()
 
     def _make_groups(self) -> dict[str, Group]:
@@ -146,7 +147,11 @@ class Mesh:
     def compare_calls(self) -> None:
         """Compare from now on the collectives that the program calls itself, over all ranks of their groups."""
         if self.world_size > 1:
-            compare_calls(self._store(), self._watchdog, watchdog.PATIENCE)
+            compare_calls(self.store(), self._watchdog, watchdog.PATIENCE)
+
+    def pending(self, what: str, work: Any) -> Pending:
+        """Return a handle of what comes otherwise than by a collective; ``work.wait()`` waits for it."""
+        return Pending(what, [work], watchdog=self._watchdog)
 
     @property
     def waited(self) -> float | None:
