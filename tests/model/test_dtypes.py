@@ -8,7 +8,8 @@ from torch import nn
 
 import zeromesh
 from zeromesh.deepspeed import parameters
-from zeromesh.model.dtypes import MismatchError
+from zeromesh.model.dtypes import MismatchError, dtypes, unmatched
+from zeromesh.model.precision import Precision
 from zeromesh.training_data import Loader, Sampler
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -156,3 +157,15 @@ def test_tensors_that_stay_in_fp32_have_it_before_weights_are_read_into_them(mon
     gate = model.model.layers[0].mlp.gate
     assert gate.weight.dtype is gate.moe_statics.e_score_correction_bias.dtype is torch.float32
     assert model.model.layers[0].self_attn.q_proj.weight.dtype is torch.bfloat16
+
+
+def test_each_name_of_a_tensor_may_keep_it_in_fp32() -> None:
+    model: Any = make()
+    model.twin, model.same = nn.Linear(16, 4), model.norm
+    model.twin.weight = model.last.weight
+    model.first = nn.ModuleDict({"_orig_mod": model.first})  # as torch.compile wraps it
+    patterns = ("twin.weight", "same.", "first.weight")
+    assert unmatched(model, patterns) == []
+    chosen = dtypes(model, Precision(compute=torch.bfloat16, keep_fp32=patterns))
+    wide = {name for name, tensor in model.named_parameters() if chosen[id(tensor)] is torch.float32}
+    assert wide == {"first._orig_mod.weight", "norm.weight", "norm.bias", "last.weight"}
