@@ -13,7 +13,7 @@ from zeromesh import batches
 from zeromesh.config.keys import KEEP_FP32
 from zeromesh.curriculum import LengthCurriculum
 from zeromesh.model.chain import Chain
-from zeromesh.model.containers import map_tensors
+from zeromesh.model.containers import map_tensors, moved
 from zeromesh.model.dtypes import explaining
 from zeromesh.model.precision import Precision
 from zeromesh.observe.observer import Observer
@@ -90,10 +90,10 @@ class Computation:
 
     def loss(self, batch: Any) -> torch.Tensor:
         """Return the loss of a micro-batch, which is moved to the device; see ``batches.loss_of``."""
-        moved = map_tensors(batch, lambda tensor: tensor.to(self._mesh.device, non_blocking=True))
+        batch = moved(batch, self._mesh.device)
         if self.curriculum is not None and self._model.training:
-            moved = self.curriculum.cut(moved)  # with the labels of ``loss_fn``, which the model does not see
-        return batches.loss_of(moved, self.forward, self._loss_fn, isinstance(self._model, Chain))
+            batch = self.curriculum.cut(batch)  # with the labels of ``loss_fn``, which the model does not see
+        return batches.loss_of(batch, self.forward, self._loss_fn, isinstance(self._model, Chain))
 
     def differentiate(
         self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], last: bool,

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from zeromesh.config.errors import counted
-from zeromesh.model.containers import map_tensors
+from zeromesh.model.containers import moved
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Loader(DataLoader[Any]):
             taken = begun.samples + count * self.batch_size * self.sampler.num_replicas
             self.position = Position(begun.number, min(taken, self.sampler.length))
             # Most models do not move their inputs.
-            yield map_tensors(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
+            yield moved(batch, self._device)
 
     def state(self, position: Position) -> dict[str, Any]:
         """Return the state of a position for a checkpoint, with the data that it refers to."""

@@ -8,7 +8,7 @@ from torch import nn
 
 import zeromesh
 from zeromesh.deepspeed import parameters
-from zeromesh.model.dtypes import MismatchError, dtypes, unmatched
+from zeromesh.model.dtypes import MismatchError, dtypes, require_names
 from zeromesh.model.precision import Precision
 from zeromesh.training_data import Loader, Sampler
 
@@ -165,7 +165,7 @@ def test_each_name_of_a_tensor_may_keep_it_in_fp32() -> None:
     model.twin.weight = model.last.weight
     model.first = nn.ModuleDict({"_orig_mod": model.first})  # as torch.compile wraps it
     patterns = ("twin.weight", "same.", "first.weight")
-    assert unmatched(model, patterns) == []
+    require_names(model, patterns, "key")
     chosen = dtypes(model, Precision(compute=torch.bfloat16, keep_fp32=patterns))
     wide = {name for name, tensor in model.named_parameters() if chosen[id(tensor)] is torch.float32}
     assert wide == {"first._orig_mod.weight", "norm.weight", "norm.bias", "last.weight"}

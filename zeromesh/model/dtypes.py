@@ -63,21 +63,23 @@ def kept_layers(model: nn.Module, precision: Precision) -> list[str]:
     return [name for name, each in layers if chosen.get(id(each._parameters.get("weight"))) is torch.float32]
 
 
-def unmatched(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Return the patterns of ``Precision.keep_fp32`` that are in the name of no parameter and no buffer.
+def require_names(model: nn.Module, patterns: Sequence[str], key: str) -> None:
+    """Raise ValueError unless each pattern of ``Precision.keep_fp32`` is in the name of a parameter or a buffer.
 
-    Raise ValueError for one that is no pattern.
+    ``key`` is that of the patterns in the configuration.
     """
     names = [name for name, _, _ in _places(model)] if patterns else []
-    result = []
     for pattern in patterns:
         try:
             compiled = re.compile(pattern.replace("*", ".*"))
         except re.error as error:
-            raise ValueError(f"{pattern!r} is no pattern of names ({error}); write a part of tensors' names") from None
+            text = f"{key}: {pattern!r} is no pattern of names ({error}); write a part of tensors' names"
+            raise ValueError(text) from None
         if not any(map(compiled.search, names)):
-            result.append(pattern)
-    return result
+            raise ValueError(
+                f"{key}: {pattern!r} is in the name of no parameter and no buffer; write a part of the model's names, "
+                f"which are as {', '.join(names[:3])}"
+            )
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:

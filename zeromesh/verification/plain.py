@@ -7,10 +7,11 @@ own. Every share of the global batch is computed on its own, as its rank does, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite, isnan, sqrt
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ from zeromesh.batches import loss_of
 from zeromesh.computation import cast_inputs
 from zeromesh.config.settings import Settings
 from zeromesh.model.chain import Chain
-from zeromesh.model.containers import map_tensors
+from zeromesh.model.containers import moved
 from zeromesh.model.dtypes import dtypes, kept_layers
 from zeromesh.model.piece import Piece
 from zeromesh.model.quantized import change
@@ -106,22 +107,6 @@ class PlainStep:
     skipped: bool = False
 
 
-class Alone:
-    """Implements ``PieceExchange`` where every piece is whole."""
-
-    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
-        self._shapes = shapes
-        self.buckets = [list(shapes)]
-
-    def sum(self, vector: torch.Tensor) -> torch.Tensor:
-        """Return the vector itself."""
-        return vector
-
-    def gather(self, bucket: int, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the pieces in the shape of their parameters."""
-        return {name: piece.view(self._shapes[name]) for name, piece in pieces.items()}
-
-
 class PlainTraining:
     """One process that trains a model; ``noise`` is the relative size of random errors of its weights."""
 
@@ -146,7 +131,6 @@ class PlainTraining:
         self._computed = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._tables = PlainTables(self.model, trial.settings, [*self.masters])
         self.optimizer = self._optimizer()
-        self._tables.start(self.optimizer, self.masters)
         given = trial.settings.scheduler
         self.scheduler = None if given is None else schedules.build(given.type, dict(given.params), self.optimizer)
         self.scaler = LossScaler(precision.loss_scale) if precision.loss_scale else None
@@ -168,7 +152,12 @@ class PlainTraining:
         chosen = self._trial.settings.optimizer
         assert chosen is not None
         pieces = {n: Piece(n, Held(tuple(p.shape)), 0, p.numel(), p) for n, p in self.masters.items()}
-        alone = Alone({name: p.shape for name, p in self.masters.items()})
+        shapes = {name: p.shape for name, p in self.masters.items()}
+        # Every piece is whole, and there is no other rank.
+        alone: Any = SimpleNamespace(
+            buckets=[[*shapes]], sum=lambda vector: vector,
+            gather=lambda bucket, values: {name: value.view(shapes[name]) for name, value in values.items()},
+        )  # fmt: skip
         matrices = hidden_matrices(self.model) if chosen.type.lower() == "muon" else frozenset()
         groups = []
         for group in self._tables.groups:
@@ -225,8 +214,8 @@ class PlainTraining:
             values[f"rate/{group}"] = torch.tensor(float(options["lr"]), dtype=torch.float64)
         samples = {}
         for name, master in self.masters.items():
-            of_table = name in self._tables.names
-            change(master, grad=sums[name].mul(factor * clip) if name in sums and not of_table else None)
+            is_dense = name in sums and name not in self._tables.names
+            change(master, grad=sums[name].mul(factor * clip) if is_dense else None)
             samples[name] = _stacked(parts[name])
             if name in sums:
                 values[f"gradient/{name}"] = dense(sums[name]).mul(factor)
@@ -234,18 +223,15 @@ class PlainTraining:
             self.masters[trial.written].data.mul_(WRITTEN)
         if not skipped:
             self.optimizer.step()
-            for name in self._tables.names & sums.keys():
-                change(self.masters[name], grad=sums[name].mul(factor * clip).coalesce())
-            self._tables.step()
+            of_tables = {name: sums[name].mul(factor * clip) for name in self._tables.names & sums.keys()}
+            self._tables.update(self.optimizer, self.masters, of_tables)
             if self.scheduler is not None:
                 self.scheduler.step()
         # Every rank takes the first one's running statistics at an update; what is no part of the state stays its own.
         self._buffers |= {name: self._own[0][name] for name in self._persistent}
         values |= buffers | {f"master/{name}": master.detach().clone() for name, master in self.masters.items()}
         for name, master in self.masters.items():
-            of_table = name in self._tables.names
-            states = self._tables.state(name) if of_table else self.optimizer.state.get(master, {})
-            for key, state in states.items():
+            for key, state in (self._tables.states.get(name) or self.optimizer.state.get(master, {})).items():
                 if isinstance(state, torch.Tensor):
                     values[f"state {key}/{name}"] = state.detach().clone()
         values, start = ({key: value.cpu() for key, value in found.items()} for found in (values, start))
@@ -269,8 +255,7 @@ class PlainTraining:
                     errors = torch.randn(master.shape, generator=self._generator, dtype=torch.float64)
                     master = (master.double() * (1 + self._noise * errors.to(trial.device))).to(master.dtype)
                 computed.data.copy_(master)
-        given = map_tensors(trial.inputs(number, share, micro_batch), lambda tensor: tensor.to(trial.device))
-        inputs = cast_inputs(given, self._precision)
+        inputs = cast_inputs(moved(trial.inputs(number, share, micro_batch), trial.device), self._precision)
         kind = self._precision.autocast
         with trial.widened():
             with torch.autocast(trial.device.type, dtype=kind, cache_enabled=False) if kind else nullcontext():
@@ -318,20 +303,14 @@ def wide() -> Iterator[None]:
     """Keep float64 where a model casts to float32, as losses, norms and rotary embeddings of transformers do."""
     # Their round-off would be that of float32, and bounds so wide that small mistakes go unseen. Functions are
     # replaced, because a mode of torch does not reach what is recomputed in the backward.
-    before = [(owner, name, getattr(owner, name), name in vars(owner)) for owner, name in CASTS]
-    replacements = {function: _kept_wide(function, name) for _, name, function, _ in before}
-    try:
-        for owner, name, function, _ in before:
-            setattr(owner, name, replacements[function])
+    functions = [getattr(owner, name) for owner, name in CASTS]
+    replacements = {old: _kept_wide(old, name) for old, (_, name) in zip(functions, CASTS, strict=True)}
+    with ExitStack() as stack:
+        for old, (owner, name) in zip(functions, CASTS, strict=True):
+            stack.enter_context(patch.object(owner, name, replacements[old]))
         # Of activations that are split over ranks: what replaces a function has its rule.
-        with patch.dict(RULES, {new: RULES[old] for old, new in replacements.items() if old in RULES}):
-            yield
-    finally:
-        for owner, name, function, own in before:
-            if own:
-                setattr(owner, name, function)
-            else:
-                delattr(owner, name)
+        stack.enter_context(patch.dict(RULES, {new: RULES[old] for old, new in replacements.items() if old in RULES}))
+        yield
 
 
 def _kept_wide(function: Callable[..., Any], name: str) -> Callable[..., Any]:

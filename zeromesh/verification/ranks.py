@@ -16,7 +16,7 @@ import torch
 from zeromesh import zero
 from zeromesh.build import initialize
 from zeromesh.engine import Engine
-from zeromesh.model.containers import map_tensors
+from zeromesh.model.containers import moved
 from zeromesh.model.piece import Piece
 from zeromesh.optim.bound import PartHook
 from zeromesh.verification import cause
@@ -134,6 +134,9 @@ class Comparison:
             for _, _, piece in flat.pieces:
                 if piece.parameter.grad is not None:
                     self._gradients[piece.name] = piece.parameter.grad.detach().clone()
+        for table in self._engine.sharded.tables:
+            if table.used:
+                self._gradients[f"{table.name}.weight"] = table.dense_gradient()
 
     def step(self, number: int) -> None:
         """Make one update, and compare it."""
@@ -173,9 +176,8 @@ class Comparison:
             return {}
         losses = {}
         for micro_batch, inputs in enumerate(given):
-            here = map_tensors(inputs, lambda tensor: tensor.to(engine.device))
             with trial.widened():
-                loss = loss_of_model(here, engine.module, engine)
+                loss = loss_of_model(moved(inputs, engine.device), engine.module, engine)
                 engine.backward(loss)
             losses[f"{share}.{micro_batch}"] = loss.detach().double().item()
             if trial.written and (number, micro_batch) == (trial.steps - 1, trial.micro_batches - 1):
@@ -219,23 +221,25 @@ class Comparison:
             self._piece(number, "master", piece, piece.parameter.detach())
 
     def _state(self, number: int, kind: str, piece: Piece, got: Any) -> None:
-        expected = self._plain[number].values[f"{kind}/{piece.name}"]
+        step, key = self._plain[number], f"{kind}/{piece.name}"
+        expected = step.values[key]
         if piece.start == piece.stop:
             return
-        if expected.numel() == torch.Size(piece.shape).numel() and expected.ndim > 0:
-            if got is None or got.numel() == piece.stop - piece.start:
-                self._piece(number, kind, piece, got)
-        elif expected.ndim == 0:
-            bound = self._plain[number].bounds.get(f"{kind}/{piece.name}", inf)
+        if expected.ndim == 0:
             value = torch.tensor(inf if got is None else float(got), dtype=torch.float64)
             look = partial(cause.of_count, got, expected)
-            self._add(number, kind, piece.name, value, expected, bound, "", look)
+            self._add(number, kind, piece.name, value, expected, step.bounds.get(key, inf), "", look)
+        elif expected.numel() in (elements := torch.Size(piece.shape).numel(), *piece.shape[:1]):
+            width = elements // expected.numel()
+            if got is None or got.numel() * width == piece.stop - piece.start:
+                self._piece(number, kind, piece, got if got is None else got.reshape(-1).repeat_interleave(width))
 
     def _piece(self, number: int, kind: str, piece: Piece, got: torch.Tensor | None) -> None:
         step, key = self._plain[number], f"{kind}/{piece.name}"
-        whole = step.values.get(key)
         # The plain process had no gradient: what is here has to be zero.
-        expected = piece.cut(whole.view(piece.shape)) if whole is not None else torch.zeros(piece.stop - piece.start)
+        whole = step.values.get(key, torch.zeros(1)).reshape(-1, 1)
+        width = torch.Size(piece.shape).numel() // max(1, len(whole))  # above 1: a number for each row
+        expected = piece.cut(whole.expand(-1, width).reshape(piece.shape))
         have = torch.full_like(expected, inf) if got is None else got.reshape(-1)
         look = None
         if got is not None:
@@ -263,8 +267,11 @@ class Comparison:
         """Compare each element with its master, rounded: at most half a unit in the last place, as rounding does."""
         expected = self._plain[number].dtypes.get(name, got.dtype)
         if expected is not got.dtype:
-            look = partial(cause.of_dtype, got.dtype, expected)
-            self._add(number, kind, name, torch.full_like(master, inf), master, 0.0, "", look)
+            why = (
+                f"it has {got.dtype} here and {expected} in the plain process: the model's, or the configuration's, "
+                "list of tensors that stay in fp32 is not followed"
+            )
+            self._add(number, kind, name, torch.full_like(master, inf), master, 0.0, "", lambda: why)
             return
         # Ties may go either way, as those of split masters do.
         kept = torch.finfo(got.dtype)

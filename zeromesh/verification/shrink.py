@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import lcm
@@ -196,19 +196,13 @@ def _shrink(config: Any, sizes: Mapping[str, int], blocks: int, changes: list[st
 
 
 def without_dropout(model: nn.Module) -> bool:
-    """Set all dropout of a model to zero; return whether there was any."""
-    found = False
+    """Set all dropout of a model, rates of its modules and their configurations, to zero; return whether any was."""
+    any_set = False
     for module in model.modules():
-        for owner, name in _rates(module):
-            setattr(owner, name, 0.0)
-            found = True
-    return found
-
-
-def _rates(module: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield the attributes of a module and its configuration that are rates of dropout above 0."""
-    for owner in (module, getattr(module, "config", None)):
-        for name, value in list(getattr(owner, "__dict__", {}).items()):
-            rate = "drop" in name.lower() or (name == "p" and "drop" in type(module).__name__.lower())
-            if rate and isinstance(value, float) and value > 0:
-                yield owner, name
+        for owner in (module, getattr(module, "config", None)):
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                is_rate = "drop" in name.lower() or (name == "p" and "drop" in type(module).__name__.lower())
+                if is_rate and isinstance(value, float) and value > 0:
+                    setattr(owner, name, 0.0)
+                    any_set = True
+    return any_set
