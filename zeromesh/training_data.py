@@ -90,9 +90,9 @@ class Loader(DataLoader[Any]):
         device: torch.device | None = None,
     ) -> None:  # fmt: skip
         # torch draws a number for every pass; from the model's generator, it would draw it again for a resumed one.
-        own = torch.Generator()
-        own.manual_seed(sampler.seed + sampler.rank)
-        options: Any = {"collate_fn": collate_fn, "drop_last": drop_last, "generator": own}
+        generator = torch.Generator()
+        generator.manual_seed(sampler.seed + sampler.rank)
+        options: Any = {"collate_fn": collate_fn, "drop_last": drop_last, "generator": generator}
         super().__init__(data, batch_size, sampler=sampler, **options)
         self.position = Position(0, 0)
         self._device = device or torch.device("cpu")

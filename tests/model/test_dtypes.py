@@ -169,3 +169,11 @@ def test_each_name_of_a_tensor_may_keep_it_in_fp32() -> None:
     chosen = dtypes(model, Precision(compute=torch.bfloat16, keep_fp32=patterns))
     wide = {name for name, tensor in model.named_parameters() if chosen[id(tensor)] is torch.float32}
     assert wide == {"first._orig_mod.weight", "norm.weight", "norm.bias", "last.weight"}
+
+
+@pytest.mark.parametrize(("kept", "warns"), [([], True), (["norm."], False)])
+def test_parameters_that_a_user_made_fp32_are_told_of(kept: list[str], warns: bool, caplog: Any) -> None:
+    model = make().bfloat16()
+    model.norm.float()
+    zeromesh.initialize(model=model, config=config("bf16", data_types={"keep_in_fp32_modules": kept}))
+    assert ("have fp32: norm.weight, norm.bias (2 in all)" in caplog.text) is warns

@@ -36,7 +36,7 @@ from zeromesh.initialization import layout, place, prepare, tables
 from zeromesh.initialization.automatic import choose_layout
 from zeromesh.initialization.offload import preparation, where_offloaded
 from zeromesh.initialization.plan import Arguments, Plan, Prepared
-from zeromesh.model.dtypes import kept_layers, require_names
+from zeromesh.model.dtypes import kept_layers, require_names, tell_narrowed
 from zeromesh.model.keras_layers import expose_layers, follow_buffers, require_policy, separate_seeds
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
@@ -166,6 +166,7 @@ def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
         mesh.compare_calls()
     if mesh.rank == 0:
         _tell_batch(settings, resolved, mesh.data_size)
+        tell_narrowed(model, resolved.precision, KEEP_FP32)
 
     def lay_out() -> tuple[layout.Split | None, Loader | None]:
         layout.refuse_axes(model, mesh)

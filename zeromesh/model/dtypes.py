@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from traceback import walk_tb
 
 import torch
 from torch import nn
@@ -13,6 +15,8 @@ from zeromesh.model.buffers import plain_name
 from zeromesh.model.linear import is_transposed
 from zeromesh.model.precision import Precision
 from zeromesh.model.quantized import change, is_wrapper, parts
+
+_log = logging.getLogger("zeromesh")
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
@@ -82,6 +86,22 @@ def require_names(model: nn.Module, patterns: Sequence[str], key: str) -> None:
             )
 
 
+def tell_narrowed(model: nn.Module, precision: Precision, key: str) -> None:
+    """Warn of parameters that somebody has made fp32 in a model of 16 bits, and that a run of 16 bits converts."""
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    if precision.compute not in SIXTEEN_BIT or not any(p.dtype in SIXTEEN_BIT for p in named.values()):
+        return
+    chosen = dtypes(model, precision)
+    # PEFT makes its adapters fp32 without being asked.
+    wide = [n for n, p in named.items() if p.dtype is torch.float32 is not chosen[id(p)] and "lora_" not in n]
+    if wide:
+        _log.warning(
+            "parameters of a model in 16 bits have fp32: %s (%d in all); this run computes with them in %s. To keep "
+            "them in fp32, name them in %s",
+            ", ".join(wide[:3]), len(wide), precision.compute, key,
+        )  # fmt: skip
+
+
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
     """Yield parameters and buffers with their names and modules, once for each name that they have."""
     for path, module in model.named_modules(remove_duplicate=False):
@@ -143,8 +163,5 @@ def explaining(model: nn.Module, compute: torch.dtype | None, device: torch.devi
 def _where(model: nn.Module, error: BaseException) -> str:
     """Return the name of the innermost module of the model whose method raised the error."""
     names = {id(module): name for name, module in model.named_modules()}
-    path, trace = "", error.__traceback__
-    while trace is not None:
-        path = names.get(id(trace.tb_frame.f_locals.get("self"))) or path
-        trace = trace.tb_next
-    return path or "the model"
+    owners = [id(frame.f_locals.get("self")) for frame, _ in walk_tb(error.__traceback__)]
+    return next((names[owner] for owner in reversed(owners) if names.get(owner)), "the model")

@@ -32,10 +32,10 @@ class Evidence:
     def cut(self, kind: str, back: int = 0) -> torch.Tensor | None:
         """Return this piece of a value of the plain process, ``back`` updates earlier."""
         key, number = f"{kind}/{self.piece.name}", self.number - back
-        whole = self.plain[number].values.get(key) if number >= 0 else self.plain[0].start.get(key)
-        if whole is None or whole.shape != torch.Size(self.piece.shape):
+        value = self.plain[number].values.get(key) if number >= 0 else self.plain[0].start.get(key)
+        if value is None or value.shape != torch.Size(self.piece.shape):
             return None
-        return self.piece.cut(whole).double()
+        return self.piece.cut(value).double()
 
 
 def close_in(trial: Trial) -> float:
@@ -178,9 +178,9 @@ def of_count(got: object, expected: torch.Tensor) -> str:
     return f"the optimizer counts {float(got):g} updates of it here instead of {float(expected):g}"  # type: ignore[arg-type]
 
 
-def unshared(got: torch.Tensor, own: torch.Tensor | None, near: float) -> str:
+def unshared(got: torch.Tensor, here: torch.Tensor | None, near: float) -> str:
     """Return the likely cause of a wrong buffer."""
-    if own is not None and float((got.double().cpu() - own.double()).abs().max()) <= near:
+    if here is not None and float((got.double().cpu() - here.double()).abs().max()) <= near:
         return "it has this rank's own statistics: the first rank's were not shared"
     return ""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from math import inf, isfinite, isnan, sqrt
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +21,11 @@ from torch import nn
 
 from zeromesh.batches import loss_of
 from zeromesh.computation import cast_inputs
+from zeromesh.config.keys import KEEP_FP32
 from zeromesh.config.settings import Settings
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import moved
-from zeromesh.model.dtypes import dtypes, kept_layers
+from zeromesh.model.dtypes import dtypes, explaining, kept_layers
 from zeromesh.model.piece import Piece
 from zeromesh.model.quantized import change
 from zeromesh.model.split import Held
@@ -131,12 +133,14 @@ class PlainTraining:
         self._computed = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._tables = PlainTables(self.model, trial.settings, [*self.masters])
         self.optimizer = self._optimizer()
-        given = trial.settings.scheduler
-        self.scheduler = None if given is None else schedules.build(given.type, dict(given.params), self.optimizer)
+        schedule = trial.settings.scheduler
+        self.scheduler = (
+            None if schedule is None else schedules.build(schedule.type, dict(schedule.params), self.optimizer)
+        )
         self.scaler = LossScaler(precision.loss_scale) if precision.loss_scale else None
         self._buffers = {name: b.clone() for name, b in self.model.named_buffers()}
-        kept = self.model.state_dict(keep_vars=True)
-        self._persistent = {name for name in self._buffers if name in kept}
+        state = self.model.state_dict(keep_vars=True)
+        self._persistent = {name for name in self._buffers if name in state}
         self._own: list[dict[str, torch.Tensor]] = [{} for _ in range(trial.shares)]
 
     def _cast(self, model: nn.Module) -> None:
@@ -167,10 +171,10 @@ class PlainTraining:
 
     def steps(self) -> list[PlainStep]:
         """Train, and return the updates, up to the first one that overflows."""
-        found: list[PlainStep] = []
-        while len(found) < self._trial.steps and not (found and found[-1].skipped):
-            found.append(self._step(len(found)))
-        return found
+        steps: list[PlainStep] = []
+        while len(steps) < self._trial.steps and not (steps and steps[-1].skipped):
+            steps.append(self._step(len(steps)))
+        return steps
 
     def probe(self, seed: int) -> float:
         """Return the loss of the first micro-batch with generators seeded so."""
@@ -234,16 +238,16 @@ class PlainTraining:
             for key, state in (self._tables.states.get(name) or self.optimizer.state.get(master, {})).items():
                 if isinstance(state, torch.Tensor):
                     values[f"state {key}/{name}"] = state.detach().clone()
-        values, start = ({key: value.cpu() for key, value in found.items()} for found in (values, start))
+        values, start = ({key: value.cpu() for key, value in by_name.items()} for by_name in (values, start))
         # Rows of tables rest in their masters, and are cast on their way to a forward.
         chosen = {n: p.dtype for n, p in self.model.named_parameters() if n not in self._tables.names}
         return PlainStep(values, samples, {}, start, chosen, clip, scale, skipped)
 
     def _restore(self, share: int) -> None:
         """Begin a share with the buffers that its rank has."""
-        own = self._own[share]
+        buffers = self._own[share]
         for name, buffer in self.model.named_buffers():
-            value = self._buffers[name] if name in self._persistent else own.get(name, self._buffers[name])
+            value = self._buffers[name] if name in self._persistent else buffers.get(name, self._buffers[name])
             buffer.detach().copy_(value)
 
     def _gradients(self, number: int, share: int, micro_batch: int, scale: float) -> torch.Tensor:
@@ -257,7 +261,7 @@ class PlainTraining:
                 computed.data.copy_(master)
         inputs = cast_inputs(moved(trial.inputs(number, share, micro_batch), trial.device), self._precision)
         kind = self._precision.autocast
-        with trial.widened():
+        with trial.widened(), explaining(self.model, self._precision.compute, trial.device, KEEP_FP32):
             with torch.autocast(trial.device.type, dtype=kind, cache_enabled=False) if kind else nullcontext():
                 loss = loss_of_model(inputs, self.model, self.model)
             (loss * (scale / trial.micro_batches)).backward()
@@ -318,8 +322,8 @@ def _kept_wide(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
             if name == "float":
                 return args[0]
-            args = tuple(torch.float64 if one is torch.float32 else one for one in args)
-            kwargs = {key: torch.float64 if one is torch.float32 else one for key, one in kwargs.items()}
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
         return function(*args, **kwargs)
 
     return call
@@ -335,9 +339,9 @@ class Narrowest(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, and look at its result."""
         result = func(*args, **(kwargs or {}))
-        for one in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(one, torch.Tensor) and one.is_floating_point() and one.requires_grad and one.numel() > 1:
-                self.dtype = max(self.dtype, one.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.requires_grad and x.numel() > 1:
+                self.dtype = max(self.dtype, x.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         return result
 
 
@@ -351,7 +355,7 @@ def reference(path: Path, trial: Trial, terms: int) -> tuple[list[PlainStep], to
     with Narrowest() as seen:
         steps = PlainTraining(path, trial).steps()
     asked = trial.settings.precision
-    used = [seen.dtype, *(one for one in (asked.compute, asked.communicate, asked.accumulate) if one is not None)]
+    used = [seen.dtype, *filter(None, (asked.compute, asked.communicate, asked.accumulate))]
     narrow = max(used, key=lambda dtype: torch.finfo(dtype).eps)
     unit = torch.finfo(narrow).eps / 2
     # The rounding errors of a sum grow with the root of its terms, at the worst with their number. Products of matrices
@@ -384,7 +388,7 @@ def _bounds(
     for key, far in moved.items():
         if scales[key] > 0:
             usual.setdefault(key.split("/")[0], []).append(far / scales[key])
-    medians = {kind: sorted(found)[len(found) // 2] for kind, found in usual.items()}
+    medians = {kind: sorted(ratios)[len(ratios) // 2] for kind, ratios in usual.items()}
     bounds = {}
     for key, far in moved.items():
         kind = key.split("/")[0]
@@ -396,8 +400,8 @@ def _bounds(
 
 def largest(tensor: torch.Tensor) -> float:
     """Return the largest absolute value; infinity where an element is no number."""
-    found = float(tensor.double().abs().max()) if tensor.numel() else 0.0
-    return inf if isnan(found) else found
+    size = float(tensor.double().abs().max()) if tensor.numel() else 0.0
+    return inf if isnan(size) else size
 
 
 def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -410,5 +414,5 @@ def is_alike(step: PlainStep) -> bool:
     """Return whether two micro-batches have the same gradients; that hides when one takes the other's place."""
     count = max((len(parts) for parts in step.samples.values()), default=0)
     filled = [parts for parts in step.samples.values() if parts.numel()]
-    pairs = ((one, other) for other in range(count) for one in range(other))
-    return any(all(torch.equal(parts[one], parts[other]) for parts in filled) for one, other in pairs)
+    pairs = combinations(range(count), 2)
+    return any(all(torch.equal(parts[first], parts[second]) for parts in filled) for first, second in pairs)

@@ -104,7 +104,7 @@ def compare(trial: Trial, path: Path, plain: list[PlainStep]) -> RankResult:
     for number in range(trial.steps):
         comparison.step(number)
         # All that follows a difference differs as well.
-        apart = torch.tensor([float(not all(one.equal for one in comparison.findings))], dtype=torch.float64)
+        apart = torch.tensor([float(not all(finding.equal for finding in comparison.findings))], dtype=torch.float64)
         stopped = bool(engine.mesh.group("world").exchange(apart).any())
         if stopped:
             break
@@ -169,13 +169,13 @@ class Comparison:
         """Return the losses of this rank's micro-batches, by name; none where stages compute them."""
         engine, trial = self._engine, self._trial
         share = engine.data_rank
-        given = [trial.inputs(number, share, m) for m in range(trial.micro_batches)]
+        batches = [trial.inputs(number, share, m) for m in range(trial.micro_batches)]
         if engine.pipelined is not None:
             with trial.widened():
-                engine.train_batch(iter(given))
+                engine.train_batch(iter(batches))
             return {}
         losses = {}
-        for micro_batch, inputs in enumerate(given):
+        for micro_batch, inputs in enumerate(batches):
             with trial.widened():
                 loss = loss_of_model(moved(inputs, engine.device), engine.module, engine)
                 engine.backward(loss)
@@ -237,9 +237,9 @@ class Comparison:
     def _piece(self, number: int, kind: str, piece: Piece, got: torch.Tensor | None) -> None:
         step, key = self._plain[number], f"{kind}/{piece.name}"
         # The plain process had no gradient: what is here has to be zero.
-        whole = step.values.get(key, torch.zeros(1)).reshape(-1, 1)
-        width = torch.Size(piece.shape).numel() // max(1, len(whole))  # above 1: a number for each row
-        expected = piece.cut(whole.expand(-1, width).reshape(piece.shape))
+        value = step.values.get(key, torch.zeros(1)).reshape(-1, 1)
+        width = torch.Size(piece.shape).numel() // max(1, len(value))  # above 1: a number for each row
+        expected = piece.cut(value.expand(-1, width).reshape(piece.shape))
         have = torch.full_like(expected, inf) if got is None else got.reshape(-1)
         look = None
         if got is not None:
@@ -256,12 +256,14 @@ class Comparison:
                 for flat in part.flats:
                     for index, segment in enumerate(flat.layout.segments):
                         got = flat.parameters[index].detach()
-                        kind, whole = "frozen", step.values.get(f"frozen/{segment.name}")
+                        kind, master = "frozen", step.values.get(f"frozen/{segment.name}")
                         if flat.layout.trainable:
                             kind = "parameter"
-                            whole = sharded.assemble(flat, index, lambda _, __, piece: piece.parameter.detach())
-                        if whole is not None and got.numel():
-                            self._parameter(number, kind, segment.name, got.cpu(), whole.view(got.shape).double().cpu())
+                            master = sharded.assemble(flat, index, lambda _, __, piece: piece.parameter.detach())
+                        if master is not None and got.numel():
+                            self._parameter(
+                                number, kind, segment.name, got.cpu(), master.view(got.shape).double().cpu()
+                            )
 
     def _parameter(self, number: int, kind: str, name: str, got: torch.Tensor, master: torch.Tensor) -> None:
         """Compare each element with its master, rounded: at most half a unit in the last place, as rounding does."""
@@ -274,27 +276,27 @@ class Comparison:
             self._add(number, kind, name, torch.full_like(master, inf), master, 0.0, "", lambda: why)
             return
         # Ties may go either way, as those of split masters do.
-        kept = torch.finfo(got.dtype)
-        half = torch.ldexp(torch.full_like(master, kept.eps / 4), torch.frexp(master).exponent)
-        half = half.clamp_min(kept.tiny * kept.eps / 2).flatten()
+        numbers = torch.finfo(got.dtype)
+        half = torch.ldexp(torch.full_like(master, numbers.eps / 4), torch.frexp(master).exponent)
+        half = half.clamp_min(numbers.tiny * numbers.eps / 2).flatten()
         far = torch.where(got == master, 0.0, got.double() - master).abs().flatten()
         worst = int((far / half).argmax())
         look = partial(cause.stale, got, self._published.get(name))
-        found = got.flatten()[worst].double()
-        self._add(number, kind, name, found, master.flatten()[worst], float(half[worst]), "", look)
+        element = got.flatten()[worst].double()
+        self._add(number, kind, name, element, master.flatten()[worst], float(half[worst]), "", look)
         self._published[name] = got.clone()
 
     def _buffers(self, number: int) -> None:
         sharded, step, share = self._engine.sharded, self._plain[number], self._engine.data_rank
-        kept = {id(buffer) for buffer in sharded.buffers.state()}
+        shared = {id(buffer) for buffer in sharded.buffers.state()}
         for name, buffer in sharded.model.named_buffers():
-            first = id(buffer) in kept
+            first = id(buffer) in shared
             expected = step.values.get(f"buffer {0 if first else share}/{name}")
             if name in sharded.idle or expected is None or expected.shape != buffer.shape:
                 continue
             bound = step.bounds.get(f"buffer {0 if first else share}/{name}", 0.0)
-            own = step.values.get(f"buffer {share}/{name}")
-            look = partial(cause.unshared, buffer.detach().cpu(), own, bound) if first and share else None
+            here = step.values.get(f"buffer {share}/{name}")
+            look = partial(cause.unshared, buffer.detach().cpu(), here, bound) if first and share else None
             self._add(number, "buffer", name, buffer.detach(), expected, bound, "", look)
 
     # Findings.

@@ -81,12 +81,12 @@ class SampleRows:
         """Draw whole numbers anew from those of the batch; negative ones, such as -100, stay where they are."""
         if tensor.ndim > 1 and bool((tensor[:, 1:] >= tensor[:, :-1]).all()) and bool((tensor == tensor[:1]).all()):
             return drawn  # positions
-        known = tensor[tensor >= 0]
+        numbers = tensor[tensor >= 0]
         if self.ids:
-            known = known % self.ids
+            numbers = numbers % self.ids
         places = drawn >= 0
-        if len(known):
-            drawn[places] = known[torch.randint(len(known), (int(places.sum()),), generator=generator)]
+        if len(numbers):
+            drawn[places] = numbers[torch.randint(len(numbers), (int(places.sum()),), generator=generator)]
         return drawn
 
 

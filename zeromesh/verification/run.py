@@ -34,6 +34,7 @@ from zeromesh.initialization.prepare import quiet_optimizers
 from zeromesh.initialization.trial import try_out
 from zeromesh.launcher.launch import launch
 from zeromesh.model.containers import tensors_of
+from zeromesh.model.dtypes import MismatchError
 from zeromesh.observe.machine import memory
 from zeromesh.shard.find import find_units
 from zeromesh.verification.layout import SmallLayout, scale_powers, skipped_text, small_layout, trial_settings
@@ -150,15 +151,15 @@ class Verification:
         """Train on both sides, lowering the loss scale until no update is skipped, and compare."""
         if self._on_first(lambda: _saved(self.subject.model, self.model)):
             self.report.changes.append("dropout 0")
-        wide, own = self._trials()
+        wide, narrow = self._trials()
         copy = torch.load(self.model, map_location="cpu", weights_only=False)
-        try_out(copy, own.settings.resolve(1, self.layout.sizes), self.layout.sizes)
+        try_out(copy, narrow.settings.resolve(1, self.layout.sizes), self.layout.sizes)
         trials = [wide] if self._trained_plain(wide) else []
         skipped = self.report.steps
         for power in scale_powers(self.settings):
-            scaled = own if power is None else replace(own, settings=self._settings(False, power))
+            scaled = narrow if power is None else replace(narrow, settings=self._settings(False, power))
             tried = trials
-            if own.name != wide.name:
+            if narrow.name != wide.name:
                 if not self._trained_plain(scaled):
                     continue
                 tried = [*trials, scaled]
@@ -167,13 +168,8 @@ class Verification:
             self.tell(f"training on {self.layout.ranks} ranks: {self.layout.text}")
             by_rank = self._on_ranks(tried)
             results = [list(of) for of in zip(*by_rank, strict=True)]
-            overflows = [
-                result.skipped
-                for trial, of in zip(tried, results, strict=False)
-                for result in of
-                if trial.settings.precision.loss_scale is not None
-            ]
-            skipped = max(overflows, default=0)
+            scaled_of = [of for trial, of in zip(tried, results, strict=False) if trial.settings.precision.loss_scale]
+            skipped = max((result.skipped for of in scaled_of for result in of), default=0)
             if not skipped:
                 self._decide(tried, results)
                 return
@@ -235,12 +231,12 @@ class Verification:
     def _trained_plain(self, trial: Trial) -> bool:
         """Train the plain process and write its updates; return whether there are any."""
         self.tell(f"training one plain process in {trial.name}")
-        found = self._on_first(lambda: _train_plain(self.model, trial, self._file(trial)))
-        dtype = getattr(torch, found, None)
+        outcome = self._on_first(lambda: _train_plain(self.model, trial, self._file(trial)))
+        dtype = getattr(torch, outcome, None)
         if isinstance(dtype, torch.dtype):
             self.units[trial.name] = dtype
-        elif found != OVERFLOW:
-            self.report.notes.append(found)
+        elif outcome != OVERFLOW:
+            self.report.notes.append(outcome)
         return isinstance(dtype, torch.dtype)
 
     def _file(self, trial: Trial) -> Path:
@@ -323,14 +319,16 @@ def _train_plain(path: Path, trial: Trial, file: Path) -> str:
             f"one plain process does not fit into the memory of {trial.device}; verify without a launcher, which "
             "compares on CPU processes, or pass a smaller model"
         ) from None
+    except MismatchError as error:
+        raise ValueError(str(error)) from None
     except Exception as error:  # whatever the user's model raises
         if trial.dtype is torch.float64:
             return f"the model does not compute in float64 ({_first_line(error)})"
-        given = ", ".join(
+        shapes = ", ".join(
             f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}" for t in tensors_of(trial.rows.batch)
         )
         raise ValueError(
-            f"the model refuses the batch of {given}: {_first_line(error)}; pass a batch that it takes"
+            f"the model refuses the batch of {shapes}: {_first_line(error)}; pass a batch that it takes"
         ) from None
     # Kernels of accelerators may add up in another order each time.
     same = losses[0] == losses[1] if trial.device.type == "cpu" else isclose(*losses, rel_tol=REPEATED)
@@ -375,10 +373,10 @@ def _in_another_process(work: list[tuple[Trial, Path, Path]], timeout: float) ->
 def _shared_folder(launched: bool) -> Iterator[Path]:
     """Make a folder that goes away again; under a launcher the first rank's, which the others are told."""
     with tempfile.TemporaryDirectory(prefix="zeromesh-verify-") as name:
-        found = gather_json(name)[0] if launched else name
-        if not Path(found).exists():
-            raise ValueError(f"folder {found} of the first rank is not seen here; set TMPDIR to one that all see")
-        require_private(Path(found))  # models in it are unpickled
-        yield Path(found)
+        folder = Path(gather_json(name)[0] if launched else name)
+        if not folder.exists():
+            raise ValueError(f"folder {folder} of the first rank is not seen here; set TMPDIR to one that all see")
+        require_private(folder)  # models in it are unpickled
+        yield folder
         if launched:
             dist.barrier()  # before the first rank removes it
