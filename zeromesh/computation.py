@@ -71,7 +71,7 @@ class Computation:
             if self._sharing:
                 self._note_inputs((args, kwargs))
             if self._model.training and not self._has_stages:
-                self._note_size((args, kwargs))
+                self.note_size((args, kwargs))
         if self.curriculum is not None and self._model.training:
             args, kwargs = self.curriculum.for_model(args, kwargs)
         args, kwargs = cast_inputs((args, kwargs), self._precision)
@@ -107,13 +107,7 @@ class Computation:
             if roots:  # none on a rank that only takes part in what others reduce
                 torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
 
-    def compare_sizes(self, micro_batches: Sequence[Any]) -> None:
-        """Compare whole micro-batches with the configured size."""
-        # A stage's own inputs are activations, so the model's forward cannot do this there.
-        for batch in micro_batches:
-            self._note_size(batch)
-
-    def _note_size(self, inputs: Any) -> None:
+    def note_size(self, inputs: Any) -> None:
         """Compare a micro-batch with the configured size, and keep its samples for a comparison of the ranks."""
         size = self._sizes.compare(inputs)
         self._sharded.accumulation.samples.append(float("nan") if size is None else float(size))

@@ -234,7 +234,8 @@ class Engine(Batching, Answers, Saving):
         micro_batches = [next(data_iter) for _ in range(self._accumulation.steps)]
         self._update.stragglers.begin()
         if self.stage_work is not None:
-            self._computation.compare_sizes(micro_batches)
+            for batch in micro_batches:  # inputs of stages are activations, of which forwards could not tell
+                self._computation.note_size(batch)
             try:
                 self._accumulation.note_all(self.stage_work.train(micro_batches))
             except BaseException:

@@ -188,7 +188,9 @@ class PlainTraining:
         start = {f"master/{name}": master.detach().clone() for name, master in first.items()}
         scale = self.scaler.scale if self.scaler else 1.0
         sums: dict[str, torch.Tensor] = {}
-        parts: dict[str, list[torch.Tensor | None]] = {name: [] for name in self.masters}
+        count = trial.shares * trial.micro_batches
+        lengths = {name: len(sample_places(master.numel())) for name, master in self.masters.items()}
+        samples = {name: torch.zeros(count, length, dtype=torch.float64) for name, length in lengths.items()}
         buffers: dict[str, torch.Tensor] = {}
         for share in range(trial.shares):
             self._restore(share)
@@ -196,17 +198,15 @@ class PlainTraining:
                 loss = self._gradients(number, share, micro_batch, scale)
                 values[f"loss/{share}.{micro_batch}"] = loss.double()
                 for name, computed in self._computed.items():
-                    gradient = computed.grad
-                    parts[name].append(None if gradient is None else sampled(dense(gradient)).double().cpu())
-                    if gradient is not None:
+                    if (gradient := computed.grad) is not None:
+                        samples[name][share * trial.micro_batches + micro_batch] = sampled(dense(gradient))
                         wide = gradient.to(self.masters[name].dtype)
                         sums[name] = sums[name] + wide if name in sums else wide.clone()
                 self.model.zero_grad()
             self._own[share] = {n: b.detach().clone() for n, b in self.model.named_buffers()}
             buffers |= {f"buffer {share}/{name}": value for name, value in self._own[share].items()}
         # Sums of parameters, not means, where the configuration says so; each share's own mean over micro-batches.
-        count = 1 if trial.settings.gradient_allreduce_op == "sum" else trial.shares
-        factor = 1.0 / (count * scale)
+        factor = 1.0 / (scale * (1 if trial.settings.gradient_allreduce_op == "sum" else trial.shares))
         norm = sqrt(sum(float(dense(total).double().square().sum()) for total in sums.values())) * factor
         skipped = not isfinite(norm)
         if self.scaler and not skipped:
@@ -216,11 +216,9 @@ class PlainTraining:
         values["norm/"] = torch.tensor(norm, dtype=torch.float64)
         for group, options in enumerate(self.optimizer.param_groups):
             values[f"rate/{group}"] = torch.tensor(float(options["lr"]), dtype=torch.float64)
-        samples = {}
         for name, master in self.masters.items():
             is_dense = name in sums and name not in self._tables.names
             change(master, grad=sums[name].mul(factor * clip) if is_dense else None)
-            samples[name] = _stacked(parts[name])
             if name in sums:
                 values[f"gradient/{name}"] = dense(sums[name]).mul(factor)
         if trial.written and number == trial.steps - 1:
@@ -287,11 +285,6 @@ def sampled(tensor: torch.Tensor) -> torch.Tensor:
 def sample_places(elements: int) -> torch.Tensor:
     """Return the places of the elements that ``sampled`` takes."""
     return torch.linspace(0, max(elements - 1, 0), min(elements, SAMPLED), dtype=torch.float64).long()
-
-
-def _stacked(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    like = next((part for part in parts if part is not None), torch.zeros(0, dtype=torch.float64))
-    return torch.stack([torch.zeros_like(like) if part is None else part for part in parts])
 
 
 CASTS: tuple[tuple[Any, str], ...] = (
@@ -412,7 +405,5 @@ def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 def is_alike(step: PlainStep) -> bool:
     """Return whether two micro-batches have the same gradients; that hides when one takes the other's place."""
-    count = max((len(parts) for parts in step.samples.values()), default=0)
-    filled = [parts for parts in step.samples.values() if parts.numel()]
-    pairs = combinations(range(count), 2)
-    return any(all(torch.equal(parts[first], parts[second]) for parts in filled) for first, second in pairs)
+    rows = zip(*step.samples.values(), strict=True)  # of each micro-batch, its elements of every gradient
+    return any(all(map(torch.equal, first, second)) for first, second in combinations(rows, 2))

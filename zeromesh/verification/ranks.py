@@ -181,16 +181,12 @@ class Comparison:
                 engine.backward(loss)
             losses[f"{share}.{micro_batch}"] = loss.detach().double().item()
             if trial.written and (number, micro_batch) == (trial.steps - 1, trial.micro_batches - 1):
-                self._write(engine.module.get_parameter(trial.written))
+                parameter = engine.module.get_parameter(trial.written)  # as a script may do
+                value = zero.safe_get_full_fp32_param(parameter)
+                assert value is not None
+                zero.safe_set_full_fp32_param(parameter, value * WRITTEN)
             engine.step()
         return losses
-
-    @staticmethod
-    def _write(parameter: torch.nn.Parameter) -> None:
-        """Change a parameter as a script may do between a backward and its update."""
-        value = zero.safe_get_full_fp32_param(parameter)
-        assert value is not None
-        zero.safe_set_full_fp32_param(parameter, value * WRITTEN)
 
     # Values.
 

@@ -53,7 +53,7 @@ class TrialReport:
         compared = {(finding.step, finding.kind, finding.name) for finding in self.findings}
         missing: dict[str, list[str]] = {}
         for number, step in enumerate(steps, 1):
-            for key in step.values:
+            for key in (key for key, value in step.values.items() if value.numel()):
                 kind, _, name = key.partition("/")
                 kind = "buffer" if kind.startswith("buffer") else kind
                 for each in ("master", "parameter") if kind == "master" else (kind,):

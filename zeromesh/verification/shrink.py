@@ -136,15 +136,10 @@ def default_batch(kind: type[nn.Module], config: Any, multiple: int) -> Any:
         if like.is_floating_point():
             tensors[name] = torch.randn(like.shape, generator=generator)
         else:
-            below = entries if like.ndim > 1 and name != "labels" else min(entries, _classes(kind, config, entries))
+            is_class = kind.__name__.endswith("Classification") and (like.ndim == 1 or name == "labels")
+            below = min(entries, int(getattr(config, "num_labels", entries))) if is_class else entries
             tensors[name] = torch.randint(below, like.shape, generator=generator)
     return tensors
-
-
-def _classes(kind: type[nn.Module], config: Any, entries: int) -> int:
-    """Return the number of values of a label."""
-    sorts = kind.__name__.endswith("Classification")
-    return int(getattr(config, "num_labels", entries)) if sorts else entries
 
 
 def _smaller(config: Any, sizes: Mapping[str, int], blocks: int, changes: list[str]) -> Any:
