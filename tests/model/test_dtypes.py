@@ -163,12 +163,18 @@ def test_each_name_of_a_tensor_may_keep_it_in_fp32() -> None:
     model: Any = make()
     model.twin, model.same = nn.Linear(16, 4), model.norm
     model.twin.weight = model.last.weight
-    model.first = nn.ModuleDict({"_orig_mod": model.first})  # as torch.compile wraps it
-    patterns = ("twin.weight", "same.", "first.weight")
+    model.first = nn.ModuleDict({"_orig_mod": nn.ModuleDict({"base_layer": model.first})})  # as torch.compile and PEFT
+    patterns = ("twin.weight", "same.", "first.weight", "_orig_mod.base_layer.bias")
     require_names(model, patterns, "key")
     chosen = dtypes(model, Precision(compute=torch.bfloat16, keep_fp32=patterns))
     wide = {name for name, tensor in model.named_parameters() if chosen[id(tensor)] is torch.float32}
-    assert wide == {"first._orig_mod.weight", "norm.weight", "norm.bias", "last.weight"}
+    assert wide == {
+        "first._orig_mod.base_layer.weight",
+        "first._orig_mod.base_layer.bias",
+        "norm.weight",
+        "norm.bias",
+        "last.weight",
+    }
 
 
 @pytest.mark.parametrize(("kept", "warns"), [([], True), (["norm."], False)])

@@ -20,6 +20,9 @@ _log = logging.getLogger("zeromesh")
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
+# Modules that PEFT puts around those which it adapts or trains in full.
+_ADAPTED = re.compile(r"(?<=\.)(?:base_layer|original_module|modules_to_save\.\w+)\.")
+
 # Words of torch's errors, of kernels on CPU and CUDA.
 _DTYPES = re.compile(r"(?:same|weight) dtype|scalar type|type \(.* should be the same")
 _DEVICES = re.compile(
@@ -103,11 +106,12 @@ def tell_narrowed(model: nn.Module, precision: Precision, key: str) -> None:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
-    """Yield parameters and buffers with their names and modules, once for each name that they have."""
+    """Yield parameters and buffers once for each name, with and without names of wrappers, and with their modules."""
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                yield plain_name(f"{path}.{name}".lstrip(".")), module, tensor
+            full = f"{path}.{name}".lstrip(".")
+            for each in {full, _ADAPTED.sub("", plain_name(full))} if tensor is not None else ():
+                yield each, module, tensor
 
 
 def _kept(model: nn.Module, precision: Precision) -> re.Pattern[str] | None:
