@@ -41,19 +41,18 @@ def loss_of(
     """
     if isinstance(batch, WithLoss):
         return check_loss(batch.loss(model), graph=False)
-    if in_pairs:
+    if in_pairs or loss_fn is not None:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
+            whose = "a PipelineModule" if in_pairs else "an engine with loss_fn"
+            length = f" of length {len(batch)}" if isinstance(batch, tuple | list) else ""
             raise ValueError(
-                f"a micro-batch is a {type(batch).__name__}; those of a PipelineModule are pairs of inputs and labels"
+                f"a micro-batch is a {type(batch).__name__}{length}; those of {whose} are pairs of inputs and labels"
             )
-        # DeepSpeed's layers are given tuples, and loaders make lists of them.
-        inputs, labels = (tuple(one) if isinstance(one, list) else one for one in batch)
-        output = model(inputs)
-        return check_loss(output if loss_fn is None else loss_fn(output, labels), graph=False)
-    if loss_fn is not None:
         inputs, labels = batch
-        # The user's loss is not checked here: ``backward`` does that.
-        return loss_fn(model(*inputs) if isinstance(inputs, tuple | list) else model(inputs), labels)
+        if in_pairs:  # DeepSpeed's layers are given tuples, and loaders make lists of them
+            inputs, labels = (tuple(part) if isinstance(part, list) else part for part in batch)
+        output = model(*inputs) if isinstance(inputs, tuple | list) and not in_pairs else model(inputs)
+        return check_loss(output if loss_fn is None else loss_fn(output, labels), graph=False)
     if isinstance(batch, Mapping):
         output = model(**batch)
     else:

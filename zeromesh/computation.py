@@ -13,7 +13,7 @@ from zeromesh import batches
 from zeromesh.config.keys import KEEP_FP32
 from zeromesh.curriculum import LengthCurriculum
 from zeromesh.model.chain import Chain
-from zeromesh.model.containers import map_tensors
+from zeromesh.model.containers import map_tensors, moved
 from zeromesh.model.dtypes import explaining
 from zeromesh.model.precision import Precision
 from zeromesh.observe.observer import Observer
@@ -71,7 +71,7 @@ class Computation:
             if self._sharing:
                 self._note_inputs((args, kwargs))
             if self._model.training and not self._has_stages:
-                self._note_size((args, kwargs))
+                self.note_size((args, kwargs))
         if self.curriculum is not None and self._model.training:
             args, kwargs = self.curriculum.for_model(args, kwargs)
         args, kwargs = cast_inputs((args, kwargs), self._precision)
@@ -79,21 +79,21 @@ class Computation:
         with self._computing(), self._sharded.events.unwinding(), autocast(self._mesh.device, self._precision):
             return self._model(*args, **kwargs)
 
-    def method(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return another method of the model as one that may use its parameters."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self._computing(), self._sharded.events.computing(), autocast(self._mesh.device, self._precision):
-                return own(*args, **kwargs)
+                return function(*args, **kwargs)
 
         return call
 
     def loss(self, batch: Any) -> torch.Tensor:
         """Return the loss of a micro-batch, which is moved to the device; see ``batches.loss_of``."""
-        moved = map_tensors(batch, lambda tensor: tensor.to(self._mesh.device, non_blocking=True))
+        batch = moved(batch, self._mesh.device)
         if self.curriculum is not None and self._model.training:
-            moved = self.curriculum.cut(moved)  # with the labels of ``loss_fn``, which the model does not see
-        return batches.loss_of(moved, self.forward, self._loss_fn, isinstance(self._model, Chain))
+            batch = self.curriculum.cut(batch)  # with the labels of ``loss_fn``, which the model does not see
+        return batches.loss_of(batch, self.forward, self._loss_fn, isinstance(self._model, Chain))
 
     def differentiate(
         self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], last: bool,
@@ -107,13 +107,7 @@ class Computation:
             if roots:  # none on a rank that only takes part in what others reduce
                 torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
 
-    def compare_sizes(self, given: Sequence[Any]) -> None:
-        """Compare whole micro-batches with the configured size."""
-        # A stage's own inputs are activations, so the model's forward cannot do this there.
-        for batch in given:
-            self._note_size(batch)
-
-    def _note_size(self, inputs: Any) -> None:
+    def note_size(self, inputs: Any) -> None:
         """Compare a micro-batch with the configured size, and keep its samples for a comparison of the ranks."""
         size = self._sizes.compare(inputs)
         self._sharded.accumulation.samples.append(float("nan") if size is None else float(size))
@@ -126,6 +120,6 @@ class Computation:
         if not self._has_compared:
             self._has_compared = True
             for axis in self._sharing:
-                found = self._mesh.group(axis).exchange(noted[-1].reshape(1)).flatten().tolist()
+                checksums = self._mesh.group(axis).exchange(noted[-1].reshape(1)).flatten().tolist()
                 ranks = next(line for line in self._mesh.lines(axis) if self._mesh.rank in line)
-                batches.require_same_inputs(ranks, found)
+                batches.require_same_inputs(ranks, checksums)

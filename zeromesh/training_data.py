@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from zeromesh.config.errors import counted
-from zeromesh.model.containers import map_tensors
+from zeromesh.model.containers import moved
 
 _log = logging.getLogger(__name__)
 
@@ -90,9 +90,9 @@ class Loader(DataLoader[Any]):
         device: torch.device | None = None,
     ) -> None:  # fmt: skip
         # torch draws a number for every pass; from the model's generator, it would draw it again for a resumed one.
-        own = torch.Generator()
-        own.manual_seed(sampler.seed + sampler.rank)
-        options: Any = {"collate_fn": collate_fn, "drop_last": drop_last, "generator": own}
+        generator = torch.Generator()
+        generator.manual_seed(sampler.seed + sampler.rank)
+        options: Any = {"collate_fn": collate_fn, "drop_last": drop_last, "generator": generator}
         super().__init__(data, batch_size, sampler=sampler, **options)
         self.position = Position(0, 0)
         self._device = device or torch.device("cpu")
@@ -130,7 +130,7 @@ class Loader(DataLoader[Any]):
             taken = begun.samples + count * self.batch_size * self.sampler.num_replicas
             self.position = Position(begun.number, min(taken, self.sampler.length))
             # Most models do not move their inputs.
-            yield map_tensors(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
+            yield moved(batch, self._device)
 
     def state(self, position: Position) -> dict[str, Any]:
         """Return the state of a position for a checkpoint, with the data that it refers to."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
-from zeromesh.model.containers import map_tensors, tensors_of
+from zeromesh.batches import loss_of
+from zeromesh.model.containers import map_tensors, moved, tensors_of
 
 
 def test_results_of_torch_are_containers() -> None:
@@ -43,3 +46,22 @@ def test_tensors_are_found_and_replaced_in_the_same_containers() -> None:
 def test_sizes_stay_as_they_are() -> None:
     size = torch.ones(2, 3).shape
     assert map_tensors((size, torch.ones(1)), lambda one: one + 1)[0] is size
+
+
+def test_packed_sequences_and_objects_with_a_to_of_their_own_move() -> None:
+    packed = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
+    there = moved({"words": packed}, torch.device("meta"))["words"]
+    assert (there.data.is_meta, there.sorted_indices.is_meta, there.batch_sizes.tolist()) == (True, True, [2, 2, 1])
+    assert tensors_of(packed)[0] is packed.data
+
+    class Graph:
+        def to(self, device: torch.device) -> tuple[str, torch.device]:
+            return "moved", device
+
+    assert moved(Graph(), torch.device("meta")) == ("moved", torch.device("meta"))
+
+
+def test_a_batch_for_a_loss_function_is_a_pair() -> None:
+    for batch in ({"x": torch.ones(1), "y": torch.ones(1)}, (torch.ones(1),) * 3):
+        with pytest.raises(ValueError, match="those of an engine with loss_fn are pairs of inputs and labels"):
+            loss_of(batch, torch.nn.Identity(), torch.nn.functional.mse_loss)

@@ -8,7 +8,8 @@ from torch import nn
 
 import zeromesh
 from zeromesh.deepspeed import parameters
-from zeromesh.model.dtypes import MismatchError
+from zeromesh.model.dtypes import MismatchError, dtypes, require_names
+from zeromesh.model.precision import Precision
 from zeromesh.training_data import Loader, Sampler
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -156,3 +157,29 @@ def test_tensors_that_stay_in_fp32_have_it_before_weights_are_read_into_them(mon
     gate = model.model.layers[0].mlp.gate
     assert gate.weight.dtype is gate.moe_statics.e_score_correction_bias.dtype is torch.float32
     assert model.model.layers[0].self_attn.q_proj.weight.dtype is torch.bfloat16
+
+
+def test_each_name_of_a_tensor_may_keep_it_in_fp32() -> None:
+    model: Any = make()
+    model.twin, model.same = nn.Linear(16, 4), model.norm
+    model.twin.weight = model.last.weight
+    model.first = nn.ModuleDict({"_orig_mod": nn.ModuleDict({"base_layer": model.first})})  # as torch.compile and PEFT
+    patterns = ("twin.weight", "same.", "first.weight", "_orig_mod.base_layer.bias")
+    require_names(model, patterns, "key")
+    chosen = dtypes(model, Precision(compute=torch.bfloat16, keep_fp32=patterns))
+    wide = {name for name, tensor in model.named_parameters() if chosen[id(tensor)] is torch.float32}
+    assert wide == {
+        "first._orig_mod.base_layer.weight",
+        "first._orig_mod.base_layer.bias",
+        "norm.weight",
+        "norm.bias",
+        "last.weight",
+    }
+
+
+@pytest.mark.parametrize(("kept", "warns"), [([], True), (["norm."], False)])
+def test_parameters_that_a_user_made_fp32_are_told_of(kept: list[str], warns: bool, caplog: Any) -> None:
+    model = make().bfloat16()
+    model.norm.float()
+    zeromesh.initialize(model=model, config=config("bf16", data_types={"keep_in_fp32_modules": kept}))
+    assert ("have fp32: norm.weight, norm.bias (2 in all)" in caplog.text) is warns

@@ -25,6 +25,7 @@ from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.sharded import ShardedModel
+from zeromesh.shard.table.table import Table
 from zeromesh.tensor import apply as tensor_apply
 from zeromesh.tensor import linear as tensor_linear
 from zeromesh.tensor import operators
@@ -141,7 +142,7 @@ def one_rank_skips(rank: int) -> Any:
 def moved_states(update: Update) -> None:
     for piece in pieces_of(SimpleNamespace(sharded=update._sharded)):
         for key, state in update._optimizer.state.get(piece.parameter, {}).items():
-            if key == "exp_avg" and state.ndim:
+            if key in ("exp_avg", "sum") and state.ndim:
                 state.copy_(state.roll(1))
 
 
@@ -313,6 +314,12 @@ def all_in_16_bits() -> Any:
     return patch.object(place, "dtypes", changed)
 
 
+def rows_of_one_rank() -> Any:
+    """Leave out the gradients that later ranks send for the rows of tables."""
+    plain = Table.take_sum
+    return patch.object(Table, "take_sum", lambda self, ids, gradients: plain(self, ids[:1], gradients[:1]))
+
+
 @contextmanager
 def pairs_of_tokens() -> Iterator[None]:
     """Let blocks mix pairs of tokens, and leave out the check of their code: some lengths cut pairs."""
@@ -347,6 +354,7 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
 
 TENSOR = {"mesh": {"tensor": 2}}
 HOST = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+ROWS = zero(2, embedding_tables={"optimizer": {"type": "rowwise_adagrad", "params": {"lr": 1e-2}}})
 FAULTS: dict[str, Fault] = {
     "gradients summed over data ranks": Fault(
         lambda: times(Reducer, "factor", 2.0), ("gradient", "2 times too large", "data ranks"), zero(2)
@@ -421,6 +429,10 @@ FAULTS: dict[str, Fault] = {
     "positions of parts of sequences": Fault(
         lambda: patch.object(huggingface, "_counted_positions", lambda *_: None),
         ("first at step 1", "loss", "counts positions"), {"mesh": {"context": 2}}, "decoder",
+    ),
+    "rows of one rank": Fault(rows_of_one_rank, ("gradient", "s.weight"), ROWS, "tables"),
+    "states of other rows": Fault(
+        lambda: after_updates(moved_states), ("optimizer state sum", "s.weight"), ROWS, "tables"
     ),
     "recomputation of something else": Fault(
         recomputed_otherwise, ("gradient model.layers.1",), zero(2, activation_checkpointing={"enabled": True})

@@ -66,17 +66,18 @@ class Routed(nn.Module):
 
 
 class Recommender(nn.Module):
-    """Two tables with sparse gradients."""
+    """Two tables with sparse gradients, and a parameter without elements."""
 
     def __init__(self) -> None:
         super().__init__()
         self.users, self.items = nn.Embedding(50, 8, sparse=True), nn.EmbeddingBag(60, 8, mode="sum", sparse=True)
         self.top = nn.Linear(16, 1)
+        self.unused_part = nn.Parameter(torch.zeros(0))  # without elements, as of a part that is switched off
 
     def forward(self, user: torch.Tensor, items: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         """Return the mean square error."""
         features = torch.cat([self.users(user), self.items(items)], 1)
-        return (self.top(features).squeeze(1) - label).float().square().mean()
+        return (self.top(features).squeeze(1) - label).float().square().mean() + 0 * self.unused_part.sum()
 
 
 def of_routed(_: str, config: dict[str, Any], **options: Any) -> Report:

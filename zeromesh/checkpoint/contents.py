@@ -7,7 +7,6 @@ buffers, ``optimizer/KEY/NAME`` one state of one parameter, ``random/RANK`` the 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,7 +20,7 @@ from zeromesh.checkpoint.manifest import dtype_name
 from zeromesh.checkpoint.packing import StoredTensors, pack
 from zeromesh.checkpoint.random_state import random_state
 from zeromesh.comm.mesh import Mesh
-from zeromesh.model.buffers import EXTRA
+from zeromesh.model.buffers import EXTRA, plain_name
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Tier
 from zeromesh.model.quantized import fingerprint, layers, states
@@ -36,11 +35,6 @@ from zeromesh.shard.window import PiecePart, StateWindow, pieces_in
 if TYPE_CHECKING:
     from zeromesh.training_data import Loader, Position
 
-
-# Modules that torch and Lightning put around others, whose names stand in the names of tensors.
-_WRAPPERS = re.compile(
-    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_forward_module)\."
-)
 
 NAMED = ("scalars", "members", "parameters", "tied", "extra")  # entries of the manifest by names of the model
 
@@ -86,11 +80,6 @@ def boxes(engine: RunState, read: bool = True, exclude_frozen: bool = False) -> 
     for box in _own_boxes(engine, read, exclude_frozen):
         kind, _, name = box.name.rpartition("/")
         yield box if (bare := plain(name)) == name else replace(box, name=f"{kind}/{bare}")
-
-
-def plain_name(name: str) -> str:
-    """Return the name that a tensor has in the model without wrappers; see ``plain_names``."""
-    return _WRAPPERS.sub("", name)
 
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:

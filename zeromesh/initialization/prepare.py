@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -142,19 +143,25 @@ def try_optimizer(
     # It takes no step, so it asks for nothing but the names.
     of_tables = {f"{name}.weight" for name in tables or ()}
     exchange: Any = SimpleNamespace(buckets=[[name for name, _ in trained if name not in of_tables]])
-    logger = logging.getLogger("zeromesh.optim")
-    level = logger.level
-    # The real ones log the same messages again.
-    logger.setLevel(logging.CRITICAL)
-    try:
+    with quiet_optimizers():  # the real ones log the same messages again
         optimizer = build_optimizer(model, settings, owned, cuts, pieces, exchange)
         stands_for = {id(piece.parameter): piece.name for piece in pieces.values() if piece}
         check_rules(optimizer, {k: v for k, v in stands_for.items() if v in of_tables}, settings, users=False)
         if schedule:
             build_scheduler(settings, None, optimizer)
+    return optimizer
+
+
+@contextmanager
+def quiet_optimizers() -> Iterator[None]:
+    """Keep what optimizers and schedules log as they are built out of the log."""
+    logger = logging.getLogger("zeromesh.optim")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
     finally:
         logger.setLevel(level)
-    return optimizer
 
 
 def build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None) -> Any:

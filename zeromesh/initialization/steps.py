@@ -36,7 +36,7 @@ from zeromesh.initialization import layout, place, prepare, tables
 from zeromesh.initialization.automatic import choose_layout
 from zeromesh.initialization.offload import preparation, where_offloaded
 from zeromesh.initialization.plan import Arguments, Plan, Prepared
-from zeromesh.model.dtypes import kept_layers, unmatched
+from zeromesh.model.dtypes import kept_layers, require_names, tell_narrowed
 from zeromesh.model.keras_layers import expose_layers, follow_buffers, require_policy, separate_seeds
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
@@ -112,12 +112,7 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
         )
     check_parameters(model)
     require_dtype(model, settings.precision.compute)
-    if unused := unmatched(model, settings.precision.keep_fp32 or ()):
-        names = ", ".join([name for name, _ in model.named_parameters()][:3])
-        raise ValueError(
-            f"{KEEP_FP32}: {unused[0]!r} is in the name of no parameter and no buffer; write a part of the model's "
-            f"names, which are as {names}"
-        )
+    require_names(model, settings.precision.keep_fp32 or (), KEEP_FP32)
     require_policy(model, settings.precision.compute)
     units = find_units(model, settings.units)
     if settings.float8.enabled:
@@ -171,6 +166,7 @@ def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
         mesh.compare_calls()
     if mesh.rank == 0:
         _tell_batch(settings, resolved, mesh.data_size)
+        tell_narrowed(model, resolved.precision, KEEP_FP32)
 
     def lay_out() -> tuple[layout.Split | None, Loader | None]:
         layout.refuse_axes(model, mesh)

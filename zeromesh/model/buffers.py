@@ -6,6 +6,7 @@ forward runs again for its graph, they must not change a second time, nor be wha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,11 @@ Buffers = dict[str, Tensor | None]
 
 EXTRA = "_extra_state"  # last part of the names of what ``get_extra_state`` of a module returns
 
+# Modules that torch and Lightning put around others, whose names stand in the names of tensors.
+_WRAPPERS = re.compile(
+    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_forward_module)\."
+)
+
 
 def is_extra(name: str) -> bool:
     """Return whether a name in a state dict is that of the extra state of a module."""
@@ -26,6 +32,11 @@ def is_extra(name: str) -> bool:
 
 # Modules that left all their buffers as they were when they first ran in training mode, as with masks.
 _constant: WeakSet[nn.Module] = WeakSet()
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a tensor has in the model without wrappers."""
+    return _WRAPPERS.sub("", name)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -25,6 +26,8 @@ def _collect(value: Any, found: list[torch.Tensor], around: frozenset[int]) -> N
     items: Collection[Any] = ()
     if isinstance(value, Mapping):
         items = value.values()
+    elif isinstance(value, PackedSequence):
+        items = _parts_of(value)
     elif isinstance(value, list) or _is_known_tuple(value):
         items = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -33,6 +36,11 @@ def _collect(value: Any, found: list[torch.Tensor], around: frozenset[int]) -> N
         inside = around | {id(value)}
         for item in items:
             _collect(item, found, inside)
+
+
+def _parts_of(sequence: PackedSequence) -> tuple[torch.Tensor | None, ...]:
+    # The sizes stay as they are, because torch wants them on the CPU.
+    return sequence.data, sequence.sorted_indices, sequence.unsorted_indices
 
 
 def _is_known_tuple(value: Any) -> bool:
@@ -48,6 +56,9 @@ def map_tensors(
     """Replace the tensors in nested mappings, lists, tuples and dataclasses by ``function`` of them."""
     if isinstance(value, torch.Tensor):
         return function(value)
+    if isinstance(value, PackedSequence):
+        data, order, back = (map_tensors(part, function) for part in _parts_of(value))
+        return PackedSequence(data, value.batch_sizes, order, back)
     items: dict[Any, Any] = {}
     if isinstance(value, Mapping):
         items = dict(value.items())
@@ -77,3 +88,10 @@ def map_tensors(
         else:
             object.__setattr__(copied, key, item)  # it may be frozen
     return copied
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return nested containers with their tensors on a device; another object moves by a ``to`` of its own."""
+    if not tensors_of(value) and not isinstance(value, type) and callable(to := getattr(value, "to", None)):
+        return to(device)
+    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))

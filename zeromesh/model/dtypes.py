@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from traceback import walk_tb
 
 import torch
 from torch import nn
 
+from zeromesh.model.buffers import plain_name
 from zeromesh.model.linear import is_transposed
 from zeromesh.model.precision import Precision
 from zeromesh.model.quantized import change, is_wrapper, parts
 
+_log = logging.getLogger("zeromesh")
+
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+# Modules that PEFT puts around those which it adapts or trains in full.
+_ADAPTED = re.compile(r"(?<=\.)(?:base_layer|original_module|modules_to_save\.\w+)\.")
 
 # Words of torch's errors, of kernels on CPU and CUDA.
 _DTYPES = re.compile(r"(?:same|weight) dtype|scalar type|type \(.* should be the same")
@@ -32,27 +40,21 @@ def dtypes(model: nn.Module, precision: Precision) -> dict[int, torch.dtype]:
     """
     pattern = _kept(model, precision)
     result: dict[int, torch.dtype] = {}
-    for path, module in model.named_modules():
-        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        for tensors, dtype in ((module._parameters, precision.compute), (module._buffers, precision.buffers)):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if is_norm or not tensor.is_floating_point():
-                    result[id(tensor)] = tensor.dtype
-                elif pattern is not None and pattern.search(f"{path}.{name}".lstrip(".")):
-                    result[id(tensor)] = torch.float32
-                else:
-                    result.setdefault(id(tensor), dtype or tensor.dtype)
-                if is_wrapper(tensor):  # its library computes with scales as they are
-                    result |= {id(part): part.dtype for _, part in parts(tensor)}
+    for name, module, tensor in _places(model):
+        dtype = precision.compute if name.rpartition(".")[2] in module._parameters else precision.buffers
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) or not tensor.is_floating_point():
+            result[id(tensor)] = tensor.dtype
+        elif pattern is not None and pattern.search(name):
+            result[id(tensor)] = torch.float32
+        else:
+            result.setdefault(id(tensor), dtype or tensor.dtype)
+        if is_wrapper(tensor):  # its library computes with scales as they are
+            result |= {id(part): part.dtype for _, part in parts(tensor)}
     return result
 
 
 def keep_wide(model: nn.Module, precision: Precision) -> None:
     """Convert to fp32, in place, the tensors that have it in a run of 16 bits; those without memory stay."""
-    if _kept(model, precision) is None:
-        return
     chosen = dtypes(model, precision)
     for tensor in (*model.parameters(), *model.buffers()):
         if chosen[id(tensor)] is torch.float32 and tensor.dtype in SIXTEEN_BIT and not tensor.is_meta:
@@ -61,26 +63,55 @@ def keep_wide(model: nn.Module, precision: Precision) -> None:
 
 def kept_layers(model: nn.Module, precision: Precision) -> list[str]:
     """Return the names of linear layers whose weight has fp32 in a 16-bit run; see ``dtypes``."""
-    pattern = _kept(model, precision)
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) or is_transposed(module)]
-    return [] if pattern is None else [name for name in layers if pattern.search(f"{name}.weight")]
+    chosen = dtypes(model, precision) if precision.compute in SIXTEEN_BIT else {}
+    layers = [
+        (name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear) or is_transposed(each)
+    ]
+    return [name for name, each in layers if chosen.get(id(each._parameters.get("weight"))) is torch.float32]
 
 
-def unmatched(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Return the patterns of ``Precision.keep_fp32`` that are in the name of no parameter and no buffer.
+def require_names(model: nn.Module, patterns: Sequence[str], key: str) -> None:
+    """Raise ValueError unless each pattern of ``Precision.keep_fp32`` is in the name of a parameter or a buffer.
 
-    Raise ValueError for one that is no pattern.
+    ``key`` is that of the patterns in the configuration.
     """
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    result = []
+    names = [name for name, _, _ in _places(model)] if patterns else []
     for pattern in patterns:
         try:
             compiled = re.compile(pattern.replace("*", ".*"))
         except re.error as error:
-            raise ValueError(f"{pattern!r} is no pattern of names ({error}); write a part of tensors' names") from None
+            text = f"{key}: {pattern!r} is no pattern of names ({error}); write a part of tensors' names"
+            raise ValueError(text) from None
         if not any(map(compiled.search, names)):
-            result.append(pattern)
-    return result
+            raise ValueError(
+                f"{key}: {pattern!r} is in the name of no parameter and no buffer; write a part of the model's names, "
+                f"which are as {', '.join(names[:3])}"
+            )
+
+
+def tell_narrowed(model: nn.Module, precision: Precision, key: str) -> None:
+    """Warn of parameters that somebody has made fp32 in a model of 16 bits, and that a run of 16 bits converts."""
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    if precision.compute not in SIXTEEN_BIT or not any(p.dtype in SIXTEEN_BIT for p in named.values()):
+        return
+    chosen = dtypes(model, precision)
+    # PEFT makes its adapters fp32 without being asked.
+    wide = [n for n, p in named.items() if p.dtype is torch.float32 is not chosen[id(p)] and "lora_" not in n]
+    if wide:
+        _log.warning(
+            "parameters of a model in 16 bits have fp32: %s (%d in all); this run computes with them in %s. To keep "
+            "them in fp32, name them in %s",
+            ", ".join(wide[:3]), len(wide), precision.compute, key,
+        )  # fmt: skip
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
+    """Yield parameters and buffers once for each name, with and without names of wrappers, and with their modules."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            full = f"{path}.{name}".lstrip(".")
+            for each in {full, _ADAPTED.sub("", plain_name(full))} if tensor is not None else ():
+                yield each, module, tensor
 
 
 def _kept(model: nn.Module, precision: Precision) -> re.Pattern[str] | None:
@@ -94,7 +125,8 @@ def _kept(model: nn.Module, precision: Precision) -> re.Pattern[str] | None:
         # transformers loads these in bf16: they overflow in fp16 only.
         lists += ["_keep_in_fp32_modules"] if precision.compute is torch.float16 else []
         patterns = [
-            (rf"^{re.escape(path)}\..*" if path else "") + name.replace("*", ".*")
+            (f"^{re.escape(prefix)}.*" if (prefix := plain_name(f"{path}.").lstrip(".")) else "")
+            + name.replace("*", ".*")
             for path, module in model.named_modules()
             for listed in lists
             for name in getattr(module, listed, None) or ()
@@ -117,27 +149,23 @@ def explaining(model: nn.Module, compute: torch.dtype | None, device: torch.devi
     except MismatchError:
         raise
     except (RuntimeError, ValueError) as error:
-        message = str(error)
-        if _DEVICES.search(message):
-            raise MismatchError(
-                f"{message}: {_where(model, error)} computes on {device}, the engine's device; move its inputs there: "
-                "batch = batch.to(engine.device)"
-            ) from error
-        if compute in SIXTEEN_BIT and _DTYPES.search(message):
-            path = _where(model, error)
-            raise MismatchError(
-                f"{message}: {path} meets another dtype than {compute}, which the run computes in; if its parameters "
-                f'are meant to have fp32, write {key} = ["{path}"]; if they have it, cast its inputs '
-                "to their dtype in its forward (x.to(self.weight.dtype)), and its output back"
-            ) from error
-        raise
+        if _DEVICES.search(str(error)):
+            remedy = (
+                f"computes on {device}, the engine's device; move its inputs there: batch = batch.to(engine.device)"
+            )
+        elif compute in SIXTEEN_BIT and _DTYPES.search(str(error)):
+            remedy = (
+                f"meets another dtype than {compute}, which the run computes in; if its parameters are meant to have "
+                f'fp32, write {key} = ["{_where(model, error)}"]; if they have it, cast its inputs to their dtype in '
+                "its forward (x.to(self.weight.dtype)), and its output back"
+            )
+        else:
+            raise
+        raise MismatchError(f"{error}: {_where(model, error)} {remedy}") from error
 
 
 def _where(model: nn.Module, error: BaseException) -> str:
     """Return the name of the innermost module of the model whose method raised the error."""
     names = {id(module): name for name, module in model.named_modules()}
-    path, trace = "", error.__traceback__
-    while trace is not None:
-        path = names.get(id(trace.tb_frame.f_locals.get("self"))) or path
-        trace = trace.tb_next
-    return path or "the model"
+    owners = [id(frame.f_locals.get("self")) for frame, _ in walk_tb(error.__traceback__)]
+    return next((names[owner] for owner in reversed(owners) if names.get(owner)), "the model")

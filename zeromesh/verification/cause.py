@@ -29,18 +29,18 @@ class Evidence:
     trial: Trial
     share: int  # of the global batch, that this rank computes
 
-    @property
-    def close(self) -> float:
-        """Relative distance that counts as none."""
-        return CLOSE if self.trial.dtype is torch.float64 else CLOSE_16_BIT
-
     def cut(self, kind: str, back: int = 0) -> torch.Tensor | None:
         """Return this piece of a value of the plain process, ``back`` updates earlier."""
         key, number = f"{kind}/{self.piece.name}", self.number - back
-        whole = self.plain[number].values.get(key) if number >= 0 else self.plain[0].start.get(key)
-        if whole is None or whole.shape != torch.Size(self.piece.shape):
+        value = self.plain[number].values.get(key) if number >= 0 else self.plain[0].start.get(key)
+        if value is None or value.shape != torch.Size(self.piece.shape):
             return None
-        return self.piece.cut(whole).double()
+        return self.piece.cut(value).double()
+
+
+def close_in(trial: Trial) -> float:
+    """Return the relative distance that counts as none."""
+    return CLOSE if trial.dtype is torch.float64 else CLOSE_16_BIT
 
 
 def factors(trial: Trial, step: PlainStep) -> Iterator[tuple[float, str]]:
@@ -70,8 +70,8 @@ def factors(trial: Trial, step: PlainStep) -> Iterator[tuple[float, str]]:
 
 def named_factor(ratio: float, trial: Trial, step: PlainStep, close: float) -> str:
     """Return what a factor may mean; without a meaning, the factor."""
-    found = [text for factor, text in factors(trial, step) if abs(ratio - factor) <= close * max(abs(factor), close)]
-    return "; or ".join(dict.fromkeys(found)) or f"{ratio:.6g} times what it should be"
+    texts = [text for factor, text in factors(trial, step) if abs(ratio - factor) <= close * max(abs(factor), close)]
+    return "; or ".join(dict.fromkeys(texts)) or f"{ratio:.6g} times what it should be"
 
 
 def ratio_of(got: torch.Tensor, expected: torch.Tensor, close: float) -> float | None:
@@ -89,7 +89,7 @@ def explain(kind: str, got: torch.Tensor, evidence: Evidence) -> str:
     got, expected = got.double(), evidence.cut(kind)
     if expected is None or not bool(got.isfinite().all()):
         return "" if expected is None else "it is not finite, or not there"
-    step, trial, close = evidence.plain[evidence.number], evidence.trial, evidence.close
+    step, trial, close = evidence.plain[evidence.number], evidence.trial, close_in(evidence.trial)
     if kind == "gradient":
         return _of_gradient(got, expected, evidence)
     for key in step.values:
@@ -113,7 +113,7 @@ def explain(kind: str, got: torch.Tensor, evidence: Evidence) -> str:
 
 def _of_gradient(got: torch.Tensor, expected: torch.Tensor, evidence: Evidence) -> str:
     """Find which micro-batches a gradient is made of, and how often each is in it."""
-    step, trial, close = evidence.plain[evidence.number], evidence.trial, evidence.close
+    step, trial, close = evidence.plain[evidence.number], evidence.trial, close_in(evidence.trial)
     ratio = ratio_of(got, expected, close)
     if ratio is not None:
         return f"it is {named_factor(ratio, trial, step, close)}"
@@ -171,14 +171,6 @@ def stale(got: torch.Tensor, old: torch.Tensor | None) -> str:
     return "it is not what its master says: the update was not published to this rank, or something else was"
 
 
-def of_dtype(got: torch.dtype, expected: torch.dtype) -> str:
-    """Return the likely cause of a parameter in another dtype."""
-    return (
-        f"it has {got} here and {expected} in the plain process: the model's, or the configuration's, list of tensors "
-        "that stay in fp32 is not followed"
-    )
-
-
 def of_count(got: object, expected: torch.Tensor) -> str:
     """Return the likely cause of a wrong number of updates."""
     if got is None:
@@ -186,9 +178,9 @@ def of_count(got: object, expected: torch.Tensor) -> str:
     return f"the optimizer counts {float(got):g} updates of it here instead of {float(expected):g}"  # type: ignore[arg-type]
 
 
-def unshared(got: torch.Tensor, own: torch.Tensor | None, near: float) -> str:
+def unshared(got: torch.Tensor, here: torch.Tensor | None, near: float) -> str:
     """Return the likely cause of a wrong buffer."""
-    if own is not None and float((got.double().cpu() - own.double()).abs().max()) <= near:
+    if here is not None and float((got.double().cpu() - here.double()).abs().max()) <= near:
         return "it has this rank's own statistics: the first rank's were not shared"
     return ""
 
@@ -197,7 +189,6 @@ def of_number(kind: str, got: float, plain: Sequence[PlainStep], number: int, ke
     """Return the likely cause of a wrong norm or rate."""
     step = plain[number]
     expected = float(step.values[key])
-    close = CLOSE if trial.dtype is torch.float64 else CLOSE_16_BIT
     if kind == "rate":
         for distance, what in ((-1, "one update late"), (1, "one update early")):
             near = plain[number + distance].values.get(key) if 0 <= number + distance < len(plain) else None
@@ -206,7 +197,7 @@ def of_number(kind: str, got: float, plain: Sequence[PlainStep], number: int, ke
     if kind == "loss":
         return _of_forward(number, trial)
     if kind == "norm" and expected:
-        return f"it is {named_factor(got / expected, trial, step, close)}, though the gradients are right"
+        return f"it is {named_factor(got / expected, trial, step, close_in(trial))}, though the gradients are right"
     return ""
 
 

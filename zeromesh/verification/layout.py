@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -94,16 +95,14 @@ def _fitted(settings: Settings, ranks: int | None, needed: int, most: int) -> di
         return settings.resolve_mesh(ranks)
     if settings.mesh.data == 1 and needed == 1:
         return _with_data(settings, 2).resolve_mesh(2)
-    found = []
+    meshes = []
     for world in range(max(2, needed), most + 1):
-        try:
-            found.append(settings.resolve_mesh(world))
-        except ConfigError:
-            continue
-    if not found:
+        with suppress(ConfigError):
+            meshes.append(settings.resolve_mesh(world))
+    if not meshes:
         return settings.resolve_mesh(needed)  # raises what is wrong with it
     # Ranks with different samples, if there may be any: else nothing is reduced over them.
-    return next((sizes for sizes in found if sizes["replicate"] * sizes["data"] > 1), found[0])
+    return next((sizes for sizes in meshes if sizes["replicate"] * sizes["data"] > 1), meshes[0])
 
 
 def _with_data(settings: Settings, size: int) -> Settings:

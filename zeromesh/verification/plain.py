@@ -7,10 +7,12 @@ own. Every share of the global batch is computed on its own, as its rank does, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from math import inf, isfinite, isnan, sqrt
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,10 +21,11 @@ from torch import nn
 
 from zeromesh.batches import loss_of
 from zeromesh.computation import cast_inputs
+from zeromesh.config.keys import KEEP_FP32
 from zeromesh.config.settings import Settings
 from zeromesh.model.chain import Chain
-from zeromesh.model.containers import map_tensors
-from zeromesh.model.dtypes import dtypes, kept_layers
+from zeromesh.model.containers import moved
+from zeromesh.model.dtypes import dtypes, explaining, kept_layers
 from zeromesh.model.piece import Piece
 from zeromesh.model.quantized import change
 from zeromesh.model.split import Held
@@ -106,22 +109,6 @@ class PlainStep:
     skipped: bool = False
 
 
-class Alone:
-    """Implements ``PieceExchange`` where every piece is whole."""
-
-    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
-        self._shapes = shapes
-        self.buckets = [list(shapes)]
-
-    def sum(self, vector: torch.Tensor) -> torch.Tensor:
-        """Return the vector itself."""
-        return vector
-
-    def gather(self, bucket: int, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the pieces in the shape of their parameters."""
-        return {name: piece.view(self._shapes[name]) for name, piece in pieces.items()}
-
-
 class PlainTraining:
     """One process that trains a model; ``noise`` is the relative size of random errors of its weights."""
 
@@ -146,13 +133,14 @@ class PlainTraining:
         self._computed = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._tables = PlainTables(self.model, trial.settings, [*self.masters])
         self.optimizer = self._optimizer()
-        self._tables.start(self.optimizer, self.masters)
-        given = trial.settings.scheduler
-        self.scheduler = None if given is None else schedules.build(given.type, dict(given.params), self.optimizer)
+        schedule = trial.settings.scheduler
+        self.scheduler = (
+            None if schedule is None else schedules.build(schedule.type, dict(schedule.params), self.optimizer)
+        )
         self.scaler = LossScaler(precision.loss_scale) if precision.loss_scale else None
         self._buffers = {name: b.clone() for name, b in self.model.named_buffers()}
-        kept = self.model.state_dict(keep_vars=True)
-        self._persistent = {name for name in self._buffers if name in kept}
+        state = self.model.state_dict(keep_vars=True)
+        self._persistent = {name for name in self._buffers if name in state}
         self._own: list[dict[str, torch.Tensor]] = [{} for _ in range(trial.shares)]
 
     def _cast(self, model: nn.Module) -> None:
@@ -168,7 +156,12 @@ class PlainTraining:
         chosen = self._trial.settings.optimizer
         assert chosen is not None
         pieces = {n: Piece(n, Held(tuple(p.shape)), 0, p.numel(), p) for n, p in self.masters.items()}
-        alone = Alone({name: p.shape for name, p in self.masters.items()})
+        shapes = {name: p.shape for name, p in self.masters.items()}
+        # Every piece is whole, and there is no other rank.
+        alone: Any = SimpleNamespace(
+            buckets=[[*shapes]], sum=lambda vector: vector,
+            gather=lambda bucket, values: {name: value.view(shapes[name]) for name, value in values.items()},
+        )  # fmt: skip
         matrices = hidden_matrices(self.model) if chosen.type.lower() == "muon" else frozenset()
         groups = []
         for group in self._tables.groups:
@@ -178,10 +171,10 @@ class PlainTraining:
 
     def steps(self) -> list[PlainStep]:
         """Train, and return the updates, up to the first one that overflows."""
-        found: list[PlainStep] = []
-        while len(found) < self._trial.steps and not (found and found[-1].skipped):
-            found.append(self._step(len(found)))
-        return found
+        steps: list[PlainStep] = []
+        while len(steps) < self._trial.steps and not (steps and steps[-1].skipped):
+            steps.append(self._step(len(steps)))
+        return steps
 
     def probe(self, seed: int) -> float:
         """Return the loss of the first micro-batch with generators seeded so."""
@@ -195,7 +188,9 @@ class PlainTraining:
         start = {f"master/{name}": master.detach().clone() for name, master in first.items()}
         scale = self.scaler.scale if self.scaler else 1.0
         sums: dict[str, torch.Tensor] = {}
-        parts: dict[str, list[torch.Tensor | None]] = {name: [] for name in self.masters}
+        count = trial.shares * trial.micro_batches
+        lengths = {name: len(sample_places(master.numel())) for name, master in self.masters.items()}
+        samples = {name: torch.zeros(count, length, dtype=torch.float64) for name, length in lengths.items()}
         buffers: dict[str, torch.Tensor] = {}
         for share in range(trial.shares):
             self._restore(share)
@@ -203,17 +198,15 @@ class PlainTraining:
                 loss = self._gradients(number, share, micro_batch, scale)
                 values[f"loss/{share}.{micro_batch}"] = loss.double()
                 for name, computed in self._computed.items():
-                    gradient = computed.grad
-                    parts[name].append(None if gradient is None else sampled(dense(gradient)).double().cpu())
-                    if gradient is not None:
+                    if (gradient := computed.grad) is not None:
+                        samples[name][share * trial.micro_batches + micro_batch] = sampled(dense(gradient))
                         wide = gradient.to(self.masters[name].dtype)
                         sums[name] = sums[name] + wide if name in sums else wide.clone()
                 self.model.zero_grad()
             self._own[share] = {n: b.detach().clone() for n, b in self.model.named_buffers()}
             buffers |= {f"buffer {share}/{name}": value for name, value in self._own[share].items()}
         # Sums of parameters, not means, where the configuration says so; each share's own mean over micro-batches.
-        count = 1 if trial.settings.gradient_allreduce_op == "sum" else trial.shares
-        factor = 1.0 / (count * scale)
+        factor = 1.0 / (scale * (1 if trial.settings.gradient_allreduce_op == "sum" else trial.shares))
         norm = sqrt(sum(float(dense(total).double().square().sum()) for total in sums.values())) * factor
         skipped = not isfinite(norm)
         if self.scaler and not skipped:
@@ -223,41 +216,36 @@ class PlainTraining:
         values["norm/"] = torch.tensor(norm, dtype=torch.float64)
         for group, options in enumerate(self.optimizer.param_groups):
             values[f"rate/{group}"] = torch.tensor(float(options["lr"]), dtype=torch.float64)
-        samples = {}
         for name, master in self.masters.items():
-            of_table = name in self._tables.names
-            change(master, grad=sums[name].mul(factor * clip) if name in sums and not of_table else None)
-            samples[name] = _stacked(parts[name])
+            is_dense = name in sums and name not in self._tables.names
+            change(master, grad=sums[name].mul(factor * clip) if is_dense else None)
             if name in sums:
                 values[f"gradient/{name}"] = dense(sums[name]).mul(factor)
         if trial.written and number == trial.steps - 1:
             self.masters[trial.written].data.mul_(WRITTEN)
         if not skipped:
             self.optimizer.step()
-            for name in self._tables.names & sums.keys():
-                change(self.masters[name], grad=sums[name].mul(factor * clip).coalesce())
-            self._tables.step()
+            of_tables = {name: sums[name].mul(factor * clip) for name in self._tables.names & sums.keys()}
+            self._tables.update(self.optimizer, self.masters, of_tables)
             if self.scheduler is not None:
                 self.scheduler.step()
         # Every rank takes the first one's running statistics at an update; what is no part of the state stays its own.
         self._buffers |= {name: self._own[0][name] for name in self._persistent}
         values |= buffers | {f"master/{name}": master.detach().clone() for name, master in self.masters.items()}
         for name, master in self.masters.items():
-            of_table = name in self._tables.names
-            states = self._tables.state(name) if of_table else self.optimizer.state.get(master, {})
-            for key, state in states.items():
+            for key, state in (self._tables.states.get(name) or self.optimizer.state.get(master, {})).items():
                 if isinstance(state, torch.Tensor):
                     values[f"state {key}/{name}"] = state.detach().clone()
-        values, start = ({key: value.cpu() for key, value in found.items()} for found in (values, start))
+        values, start = ({key: value.cpu() for key, value in by_name.items()} for by_name in (values, start))
         # Rows of tables rest in their masters, and are cast on their way to a forward.
         chosen = {n: p.dtype for n, p in self.model.named_parameters() if n not in self._tables.names}
         return PlainStep(values, samples, {}, start, chosen, clip, scale, skipped)
 
     def _restore(self, share: int) -> None:
         """Begin a share with the buffers that its rank has."""
-        own = self._own[share]
+        buffers = self._own[share]
         for name, buffer in self.model.named_buffers():
-            value = self._buffers[name] if name in self._persistent else own.get(name, self._buffers[name])
+            value = self._buffers[name] if name in self._persistent else buffers.get(name, self._buffers[name])
             buffer.detach().copy_(value)
 
     def _gradients(self, number: int, share: int, micro_batch: int, scale: float) -> torch.Tensor:
@@ -269,10 +257,9 @@ class PlainTraining:
                     errors = torch.randn(master.shape, generator=self._generator, dtype=torch.float64)
                     master = (master.double() * (1 + self._noise * errors.to(trial.device))).to(master.dtype)
                 computed.data.copy_(master)
-        given = map_tensors(trial.inputs(number, share, micro_batch), lambda tensor: tensor.to(trial.device))
-        inputs = cast_inputs(given, self._precision)
+        inputs = cast_inputs(moved(trial.inputs(number, share, micro_batch), trial.device), self._precision)
         kind = self._precision.autocast
-        with trial.widened():
+        with trial.widened(), explaining(self.model, self._precision.compute, trial.device, KEEP_FP32):
             with torch.autocast(trial.device.type, dtype=kind, cache_enabled=False) if kind else nullcontext():
                 loss = loss_of_model(inputs, self.model, self.model)
             (loss * (scale / trial.micro_batches)).backward()
@@ -300,11 +287,6 @@ def sample_places(elements: int) -> torch.Tensor:
     return torch.linspace(0, max(elements - 1, 0), min(elements, SAMPLED), dtype=torch.float64).long()
 
 
-def _stacked(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    like = next((part for part in parts if part is not None), torch.zeros(0, dtype=torch.float64))
-    return torch.stack([torch.zeros_like(like) if part is None else part for part in parts])
-
-
 CASTS: tuple[tuple[Any, str], ...] = (
     *((torch.Tensor, name) for name in ("to", "float", "type", "softmax", "log_softmax", "sum", "mean", "cumsum")),
     *((torch, name) for name in ("softmax", "log_softmax", "sum", "mean", "cumsum")),
@@ -318,20 +300,14 @@ def wide() -> Iterator[None]:
     """Keep float64 where a model casts to float32, as losses, norms and rotary embeddings of transformers do."""
     # Their round-off would be that of float32, and bounds so wide that small mistakes go unseen. Functions are
     # replaced, because a mode of torch does not reach what is recomputed in the backward.
-    before = [(owner, name, getattr(owner, name), name in vars(owner)) for owner, name in CASTS]
-    replacements = {function: _kept_wide(function, name) for _, name, function, _ in before}
-    try:
-        for owner, name, function, _ in before:
-            setattr(owner, name, replacements[function])
+    functions = [getattr(owner, name) for owner, name in CASTS]
+    replacements = {old: _kept_wide(old, name) for old, (_, name) in zip(functions, CASTS, strict=True)}
+    with ExitStack() as stack:
+        for old, (owner, name) in zip(functions, CASTS, strict=True):
+            stack.enter_context(patch.object(owner, name, replacements[old]))
         # Of activations that are split over ranks: what replaces a function has its rule.
-        with patch.dict(RULES, {new: RULES[old] for old, new in replacements.items() if old in RULES}):
-            yield
-    finally:
-        for owner, name, function, own in before:
-            if own:
-                setattr(owner, name, function)
-            else:
-                delattr(owner, name)
+        stack.enter_context(patch.dict(RULES, {new: RULES[old] for old, new in replacements.items() if old in RULES}))
+        yield
 
 
 def _kept_wide(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -339,8 +315,8 @@ def _kept_wide(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
             if name == "float":
                 return args[0]
-            args = tuple(torch.float64 if one is torch.float32 else one for one in args)
-            kwargs = {key: torch.float64 if one is torch.float32 else one for key, one in kwargs.items()}
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
         return function(*args, **kwargs)
 
     return call
@@ -356,9 +332,9 @@ class Narrowest(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, and look at its result."""
         result = func(*args, **(kwargs or {}))
-        for one in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(one, torch.Tensor) and one.is_floating_point() and one.requires_grad and one.numel() > 1:
-                self.dtype = max(self.dtype, one.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.requires_grad and x.numel() > 1:
+                self.dtype = max(self.dtype, x.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         return result
 
 
@@ -372,7 +348,7 @@ def reference(path: Path, trial: Trial, terms: int) -> tuple[list[PlainStep], to
     with Narrowest() as seen:
         steps = PlainTraining(path, trial).steps()
     asked = trial.settings.precision
-    used = [seen.dtype, *(one for one in (asked.compute, asked.communicate, asked.accumulate) if one is not None)]
+    used = [seen.dtype, *filter(None, (asked.compute, asked.communicate, asked.accumulate))]
     narrow = max(used, key=lambda dtype: torch.finfo(dtype).eps)
     unit = torch.finfo(narrow).eps / 2
     # The rounding errors of a sum grow with the root of its terms, at the worst with their number. Products of matrices
@@ -405,7 +381,7 @@ def _bounds(
     for key, far in moved.items():
         if scales[key] > 0:
             usual.setdefault(key.split("/")[0], []).append(far / scales[key])
-    medians = {kind: sorted(found)[len(found) // 2] for kind, found in usual.items()}
+    medians = {kind: sorted(ratios)[len(ratios) // 2] for kind, ratios in usual.items()}
     bounds = {}
     for key, far in moved.items():
         kind = key.split("/")[0]
@@ -417,8 +393,8 @@ def _bounds(
 
 def largest(tensor: torch.Tensor) -> float:
     """Return the largest absolute value; infinity where an element is no number."""
-    found = float(tensor.double().abs().max()) if tensor.numel() else 0.0
-    return inf if isnan(found) else found
+    size = float(tensor.double().abs().max()) if tensor.numel() else 0.0
+    return inf if isnan(size) else size
 
 
 def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -429,7 +405,5 @@ def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 def is_alike(step: PlainStep) -> bool:
     """Return whether two micro-batches have the same gradients; that hides when one takes the other's place."""
-    count = max((len(parts) for parts in step.samples.values()), default=0)
-    filled = [parts for parts in step.samples.values() if parts.numel()]
-    pairs = ((one, other) for other in range(count) for one in range(other))
-    return any(all(torch.equal(parts[one], parts[other]) for parts in filled) for one, other in pairs)
+    rows = zip(*step.samples.values(), strict=True)  # of each micro-batch, its elements of every gradient
+    return any(all(map(torch.equal, first, second)) for first, second in combinations(rows, 2))

@@ -16,7 +16,7 @@ import torch
 from zeromesh import zero
 from zeromesh.build import initialize
 from zeromesh.engine import Engine
-from zeromesh.model.containers import map_tensors
+from zeromesh.model.containers import moved
 from zeromesh.model.piece import Piece
 from zeromesh.optim.bound import PartHook
 from zeromesh.verification import cause
@@ -104,7 +104,7 @@ def compare(trial: Trial, path: Path, plain: list[PlainStep]) -> RankResult:
     for number in range(trial.steps):
         comparison.step(number)
         # All that follows a difference differs as well.
-        apart = torch.tensor([float(not all(one.equal for one in comparison.findings))], dtype=torch.float64)
+        apart = torch.tensor([float(not all(finding.equal for finding in comparison.findings))], dtype=torch.float64)
         stopped = bool(engine.mesh.group("world").exchange(apart).any())
         if stopped:
             break
@@ -134,6 +134,9 @@ class Comparison:
             for _, _, piece in flat.pieces:
                 if piece.parameter.grad is not None:
                     self._gradients[piece.name] = piece.parameter.grad.detach().clone()
+        for table in self._engine.sharded.tables:
+            if table.used:
+                self._gradients[f"{table.name}.weight"] = table.dense_gradient()
 
     def step(self, number: int) -> None:
         """Make one update, and compare it."""
@@ -166,29 +169,24 @@ class Comparison:
         """Return the losses of this rank's micro-batches, by name; none where stages compute them."""
         engine, trial = self._engine, self._trial
         share = engine.data_rank
-        given = [trial.inputs(number, share, m) for m in range(trial.micro_batches)]
+        batches = [trial.inputs(number, share, m) for m in range(trial.micro_batches)]
         if engine.pipelined is not None:
             with trial.widened():
-                engine.train_batch(iter(given))
+                engine.train_batch(iter(batches))
             return {}
         losses = {}
-        for micro_batch, inputs in enumerate(given):
-            here = map_tensors(inputs, lambda tensor: tensor.to(engine.device))
+        for micro_batch, inputs in enumerate(batches):
             with trial.widened():
-                loss = loss_of_model(here, engine.module, engine)
+                loss = loss_of_model(moved(inputs, engine.device), engine.module, engine)
                 engine.backward(loss)
             losses[f"{share}.{micro_batch}"] = loss.detach().double().item()
             if trial.written and (number, micro_batch) == (trial.steps - 1, trial.micro_batches - 1):
-                self._write(engine.module.get_parameter(trial.written))
+                parameter = engine.module.get_parameter(trial.written)  # as a script may do
+                value = zero.safe_get_full_fp32_param(parameter)
+                assert value is not None
+                zero.safe_set_full_fp32_param(parameter, value * WRITTEN)
             engine.step()
         return losses
-
-    @staticmethod
-    def _write(parameter: torch.nn.Parameter) -> None:
-        """Change a parameter as a script may do between a backward and its update."""
-        value = zero.safe_get_full_fp32_param(parameter)
-        assert value is not None
-        zero.safe_set_full_fp32_param(parameter, value * WRITTEN)
 
     # Values.
 
@@ -219,23 +217,25 @@ class Comparison:
             self._piece(number, "master", piece, piece.parameter.detach())
 
     def _state(self, number: int, kind: str, piece: Piece, got: Any) -> None:
-        expected = self._plain[number].values[f"{kind}/{piece.name}"]
+        step, key = self._plain[number], f"{kind}/{piece.name}"
+        expected = step.values[key]
         if piece.start == piece.stop:
             return
-        if expected.numel() == torch.Size(piece.shape).numel() and expected.ndim > 0:
-            if got is None or got.numel() == piece.stop - piece.start:
-                self._piece(number, kind, piece, got)
-        elif expected.ndim == 0:
-            bound = self._plain[number].bounds.get(f"{kind}/{piece.name}", inf)
+        if expected.ndim == 0:
             value = torch.tensor(inf if got is None else float(got), dtype=torch.float64)
             look = partial(cause.of_count, got, expected)
-            self._add(number, kind, piece.name, value, expected, bound, "", look)
+            self._add(number, kind, piece.name, value, expected, step.bounds.get(key, inf), "", look)
+        elif expected.numel() in (elements := torch.Size(piece.shape).numel(), *piece.shape[:1]):
+            width = elements // expected.numel()
+            if got is None or got.numel() * width == piece.stop - piece.start:
+                self._piece(number, kind, piece, got if got is None else got.reshape(-1).repeat_interleave(width))
 
     def _piece(self, number: int, kind: str, piece: Piece, got: torch.Tensor | None) -> None:
         step, key = self._plain[number], f"{kind}/{piece.name}"
-        whole = step.values.get(key)
         # The plain process had no gradient: what is here has to be zero.
-        expected = piece.cut(whole.view(piece.shape)) if whole is not None else torch.zeros(piece.stop - piece.start)
+        value = step.values.get(key, torch.zeros(1)).reshape(-1, 1)
+        width = torch.Size(piece.shape).numel() // max(1, len(value))  # above 1: a number for each row
+        expected = piece.cut(value.expand(-1, width).reshape(piece.shape))
         have = torch.full_like(expected, inf) if got is None else got.reshape(-1)
         look = None
         if got is not None:
@@ -252,42 +252,47 @@ class Comparison:
                 for flat in part.flats:
                     for index, segment in enumerate(flat.layout.segments):
                         got = flat.parameters[index].detach()
-                        kind, whole = "frozen", step.values.get(f"frozen/{segment.name}")
+                        kind, master = "frozen", step.values.get(f"frozen/{segment.name}")
                         if flat.layout.trainable:
                             kind = "parameter"
-                            whole = sharded.assemble(flat, index, lambda _, __, piece: piece.parameter.detach())
-                        if whole is not None and got.numel():
-                            self._parameter(number, kind, segment.name, got.cpu(), whole.view(got.shape).double().cpu())
+                            master = sharded.assemble(flat, index, lambda _, __, piece: piece.parameter.detach())
+                        if master is not None and got.numel():
+                            self._parameter(
+                                number, kind, segment.name, got.cpu(), master.view(got.shape).double().cpu()
+                            )
 
     def _parameter(self, number: int, kind: str, name: str, got: torch.Tensor, master: torch.Tensor) -> None:
         """Compare each element with its master, rounded: at most half a unit in the last place, as rounding does."""
         expected = self._plain[number].dtypes.get(name, got.dtype)
         if expected is not got.dtype:
-            look = partial(cause.of_dtype, got.dtype, expected)
-            self._add(number, kind, name, torch.full_like(master, inf), master, 0.0, "", look)
+            why = (
+                f"it has {got.dtype} here and {expected} in the plain process: the model's, or the configuration's, "
+                "list of tensors that stay in fp32 is not followed"
+            )
+            self._add(number, kind, name, torch.full_like(master, inf), master, 0.0, "", lambda: why)
             return
         # Ties may go either way, as those of split masters do.
-        kept = torch.finfo(got.dtype)
-        half = torch.ldexp(torch.full_like(master, kept.eps / 4), torch.frexp(master).exponent)
-        half = half.clamp_min(kept.tiny * kept.eps / 2).flatten()
+        numbers = torch.finfo(got.dtype)
+        half = torch.ldexp(torch.full_like(master, numbers.eps / 4), torch.frexp(master).exponent)
+        half = half.clamp_min(numbers.tiny * numbers.eps / 2).flatten()
         far = torch.where(got == master, 0.0, got.double() - master).abs().flatten()
         worst = int((far / half).argmax())
         look = partial(cause.stale, got, self._published.get(name))
-        found = got.flatten()[worst].double()
-        self._add(number, kind, name, found, master.flatten()[worst], float(half[worst]), "", look)
+        element = got.flatten()[worst].double()
+        self._add(number, kind, name, element, master.flatten()[worst], float(half[worst]), "", look)
         self._published[name] = got.clone()
 
     def _buffers(self, number: int) -> None:
         sharded, step, share = self._engine.sharded, self._plain[number], self._engine.data_rank
-        kept = {id(buffer) for buffer in sharded.buffers.state()}
+        shared = {id(buffer) for buffer in sharded.buffers.state()}
         for name, buffer in sharded.model.named_buffers():
-            first = id(buffer) in kept
+            first = id(buffer) in shared
             expected = step.values.get(f"buffer {0 if first else share}/{name}")
             if name in sharded.idle or expected is None or expected.shape != buffer.shape:
                 continue
             bound = step.bounds.get(f"buffer {0 if first else share}/{name}", 0.0)
-            own = step.values.get(f"buffer {share}/{name}")
-            look = partial(cause.unshared, buffer.detach().cpu(), own, bound) if first and share else None
+            here = step.values.get(f"buffer {share}/{name}")
+            look = partial(cause.unshared, buffer.detach().cpu(), here, bound) if first and share else None
             self._add(number, "buffer", name, buffer.detach(), expected, bound, "", look)
 
     # Findings.

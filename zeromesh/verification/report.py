@@ -39,32 +39,33 @@ class TrialReport:
     @property
     def apart(self) -> list[Finding]:
         """Findings that are not equal, the first first."""
-        return sorted((one for one in self.findings if not one.equal), key=lambda one: one.order)
+        return sorted((finding for finding in self.findings if not finding.equal), key=lambda finding: finding.order)
 
     def worst(self) -> list[tuple[str, int, Finding]]:
         """Return for each kind the number of comparisons and the one that is nearest to its bound, or beyond it."""
         kinds: dict[str, list[Finding]] = {}
-        for one in self.findings:
-            kinds.setdefault(one.kind.split()[0], []).append(one)
+        for finding in self.findings:
+            kinds.setdefault(finding.kind.split()[0], []).append(finding)
         return [(kind, len(kinds[kind]), max(kinds[kind], key=_excess)) for kind in ORDER if kind in kinds]
 
     def missing(self, steps: Sequence[PlainStep]) -> dict[str, list[str]]:
         """Return the plain process' values that no rank has compared: names by kind."""
-        compared = {(one.step, one.kind, one.name) for one in self.findings}
-        found: dict[str, list[str]] = {}
+        compared = {(finding.step, finding.kind, finding.name) for finding in self.findings}
+        missing: dict[str, list[str]] = {}
         for number, step in enumerate(steps, 1):
-            for key in step.values:
+            for key in (key for key, value in step.values.items() if value.numel()):
                 kind, _, name = key.partition("/")
                 kind = "buffer" if kind.startswith("buffer") else kind
-                for one in ("master", "parameter") if kind == "master" else (kind,):
+                for each in ("master", "parameter") if kind == "master" else (kind,):
+                    names = missing.setdefault(each, [])
                     # Stages have a mean loss without a name.
-                    if not compared & {(number, one, name), (number, one, "")} and name not in found.get(one, ()):
-                        found.setdefault(one, []).append(name)
-        return found
+                    if not compared & {(number, each, name), (number, each, "")} and name not in names:
+                        names.append(name)
+        return {kind: names for kind, names in missing.items() if names}
 
 
-def _excess(one: Finding) -> float:
-    ratio = one.difference / one.bound if one.bound else (math.inf if one.difference else 0.0)
+def _excess(finding: Finding) -> float:
+    ratio = finding.difference / finding.bound if finding.bound else (math.inf if finding.difference else 0.0)
     return math.inf if math.isnan(ratio) else ratio
 
 
@@ -121,14 +122,16 @@ class Report:
             if not trial.apart:
                 continue
             first = trial.apart[0]
-            kind = [one for one in trial.apart if (one.step, one.kind) == (first.step, first.kind)]
+            kind = [finding for finding in trial.apart if (finding.step, finding.kind) == (first.step, first.kind)]
             # Each rank has names of its own micro-batches.
-            alike = [one for one in kind if one.name == first.name or one.kind == "loss"]
-            self.ranks = sorted({one.rank for one in alike})
-            self.place = where(self.ranks, {one.rank: one.coordinates for one in ranks})
+            alike = [finding for finding in kind if finding.name == first.name or finding.kind == "loss"]
+            self.ranks = sorted({finding.rank for finding in alike})
+            self.place = where(self.ranks, {result.rank: result.coordinates for result in ranks})
             # What most ranks say of this value; else what is said of other values of this kind.
-            said = [one.cause for one in alike if one.cause] or [one.cause for one in kind if one.cause]
-            self.cause = max(said, key=said.count, default="")
+            causes = next(
+                filter(None, ([finding.cause for finding in of if finding.cause] for of in (alike, kind))), []
+            )
+            self.cause = max(causes, key=causes.count, default="")
             self.verdict = Verdict.APART
             return
         self.verdict = Verdict.EQUAL
@@ -149,8 +152,8 @@ class Report:
                     "precision": trial.name,
                     "computes_in": trial.unit,
                     "compared": len(trial.findings),
-                    "apart": [_plain(one) for one in trial.apart],
-                    "worst": {kind: _plain(one) for kind, _, one in trial.worst()},
+                    "apart": [_plain(finding) for finding in trial.apart],
+                    "worst": {kind: _plain(finding) for kind, _, finding in trial.worst()},
                 }
                 for trial in self.trials
             ],
@@ -164,14 +167,15 @@ class Report:
             table = Table(title=f"in {trial.name} (round-off of {trial.unit})", title_justify="left")
             for column in ("compared", "values", "difference", "bound", "nearest to its bound", ""):
                 table.add_column(column, justify="right" if column in ("values", "difference", "bound") else "left")
-            for kind, count, one in trial.worst():
-                answer = "equal" if one.equal else "apart"
-                place = f"step {one.step}, rank {one.rank}" + (f", {one.name}" if one.name else "")
-                table.add_row(kind, str(count), f"{one.difference:.2e}", f"{one.bound:.2e}", place, answer)
+            for kind, count, finding in trial.worst():
+                answer = "equal" if finding.equal else "apart"
+                place = f"step {finding.step}, rank {finding.rank}" + (f", {finding.name}" if finding.name else "")
+                table.add_row(kind, str(count), f"{finding.difference:.2e}", f"{finding.bound:.2e}", place, answer)
             console.print(table)
-            for one in trial.apart[:SHOWN]:
-                because = f": {one.cause}" if one.cause else ""
-                console.print(f"  apart: step {one.step}, {described(one)}, rank {one.rank} ({one.place}){because}")
+            for finding in trial.apart[:SHOWN]:
+                because = f": {finding.cause}" if finding.cause else ""
+                place = f"rank {finding.rank} ({finding.place})"
+                console.print(f"  apart: step {finding.step}, {described(finding)}, {place}{because}")
             if len(trial.apart) > SHOWN:
                 console.print(f"  and {len(trial.apart) - SHOWN} more")
         titles = {"changed for the comparison": self.changes, "note": self.notes, "not seen": self.unseen}
@@ -192,16 +196,18 @@ class Report:
         trials = [trial for trial in self.trials if trial.findings]
         if not trials:
             raise ValueError("there is no picture, as nothing was compared")
-        weights = [[one for one in trial.findings if one.kind in ("master", "parameter")] for trial in trials]
-        names = sorted(places := {one.name: one.position for one in weights[0]}, key=places.__getitem__)
+        weights = [
+            [finding for finding in trial.findings if finding.kind in ("master", "parameter")] for trial in trials
+        ]
+        names = sorted(places := {finding.name: finding.position for finding in weights[0]}, key=places.__getitem__)
         figure.set_size_inches(4 + 2 * len(trials), 1.5 + 0.16 * len(names))
         axes = figure.subplots(1, len(trials), squeeze=False, sharey=True)[0]
         image = None
-        for axis, trial, found in zip(axes, trials, weights, strict=True):
+        for axis, trial, findings in zip(axes, trials, weights, strict=True):
             cells = [[0.0] * self.steps for _ in names]
-            for one in found:
-                row = cells[names.index(one.name)]
-                row[one.step - 1] = max(row[one.step - 1], min(one.relative, 1.0))
+            for finding in findings:
+                row = cells[names.index(finding.name)]
+                row[finding.step - 1] = max(row[finding.step - 1], min(finding.relative, 1.0))
             image = axis.imshow(cells, aspect="auto", cmap="magma", norm=LogNorm(1e-17, 1, clip=True))
             axis.set(title=trial.name, xlabel="step", xticks=range(self.steps), xticklabels=range(1, self.steps + 1))
         axes[0].set_yticks(range(len(names)), names, fontsize=6)
@@ -219,10 +225,10 @@ def require_matplotlib() -> Any:
     return Figure
 
 
-def described(one: Finding) -> str:
+def described(finding: Finding) -> str:
     """Name a value in words."""
-    if one.kind == "loss" and one.name:
-        share, _, micro_batch = one.name.partition(".")
+    if finding.kind == "loss" and finding.name:
+        share, _, micro_batch = finding.name.partition(".")
         return f"loss of micro-batch {micro_batch} of data rank {share}"
     words = {
         "loss": "mean loss",
@@ -231,10 +237,10 @@ def described(one: Finding) -> str:
         "master": "master weight",
         "frozen": "frozen weight",
     }
-    kind = words.get(one.kind, f"optimizer {one.kind}" if one.kind.startswith("state ") else one.kind)
-    return f"{kind} {one.name}".strip()
+    kind = words.get(finding.kind, f"optimizer {finding.kind}" if finding.kind.startswith("state ") else finding.kind)
+    return f"{kind} {finding.name}".strip()
 
 
-def _plain(one: Finding) -> dict[str, Any]:
-    values = {**vars(one), "equal": one.equal}
+def _plain(finding: Finding) -> dict[str, Any]:
+    values = {**vars(finding), "equal": finding.equal}
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,18 +48,16 @@ class SampleRows:
             return drawn
         return map_tensors(drawn, lambda tensor: tensor[:, : self.length] if tensor.ndim > 1 else tensor)
 
-    def shorter(self, multiple: int) -> Iterator[SampleRows]:
-        """Yield these with shorter samples in the second update, multiples of ``multiple``, the longest first.
+    def shorter(self, multiple: int) -> range:
+        """Return shorter lengths of the samples for the second update, multiples of ``multiple``, the longest first.
 
         There are none unless all tensors with more than one dim have shape (samples, tokens), and some are ids.
         """
         tables = [tensor for tensor in tensors_of(self.batch) if tensor.ndim > 1]
-        lengths = {tensor.shape[1] for tensor in tables}
-        whole = any(not tensor.is_floating_point() and not is_mask(tensor) for tensor in tables)
-        if len(lengths) == 1 and whole and all(tensor.ndim == 2 for tensor in tables):
-            (longest,) = lengths
-            for length in range((longest - 1) // multiple * multiple, 0, -multiple):
-                yield replace(self, length=length)
+        shapes = {tensor.shape[1:] for tensor in tables}
+        if len(shapes) != 1 or tables[0].ndim > 2 or all(t.is_floating_point() or is_mask(t) for t in tables):
+            return range(0)
+        return range((tables[0].shape[1] - 1) // multiple * multiple, 0, -multiple)
 
     def _drawn(
         self, tensor: torch.Tensor, chosen: torch.Tensor, samples: int, generator: torch.Generator,
@@ -84,12 +81,12 @@ class SampleRows:
         """Draw whole numbers anew from those of the batch; negative ones, such as -100, stay where they are."""
         if tensor.ndim > 1 and bool((tensor[:, 1:] >= tensor[:, :-1]).all()) and bool((tensor == tensor[:1]).all()):
             return drawn  # positions
-        known = tensor[tensor >= 0]
+        numbers = tensor[tensor >= 0]
         if self.ids:
-            known = known % self.ids
+            numbers = numbers % self.ids
         places = drawn >= 0
-        if len(known):
-            drawn[places] = known[torch.randint(len(known), (int(places.sum()),), generator=generator)]
+        if len(numbers):
+            drawn[places] = numbers[torch.randint(len(numbers), (int(places.sum()),), generator=generator)]
         return drawn
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import tempfile
@@ -11,17 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
 from math import isclose, lcm
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zeromesh.checkpoint.random_state import random_state, restore_random_state
+from zeromesh.comm.agreement import catch
 from zeromesh.comm.detect import is_launched
 from zeromesh.comm.environment import device_of_group, init_distributed
 from zeromesh.comm.failure import RankFailure
@@ -30,9 +30,11 @@ from zeromesh.comm.trust import require_private
 from zeromesh.config.errors import counted
 from zeromesh.config.printing import refuse_unfilled
 from zeromesh.config.settings import Settings
+from zeromesh.initialization.prepare import quiet_optimizers
 from zeromesh.initialization.trial import try_out
 from zeromesh.launcher.launch import launch
 from zeromesh.model.containers import tensors_of
+from zeromesh.model.dtypes import MismatchError
 from zeromesh.observe.machine import memory
 from zeromesh.shard.find import find_units
 from zeromesh.verification.layout import SmallLayout, scale_powers, skipped_text, small_layout, trial_settings
@@ -59,8 +61,8 @@ class NotVerified(Exception):
     """Nothing can be said of the layout; the message says why."""
 
 
-RAISED: dict[str, type[Exception]] = {"NotVerified": NotVerified, "OSError": OSError, "ValueError": ValueError}
-"""Exceptions of the first rank that the others raise, too."""
+RAISED = (NotVerified, OSError, ValueError, Exception)
+"""Exceptions of the first rank that the others raise, too, as the first of these classes that fits."""
 
 
 def verify(
@@ -149,15 +151,15 @@ class Verification:
         """Train on both sides, lowering the loss scale until no update is skipped, and compare."""
         if self._on_first(lambda: _saved(self.subject.model, self.model)):
             self.report.changes.append("dropout 0")
-        wide, own = self._trials()
+        wide, narrow = self._trials()
         copy = torch.load(self.model, map_location="cpu", weights_only=False)
-        try_out(copy, own.settings.resolve(1, self.layout.sizes), self.layout.sizes)
+        try_out(copy, narrow.settings.resolve(1, self.layout.sizes), self.layout.sizes)
         trials = [wide] if self._trained_plain(wide) else []
         skipped = self.report.steps
         for power in scale_powers(self.settings):
-            scaled = own if power is None else replace(own, settings=self._settings(False, power))
+            scaled = narrow if power is None else replace(narrow, settings=self._settings(False, power))
             tried = trials
-            if own.name != wide.name:
+            if narrow.name != wide.name:
                 if not self._trained_plain(scaled):
                     continue
                 tried = [*trials, scaled]
@@ -166,13 +168,8 @@ class Verification:
             self.tell(f"training on {self.layout.ranks} ranks: {self.layout.text}")
             by_rank = self._on_ranks(tried)
             results = [list(of) for of in zip(*by_rank, strict=True)]
-            overflows = [
-                result.skipped
-                for trial, of in zip(tried, results, strict=False)
-                for result in of
-                if trial.settings.precision.loss_scale is not None
-            ]
-            skipped = max(overflows, default=0)
+            scaled_of = [of for trial, of in zip(tried, results, strict=False) if trial.settings.precision.loss_scale]
+            skipped = max((result.skipped for of in scaled_of for result in of), default=0)
             if not skipped:
                 self._decide(tried, results)
                 return
@@ -186,11 +183,11 @@ class Verification:
         rows, layout = SampleRows(self.subject.batch, self.layout.rows, self.subject.ids), self.layout
         rows.samples  # noqa: B018  raises for a batch without samples
         multiple = lcm(2 * layout.sizes["context"], layout.sizes["tensor"])
-        tried = islice(rows.shorter(multiple), MOST_LENGTHS) if self.report.steps > 1 else ()
-        shorter = self._on_first(lambda: next((each.length for each in tried if self._takes(each)), 0))
-        if shorter:
-            rows = replace(rows, length=shorter)
-            self.report.changes.append(f"{shorter} tokens a sample in step 2")
+        tried = rows.shorter(multiple)[:MOST_LENGTHS] if self.report.steps > 1 else ()
+        length = self._on_first(lambda: next((n for n in tried if self._takes(replace(rows, length=n))), 0))
+        if length:
+            rows = replace(rows, length=length)
+            self.report.changes.append(f"{length} tokens a sample in step 2")
         wide = Trial(
             "float64", self._settings(wide=True), rows, torch.float64, layout.sizes, layout.micro_batches,
             self.report.steps, self.device, self._written(),
@@ -203,14 +200,9 @@ class Verification:
 
     def _written(self) -> str:
         """Return a parameter to write to before the last update; empty with stages, where no line of a script is."""
-        model = self.subject.model
-        blocks = [(f"{name}.", block) for name, block in find_units(model, self.settings.units)] or [("", model)]
-        names = [
-            f"{prefix}{name}"
-            for prefix, block in blocks
-            for name, parameter in block.named_parameters()
-            if parameter.requires_grad
-        ]
+        blocks = find_units(self.subject.model, self.settings.units) or [("", self.subject.model)]
+        parts = [(f"{path}.{name}".lstrip("."), p) for path, block in blocks for name, p in block.named_parameters()]
+        names = [name for name, parameter in parts if parameter.requires_grad]
         # Gradients of the last block arrive first: an update during the backward has begun with them.
         return names[-1] if names and self.layout.sizes["pipeline"] == 1 else ""
 
@@ -226,30 +218,25 @@ class Verification:
 
     def _on_first(self, work: Callable[[], Any]) -> Any:
         """Return on every rank what the first one's work returns, or raise its exception."""
-        found, problem = None, ("", "")
-        if not self.launched or dist.get_rank() == 0:
-            try:
-                found = work()
-            except (ValueError, OSError, NotVerified) as error:
-                if not self.launched:
-                    raise
-                problem = next(name for name, kind in RAISED.items() if isinstance(error, kind)), str(error)
         if not self.launched:
-            return found
-        found, (kind, text) = gather_json((found, problem))[0]
-        if kind:
-            raise RAISED[kind](text)
-        return found
+            return work()
+        result, failure = catch(work) if dist.get_rank() == 0 else (None, None)
+        kind = next((kind for kind in RAISED if isinstance(failure, kind)), None)
+        result, name, text = gather_json((result, kind and kind.__name__, str(failure)))[0]
+        for kind in RAISED:
+            if name == kind.__name__:
+                raise failure or kind(text)
+        return result
 
     def _trained_plain(self, trial: Trial) -> bool:
         """Train the plain process and write its updates; return whether there are any."""
         self.tell(f"training one plain process in {trial.name}")
-        found = self._on_first(lambda: _train_plain(self.model, trial, self._file(trial)))
-        dtype = getattr(torch, found, None)
+        outcome = self._on_first(lambda: _train_plain(self.model, trial, self._file(trial)))
+        dtype = getattr(torch, outcome, None)
         if isinstance(dtype, torch.dtype):
             self.units[trial.name] = dtype
-        elif found != OVERFLOW:
-            self.report.notes.append(found)
+        elif outcome != OVERFLOW:
+            self.report.notes.append(outcome)
         return isinstance(dtype, torch.dtype)
 
     def _file(self, trial: Trial) -> Path:
@@ -263,7 +250,7 @@ class Verification:
             return [[RankResult.of(**fields) for fields in row] for row in rows]
         began = time.monotonic()
         try:
-            with _variables(ON_CPU):
+            with patch.dict(os.environ, ON_CPU):  # which the processes inherit
                 if self.layout.ranks > 1:
                     return launch(run_trials, self.layout.ranks, work, self.timeout)
                 return _in_another_process(work, self.timeout)
@@ -310,18 +297,6 @@ def _saved(model: nn.Module, path: Path) -> bool:
     return had
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what optimizers and schedules log of defaults off the screen: training says it once more."""
-    logger = logging.getLogger("zeromesh.optim")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def _train_plain(path: Path, trial: Trial, file: Path) -> str:
     """Write the updates of the plain process; return the name of its narrowest dtype, or why there are none."""
     model = trial.model(path)
@@ -335,7 +310,7 @@ def _train_plain(path: Path, trial: Trial, file: Path) -> str:
             f"{free / 1e9:.0f} GB of memory and of {file.parent} can be had; pass a smaller model, or fewer steps"
         )
     try:
-        with _quiet():
+        with quiet_optimizers():  # training says it once more
             losses = [PlainTraining(path, trial).probe(seed) for seed in (1, 2)]
             terms = longest_sum(trial.rows, trial.shares, trial.micro_batches, model)
             steps, narrow = reference(path, trial, terms)
@@ -344,14 +319,16 @@ def _train_plain(path: Path, trial: Trial, file: Path) -> str:
             f"one plain process does not fit into the memory of {trial.device}; verify without a launcher, which "
             "compares on CPU processes, or pass a smaller model"
         ) from None
+    except MismatchError as error:
+        raise ValueError(str(error)) from None
     except Exception as error:  # whatever the user's model raises
         if trial.dtype is torch.float64:
             return f"the model does not compute in float64 ({_first_line(error)})"
-        given = ", ".join(
+        shapes = ", ".join(
             f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}" for t in tensors_of(trial.rows.batch)
         )
         raise ValueError(
-            f"the model refuses the batch of {given}: {_first_line(error)}; pass a batch that it takes"
+            f"the model refuses the batch of {shapes}: {_first_line(error)}; pass a batch that it takes"
         ) from None
     # Kernels of accelerators may add up in another order each time.
     same = losses[0] == losses[1] if trial.device.type == "cpu" else isclose(*losses, rel_tol=REPEATED)
@@ -393,25 +370,13 @@ def _in_another_process(work: list[tuple[Trial, Path, Path]], timeout: float) ->
 
 
 @contextmanager
-def _variables(chosen: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment in this context, which processes that are started inherit."""
-    before = {name: os.environ.get(name) for name in chosen}
-    os.environ.update(chosen)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
-
-
-@contextmanager
 def _shared_folder(launched: bool) -> Iterator[Path]:
     """Make a folder that goes away again; under a launcher the first rank's, which the others are told."""
     with tempfile.TemporaryDirectory(prefix="zeromesh-verify-") as name:
-        found = gather_json(name)[0] if launched else name
-        if not Path(found).exists():
-            raise ValueError(f"folder {found} of the first rank is not seen here; set TMPDIR to one that all see")
-        require_private(Path(found))  # models in it are unpickled
-        yield Path(found)
+        folder = Path(gather_json(name)[0] if launched else name)
+        if not folder.exists():
+            raise ValueError(f"folder {folder} of the first rank is not seen here; set TMPDIR to one that all see")
+        require_private(folder)  # models in it are unpickled
+        yield folder
         if launched:
             dist.barrier()  # before the first rank removes it

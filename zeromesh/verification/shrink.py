@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import lcm
@@ -69,33 +69,35 @@ def subject_of(
         ValueError: there is no such model, or no batch for it.
     """
     if isinstance(model, nn.Module):
-        given = model
+        source = model
     else:
-        given, made = _named(str(model))
-        batch = made if batch is None else batch
-    config = given if not isinstance(given, nn.Module) else getattr(given, "config", None)
+        source, own_batch = _named(str(model))
+        batch = own_batch if batch is None else batch
+    config = source if not isinstance(source, nn.Module) else getattr(source, "config", None)
     # A class of transformers that makes its model from this configuration alone.
-    known = hasattr(config, "to_dict") and (config is given or getattr(given, "config_class", None) is type(config))
+    from_config = hasattr(config, "to_dict") and (
+        config is source or getattr(source, "config_class", None) is type(config)
+    )
     changes: list[str] = []
     ids = 0
-    if known and not whole:
+    if from_config and not whole:
         smaller = _smaller(config, sizes, blocks, changes)
-        kind = class_of(config) if not isinstance(given, nn.Module) else type(given)
+        kind = class_of(config) if not isinstance(source, nn.Module) else type(source)
         try:
-            given, config = kind(smaller), smaller
+            source, config = kind(smaller), smaller
             ids = getattr(smaller.get_text_config(), "vocab_size", 0)
         except (ValueError, TypeError, RuntimeError, AssertionError, KeyError, IndexError) as error:
             changes[:] = [f"not made smaller: {type(error).__name__}: {error}".splitlines()[0]]
-    if not isinstance(given, nn.Module):
-        given = class_of(config)(copy.deepcopy(config))
+    if not isinstance(source, nn.Module):
+        source = class_of(config)(copy.deepcopy(config))
     if batch is None:
-        if not known:
+        if not from_config:
             raise ValueError(
-                f"there is no batch for {type(given).__name__}; pass one micro-batch, or name a function that returns "
+                f"there is no batch for {type(source).__name__}; pass one micro-batch, or name a function that returns "
                 "the model and a batch"
             )
-        batch, ids = default_batch(type(given), config, lcm(2 * sizes["context"], sizes["tensor"])), 0
-    return Subject(given, batch, changes, ids)
+        batch, ids = default_batch(type(source), config, lcm(2 * sizes["context"], sizes["tensor"])), 0
+    return Subject(source, batch, changes, ids)
 
 
 def _named(name: str) -> tuple[Any, Any]:
@@ -117,11 +119,11 @@ def _named(name: str) -> tuple[Any, Any]:
         raise ValueError(f"model {name!r} cannot be imported ({error}); name package.module:function") from None
     finally:
         sys.path.remove("")
-    made = make()
-    found = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(found[0], nn.Module):
-        raise ValueError(f"{name} returned a {type(found[0]).__name__}; return a module, or a module and a micro-batch")
-    return found
+    result = make()
+    model, batch = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{name} returned a {type(model).__name__}; return a module, or a module and a micro-batch")
+    return model, batch
 
 
 def default_batch(kind: type[nn.Module], config: Any, multiple: int) -> Any:
@@ -129,20 +131,15 @@ def default_batch(kind: type[nn.Module], config: Any, multiple: int) -> Any:
     length = -(-LENGTH // multiple) * multiple
     generator = torch.Generator().manual_seed(1)
     entries = getattr(config.get_text_config(), "vocab_size", 2)
-    made = {}
+    tensors = {}
     for name, like in inputs_of(kind, config)(2, length).items():
         if like.is_floating_point():
-            made[name] = torch.randn(like.shape, generator=generator)
+            tensors[name] = torch.randn(like.shape, generator=generator)
         else:
-            below = entries if like.ndim > 1 and name != "labels" else min(entries, _classes(kind, config, entries))
-            made[name] = torch.randint(below, like.shape, generator=generator)
-    return made
-
-
-def _classes(kind: type[nn.Module], config: Any, entries: int) -> int:
-    """Return the number of values of a label."""
-    sorts = kind.__name__.endswith("Classification")
-    return int(getattr(config, "num_labels", entries)) if sorts else entries
+            is_class = kind.__name__.endswith("Classification") and (like.ndim == 1 or name == "labels")
+            below = min(entries, int(getattr(config, "num_labels", entries))) if is_class else entries
+            tensors[name] = torch.randint(below, like.shape, generator=generator)
+    return tensors
 
 
 def _smaller(config: Any, sizes: Mapping[str, int], blocks: int, changes: list[str]) -> Any:
@@ -156,7 +153,7 @@ def _smaller(config: Any, sizes: Mapping[str, int], blocks: int, changes: list[s
 
 def _shrink(config: Any, sizes: Mapping[str, int], blocks: int, changes: list[str]) -> None:
     def number(*names: str) -> int:
-        return next((found for name in names if isinstance(found := getattr(config, name, None), int)), 0)
+        return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
 
     def change(names: Sequence[str], value: int) -> None:
         for name in names:
@@ -196,19 +193,13 @@ def _shrink(config: Any, sizes: Mapping[str, int], blocks: int, changes: list[st
 
 
 def without_dropout(model: nn.Module) -> bool:
-    """Set all dropout of a model to zero; return whether there was any."""
-    found = False
+    """Set all dropout of a model, rates of its modules and their configurations, to zero; return whether any was."""
+    any_set = False
     for module in model.modules():
-        for owner, name in _rates(module):
-            setattr(owner, name, 0.0)
-            found = True
-    return found
-
-
-def _rates(module: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield the attributes of a module and its configuration that are rates of dropout above 0."""
-    for owner in (module, getattr(module, "config", None)):
-        for name, value in list(getattr(owner, "__dict__", {}).items()):
-            rate = "drop" in name.lower() or (name == "p" and "drop" in type(module).__name__.lower())
-            if rate and isinstance(value, float) and value > 0:
-                yield owner, name
+        for owner in (module, getattr(module, "config", None)):
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                is_rate = "drop" in name.lower() or (name == "p" and "drop" in type(module).__name__.lower())
+                if is_rate and isinstance(value, float) and value > 0:
+                    setattr(owner, name, 0.0)
+                    any_set = True
+    return any_set
