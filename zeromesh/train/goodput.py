@@ -188,7 +188,7 @@ class _Slow(TypedDict):
 
 def _link(link: list[Any]) -> list[Any]:
     before, after, speed = link
-    if not all(isinstance(one, int | float) for one in (speed, before, after)) or abs(speed) > MOST:
+    if not all(isinstance(number, int | float) for number in (speed, before, after)) or abs(speed) > MOST:
         raise ValueError(f"{link} is no link with its speed")
     return link
 
@@ -219,32 +219,32 @@ def read_times(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def read_attempts(path: Path) -> list[Attempt]:
     """Return the attempts at a run in order, with the steps that were taken again, and the time until the next."""
-    found: list[Attempt] = []
+    attempts: list[Attempt] = []
     before: dict[Spent, float] = {}
     for record in read_times(path)[0]:
         if "began" in record:
             before = {}
-            found.append(Attempt(max(record["began"], found[-1].last if found else 0.0), record["step"]))
-        elif found and "back" in record:
-            for attempt in found:
+            attempts.append(Attempt(max(record["began"], attempts[-1].last if attempts else 0.0), record["step"]))
+        elif attempts and "back" in record:
+            for attempt in attempts:
                 attempt.take_again(record["back"])
-        elif found and "seconds" in record:
-            before = found[-1].add(record, before)
-    for attempt, later in pairwise(found):
+        elif attempts and "seconds" in record:
+            before = attempts[-1].add(record, before)
+    for attempt, later in pairwise(attempts):
         attempt.take_again(later.step)
         if not attempt.ends:
             down = {Spent.DOWN: later.began - attempt.last}
             attempt.stretches.append(Stretch(attempt.last, later.began, later.step, down))
-    return found
+    return attempts
 
 
 def totals(attempts: list[Attempt]) -> dict[Spent, float]:
     """Return the seconds of all attempts by kind of work, none left out."""
-    found = dict.fromkeys(Spent, 0.0)
+    sums = dict.fromkeys(Spent, 0.0)
     for stretch in (stretch for attempt in attempts for stretch in attempt.stretches):
         for kind, seconds in stretch.seconds.items():
-            found[kind] += seconds
-    return found
+            sums[kind] += seconds
+    return sums
 
 
 COLOURS = ("#009E73", "#999933", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#0072B2", "#F0E442", "#000000", "#BBBBBB")
