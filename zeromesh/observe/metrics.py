@@ -79,9 +79,9 @@ class MetricsLog:
 
     def _open(self, last_step: int) -> None:
         # What lies beyond are steps that were taken after the last checkpoint, and are taken again.
-        kept = [one for one in read_metrics(self._path) if one["step"] <= last_step or one.get("noted")]
-        write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))  # whole, whenever it is killed
-        self._written = {(record["kind"], record["step"]) for record in kept}
+        records = [record for record in read_metrics(self._path) if record["step"] <= last_step or record.get("noted")]
+        write_text(self._path, "".join(json.dumps(record) + "\n" for record in records))  # whole, whenever it is killed
+        self._written = {(record["kind"], record["step"]) for record in records}
         self._file = added_to(self._path)
 
     def forget(self, last_step: int) -> None:
@@ -92,7 +92,7 @@ class MetricsLog:
     def note(self, kind: str, step: int, **values: Any) -> None:
         """Append the record of an event, which is kept whatever becomes of its step, unless it is there."""
         record = {"kind": kind, "step": step, "noted": True, **values}
-        if any({**one, **record} == one for one in self.notes(kind)):
+        if any({**earlier, **record} == earlier for earlier in self.notes(kind)):
             return
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
@@ -107,7 +107,7 @@ class MetricsLog:
 
     def notes(self, kind: str) -> list[dict[str, Any]]:
         """Return the records of events of a kind so far."""
-        return [one for one in read_metrics(self._path) if one["kind"] == kind and one.get("noted")]
+        return [record for record in read_metrics(self._path) if record["kind"] == kind and record.get("noted")]
 
     def close(self) -> None:
         """Close the file."""

@@ -99,19 +99,19 @@ class Observer:
             self._profile = None
 
     def _show(self, timer: Timer, step: int) -> None:
-        found = self._take(timer)
+        breakdown = self._take(timer)
         if self._rank == 0:
-            _log.info("update %d: %s", step, found.text())
-        named = {name: found.phases.get(name, 0.0) for name in ("forward", "backward", "step")}
+            _log.info("update %d: %s", step, breakdown.text())
+        named = {name: breakdown.phases.get(name, 0.0) for name in ("forward", "backward", "step")}
         self.monitor.write({f"Train/Samples/elapsed_time_ms_{name}": 1e3 * value for name, value in named.items()})
 
     def _take(self, timer: Timer) -> Breakdown:
         """Return the breakdown since the last one, and begin another."""
-        found = timer.take(self.updates - self._timed_from)
+        breakdown = timer.take(self.updates - self._timed_from)
         self._timed_from = self.updates
-        self._whole = found if self._whole is None else self._whole + found
+        self._whole = breakdown if self._whole is None else self._whole + breakdown
         timer.begin()
-        return found
+        return breakdown
 
     def breakdown(self) -> Breakdown | None:
         """Return the breakdown of all updates but the first; None without one. Waits for the device."""
