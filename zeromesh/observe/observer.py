@@ -30,16 +30,16 @@ class Observer:
         self, model: nn.Module, device: torch.device, rank: int = 0, monitor: Monitor | None = None,
         every: int = 0,  # updates between breakdowns; 0: none
         window: Window | None = None, flops: FlopsPlan | None = None,
-        whole: bool = False,  # a breakdown of the whole run
+        whole_run: bool = False,  # a breakdown of the whole run
     ) -> None:  # fmt: skip
         self.monitor = monitor or Monitor()
-        self.spans = Spans(device, timed=bool(every or whole))
+        self.spans = Spans(device, timed=bool(every or whole_run))
         self._rank = rank
         self.updates = 0  # since the engine was made
         self._since: float | None = None
         self._steps: deque[float] = deque(maxlen=MOST_STEPS)
         self._every = every
-        self._timer = Timer(self.spans) if every or whole else None
+        self._timer = Timer(self.spans) if every or whole_run else None
         self._timed_from = 0
         self._whole: Breakdown | None = None
         self._trace = Trace(window, self.spans, rank, device) if window else None
