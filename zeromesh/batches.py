@@ -47,7 +47,7 @@ def loss_of(
                 f"a micro-batch is a {type(batch).__name__}; those of a PipelineModule are pairs of inputs and labels"
             )
         # DeepSpeed's layers are given tuples, and loaders make lists of them.
-        inputs, labels = (tuple(one) if isinstance(one, list) else one for one in batch)
+        inputs, labels = (tuple(part) if isinstance(part, list) else part for part in batch)
         output = model(inputs)
         return check_loss(output if loss_fn is None else loss_fn(output, labels), graph=False)
     if loss_fn is not None:

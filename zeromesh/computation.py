@@ -79,12 +79,12 @@ class Computation:
         with self._computing(), self._sharded.events.unwinding(), autocast(self._mesh.device, self._precision):
             return self._model(*args, **kwargs)
 
-    def method(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return another method of the model as one that may use its parameters."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self._computing(), self._sharded.events.computing(), autocast(self._mesh.device, self._precision):
-                return own(*args, **kwargs)
+                return function(*args, **kwargs)
 
         return call
 
@@ -107,10 +107,10 @@ class Computation:
             if roots:  # none on a rank that only takes part in what others reduce
                 torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
 
-    def compare_sizes(self, given: Sequence[Any]) -> None:
+    def compare_sizes(self, micro_batches: Sequence[Any]) -> None:
         """Compare whole micro-batches with the configured size."""
         # A stage's own inputs are activations, so the model's forward cannot do this there.
-        for batch in given:
+        for batch in micro_batches:
             self._note_size(batch)
 
     def _note_size(self, inputs: Any) -> None:
@@ -126,6 +126,6 @@ class Computation:
         if not self._has_compared:
             self._has_compared = True
             for axis in self._sharing:
-                found = self._mesh.group(axis).exchange(noted[-1].reshape(1)).flatten().tolist()
+                checksums = self._mesh.group(axis).exchange(noted[-1].reshape(1)).flatten().tolist()
                 ranks = next(line for line in self._mesh.lines(axis) if self._mesh.rank in line)
-                batches.require_same_inputs(ranks, found)
+                batches.require_same_inputs(ranks, checksums)

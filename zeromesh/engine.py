@@ -231,29 +231,29 @@ class Engine(Batching, Answers, Saving):
         data_iter = self._batches(data_iter)
         self.train()
         # All micro-batches first, because too few of them would leave an update half done.
-        given = [next(data_iter) for _ in range(self._accumulation.steps)]
+        micro_batches = [next(data_iter) for _ in range(self._accumulation.steps)]
         self._update.stragglers.begin()
         if self.stage_work is not None:
-            self._computation.compare_sizes(given)
+            self._computation.compare_sizes(micro_batches)
             try:
-                self._accumulation.note_all(self.stage_work.train(given))
+                self._accumulation.note_all(self.stage_work.train(micro_batches))
             except BaseException:
                 self.zero_grad()
                 raise
             self.step()
             # Of all ranks, because most stages have no loss of their own.
             return torch.tensor(self._update.mean_loss, dtype=self._loss_dtype, device=self.device)
-        whole, updates = self._accumulation.counted + self._accumulation.unsynced == 0, self.global_steps
+        starts_update, updates = self._accumulation.counted + self._accumulation.unsynced == 0, self.global_steps
         losses = []
-        for batch in given:
+        for batch in micro_batches:
             loss = self._computation.loss(batch)
             self.backward(loss)
             losses.append(loss.detach())
-            if self._accumulation.managed or len(losses) == len(given):
+            if self._accumulation.managed or len(losses) == len(micro_batches):
                 self.step()
         mean = self._update.mean_loss
         # It costs no further exchange between the ranks.
-        if whole and self.global_steps == updates + 1 and mean is not None:  # the update was of just these
+        if starts_update and self.global_steps == updates + 1 and mean is not None:  # the update was of just these
             return torch.tensor(mean, dtype=losses[0].dtype, device=losses[0].device)
         return self._mean(losses)
 
@@ -270,8 +270,8 @@ class Engine(Batching, Answers, Saving):
 
     @property
     def _loss_dtype(self) -> torch.dtype:
-        found = (p.dtype for p in self.module.parameters() if p.is_floating_point())
-        return torch.promote_types(next(found, torch.float32), torch.float32)
+        dtypes = (p.dtype for p in self.module.parameters() if p.is_floating_point())
+        return torch.promote_types(next(dtypes, torch.float32), torch.float32)
 
     def eval_batch(
         self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,
@@ -302,9 +302,11 @@ class Engine(Batching, Answers, Saving):
         self.eval()
         try:
             with torch.no_grad():
-                given = [next(data_iter) for _ in range(count)]
+                micro_batches = [next(data_iter) for _ in range(count)]
                 stages = self.stage_work
-                losses = [*map(self._computation.loss, given)] if stages is None else stages.evaluate(given)
+                losses = (
+                    [*map(self._computation.loss, micro_batches)] if stages is None else stages.evaluate(micro_batches)
+                )
         finally:
             for module, mode in modes:  # some may be in evaluation mode for good, as frozen parts
                 module.training = mode  # not train(), which a model may override and which goes down to children

@@ -213,5 +213,5 @@ class Answers(EngineState):
         precision = self.config.precision
         # Its peak rate depends on the dtype that the model computes in.
         dtype = precision.compute or precision.autocast or torch.float32
-        found = reports.find_bounds(self.observer, self.sharded, dtype, operations)
-        return None if found is None else found.as_dict()
+        bounds = reports.find_bounds(self.observer, self.sharded, dtype, operations)
+        return None if bounds is None else bounds.as_dict()

@@ -158,8 +158,8 @@ class Saving(EngineState):
         place: tuple[Path, str | None] = (Path(load_dir), tag)
         # A model alone may be taken from the folder of another run, whose copies are not this run's.
         from_disk = tag is not None or load_module_only or custom_load_fn is not None
-        if self._copies is not None and not from_disk and (found := self._copies.find(place[0])) is not None:
-            place = found.parent, found.name
+        if self._copies is not None and not from_disk and (memory_copy := self._copies.find(place[0])) is not None:
+            place = memory_copy.parent, memory_copy.name
         loaded = load.load(self, *place, parts)
         if self._copies is not None and from_disk:
             self._copies.forget()  # of a state that is not this one any more
@@ -179,17 +179,17 @@ class Saving(EngineState):
         all of the model then. ``gathered_state_dict`` gives it to the first rank alone.
         """
         if not (self.sharded.sharded or self.sharded.is_split or self.pipelined or len(self.sharded.tables)):
-            found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-            return found
+            state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+            return state
         # With the parameters themselves, so that those that are sharded can be found by identity.
-        found = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
+        state = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
         copies: dict[int, torch.Tensor] = {}
         for unit in self.sharded.parts:
             members = [parameter for flat in unit.flats for parameter in flat.parameters]
             with self.sharded.gathered([unit]):
                 copies |= {id(parameter): parameter.detach().clone() for parameter in members}
-        found = {key: copies.get(id(value), value) for key, value in found.items()}
-        return whole.add_stages(self.sharded, found, kwargs.get("prefix", ""))
+        state = {key: copies.get(id(value), value) for key, value in state.items()}
+        return whole.add_stages(self.sharded, state, kwargs.get("prefix", ""))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a state dict into the model and the masters. Collective, with the same values on all ranks.
@@ -198,8 +198,8 @@ class Saving(EngineState):
         """
         sharded = self.sharded
         keys = whole.keys_of(self.module)[0]
-        own = model_names(self.module, self.module.state_dict(keep_vars=True))
-        state_dict = {own(name): value for name, value in state_dict.items()}
+        model_name = model_names(self.module, self.module.state_dict(keep_vars=True))
+        state_dict = {model_name(name): value for name, value in state_dict.items()}
         with sharded.gathered(sharded.parts):
             result = whole.load_here(sharded, state_dict, strict)
             for flat in sharded.flats:
