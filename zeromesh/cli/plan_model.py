@@ -40,19 +40,19 @@ class AskedModel:
     limits: ModelLimits
     batch: int | None = None
     sequence: int | None = None
-    own: Mapping[str, Any] = field(default_factory=dict)  # document that it comes from
+    configuration: Mapping[str, Any] = field(default_factory=dict)  # document that it comes from
     folder: str = ""  # of a model of transformers
     tables: TableLayout = field(default_factory=TableLayout)
 
     @property
     def program(self) -> str:
         """The program that trains it, for ``zeromesh launch``."""
-        return TRAIN if trains_itself(self.own) else SCRIPT
+        return TRAIN if trains_itself(self.configuration) else SCRIPT
 
     def document(self, planned: Mapping[str, Any], sequence: int) -> dict[str, Any]:
         """Return a plan's document with all that the model's own says."""
-        if self.own:
-            return completed_document(self.own, planned)
+        if self.configuration:
+            return completed_document(self.configuration, planned)
         return with_folder(planned, self.folder, sequence) if self.folder else dict(planned)
 
 

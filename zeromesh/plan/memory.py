@@ -114,7 +114,7 @@ class _Profile(NamedTuple):
     parameters: float  # elements with gradients
     frozen: float  # bytes of others that rest, and are gathered, with them
     stays: float  # of those, the root's
-    whole: float  # bytes of them on every rank
+    replicated: float  # bytes of them on every rank
     resident: float  # of them, those that stay gathered
     single: bool  # the others are one tensor, which the engine does not pad
     largest: float  # elements
@@ -218,7 +218,7 @@ def _elements(chunks: Sequence[_Runs]) -> tuple[UnitElements, ...]:
         if unit.parameters > unit.resident or unit.frozen > unit.stays
     ]
     first, stays, replicated = (
-        sum(getattr(unit, name) * count for unit, count in units) for name in ("resident", "stays", "whole")
+        sum(getattr(unit, name) * count for unit, count in units) for name in ("resident", "stays", "replicated")
     )
     return UnitElements(first + copy, 1, False, stays, replicated), *rest
 

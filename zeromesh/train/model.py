@@ -199,20 +199,16 @@ class Transformer:
         """Refuse a tokenizer that the weights were not trained with; ``named`` is None for one that the run trained."""
         if not self.has_weights:
             return
-        tokenizer = self.tokenizer
+        path = self.tokenizer
         if named is None:
             raise ValueError(
                 f"the weights in {keys.MODEL_FOLDER} = {self.source.path!r} know the ids of their own tokenizer, which "
                 f"is not there; name it in {keys.TOKENIZER}, or set {keys.MODEL_WEIGHTS} to false"
             )
         # A copy of the model's tokenizer in another folder has the same size, and is let through.
-        if (
-            tokenizer is not None
-            and Path(named) != Path(tokenizer)
-            and (entries := load_tokenizer(Path(tokenizer)).size) != size
-        ):
+        if path is not None and Path(named) != Path(path) and (entries := load_tokenizer(Path(path)).size) != size:
             raise ValueError(
-                f"{keys.TOKENIZER} = {named!r} has {size} entries, and the model's own in {tokenizer!r} has {entries}; "
+                f"{keys.TOKENIZER} = {named!r} has {size} entries, and the model's own in {path!r} has {entries}; "
                 f"leave {keys.TOKENIZER} out, or set {keys.MODEL_WEIGHTS} to false"
             )
 

@@ -84,13 +84,10 @@ def replay(run: Path, step: int, one_process: bool, with_text: bool, console: Co
         raise ValueError(f"{str(run)!r} holds no run; name the folder that {OUTPUT} named in training")
     run_settings, records = folder.settings(), read_metrics(folder.metrics)
     assert run_settings.run is not None
-    batch, last_step = (
-        run_settings.train_batch_size,
-        max([*folder.tags(), *(record["step"] for record in records)], default=0),
-    )
-    if step > min(
-        last_step + run_settings.run.log_every, run_settings.run.steps
-    ):  # a run may have ended with an error since its last record
+    batch = run_settings.train_batch_size
+    last_step = max([*folder.tags(), *(record["step"] for record in records)], default=0)
+    # A run may have ended with an error since its last record.
+    if step > min(last_step + run_settings.run.log_every, run_settings.run.steps):
         raise ValueError(f"the run in {str(run)!r} has taken {counted(last_step, 'step')} so far, and not step {step}")
     begin = beginning(folder, records, step, batch)
     settings = replayed_settings(folder, one_process)

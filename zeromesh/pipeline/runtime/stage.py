@@ -238,7 +238,7 @@ class _Run:
     first: int
     stop: int
     received: Handed | None
-    known: Sequence[int] | None
+    known_places: Sequence[int] | None
     sends_all: bool
     restore: Callable[[], None]  # is called when the stage's own blocks begin
     is_live: bool = False
@@ -328,13 +328,13 @@ class _Run:
         places = []
         if not any(tensor.requires_grad for tensor in tensors):
             self.check_gradients()  # a context around the call may be the reason
-        if self.known is not None and len(self.known) != len(tensors):
+        if self.known_places is not None and len(self.known_places) != len(tensors):
             raise RuntimeError(
-                f"{self.blocks[index]} was called with {len(tensors)} tensors, and with {len(self.known)} for inputs "
-                "of these shapes before; what passes between stages may depend on the shapes of the inputs only"
+                f"{self.blocks[index]} was called with {len(tensors)} tensors, and with {len(self.known_places)} for "
+                "inputs of these shapes before; what passes between stages may depend on the shapes of the inputs only"
             )
         for number, tensor in enumerate(tensors):
-            if not self._depends(tensor) if self.known is None else self.known[number] < 0:
+            if not self._depends(tensor) if self.known_places is None else self.known_places[number] < 0:
                 places.append(-1)
                 continue
             place = next((number for number, other in enumerate(sent) if other is tensor), len(sent))

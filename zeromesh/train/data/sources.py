@@ -284,9 +284,8 @@ def split_documents(documents: Sequence[Document], fraction: float) -> tuple[lis
         rest = size - sum(document.size for document in held_out)
         if not held_out or rest <= (1 - fraction) * size / 2:
             return _split_largest(documents, round(fraction * size))
-    return [document for document in documents if document not in held_out], [
-        document for document in documents if document in held_out
-    ]
+    training = [document for document in documents if document not in held_out]
+    return training, [document for document in documents if document in held_out]
 
 
 def _split_largest(documents: Sequence[Document], size: int) -> tuple[list[Document], list[Document]]:
