@@ -87,9 +87,16 @@ def initialize(
     sizes = f"set the sizes of the axes in the configuration, as in {keys.SIZES_OF_AXES}"
     refuse("initialize", "mpu", mpu, sizes)
     refuse("initialize", "mesh_param", mesh_param, sizes)
-    given = only_configuration(config, config_params, args)
+    configuration = only_configuration(config, config_params, args)
     chosen = Arguments(
-        require_module(model), given, optimizer, model_parameters, lr_scheduler, training_data, collate_fn, loss_fn
+        require_module(model),
+        configuration,
+        optimizer,
+        model_parameters,
+        lr_scheduler,
+        training_data,
+        collate_fn,
+        loss_fn,
     )
     start = partial(init_distributed, distributed_port=distributed_port, dist_init_required=dist_init_required)
     return run_steps(chosen, start, mesh)
@@ -110,15 +117,15 @@ def require_module(model: object) -> nn.Module:
 def only_configuration(config: Any, config_params: Any, args: Any) -> Any:
     """Return the configuration from the arguments that may have it; raise ValueError if none or two have one."""
     from_args: Config | None = getattr(args, "deepspeed_config", None)
-    given = config if config is not None else config_params
-    if given is not None and from_args is not None:
+    configuration = config if config is not None else config_params
+    if configuration is not None and from_args is not None:
         raise ValueError(
             f"initialize was given two configurations: config= and args.deepspeed_config = {from_args!r}; pass one"
         )
-    given = given if given is not None else from_args
-    if given is None:
+    configuration = configuration if configuration is not None else from_args
+    if configuration is None:
         raise ValueError("initialize needs a configuration: pass config= with a path or a dict")
-    return given
+    return configuration
 
 
 def run_steps(

@@ -71,15 +71,15 @@ def convert_checkpoint(
     if ranks < 0 or (ranks and to != "deepspeed-universal"):
         raise ValueError(f"ranks = {ranks} is not for {to}: only deepspeed-universal has files of ranks; leave it out")
     kind, place = require_format(Path(source), tag)
-    known = _model(model)
+    built_model = _model(model)
 
     def rename(name: str) -> str:
         return plain_name(name).removeprefix(strip)
 
     reader = import_module(f"zeromesh.checkpoint.formats.{kind.module}")
     more = []
-    if known is not None and kind.numbers:
-        trained = {name: parameter.requires_grad for name, parameter in known.named_parameters()}
+    if built_model is not None and kind.numbers:
+        trained = {name: parameter.requires_grad for name, parameter in built_model.named_parameters()}
         more = [lambda name: trained.get(rename(name))]
     with as_written(place):
         contents: Contents = reader.read(place, *more)
@@ -87,10 +87,10 @@ def convert_checkpoint(
             contents.without_states()
         contents.require_sound(place)
     contents.renamed(rename)
-    if known is not None:
-        _fit(contents, known)
+    if built_model is not None:
+        _fit(contents, built_model)
     others = [
-        name for name, value in contents.extra.items() if known is not None or not isinstance(value, torch.Tensor)
+        name for name, value in contents.extra.items() if built_model is not None or not isinstance(value, torch.Tensor)
     ]
     if to == "hf" and others:
         contents.left.append(f"{some(others)}: extra state of modules has no place in a folder of safetensors")
@@ -101,7 +101,7 @@ def convert_checkpoint(
         "%s is %s: %d tensors, %s bytes", place, contents.source, len({p.name for p in contents.parts}), f"{total:,}"
     )
     with ReadingBar(console, f"writing {path.name}", total) as bar:
-        written = _write(contents, path, to, known, bar.advance, {"ranks": ranks} if ranks else {})
+        written = _write(contents, path, to, built_model, bar.advance, {"ranks": ranks} if ranks else {})
     _log.info("written: %s", written)
     return written
 
@@ -110,7 +110,7 @@ def _write(
     contents: Contents, path: Path, to: str, model: nn.Module | None, advance: Callable[[int], None],
     more: Mapping[str, int],
 ) -> Path:  # fmt: skip
-    module = next(one.module for one in FORMATS if one.name == to)
+    module = next(row.module for row in FORMATS if row.name == to)
     write = import_module(f"zeromesh.checkpoint.formats.{module}").write
     if to == "zeromesh":  # which has drafts of its own
         return Path(write(contents, path, advance))
@@ -130,25 +130,25 @@ def _write(
     return path
 
 
-def _model(given: nn.Module | str | Path | None) -> nn.Module | None:
+def _model(model: nn.Module | str | Path | None) -> nn.Module | None:
     """Return the model that is named, without memory for its values."""
-    if given is None or isinstance(given, nn.Module):
-        return given
-    if Path(given).is_dir():
-        return build(Path(given), None, torch.float32, draws=False)
-    module, colon, name = str(given).partition(":")
+    if model is None or isinstance(model, nn.Module):
+        return model
+    if Path(model).is_dir():
+        return build(Path(model), None, torch.float32, draws=False)
+    module, colon, name = str(model).partition(":")
     if not colon:
-        raise ValueError(f"model {str(given)!r} is no folder; name one with a config.json, or package.module:function")
+        raise ValueError(f"model {str(model)!r} is no folder; name one with a config.json, or package.module:function")
     sys.path.insert(0, "")  # as `python -m` finds a user's module
     try:
         make = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"model {str(given)!r} cannot be imported ({error}); name package.module:function") from None
+        raise ValueError(f"model {str(model)!r} cannot be imported ({error}); name package.module:function") from None
     finally:
         sys.path.remove("")
     with torch.device("meta"):
-        made: nn.Module = make()
-    return made
+        built: nn.Module = make()
+    return built
 
 
 def _fit(contents: Contents, model: nn.Module) -> None:
@@ -160,12 +160,12 @@ def _fit(contents: Contents, model: nn.Module) -> None:
     contents.rename_tensors(changes)
     contents.take(tied=tied)
     wanted: Mapping[str, Any] = dict(model.named_parameters()) | buffers
-    found = {p.name.split("/", 1)[1]: p.shape for p in contents.parts if not p.name.startswith("optimizer/")}
-    if other := [f"{n}: {shape}, wanted {tuple(wanted[n].shape)}" for n, shape in found.items()
+    shapes = {p.name.split("/", 1)[1]: p.shape for p in contents.parts if not p.name.startswith("optimizer/")}
+    if other := [f"{n}: {shape}, wanted {tuple(wanted[n].shape)}" for n, shape in shapes.items()
                  if n in wanted and tuple(wanted[n].shape) != shape]:  # fmt: skip
         raise ValueError(f"the checkpoint is of another model; these shapes differ: {some(other, 'tensors')}")
-    missing = [name for name in wanted if name not in found]
-    for name in (extra := [name for name in found if name not in wanted])[:1]:
+    missing = [name for name in wanted if name not in shapes]
+    for name in (extra := [name for name in shapes if name not in wanted])[:1]:
         similar = nearest(name, missing)
         hint = f"; did you mean {similar!r} by {name!r}, and --strip?" if similar else ""
         _log.warning("not in the model: %s%s", some(extra, "tensors"), hint)

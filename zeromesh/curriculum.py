@@ -63,18 +63,18 @@ class LengthCurriculum:
 
     def cut(self, batch: Any) -> Any:
         """Return nested tensors with sequences of the present length, unless the model cuts them."""
-        whole = next((tensor.shape[1] for tensor in tensors_of(batch) if tensor.dim() > 1), 0)
+        full_length = next((tensor.shape[1] for tensor in tensors_of(batch) if tensor.dim() > 1), 0)
         length = self.get_current_difficulty()
-        if self._model_cuts or whole <= length:
+        if self._model_cuts or full_length <= length:
             return batch
-        return map_tensors(batch, partial(_cut, whole=whole, length=length))
+        return map_tensors(batch, partial(_cut, full_length=full_length, length=length))
 
 
-def _cut(tensor: torch.Tensor, whole: int, length: int) -> torch.Tensor:
+def _cut(tensor: torch.Tensor, full_length: int, length: int) -> torch.Tensor:
     """Return a tensor of shape (samples, tokens, ...), or an attention mask (samples, ..., tokens, tokens), cut."""
     dims = (1,) if tensor.dim() < 4 else (tensor.dim() - 2, tensor.dim() - 1)
     for dim in dims:
         # What is as long as samples are no sequences of the batch, such as one label each, is left whole.
-        if tensor.dim() > dim and tensor.shape[dim] == whole:
+        if tensor.dim() > dim and tensor.shape[dim] == full_length:
             tensor = tensor.narrow(dim, 0, length)
     return tensor.contiguous()

@@ -244,7 +244,7 @@ class Engine(Batching, Answers, Saving):
             self.step()
             # Of all ranks, because most stages have no loss of their own.
             return torch.tensor(self._update.mean_loss, dtype=self._loss_dtype, device=self.device)
-        whole, updates = self._accumulation.counted + self._accumulation.unsynced == 0, self.global_steps
+        starts_update, updates = self._accumulation.counted + self._accumulation.unsynced == 0, self.global_steps
         losses = []
         for batch in micro_batches:
             loss = self._computation.loss(batch)
@@ -254,7 +254,7 @@ class Engine(Batching, Answers, Saving):
                 self.step()
         mean = self._update.mean_loss
         # It costs no further exchange between the ranks.
-        if whole and self.global_steps == updates + 1 and mean is not None:  # the update was of just these
+        if starts_update and self.global_steps == updates + 1 and mean is not None:  # the update was of just these
             return torch.tensor(mean, dtype=losses[0].dtype, device=losses[0].device)
         return self._mean(losses)
 

@@ -158,8 +158,8 @@ class Saving(EngineState):
         place: tuple[Path, str | None] = (Path(load_dir), tag)
         # A model alone may be taken from the folder of another run, whose copies are not this run's.
         from_disk = tag is not None or load_module_only or custom_load_fn is not None
-        if self._copies is not None and not from_disk and (copy := self._copies.find(place[0])) is not None:
-            place = copy.parent, copy.name
+        if self._copies is not None and not from_disk and (memory_copy := self._copies.find(place[0])) is not None:
+            place = memory_copy.parent, memory_copy.name
         loaded = load.load(self, *place, parts)
         if self._copies is not None and from_disk:
             self._copies.forget()  # of a state that is not this one any more
@@ -198,8 +198,8 @@ class Saving(EngineState):
         """
         sharded = self.sharded
         keys = whole.keys_of(self.module)[0]
-        name_here = model_names(self.module, self.module.state_dict(keep_vars=True))
-        state_dict = {name_here(name): value for name, value in state_dict.items()}
+        model_name = model_names(self.module, self.module.state_dict(keep_vars=True))
+        state_dict = {model_name(name): value for name, value in state_dict.items()}
         with sharded.gathered(sharded.parts):
             result = whole.load_here(sharded, state_dict, strict)
             for flat in sharded.flats:

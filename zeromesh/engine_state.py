@@ -91,8 +91,8 @@ class EngineState:
         self._computation = parts.computation
         self._accumulation = parts.sharded.accumulation
         self._saves = BackgroundSaves(self.mesh)
-        copies = parts.config.checkpoint.peer_copies
-        self._copies = MemoryCopies(self.mesh, copies) if copies else None
+        peer_copies = parts.config.checkpoint.peer_copies
+        self._copies = MemoryCopies(self.mesh, peer_copies) if peer_copies else None
         self._update = Update(parts.sharded, parts.config, parts.optimizer, self._saves.failed)
         self._health = Health(self.mesh)
         self.loss_scaler = self._update.scaler

@@ -200,9 +200,9 @@ def _with_adapters(sharded: ShardedModel, unit: Unit | Table, names: Iterable[st
         return [unit]
     owners = {id(p): owner for owner in sharded.parts for flat in owner.flats for p in flat.parameters}
     paths = {path for name in names if (path := _adapted_path(sharded.model, name)) is not None}
-    found = {unit, *(owners[id(p)] for path in paths for _, p in stored(sharded.model.get_submodule(path)))}
+    units = {unit, *(owners[id(p)] for path in paths for _, p in stored(sharded.model.get_submodule(path)))}
     # All ranks gather in one order.
-    return sorted(found, key=lambda unit: unit.index)
+    return sorted(units, key=lambda unit: unit.index)
 
 
 def plain_state(
@@ -228,9 +228,9 @@ def plain_state(
         if path is None:
             merged[target] = copied(name, tensor)
         else:
-            own = _under_adapters(model, path, name)
-            assert own is not None
-            merged[target] = _merged(find(path), own, dtype if is_quantized(tensor) else tensor.dtype)
+            inner_name = _under_adapters(model, path, name)
+            assert inner_name is not None
+            merged[target] = _merged(find(path), inner_name, dtype if is_quantized(tensor) else tensor.dtype)
     return merged
 
 
@@ -244,20 +244,20 @@ def _merged_name(model: nn.Module, name: str) -> str | None:
     path = _adapted_path(model, name)
     if path is None:
         return inner
-    own = _under_adapters(model, path, name)
+    inner_name = _under_adapters(model, path, name)
     # PEFT puts the token adapter between a module and its layer.
     plain = path.removesuffix(".token_adapter")
-    return None if own is None else f"{plain}.{own}".removeprefix("base_model.model.")
+    return None if inner_name is None else f"{plain}.{inner_name}".removeprefix("base_model.model.")
 
 
 def _under_adapters(model: nn.Module, path: str, name: str) -> str | None:
     """Return the name that a tensor of an adapted layer has in the plain layer; None for tensors of the adapters."""
     module: Any = model.get_submodule(path)
-    own = name.removeprefix(f"{path}.")
+    inner_name = name.removeprefix(f"{path}.")
     # Adapters may be nested around one layer: experts have one for each of their parameters.
-    while own.startswith("base_layer."):
-        module, own = module.base_layer, own.removeprefix("base_layer.")
-    return None if _is_adapted_layer(module) else own
+    while inner_name.startswith("base_layer."):
+        module, inner_name = module.base_layer, inner_name.removeprefix("base_layer.")
+    return None if _is_adapted_layer(module) else inner_name
 
 
 def _adapted_path(model: nn.Module, name: str) -> str | None:
@@ -424,6 +424,8 @@ def adapter_names(model: Any) -> set[str]:
     numbered = {name: torch.tensor(number) for number, name in enumerate(names)}
     chosen: set[str] = set()
     for adapter in model.peft_config:
-        found = import_module("peft").get_peft_model_state_dict(model, state_dict=numbered, adapter_name=adapter)
-        chosen |= {names[int(number)] for number in found.values()}
+        adapter_state = import_module("peft").get_peft_model_state_dict(
+            model, state_dict=numbered, adapter_name=adapter
+        )
+        chosen |= {names[int(number)] for number in adapter_state.values()}
     return chosen

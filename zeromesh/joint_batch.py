@@ -29,9 +29,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        own = gradient.new_empty(len(gradient) // dist.get_world_size(context.group), *gradient.shape[1:])
-        reduce_scatter(own, gradient.contiguous(), group=context.group)
-        return own, None
+        local_gradient = gradient.new_empty(len(gradient) // dist.get_world_size(context.group), *gradient.shape[1:])
+        reduce_scatter(local_gradient, gradient.contiguous(), group=context.group)
+        return local_gradient, None
 
 
 def gather_with_gradient(tensor: torch.Tensor, process_group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -61,13 +61,13 @@ def gather_with_gradient(tensor: torch.Tensor, process_group: dist.ProcessGroup 
 
 def _refuse_different(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     # Backends take what has another size or dtype for what they expect, or end the process.
-    own = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    description = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     ranks = dist.get_world_size(group)
     sums = torch.empty(ranks, dtype=torch.int64, device=tensor.device)
-    all_gather(sums, torch.tensor([zlib.crc32(own.encode())], device=tensor.device), group=group)
+    all_gather(sums, torch.tensor([zlib.crc32(description.encode())], device=tensor.device), group=group)
     if bool((sums == sums[0]).all()):
         return
-    every = gather_json(own, group)
+    every = gather_json(description, group)
     raise ValueError(
         f"ranks 0 to {ranks - 1} have tensors of different dtypes or shapes: {'; '.join(every)}; give all ranks "
         "batches of the same size (drop_last=True) and the same dtype"
@@ -115,12 +115,12 @@ def sync_batch_norm(module: nn.Module, process_group: dist.ProcessGroup | None =
     if _is_replaced(module):
         return SynchronisedBatchNorm(module, process_group)
     # A layer that is used in several places stays one layer.
-    made: dict[nn.Module, nn.Module] = {}
+    replacements: dict[nn.Module, nn.Module] = {}
     for parent in list(module.modules()):
         for name, part in parent._modules.items():
             if part is not None and _is_replaced(part):
-                made.setdefault(part, SynchronisedBatchNorm(part, process_group))
-                setattr(parent, name, made[part])
+                replacements.setdefault(part, SynchronisedBatchNorm(part, process_group))
+                setattr(parent, name, replacements[part])
     return module
 
 
@@ -166,11 +166,11 @@ class SynchronisedBatchNorm(_BatchNorm):
 
     def _statistics(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return mean and biased variance (channels), and the number of values per channel, over all ranks."""
-        own = values.transpose(0, 1).flatten(1)
+        channels = values.transpose(0, 1).flatten(1)
         # Not ``mean``, which is NaN for a rank without samples.
-        mean = own.sum(1) / max(own.shape[1], 1)
-        variance = (own - mean[:, None]).square().sum(1) / max(own.shape[1], 1)
-        return joint_moments(mean, variance, own.shape[1], self._gather)
+        mean = channels.sum(1) / max(channels.shape[1], 1)
+        variance = (channels - mean[:, None]).square().sum(1) / max(channels.shape[1], 1)
+        return joint_moments(mean, variance, channels.shape[1], self._gather)
 
     def _gather(self, row: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, (ranks, n); the gradient of a row is the sum of all ranks' gradients of it."""

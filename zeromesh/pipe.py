@@ -263,27 +263,30 @@ def _axis(topology: Any, axis: str) -> int:
     return int(topology.get_dim(axis) or 1)
 
 
-def _stages(given: int | None, topology: Any) -> int | None:
-    found = _axis(topology, "pipe")
-    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
+def _stages(num_stages: int | None, topology: Any) -> int | None:
+    axis_size = _axis(topology, "pipe")
+    if num_stages is not None and (not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1):
         raise ValueError(
-            f"num_stages is {given!r}; it is a number of ranks, 1 or more, or None for the configuration's"
+            f"num_stages is {num_stages!r}; it is a number of ranks, 1 or more, or None for the configuration's"
         )
-    if topology is not None and given not in (None, found):
-        raise ValueError(f"num_stages is {given}, and the axis 'pipe' of topology has {found}; leave num_stages out")
-    return given if topology is None else found
+    if topology is not None and num_stages not in (None, axis_size):
+        raise ValueError(
+            f"num_stages is {num_stages}, and the axis 'pipe' of topology has {axis_size}; leave num_stages out"
+        )
+    return num_stages if topology is None else axis_size
 
 
-def _method(given: str | Sequence[int]) -> str | list[int]:
-    if not isinstance(given, str):
-        return list(given)
-    known = given.lower() if given.lower() in WAYS else given  # a regular expression keeps its case
-    if known not in WAYS and not known.lower().startswith("type:"):
+def _method(partition_method: str | Sequence[int]) -> str | list[int]:
+    if not isinstance(partition_method, str):
+        return list(partition_method)
+    # A regular expression keeps its case.
+    method = partition_method.lower() if partition_method.lower() in WAYS else partition_method
+    if method not in WAYS and not method.lower().startswith("type:"):
         raise ValueError(
-            f"partition_method is {given!r}; use one of {', '.join(sorted(WAYS))}, type:REGEX, or a list of the number "
-            "of the first layer of each stage"
+            f"partition_method is {partition_method!r}; use one of {', '.join(sorted(WAYS))}, type:REGEX, or a "
+            "list of the number of the first layer of each stage"
         )
-    return known
+    return method
 
 
 def settings_of(model: nn.Module, settings: Settings, mesh: Mesh | None) -> Settings:

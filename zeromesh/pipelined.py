@@ -147,17 +147,17 @@ class Pipelined:
             postpone(self._model)  # not before: another schedule leaves the layers as they are
         return schedule
 
-    def train(self, trainer: Work, given: Sequence[Any]) -> list[Tensor]:
+    def train(self, trainer: Work, micro_batches: Sequence[Any]) -> list[Tensor]:
         """Run forward and backward of all micro-batches; return detached losses, on the last stage's rank only."""
         self._open = set(self.stages)
         self._updates += 1
-        chosen, schedule = self._chosen.record, self.schedule(len(given))
+        chosen, schedule = self._chosen.record, self.schedule(len(micro_batches))
         due = chosen is not None and chosen.step == self._updates
         if not (due or self._records):
-            return self._run(trainer, schedule, given)
+            return self._run(trainer, schedule, micro_batches)
         self._records = False
         recorder = Recorder(self._mesh.device)
-        losses = self._run(trainer, schedule, given, recorder)
+        losses = self._run(trainer, schedule, micro_batches, recorder)
         line = next(line for line in self._mesh.lines("pipeline") if self._mesh.rank in line)
         self.recorded = gather(recorder, self._group, [self._mesh.node_of[rank] for rank in line], schedule)
         if due and chosen is not None and self._mesh.rank == 0:
@@ -176,40 +176,46 @@ class Pipelined:
         bubbles = recorded.measured.bubble, recorded.predicted.bubble
         _log.info("update %d: bubble %.1f%%, predicted %.1f%%; %s", self._updates, *(100 * b for b in bubbles), files)
 
-    def evaluate(self, trainer: Work, given: Sequence[Any]) -> list[Tensor]:
+    def evaluate(self, trainer: Work, micro_batches: Sequence[Any]) -> list[Tensor]:
         """Run the forwards of any number of micro-batches; else as ``train``."""
-        if len(given) not in self._evaluations:
-            self._evaluations[len(given)] = add_messages(forward_only(self._placement, len(given)))
-        return self._run(trainer, self._evaluations[len(given)], given)
+        if len(micro_batches) not in self._evaluations:
+            self._evaluations[len(micro_batches)] = add_messages(forward_only(self._placement, len(micro_batches)))
+        return self._run(trainer, self._evaluations[len(micro_batches)], micro_batches)
 
     def _run(
-        self, trainer: Work, schedule: Schedule, given: Sequence[Any], recorder: Recorder | None = None
+        self, trainer: Work, schedule: Schedule, micro_batches: Sequence[Any], recorder: Recorder | None = None
     ) -> list[Tensor]:
         mode = torch.is_grad_enabled(), self._model.training
         trains = [parameter.requires_grad for parameter in self._model.parameters()]
-        shapes = [(*mode, tuple((tuple(x.shape), str(x.dtype)) for x in tensors_of(batch))) for batch in given]
-        frozen = self._require_same(given, shapes, zlib.crc32(bytes(trains)))
+        shapes = [(*mode, tuple((tuple(x.shape), str(x.dtype)) for x in tensors_of(batch))) for batch in micro_batches]
+        frozen = self._require_same(micro_batches, shapes, zlib.crc32(bytes(trains)))
         # Which parameters are frozen, on any stage, decides which tensors are sent.
         signatures = [(*shape, frozen) for shape in shapes]
         if self._interpreter is None:
             stages = Stages(self._model, self.cut.blocks, self.cut.starts, self.stages[0])
             messages = Messages(self._group, schedule.placement, self._mesh.device)
             self._interpreter = Interpreter(stages, messages, trainer)
-        return self._interpreter.run(schedule, self._group.rank, given, signatures, recorder, not all(trains))
+        return self._interpreter.run(schedule, self._group.rank, micro_batches, signatures, recorder, not all(trains))
 
-    def _require_same(self, given: Sequence[Any], signatures: Sequence[Any], own: float) -> tuple[float, ...]:
-        """Return ``own`` of each rank. Raise ValueError, on all ranks, if stages have different micro-batches."""
+    def _require_same(
+        self, micro_batches: Sequence[Any], signatures: Sequence[Any], checksum: float
+    ) -> tuple[float, ...]:
+        """Return ``checksum`` of each rank. Raise ValueError, on all ranks, if stages have different micro-batches."""
         # Stages that are given different micro-batches would wait for messages that never come.
         sums = 0.0
-        if given:
-            found = torch.stack([batches.checksum(one, self._mesh.device) for one in given])
+        if micro_batches:
+            values = torch.stack([batches.checksum(batch, self._mesh.device) for batch in micro_batches])
             # Weighted, as the order counts; read once, as a device is waited for.
-            sums = float((found * torch.arange(1, len(given) + 1, dtype=found.dtype, device=found.device)).sum())
+            sums = float(
+                (values * torch.arange(1, len(micro_batches) + 1, dtype=values.dtype, device=values.device)).sum()
+            )
         shapes = zlib.crc32(repr(signatures).encode())
-        rows = self._group.exchange(torch.tensor([len(given), shapes, sums, own], dtype=torch.float64)).tolist()
+        rows = self._group.exchange(
+            torch.tensor([len(micro_batches), shapes, sums, checksum], dtype=torch.float64)
+        ).tolist()
         for stage, row in enumerate(rows[1:], 1):
-            for name, one, other in zip(("numbers", "shapes", "values"), rows[0][:3], row[:3], strict=True):
-                if one != other:
+            for name, expected, other in zip(("numbers", "shapes", "values"), rows[0][:3], row[:3], strict=True):
+                if expected != other:
                     raise ValueError(
                         f"ranks 0 and {stage} of a pipeline were given different {name} of micro-batches; give all "
                         "ranks of a pipeline the same ones: share engine.data_rank of engine.data_size, and let seeds "
@@ -224,30 +230,30 @@ class StageWork:
     def __init__(self, pipelined: Pipelined, sharded: ShardedModel, computation: Computation) -> None:
         self._pipelined, self._sharded, self._computation = pipelined, sharded, computation
 
-    def train(self, given: Sequence[Any]) -> list[Tensor]:
+    def train(self, micro_batches: Sequence[Any]) -> list[Tensor]:
         """Run the forward and backward of an update's micro-batches; see ``Pipelined.train``."""
-        return self._pipelined.train(self, given)
+        return self._pipelined.train(self, micro_batches)
 
-    def evaluate(self, given: Sequence[Any]) -> list[Tensor]:
+    def evaluate(self, micro_batches: Sequence[Any]) -> list[Tensor]:
         """Run the forwards of any number of micro-batches; see ``Pipelined.evaluate``."""
-        return self._pipelined.evaluate(self, given)
+        return self._pipelined.evaluate(self, micro_batches)
 
     @contextmanager
-    def _computing(self, stage: int, kept: Kept | None, last: bool = False, trains: bool = True) -> Iterator[None]:
+    def _computing(self, stage: int, operands: Kept | None, last: bool = False, trains: bool = True) -> Iterator[None]:
         # Units that another stage of this rank still uses before the update are not done with yet.
         after = self._pipelined.units_after(stage, self._sharded) if last else frozenset()
         part = self._pipelined.units_of(stage, self._sharded)
-        with self._sharded.events.order.of_stage(part, after, trains), keeping(kept):
+        with self._sharded.events.order.of_stage(part, after, trains), keeping(operands):
             yield
 
-    def stage_loss(self, stage: int, batch: Any, kept: Kept | None, trains: bool) -> Tensor:
+    def stage_loss(self, stage: int, batch: Any, operands: Kept | None, trains: bool) -> Tensor:
         """Return the loss of a micro-batch, which the stages compute together; see ``Work``."""
-        with self._computing(stage, kept, trains=trains):
+        with self._computing(stage, operands, trains=trains):
             return self._computation.loss(batch)
 
     def stage_backward(
         self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None] | None, last: bool,
-        kept: Kept | None,
+        operands: Kept | None,
     ) -> None:  # fmt: skip
         """Run a stage's part of the backward of a micro-batch; see ``Work``."""
         if gradients is None:
@@ -255,12 +261,12 @@ class StageWork:
             losses = [batches.check_loss(root) for root in roots]
             # The last stage has a loss and no gradient of it. Only there losses are scaled, once for all stages.
             roots, gradients = [accumulation.scaled(loss / accumulation.steps) for loss in losses], [None]
-        with self._computing(stage, kept, last):
-            self._computation.differentiate(roots, gradients, last, reduces=kept is None)
+        with self._computing(stage, operands, last):
+            self._computation.differentiate(roots, gradients, last, reduces=operands is None)
 
-    def stage_weights(self, stage: int, kept: Kept, last: bool) -> None:
+    def stage_weights(self, stage: int, operands: Kept, last: bool) -> None:
         """Run the backward of linear layers' weights, which ``stage_backward`` has left."""
-        roots = roots_of(kept)
+        roots = roots_of(operands)
         phase, events = self._computation.phase("backward"), self._sharded.events
         with self._computing(stage, None, last), phase, events.backward.weights(last):
             if roots:

@@ -79,10 +79,10 @@ class Converted:
             for part in parts:
                 converter.add_tensor(self.name, part.key, pattern, partial(read, part))
         first = str(next(iter(converter.layer_targets)))
-        made = converter.convert(first, model=self.model, config=self.model.config)
-        if self.name not in made:
-            raise ValueError(f"transformers made {', '.join(sorted(made))} of {self}, but not {self.name}")
-        value = made[self.name]
+        converted = converter.convert(first, model=self.model, config=self.model.config)
+        if self.name not in converted:
+            raise ValueError(f"transformers made {', '.join(sorted(converted))} of {self}, but not {self.name}")
+        value = converted[self.name]
         tensor: torch.Tensor = value[0] if isinstance(value, list) else value
         return tensor
 
@@ -150,16 +150,16 @@ def saved_quantization(settings: PretrainedConfig) -> Any:
     Raises:
         ValueError: another library than bitsandbytes did it.
     """
-    given = getattr(settings, "quantization_config", None)
-    if given is None:
+    config = getattr(settings, "quantization_config", None)
+    if config is None:
         return None
-    kind = given.get("quant_method") if isinstance(given, dict) else type(given).__name__
+    kind = config.get("quant_method") if isinstance(config, dict) else type(config).__name__
     if kind not in ("bitsandbytes", "BitsAndBytesConfig"):
         raise ValueError(
             f"{settings.name_or_path!r} is quantized ({kind}), which cannot be trained; use the original weights, "
             "which quantization_config quantizes as they are read"
         )
-    return require_transformers().BitsAndBytesConfig.from_dict(given) if isinstance(given, dict) else given
+    return require_transformers().BitsAndBytesConfig.from_dict(config) if isinstance(config, dict) else config
 
 
 def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **config: Any) -> PreTrainedModel:
@@ -240,23 +240,23 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
 def _load(model: nn.Module, path: Path, files: Sequence[FileTensor], strict: bool) -> Loaded:
     """Give a model the weights of files in a folder, but for those that are quantized; see ``load_pretrained``."""
     sources, unexpected, doubles = _sources(model, files)
-    kept = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     targets: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not is_quantized(p)}
-    targets |= {n: buffer for n, buffer in model.named_buffers() if n in kept}
+    targets |= {n: buffer for n, buffer in model.named_buffers() if n in state}
     _require_shapes(path, targets, sources)
     _require_floats(path, targets, sources)
-    for name, one, other in doubles:
-        if not _is_equal(one, other):
+    for name, first, second in doubles:
+        if not _is_equal(first, second):
             raise ValueError(
-                f"{str(path)!r} has two values for {name}: {one} and {other} differ. If the model ties them, set "
+                f"{str(path)!r} has two values for {name}: {first} and {second} differ. If the model ties them, set "
                 '"tie_word_embeddings" to false in its config.json, or pass tie_word_embeddings=False, to keep both; '
                 "else take one of them out"
             )
     missing = tuple(name for name, target in targets.items() if name not in sources and _is_needed(model, name, target))
     if missing and strict:
         pairs = [(name, nearest(name, unexpected)) for name in missing[:3]]
-        found = [f"{other} for {name}" for name, other in pairs if other]
-        hint = f" (it has {', '.join(found)})" if found else ""
+        suggestions = [f"{other} for {name}" for name, other in pairs if other]
+        hint = f" (it has {', '.join(suggestions)})" if suggestions else ""
         raise ValueError(
             f"{str(path)!r} lacks {some(missing)} of {type(model).__name__}{hint}; use "
             "the class that the checkpoint is of, or pass strict=False, which leaves them at their initial values"
@@ -285,8 +285,8 @@ def _load(model: nn.Module, path: Path, files: Sequence[FileTensor], strict: boo
 def describe_sources(model: nn.Module) -> str:
     """Return a line for each parameter that will be read from a checkpoint, with a hash of some of its elements."""
     # Ranks compare it, because each reads its own part: different copies of a checkpoint would be mixed.
-    found = ((name, source_of(parameter)) for name, parameter in model.named_parameters())
-    return "\n".join(f"{name}: {_hash(source)} in {source}" for name, source in found if source is not None)
+    sources = ((name, source_of(parameter)) for name, parameter in model.named_parameters())
+    return "\n".join(f"{name}: {_hash(source)} in {source}" for name, source in sources if source is not None)
 
 
 def _hash(source: Source) -> str:
@@ -305,9 +305,9 @@ def _sources(
     # As they are: a recording would take a detached one for what the values of a parameter become.
     names = dict(model.state_dict(keep_vars=True))
     first = first_names(model)
-    rename, known = _renaming(model, names)
+    rename, conversions = _renaming(model, names)
     converters = {
-        pattern: entry for entry in known if hasattr(entry, "operations") for pattern in entry.source_patterns
+        pattern: entry for entry in conversions if hasattr(entry, "operations") for pattern in entry.source_patterns
     }
     # Tied parameters may be in a checkpoint under each of their names.
     sources: dict[str, Source] = {}
@@ -327,14 +327,14 @@ def _sources(
             _, collected = parts.setdefault(name, (converters[pattern], {}))
             collected.setdefault(pattern, []).append(file)
     for name, (converter, collected) in parts.items():
-        given = {pattern: tuple(found) for pattern, found in collected.items()}
+        inputs = {pattern: tuple(entries) for pattern, entries in collected.items()}
         # One tensor may become several parameters, which are named like the converter's targets.
         for target in converter.target_patterns:
-            made = name.replace(converter.target_patterns[0], target)
-            if made in names:
-                sources[first.get(made, made)] = Converted(made, converter, given, model)  # type: ignore[arg-type]
-    if known:  # transformers turns those back that were of use when a model is saved
-        model._weight_conversions = [entry for entry in known if entry.was_used()]  # type: ignore[assignment]
+            parameter_name = name.replace(converter.target_patterns[0], target)
+            if parameter_name in names:
+                sources[first.get(parameter_name, parameter_name)] = Converted(parameter_name, converter, inputs, model)  # type: ignore[arg-type]
+    if conversions:  # transformers turns those back that were of use when a model is saved
+        model._weight_conversions = [entry for entry in conversions if entry.was_used()]  # type: ignore[assignment]
     return sources, unexpected, doubles
 
 
@@ -343,9 +343,9 @@ def _renaming(model: nn.Module, names: Mapping[str, Any]) -> tuple[Any, list[Any
     if not hasattr(model, "base_model_prefix"):
         return lambda key: (key, None), []
     core = require_transformers("core_model_loading")
-    known = require_transformers("conversion_mapping").get_model_conversion_mapping(model)
-    converters = [entry for entry in known if isinstance(entry, core.WeightConverter)]
-    renamings = [entry for entry in known if isinstance(entry, core.WeightRenaming)]
+    mapping = require_transformers("conversion_mapping").get_model_conversion_mapping(model)
+    converters = [entry for entry in mapping if isinstance(entry, core.WeightConverter)]
+    renamings = [entry for entry in mapping if isinstance(entry, core.WeightRenaming)]
     prefix = partial(core.rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=names)
 
     def rename(key: str) -> tuple[str, str | None]:
@@ -355,7 +355,7 @@ def _renaming(model: nn.Module, names: Mapping[str, Any]) -> tuple[Any, list[Any
             name, pattern = key, None
         return name, pattern
 
-    return rename, known
+    return rename, mapping
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
@@ -370,8 +370,8 @@ def _require_shapes(folder: Path, targets: Mapping[str, torch.Tensor], sources: 
     for name, target in targets.items():
         source = sources.get(name)
         if isinstance(source, FileTensor | Converted) and (shape := source.shape) != tuple(target.shape):
-            made = f"made of {source}, " if isinstance(source, Converted) else ""
-            wrong.append(f"{name}, {made}is {shape or 'incomplete'} there and {tuple(target.shape)} in the model")
+            origin = f"made of {source}, " if isinstance(source, Converted) else ""
+            wrong.append(f"{name}, {origin}is {shape or 'incomplete'} there and {tuple(target.shape)} in the model")
     if wrong:
         raise ValueError(
             f"{str(folder)!r} holds another model, or not all of it: {some(wrong)}; use the config.json of it"
@@ -396,15 +396,15 @@ def _files_of(source: Source) -> list[FileTensor]:
 
 def _is_needed(model: nn.Module, name: str, target: torch.Tensor) -> bool:
     """Return False for a buffer that, by its class in transformers, older checkpoints lack."""
-    known = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    return isinstance(target, nn.Parameter) or not any(re.search(pattern, name) for pattern in known)
+    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    return isinstance(target, nn.Parameter) or not any(re.search(pattern, name) for pattern in patterns)
 
 
-def _is_equal(one: FileTensor, other: FileTensor) -> bool:
-    size = math.prod(one.shape)
+def _is_equal(first: FileTensor, second: FileTensor) -> bool:
+    size = math.prod(first.shape)
     # In parts: a head and an embedding of a large vocabulary are gigabytes.
-    return one.shape == other.shape and all(
-        bool((one.read(start, stop) == other.read(start, stop)).all())
+    return first.shape == second.shape and all(
+        bool((first.read(start, stop) == second.read(start, stop)).all())
         for start, stop in ((start, min(start + COMPARED, size)) for start in range(0, size, COMPARED))
     )
 

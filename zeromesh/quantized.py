@@ -136,11 +136,11 @@ def _device() -> torch.device:
 
 
 def _use_bitsandbytes(
-    layer: Any, old: Any, packed: torch.Tensor, known: Mapping[str, Any], file: FileTensor | None = None
+    layer: Any, old: Any, packed: torch.Tensor, attributes: Mapping[str, Any], file: FileTensor | None = None
 ) -> None:
     """Let a layer of bitsandbytes have a deferred weight, with some attributes, in the place of a plain layer."""
     weight = type(layer.weight)(packed, requires_grad=False, **vars(layer.weight))
-    change(weight, **known)
+    change(weight, **attributes)
     if file is not None:  # last, as what is done to a tensor later hides where its values rest
         read_from(weight, file)
     bias = None if old.bias is None else nn.Parameter(old.bias.detach(), requires_grad=False)
@@ -155,9 +155,9 @@ def _read(layer: Any, path: str, files: dict[str, FileTensor]) -> tuple[torch.Te
         if four:
             scales = {key: file.whole() for key, file in files.items()}
             make = import_module("bitsandbytes.functional").QuantState.from_dict
-            known = {FOUR_BIT: make(scales, device=torch.device("cpu")), "bnb_quantized": True}
+            attributes = {FOUR_BIT: make(scales, device=torch.device("cpu")), "bnb_quantized": True}
         else:
-            known = {EIGHT_BIT: files[EIGHT_BIT].whole()}
+            attributes = {EIGHT_BIT: files[EIGHT_BIT].whole()}
     except (KeyError, ValueError, AssertionError) as error:
         raise ValueError(
             f"{path}.weight is quantized by config.json, and its files lack the weight or its scales ({error}); save "
@@ -165,7 +165,7 @@ def _read(layer: Any, path: str, files: dict[str, FileTensor]) -> tuple[torch.Te
         ) from None
     with _disable_current_modes():
         dtype = layer.weight.quant_storage if four else torch.int8
-        return torch.empty(weight.shape, dtype=dtype, device="meta"), known, weight
+        return torch.empty(weight.shape, dtype=dtype, device="meta"), attributes, weight
 
 
 def _made(layer: Any, path: str, old: Any) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -178,26 +178,26 @@ def _made(layer: Any, path: str, old: Any) -> tuple[torch.Tensor, dict[str, Any]
     def make() -> torch.Tensor:
         value = replayed(plain).detach()
         value = value.mT.contiguous() if is_transposed(layer) else value
-        made = kind(value, requires_grad=False, **options).to(_device())  # which quantizes
-        change(layer.weight, **{states: vars(made)[states]})
+        weight = kind(value, requires_grad=False, **options).to(_device())  # which quantizes
+        change(layer.weight, **{states: vars(weight)[states]})
         vars(layer.weight).pop("__deepcopy__", None)
-        packed: torch.Tensor = made.data
+        packed: torch.Tensor = weight.data
         return packed
 
-    shape, dtype, known = tuple(like.shape), torch.int8, {states: Unmade(path)}
+    shape, dtype, attributes = tuple(like.shape), torch.int8, {states: Unmade(path)}
     if four:
         dtype = like.quant_storage
         shape = (-(-like.numel() // (2 * dtype.itemsize)), 1)
-        known["bnb_quantized"] = True  # type: ignore[assignment]
+        attributes["bnb_quantized"] = True  # type: ignore[assignment]
     # PEFT copies a layer before it reads its values.
-    known["__deepcopy__"] = Unmade(path).refuse  # type: ignore[assignment]
-    return compute_later(torch.empty(shape, dtype=dtype, device="meta"), make), known
+    attributes["__deepcopy__"] = Unmade(path).refuse  # type: ignore[assignment]
+    return compute_later(torch.empty(shape, dtype=dtype, device="meta"), make), attributes
 
 
 def _use_torchao(layer: Any, path: str, config: Any) -> None:
     """Let a layer have a weight of torchao that is made of its values when it is needed."""
     plain, quantize_ = layer.weight, import_module("torchao.quantization").quantize_
-    made: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
 
     def quantized(value: torch.Tensor) -> Any:
         holder = nn.Linear(plain.shape[1], plain.shape[0], bias=False, device="meta")
@@ -207,9 +207,9 @@ def _use_torchao(layer: Any, path: str, config: Any) -> None:
 
     def make(name: str) -> torch.Tensor:
         # The parts of a weight are asked for one by one, and its file is read once.
-        if name not in made:
-            made.update(parts(quantized(replayed(plain).detach().to(_device()))))
-        return made.pop(name).contiguous()
+        if name not in tensors:
+            tensors.update(parts(quantized(replayed(plain).detach().to(_device()))))
+        return tensors.pop(name).contiguous()
 
     with _disable_current_modes():
         like = quantized(torch.empty(plain.shape, dtype=plain.dtype, device="meta"))
@@ -222,5 +222,5 @@ def _deferred(like: Any, name: str, make: Callable[[str], torch.Tensor]) -> torc
         return compute_later(like, partial(make, name))
     names, context = like.__tensor_flatten__()
     inner = {key: _deferred(getattr(like, key), f"{name}.{key}", make) for key in names}
-    found: torch.Tensor = type(like).__tensor_unflatten__(inner, context, like.size(), like.stride())
-    return found
+    tensor: torch.Tensor = type(like).__tensor_unflatten__(inner, context, like.size(), like.stride())
+    return tensor

@@ -36,12 +36,12 @@ def require_equal_replicas(sharded: ShardedModel, when: str) -> None:
     """
     mesh = sharded.mesh
     # What is gathered after each update is compared where it is whole, which finds a faulty gather, too.
-    found = [*_differences(mesh.shard, _whole(sharded)), *_differences(mesh.replicate, _kept(sharded))]
+    differences = [*_differences(mesh.shard, _whole(sharded)), *_differences(mesh.replicate, _kept(sharded))]
     world = mesh.group("world")
     # One number first: that all is well costs no texts.
-    if not bool(world.exchange(torch.tensor([float(bool(found))], dtype=torch.float64)).any()):
+    if not bool(world.exchange(torch.tensor([float(bool(differences))], dtype=torch.float64)).any()):
         return
-    said = [line for text in texts(world, "\n".join(found)) for line in text.splitlines()]
+    said = [line for text in texts(world, "\n".join(differences)) for line in text.splitlines()]
     every = list(dict.fromkeys(said))
     # Updates do not keep frozen parameters equal: a program may have set them per rank, which is no fault of a machine.
     lines = [line for line in every if not line.startswith(FROZEN)]

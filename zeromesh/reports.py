@@ -51,9 +51,9 @@ class Before(NamedTuple):
 
 def memory_before(model: nn.Module, device: torch.device) -> Before:
     """Return the bytes in use now."""
-    own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())
-           if t.device.type == device.type}  # fmt: skip
-    return Before(live_bytes(device) - sum(own.values()), peak_bytes(device))
+    tensors = (t for t in (*model.parameters(), *model.buffers()) if t.device.type == device.type)
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return Before(live_bytes(device) - sum(storages.values()), peak_bytes(device))
 
 
 def memory(
@@ -82,8 +82,8 @@ def memory(
     # On a CPU the host's tier lies in the same memory that the process is measured by.
     here = sum(sizes.get("device", 0) + (sizes.get("host", 0) if cpu else 0) for sizes in tiers.values())
     # The remainder is other activations, temporaries, fragmentation, and on a CPU Python and torch themselves.
-    own = peak - before.live if before is not None and peak > before.peak else None
-    measured = {"live": live, "peak": peak, "remainder": peak - here, "own": own}
+    own_peak = peak - before.live if before is not None and peak > before.peak else None
+    measured = {"live": live, "peak": peak, "remainder": peak - here, "own": own_peak}
     return {**{state: dict(sizes) for state, sizes in tiers.items()}, "total": total, "measured": measured}
 
 
@@ -101,27 +101,27 @@ def _optimizer_state(sharded: ShardedModel, optimizer: Optimizer | None) -> Iter
 
 def traffic(counted: Traffic, reset: bool) -> dict[str, dict[str, float]]:
     """Return the traffic by ``collective/axis``, see ``Engine.traffic_report``; ``reset`` starts the count anew."""
-    found: dict[str, dict[str, float]] = {}
+    by_collective: dict[str, dict[str, float]] = {}
     for kind, axis in sorted(counted.bytes):
-        found[f"{kind}/{axis}"] = {
+        by_collective[f"{kind}/{axis}"] = {
             "bytes": counted.bytes[kind, axis],
             "calls": counted.calls[kind, axis],
             "across_nodes": counted.across[kind, axis],
         }
         error = counted.relative_error(kind, axis)
         if error is not None:
-            found[f"{kind}/{axis}"]["relative_error"] = error
+            by_collective[f"{kind}/{axis}"]["relative_error"] = error
     if reset:
         counted.reset()
-    return found
+    return by_collective
 
 
 def find_bounds(
     observer: Observer, sharded: ShardedModel, dtype: torch.dtype, operations: float | None = None
 ) -> Bounds | None:
     """Find the resource that bounded the updates so far; see ``Engine.bound_report``. Collective."""
-    found = observer.breakdown()
-    if found is None:
+    breakdown = observer.breakdown()
+    if breakdown is None:
         return None
     mesh, updates = sharded.mesh, observer.updates
     amounts: dict[str, Amount] = {}
@@ -147,7 +147,7 @@ def find_bounds(
     sent = sum(mesh.traffic.bytes.values())
     if mesh.world_size > 1:  # all ranks measure, whatever each has sent
         amounts[NETWORK] = Amount(sent / updates, network_bandwidth(mesh))
-    return bounds(found, amounts)
+    return bounds(breakdown, amounts)
 
 
 def memory_bandwidth() -> float:
@@ -160,7 +160,7 @@ def network_bandwidth(mesh: Mesh) -> float:
     """Bytes per second that this rank sends when all ranks sum a large tensor. All call it."""
     group, tensor = mesh.group("world"), torch.ones(PROBE // 16, device=mesh.device)
     counts = (mesh.traffic.calls, mesh.traffic.bytes, mesh.traffic.across)
-    kept = [dict(counted) for counted in counts]
+    saved = [dict(counted) for counted in counts]
     before = sum(mesh.traffic.bytes.values())
     listener = mesh.traffic.listen(None)
 
@@ -174,7 +174,7 @@ def network_bandwidth(mesh: Mesh) -> float:
     finally:
         mesh.traffic.listen(listener)
         # The user's counters do not count the measurement.
-        for counted, values in zip(counts, kept, strict=True):
+        for counted, values in zip(counts, saved, strict=True):
             counted.clear()
             counted.update(values)
 
@@ -183,12 +183,12 @@ def _best(do: Callable[[], object]) -> float:
     """Return the seconds of the fastest of ``TIMES`` runs, after one that is not counted."""
     # The first run takes memory, and makes connections.
     do()
-    found = float("inf")
+    fastest = float("inf")
     for _ in range(TIMES):
         start = time.perf_counter()
         do()
-        found = min(found, time.perf_counter() - start)
-    return found
+        fastest = min(fastest, time.perf_counter() - start)
+    return fastest
 
 
 @contextmanager
@@ -227,7 +227,7 @@ def prediction(
     from zeromesh.plan.memory import memory_of
     from zeromesh.plan.time import time_of
 
-    found: dict[str, Any] = {"machine": None, "layout": None}
+    result: dict[str, Any] = {"machine": None, "layout": None}
     notes: list[str] = []
     peak = host = step = None
     one_memory = mesh.device.type == "cpu"
@@ -239,7 +239,7 @@ def prediction(
         machine = machine_here(mesh.world_size // nodes, nodes)
         source, sequence = cost_here(*example, settings)
         rank = memory_of(source, sequence, layout, machine, sums=mesh.shard.sums)[mesh.group("pipeline").rank]
-        found.update(machine=machine.name, layout=layout_text(layout))
+        result.update(machine=machine.name, layout=layout_text(layout))
         cost = source.at(layout.micro_batch, sequence, layout.context)
         notes.extend([] if cost.exact else [f"the model could not be traced, so that this is rough: {cost.note}"])
         host = rank.on(Tier.HOST.value)
@@ -252,17 +252,17 @@ def prediction(
         missing = "nothing" if peak is None else "no time of a step"
         text = (str(failure) or type(failure).__name__).splitlines()[0]
         notes.append(f"{missing} could be predicted: {text}")
-    held = sum(sizes.get(Tier.HOST.value, 0) for state, sizes in report.items() if state in STATES)
-    own = report["measured"]["own"]
-    if own is None:
+    host_bytes = sum(sizes.get(Tier.HOST.value, 0) for state, sizes in report.items() if state in STATES)
+    device_peak = report["measured"]["own"]
+    if device_peak is None:
         notes.append("the peak of memory is not measured: more was in use before the model was placed")
     elif one_memory:
         notes.append("the processor's memory is the host's; what is measured has the libraries' own in it")
     if seconds is None:
         notes.append("the time of a step is measured from the second update on")
-    return found | {
-        "device": _beside(peak, own),
-        "host": None if one_memory else _beside(host, held),
+    return result | {
+        "device": _beside(peak, device_peak),
+        "host": None if one_memory else _beside(host, host_bytes),
         "step": _beside(step, seconds),
         "notes": notes,
     }
@@ -325,21 +325,21 @@ def planned_states(sharded: ShardedModel, layout: ParallelLayout) -> dict[tuple[
     def states_with(trained: set[bool], widths: Widths) -> RankStates:
         units = []
         for unit in sharded.units:
-            own = [flat.layout for flat in unit.flats if flat.layout.trainable in trained]
-            single = len(own) == 1 and own[0].whole
-            units.append(UnitElements(sum(part.elements for part in own), 1, single))
+            layouts = [flat.layout for flat in unit.flats if flat.layout.trainable in trained]
+            single = len(layouts) == 1 and layouts[0].whole
+            units.append(UnitElements(sum(part.elements for part in layouts), 1, single))
         return states_of(units, replace(layout, widths=widths), ZEROMESH, sharded.mesh.shard.sums)
 
     trained = states_with({True}, layout.widths)
     frozen = states_with({False}, Widths(layout.widths.parameter, 0, 0, 0, 0))
-    found: dict[tuple[str, str], float] = defaultdict(float)
+    sizes: dict[tuple[str, str], float] = defaultdict(float)
     tables = [TableCost(table.name, table.count, table.width) for table in sharded.tables]
     resting = table_states(tables, layout, sharded.mesh.device.type == "cpu")
     for key, size in (*trained.resting.items(), *frozen.resting.items(), *resting.items()):
-        found[key] += size
+        sizes[key] += size
     # A unit has one slot for all that it gathers.
-    found["slot", Tier.DEVICE.value] += states_with({True, False}, layout.widths).gathered + trained.working
-    return {key: size for key, size in found.items() if size}
+    sizes["slot", Tier.DEVICE.value] += states_with({True, False}, layout.widths).gathered + trained.working
+    return {key: size for key, size in sizes.items() if size}
 
 
 def _remedies(sharded: ShardedModel, settings: Resolved, layout: ParallelLayout, rest: int) -> Iterator[str]:
@@ -351,10 +351,12 @@ def _remedies(sharded: ShardedModel, settings: Resolved, layout: ParallelLayout,
 
     now = on_device()
     all_sharded = replace(row, parameter=Placement.SHARDED, gradient=Placement.SHARDED, optimizer=Placement.SHARDED)
-    whole = [state for state in ("parameter", "gradient", "optimizer") if getattr(row, state) is not Placement.SHARDED]
-    if whole and ranks > 1:
+    replicated = [
+        state for state in ("parameter", "gradient", "optimizer") if getattr(row, state) is not Placement.SHARDED
+    ]
+    if replicated and ranks > 1:
         less = _less(now - on_device(row=all_sharded))
-        yield f"{keys.SHARD_ALL} shards {' and '.join(whole)} over {ranks} ranks: {less}"
+        yield f"{keys.SHARD_ALL} shards {' and '.join(replicated)} over {ranks} ranks: {less}"
     # A processor has one memory.
     elsewhere = sharded.mesh.device.type != "cpu"
     if elsewhere and row.optimizer_tier is Tier.DEVICE:

@@ -23,27 +23,27 @@ def takes_args_first(function: Callable[P, R]) -> Callable[P, R]:
     """Let ``initialize`` be called by position in DeepSpeed's order, too, which begins with ``args``."""
 
     @functools.wraps(function)
-    def call(*given: P.args, **named: P.kwargs) -> R:
+    def call(*arguments: P.args, **named: P.kwargs) -> R:
         # A call whose first positional argument is no module has DeepSpeed's order.
-        if not given or isinstance(given[0], nn.Module):
-            return function(*given, **named)
-        keywords: dict[str, Any] = {**named, **_by_name(given, named)}
+        if not arguments or isinstance(arguments[0], nn.Module):
+            return function(*arguments, **named)
+        keywords: dict[str, Any] = {**named, **_by_name(arguments, named)}
         return function(**keywords)  # type: ignore[call-arg]
 
     return call
 
 
-def _by_name(given: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+def _by_name(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
     """Return positional arguments in DeepSpeed's order by name."""
-    first = given[0]
+    first = arguments[0]
     if isinstance(first, str | Path | Mapping):
         raise TypeError(
             f"the first positional argument of initialize is a {type(first).__name__}; it must be the model, or the "
             "parsed command line as in DeepSpeed: pass model= and config= by name"
         )
-    if len(given) > len(INITIALIZE):
-        raise TypeError(f"initialize takes at most {len(INITIALIZE)} positional arguments, not {len(given)}")
-    bound = dict(zip(INITIALIZE, given, strict=False))
+    if len(arguments) > len(INITIALIZE):
+        raise TypeError(f"initialize takes at most {len(INITIALIZE)} positional arguments, not {len(arguments)}")
+    bound = dict(zip(INITIALIZE, arguments, strict=False))
     twice = [name for name in bound if name in named]
     if twice:
         raise TypeError(

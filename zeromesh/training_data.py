@@ -31,14 +31,14 @@ class Sampler(DistributedSampler[Any]):
     """
 
     def __init__(
-        self, data: Any, ranks: int, rank: int, seed: int, drop_last: bool, whole: int = 1, shuffle: bool = True, *,
+        self, data: Any, ranks: int, rank: int, seed: int, drop_last: bool, multiple: int = 1, shuffle: bool = True, *,
         repeats: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(data, ranks, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self.length = len(data)
         # Whole updates, so that which samples an update takes at the end of a pass does not depend
         # on the number of ranks either.
-        self.used = self.length // whole * whole if drop_last else self.length
+        self.used = self.length // multiple * multiple if drop_last else self.length
         if drop_last:
             self.num_samples = self.used // ranks
             self.total_size = self.num_samples * ranks

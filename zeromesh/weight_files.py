@@ -68,8 +68,8 @@ def checkpoint_tensors(folder: Path) -> Iterator[FileTensor]:
         if lacking := sorted(keys - present):
             raise ValueError(f"{str(file)!r} lacks {some(lacking)}, which {INDEX} says it holds; copy the file again")
         for key in sorted(keys or present):
-            found = opened.get_slice(key)
-            yield FileTensor(file, key, tuple(found.get_shape()), found.get_dtype())
+            tensor_slice = opened.get_slice(key)
+            yield FileTensor(file, key, tuple(tensor_slice.get_shape()), tensor_slice.get_dtype())
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
@@ -98,13 +98,13 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         return {folder / SINGLE: set()}
     # What is there says what to do.
     pickles, others = (sorted(path.name for path in folder.glob(f"*{ending}")) for ending in (".bin", ".safetensors"))
-    found = "it has no weights"
+    content = "it has no weights"
     if others:
-        found = f"it has {', '.join(others[:3])}, and what is in which of several files is told by the index"
+        content = f"it has {', '.join(others[:3])}, and what is in which of several files is told by the index"
     elif pickles:
-        found = f"only {', '.join(pickles[:3])}, which are pickles and may run any code; convert them"
+        content = f"only {', '.join(pickles[:3])}, which are pickles and may run any code; convert them"
     raise ValueError(
-        f"{str(folder)!r} holds no {SINGLE} and no {INDEX}: {found}; "
+        f"{str(folder)!r} holds no {SINGLE} and no {INDEX}: {content}; "
         "model.save_pretrained(folder) of a recent transformers writes safetensors"
     )
 

@@ -60,7 +60,7 @@ _ENGINES: list[ref[Engine]] = []  # by age
 
 def register(engine: Engine) -> None:
     """Let the functions below find these parameters' engine, and know those of other stages."""
-    _ENGINES[:] = [one for one in _ENGINES if one() is not None] + [ref(engine)]
+    _ENGINES[:] = [reference for reference in _ENGINES if reference() is not None] + [ref(engine)]
     for flat in engine.sharded.flats:
         for parameter in flat.parameters:
             _OWNERS[parameter], _PLACES[parameter] = ref(engine), ref(engine.sharded)
@@ -143,13 +143,13 @@ def engine_of(parameter: nn.Parameter) -> Engine | None:
 
 def sharded_of(parameter: nn.Parameter) -> ShardedModel | None:
     """Return what placed a parameter, which may outlive its engine; None if that is gone, too, or never was."""
-    found: ShardedModel | None = _PLACES.get(parameter, lambda: None)()
-    return found
+    sharded: ShardedModel | None = _PLACES.get(parameter, lambda: None)()
+    return sharded
 
 
 def newest_engine() -> Engine | None:
     """Return the last made of the living engines, for functions of DeepSpeed that are not told which; None without."""
-    return next((engine for one in reversed(_ENGINES) if (engine := one()) is not None), None)
+    return next((engine for reference in reversed(_ENGINES) if (engine := reference()) is not None), None)
 
 
 def is_elsewhere(parameter: nn.Parameter) -> bool:
@@ -187,11 +187,11 @@ def tensors_of(params: object) -> list[Any]:
     members = [params] if params is None or isinstance(params, torch.Tensor) else params
     if isinstance(members, nn.Module) or not isinstance(members, Iterable):
         members = [members]
-    members = [one for one in members if one is not None]
-    for one in members:
-        if not isinstance(one, torch.Tensor):
+    members = [member for member in members if member is not None]
+    for member in members:
+        if not isinstance(member, torch.Tensor):
             raise TypeError(
-                f"GatheredParameters was given an object of {type(one)}; pass parameters, as module.weight, or "
+                f"GatheredParameters was given an object of {type(member)}; pass parameters, as module.weight, or "
                 "module.parameters() for all of a module"
             )
     return members
@@ -216,7 +216,7 @@ def GatheredParameters(
         ValueError: ``modifier_rank`` does not have these parameters.
         TypeError: something is no tensor.
     """
-    members: list[Any] = [p for one in tensors_of(params) for _, p in parts(one) if enabled]
+    members: list[Any] = [p for tensor in tensors_of(params) for _, p in parts(tensor) if enabled]
     members = [p for p in members if _OWNERS.get(p) is not None]
     if not members:
         yield
@@ -224,12 +224,12 @@ def GatheredParameters(
     if len(owners := list(dict.fromkeys(map(_owner, members)))) > 1:
         with ExitStack() as stack:
             for owner in owners:
-                own = [parameter for parameter in members if _owner(parameter) is owner]
-                stack.enter_context(GatheredParameters(own, modifier_rank))
+                engine_members = [parameter for parameter in members if _owner(parameter) is owner]
+                stack.enter_context(GatheredParameters(engine_members, modifier_rank))
             yield
         return
     sharded = owners[0].sharded
-    found = [_find(parameter) for parameter in members]
+    locations = [_find(parameter) for parameter in members]
     mesh, place = sharded.mesh, None
     if modifier_rank is not None:
         if modifier_rank not in mesh.stage_ranks:
@@ -240,13 +240,13 @@ def GatheredParameters(
         # The group's own order counts, not that of the global ranks.
         place = mesh.group("stage").exchange(torch.tensor([mesh.rank])).flatten().tolist().index(modifier_rank)
     # All ranks gather in one order, whatever order the parameters were given in.
-    units = sorted({unit for _, unit, _, _ in found}, key=lambda unit: unit.index)
+    units = sorted({unit for _, unit, _, _ in locations}, key=lambda unit: unit.index)
     with sharded.gathered(units):
         # Without a rank whose values count, a change would be lost, or differ between ranks: it is refused.
         before = [] if place is not None else [_fingerprint(parameter) for parameter in members]
         yield
         if place is not None:
-            for flat, index in [(flat, index) for _, _, flat, index in found]:
+            for flat, index in [(flat, index) for _, _, flat, index in locations]:
                 sharded.take_value(flat, index, place)
         elif before != [_fingerprint(parameter) for parameter in members]:
             raise RuntimeError(
@@ -319,10 +319,10 @@ def clip_grad_norm_(
         ValueError: a parameter belongs to no engine, or the parameters belong to several.
         RuntimeError: there is no gradient to clip, or the norm is not finite.
     """
-    given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    members = [parameter for parameter in given if parameter not in _ELSEWHERE and parameter.requires_grad]
+    requested: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    members = [parameter for parameter in requested if parameter not in _ELSEWHERE and parameter.requires_grad]
     # A stage that has none of them takes part all the same.
-    engines = {_owner(one) for one in members} | {_ELSEWHERE[one]() for one in given if one in _ELSEWHERE}
+    engines = {_owner(p) for p in members} | {_ELSEWHERE[p]() for p in requested if p in _ELSEWHERE}
     if len(engines) != 1:
         raise ValueError(f"the parameters belong to {len(engines)} engines; pass those of one model")
     engine = engines.pop()

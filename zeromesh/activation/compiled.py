@@ -38,9 +38,9 @@ def _end(*_: Any) -> None:
 
 def require_backend(name: str) -> None:
     """Raise ValueError if torch.compile has no such backend, or it lacks a compiler on this machine."""
-    known = torch.compiler.list_backends(exclude_tags=())
-    if name not in known:
-        raise ValueError(f"{COMPILE_BACKEND} is {name!r}; it must be one of {', '.join(known)}")
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if name not in backends:
+        raise ValueError(f"{COMPILE_BACKEND} is {name!r}; it must be one of {', '.join(backends)}")
     searched = os.environ.get("CXX") or COMPILERS.get(sys.platform, "g++")
     # Otherwise the first step would end in an error of torch's that names no key.
     if name == INDUCTOR and shutil.which(searched) is None:

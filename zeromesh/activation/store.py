@@ -119,10 +119,10 @@ class ActivationStore:
         """Keep a tensor; the same one, unchanged since another block was given it, is kept once."""
         storage = StorageWeakRef(tensor.untyped_storage())
         key = (storage.cdata, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        kept = self._known.get(key)
-        if kept is None:
-            self._known[key] = kept = _Kept(self, tensor, storage)
-        return kept
+        entry = self._known.get(key)
+        if entry is None:
+            self._known[key] = entry = _Kept(self, tensor, storage)
+        return entry
 
     def begin_backward(self) -> None:
         """Note that inputs are asked for, and listen for the end of the backward."""
@@ -135,16 +135,16 @@ class ActivationStore:
     def prefetch(self, inputs: _Inputs | None) -> None:
         """Start to bring a block's inputs back; those of another that nobody took are dropped."""
         wanted = [] if inputs is None else inputs.kept
-        for kept in filter(None, (one() for one in self._prefetched)):
-            if not any(kept is other for other in wanted):
-                kept.drop()
-        for kept in wanted:
-            kept.start()
-        self._prefetched = [ref(kept) for kept in wanted]
+        for entry in filter(None, (reference() for reference in self._prefetched)):
+            if not any(entry is other for other in wanted):
+                entry.drop()
+        for entry in wanted:
+            entry.start()
+        self._prefetched = [ref(entry) for entry in wanted]
 
-    def compare(self, whole: Tensor, checksum: Tensor) -> None:
+    def compare(self, gathered: Tensor, checksum: Tensor) -> None:
         """Note whether what was gathered is what this rank was given."""
-        self._differs.append(_checksum(whole) != checksum)
+        self._differs.append(_checksum(gathered) != checksum)
 
     def _end_backward(self) -> None:
         """Drop what nobody took; raise RuntimeError if what was partitioned was not the same on all ranks."""
@@ -232,11 +232,11 @@ class _Kept:
             if arrived is not None:
                 torch.accelerator.current_stream(store.device).wait_event(arrived)
         if store.group is not None:
-            whole = part.new_empty(self._each * store.group.size)
-            own = whole.chunk(store.group.size)[store.group.rank]
-            own[: part.numel()].copy_(part)
-            store.group.all_gather(whole, own, _TAG).wait()
-            part = whole[: self._elements]
+            gathered = part.new_empty(self._each * store.group.size)
+            local_part = gathered.chunk(store.group.size)[store.group.rank]
+            local_part[: part.numel()].copy_(part)
+            store.group.all_gather(gathered, local_part, _TAG).wait()
+            part = gathered[: self._elements]
             store.compare(part, self._checksum)
         return part.as_strided(self._size, self._stride)
 
@@ -252,10 +252,10 @@ class _Inputs:
         self._called_with: tuple[Any, Any] | None = (args, kwargs)  # for the first call, which computes with them
         self._before = store._last
         places: list[Tensor] = []
-        kept: list[_Kept | None] = []
+        entries: list[_Kept | None] = []
 
         def take(tensor: Tensor) -> Tensor:
-            kept.append(store.put(tensor) if movable[len(kept)] else None)
+            entries.append(store.put(tensor) if movable[len(entries)] else None)
             self._grads.append(tensor.requires_grad)
             # A placeholder in the containers, so that the tensor itself can be freed.
             places.append(torch.empty(0, device="cpu"))
@@ -264,11 +264,11 @@ class _Inputs:
         self._grads: list[bool] = []
         self._tree = map_tensors((args, kwargs), take)
         self._places = {id(place): n for n, place in enumerate(places)}
-        self._kept = kept
+        self._kept = entries
 
     @property
     def kept(self) -> list[_Kept]:
-        return [kept for kept in self._kept if kept is not None]
+        return [entry for entry in self._kept if entry is not None]
 
     def __call__(self, _: Tensor, *staying: Tensor) -> Any:
         called_with, self._called_with = self._called_with, None
@@ -285,10 +285,10 @@ class _Inputs:
         with torch.no_grad():
             self._store.begin_backward()
             # In the order of the arguments, which is the same on all ranks.
-            values = [next(rest) if kept is None else kept.fetch() for kept in self._kept]
+            values = [next(rest) if entry is None else entry.fetch() for entry in self._kept]
             self._store.prefetch(self._before() if self._before is not None else None)
-        for value, kept, grad in zip(values, self._kept, self._grads, strict=True):
-            if kept is not None:
+        for value, entry, grad in zip(values, self._kept, self._grads, strict=True):
+            if entry is not None:
                 value.requires_grad_(grad)
         restored: tuple[Any, Any] = map_tensors(self._tree, lambda place: values[self._places[id(place)]])
         return restored
@@ -307,6 +307,6 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _checksum(flat: Tensor) -> Tensor:
     """Return the sum of the bits of a 1-D tensor: int64, of no dims."""
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[flat.itemsize]
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[flat.itemsize]
     # Whole numbers, whose sum depends on no order.
-    return flat.view(whole).sum(dtype=torch.int64)
+    return flat.view(dtype).sum(dtype=torch.int64)

@@ -58,12 +58,12 @@ def doctor(folder: Path, ranks: int, as_json: bool, save: Path | None = None) ->
     if save is not None:
         check_target(save)
     report: dict[str, Any] = {"format": FORMAT, "environment": None, "backends": [], "nodes": [], "links": None}
-    found: list[Problem] = []
+    issues: list[Problem] = []
     environment: Environment | None = None
     try:
         environment = Environment.detect()
     except ValueError as error:
-        found.append({"problem": str(error), "remedy": "set or unset the variables as said"})
+        issues.append({"problem": str(error), "remedy": "set or unset the variables as said"})
     report["environment"] = environment and asdict(environment)
     with _progress(environment) as say:
         say("looking for backends")
@@ -75,22 +75,22 @@ def doctor(folder: Path, ranks: int, as_json: bool, save: Path | None = None) ->
         if alone and ranks > 1:
             # First, as this process holds memory of each accelerator once it has asked for its size.
             say(f"starting {counted(ranks, 'rank')} and measuring their {measured}")
-            report |= _local_links(ranks, disk, found)
+            report |= _local_links(ranks, disk, issues)
         say("measuring memory and disk")
         # Once on each node: ranks that measured at the same time would share its memory and disk.
-        own = inventory(folder) if environment is None or environment.local_rank == 0 else None
+        local_facts = inventory(folder) if environment is None or environment.local_rank == 0 else None
         if environment is not None and not alone:
             say(f"measuring {measured}")
-            report |= _of_all_ranks(environment, own, disk, found)
+            report |= _of_all_ranks(environment, local_facts, disk, issues)
         elif alone and ranks == 1 and save is not None:
             say("measuring products, kernels and the disk, in about 10 seconds")
             report["speeds"] = [speeds_of_rank(None, folder)]
-        report["nodes"] = report["nodes"] or ([own] if own else [])
+        report["nodes"] = report["nodes"] or ([local_facts] if local_facts else [])
     speeds, node_of = report.pop("speeds", []), report.pop("node_of", None)
-    found += _wrong_with(report)
-    report["problems"] = found
+    issues += _wrong_with(report)
+    report["problems"] = issues
     if environment is not None and environment.rank > 0:
-        return not found  # rank 0 shows what all have found
+        return not issues  # rank 0 shows what all have found
     if save is not None and speeds:
         for line in save_machine(save, report["nodes"], node_of or [0] * len(speeds), speeds, report["links"]):
             print(f"{line}; measure again when the machine is idle", file=sys.stderr)
@@ -100,7 +100,7 @@ def doctor(folder: Path, ranks: int, as_json: bool, save: Path | None = None) ->
         _show(report)
     if save is not None:
         print(f"{save}: {'written' if speeds else 'not written, as the speeds are unknown'}", file=sys.stderr)
-    return not found
+    return not issues
 
 
 def _backends(environment: Environment | None) -> list[dict[str, Any]]:
@@ -118,7 +118,7 @@ def _backends(environment: Environment | None) -> list[dict[str, Any]]:
 
 
 def _of_all_ranks(
-    environment: Environment, own: dict[str, Any] | None, disk: Path | None, found: list[Problem]
+    environment: Environment, local_facts: dict[str, Any] | None, disk: Path | None, issues: list[Problem]
 ) -> dict[str, Any]:
     """Return the facts that need all ranks: the machines of all nodes, and the links; with ``disk`` all speeds."""
     # Shorter than usual: a rank that does not come is what this command is to find out.
@@ -126,13 +126,15 @@ def _of_all_ranks(
     try:
         environment = init_distributed(environment=environment, start_timeout=waits)
         device = device_of_group(environment)
-        said = [json.loads(text) for text in texts(world_group(device), json.dumps([own, environment.node_rank]))]
+        said = [
+            json.loads(text) for text in texts(world_group(device), json.dumps([local_facts, environment.node_rank]))
+        ]
         node_of = [node for _, node in said]
         more: dict[str, Any] = {"links": _links(environment, device, node_of)}
         if disk is not None:
             more |= {"speeds": _speeds(environment, device, disk), "node_of": node_of}
     except (StartError, ValueError) as error:
-        found.append({"problem": str(error), "remedy": "see the message, and what the other ranks say"})
+        issues.append({"problem": str(error), "remedy": "see the message, and what the other ranks say"})
         if environment.rank > 0:  # rank 0 may not be there to say it
             print(f"rank {environment.rank} on {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
         return {}
@@ -142,28 +144,28 @@ def _of_all_ranks(
     return {"environment": asdict(environment), "nodes": nodes} | more
 
 
-def _local_links(ranks: int, disk: Path | None, found: list[Problem]) -> dict[str, Any]:
+def _local_links(ranks: int, disk: Path | None, issues: list[Problem]) -> dict[str, Any]:
     """Return the links between ranks that are started on this machine; with ``disk`` all speeds."""
     try:
         result: dict[str, Any] = launch(_measure_here, ranks, disk)[0]
         return result
     except RankFailure as error:
-        found.append({"problem": f"{counted(ranks, 'rank')} here: {error.summary}", "remedy": "see the message"})
+        issues.append({"problem": f"{counted(ranks, 'rank')} here: {error.summary}", "remedy": "see the message"})
         return {}
 
 
 def _measure_here(disk: Path | None = None) -> dict[str, Any]:
     environment = init_distributed(start_timeout=timedelta(seconds=6 * START_SECONDS))
     device = device_of_group(environment)
-    found: dict[str, Any] = {"links": _links(environment, device, [0] * environment.world_size)}
-    return found if disk is None else found | {"speeds": _speeds(environment, device, disk)}
+    facts: dict[str, Any] = {"links": _links(environment, device, [0] * environment.world_size)}
+    return facts if disk is None else facts | {"speeds": _speeds(environment, device, disk)}
 
 
 def _speeds(environment: Environment, device: torch.device, disk: Path) -> list[dict[str, Any]]:
     """Return the times of all ranks, by rank. Collective."""
     world = world_group(device)
-    own = speeds_of_rank(world, disk if environment.local_rank == 0 else None, environment.local_rank)
-    return [json.loads(text) for text in texts(world, json.dumps(own))]
+    local_speeds = speeds_of_rank(world, disk if environment.local_rank == 0 else None, environment.local_rank)
+    return [json.loads(text) for text in texts(world, json.dumps(local_speeds))]
 
 
 def _links(environment: Environment, device: torch.device, node_of: list[int]) -> dict[str, Any]:
@@ -171,29 +173,29 @@ def _links(environment: Environment, device: torch.device, node_of: list[int]) -
 
 
 def _wrong_with(report: Mapping[str, Any]) -> list[Problem]:
-    found = []
+    issues = []
     several = len(report["nodes"]) > 1
     for node in report["nodes"]:
         where = f"{node['host']}: " if several else ""
-        found += [row | {"problem": where + row["problem"]} for row in problems(node)]
+        issues += [row | {"problem": where + row["problem"]} for row in problems(node)]
     environment = report["environment"]
     mpi = next(row for row in report["backends"] if row["name"] == "mpi")
     if environment and environment["launcher"] in MPI and not mpi["usable"]:
-        found.append({"problem": "MPI started the ranks, and cannot be their backend", "remedy": mpi["missing"]})
+        issues.append({"problem": "MPI started the ranks, and cannot be their backend", "remedy": mpi["missing"]})
     node = report["nodes"][0] if report["nodes"] else None
     here = environment["local_world_size"] if environment else 1
     if node and node["devices"] and here > len(node["devices"]):
-        found.append(
+        issues.append(
             {
                 "problem": f"this node has {counted(here, 'rank')}, and {counted(len(node['devices']), 'device')}",
                 "remedy": "start as many ranks as devices, or use the backend gloo",
             }
         )
-    return found + _slow_links(report["links"])
+    return issues + _slow_links(report["links"])
 
 
 def _slow_links(links: Mapping[str, Any] | None) -> list[Problem]:
-    found = []
+    issues = []
     for where in ("within nodes", "across nodes"):
         pairs = [pair for pair in (links or {}).get("pairs", ()) if pair["where"] == where]
         if len(pairs) < 3:
@@ -201,7 +203,7 @@ def _slow_links(links: Mapping[str, Any] | None) -> list[Problem]:
         usual, slowest = statistics.median(pair[SPEED] for pair in pairs), min(pairs, key=lambda pair: pair[SPEED])
         if slowest[SPEED] * SLOW < usual:
             first, second = slowest["ranks"]
-            found.append(
+            issues.append(
                 {
                     "problem": f"the link between ranks {first} and {second} moves {bytes_text(slowest[SPEED])}/s, and "
                     f"the median {where} is {bytes_text(usual)}/s",
@@ -209,7 +211,7 @@ def _slow_links(links: Mapping[str, Any] | None) -> list[Problem]:
                     "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME chooses the interface",
                 }
             )
-    return found
+    return issues
 
 
 @contextmanager
@@ -240,9 +242,9 @@ def _show(report: Mapping[str, Any]) -> None:
 
 
 def _show_node(console: Console, node: Mapping[str, Any]) -> None:
-    found, cores, have, disk = node["versions"], node["processor"], node["memory"], node["disk"]
-    rows = [(name, found[name] or "not installed") for name in ("zeromesh", "torch", "python")]
-    rows += [(name, row["version"] or f"not installed: {row['install']}") for name, row in found["packages"].items()]
+    versions, cores, have, disk = node["versions"], node["processor"], node["memory"], node["disk"]
+    rows = [(name, versions[name] or "not installed") for name in ("zeromesh", "torch", "python")]
+    rows += [(name, row["version"] or f"not installed: {row['install']}") for name, row in versions["packages"].items()]
     _table(console, f"versions on {node['host']}", ("", ""), rows)
     rows = [
         (f"{row['type']}:{row['index']}", f"{row['name'] or ''}, {_bytes(row['memory_bytes'])}, "

@@ -43,10 +43,10 @@ def inspect(path: Path, as_json: bool, verify: bool) -> bool:
 def _checkpoints(path: Path) -> list[Path]:
     """Return the checkpoints of a path, with incomplete ones."""
     for folder in (path, path / CHECKPOINTS):
-        inside = [one for one in folder.iterdir() if one.is_dir()] if folder.is_dir() else []
-        found = [folder] if _is_checkpoint(folder) else [*filter(_is_checkpoint, inside)]
-        if found:
-            return found
+        inside = [child for child in folder.iterdir() if child.is_dir()] if folder.is_dir() else []
+        checkpoints = [folder] if _is_checkpoint(folder) else [*filter(_is_checkpoint, inside)]
+        if checkpoints:
+            return checkpoints
     raise ValueError(
         f"{str(path)!r} holds no checkpoint; name the folder of a run, a folder of checkpoints, or one checkpoint"
     )
@@ -59,7 +59,7 @@ def _is_checkpoint(path: Path) -> bool:
 def _summary(folder: Path, verify: bool) -> dict[str, Any]:
     named = folder.parent / LATEST
     files = [file for file in folder.iterdir() if file.is_file()]
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "tag": folder.name,
         "path": str(folder),
         "latest": named.is_file() and read_text(named, errors="replace").strip() == folder.name,
@@ -71,16 +71,16 @@ def _summary(folder: Path, verify: bool) -> dict[str, Any]:
     }
     try:
         reader = Reader(folder)
-        found["step"] = reader.manifest.get("global_steps")
+        summary["step"] = reader.manifest.get("global_steps")
         if verify:  # reads every byte, which may take minutes
             reader.verify()
         else:
             reader.require_files()
     except (ValueError, OSError) as error:
-        return {**found, "problem": str(error)}
+        return {**summary, "problem": str(error)}
     manifest = reader.manifest
     return {
-        **found,
+        **summary,
         "format": manifest["format"],
         "written": manifest.get("written"),
         "world_size": manifest.get("world_size"),
@@ -90,8 +90,8 @@ def _summary(folder: Path, verify: bool) -> dict[str, Any]:
 
 def _row(placement: dict[str, str] | None) -> int | None:
     """Return the ZeRO stage of placements; None if there is none."""
-    known = {(row.parameter.value, row.gradient.value, row.optimizer.value): number for number, row in ROWS.items()}
-    return known.get((placement["parameter"], placement["gradient"], placement["optimizer"])) if placement else None
+    numbers = {(row.parameter.value, row.gradient.value, row.optimizer.value): number for number, row in ROWS.items()}
+    return numbers.get((placement["parameter"], placement["gradient"], placement["optimizer"])) if placement else None
 
 
 def _details(reader: Reader) -> dict[str, Any]:
@@ -157,9 +157,9 @@ def _show_details(console: Console, details: dict[str, Any]) -> None:
     for tensor in details["tensors"]:
         kind, name = tensor["name"].split("/", 1)
         if kind in ("parameter", "buffer"):
-            own = states[name] if kind == "parameter" else []
+            keys = states[name] if kind == "parameter" else []
             shape = " x ".join(map(str, tensor["shape"])) or "scalar"
-            table.add_row(tensor["name"], shape, tensor["dtype"], ", ".join(own), _files(tensor["files"]))
+            table.add_row(tensor["name"], shape, tensor["dtype"], ", ".join(keys), _files(tensor["files"]))
     console.print(table)
 
 

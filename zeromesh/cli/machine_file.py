@@ -48,24 +48,24 @@ def speeds_of_rank(world: Group | None, folder: Path | None, local_rank: int = 0
         return float(world.exchange(torch.tensor([value], dtype=torch.float64)).max())
 
     meet(0.0)  # disks are measured while the other ranks wait
-    found = measure_speeds(device, meet) | {"disk": disk, "load": load}
+    speeds = measure_speeds(device, meet) | {"disk": disk, "load": load}
     busy = world is not None and device.type == "cpu"
-    return found | {"busy_latency": _busy_latency(world, meet) if world is not None and busy else None}
+    return speeds | {"busy_latency": _busy_latency(world, meet) if world is not None and busy else None}
 
 
 def _busy_latency(world: Group, meet: Callable[[float], float]) -> float:
     """Return the seconds by which a small message makes a processor's computation longer."""
     # Where all cores compute, what sends and receives waits for its turn: many times what a message takes on idle ones.
-    own, full = torch.zeros(MESSAGE), torch.zeros(world.size * MESSAGE)
+    message, full = torch.zeros(MESSAGE), torch.zeros(world.size * MESSAGE)
     factors = (torch.randn(512, 384), torch.randn(384, 4096))
     dtypes = (torch.bfloat16, torch.float32)
-    first, second = min(([one.to(dtype) for one in factors] for dtype in dtypes), key=_seconds_of_product)
+    first, second = min(([factor.to(dtype) for factor in factors] for dtype in dtypes), key=_seconds_of_product)
 
     def seconds(sends: bool) -> float:
         meet(0.0)
         start = time.perf_counter()
         for _ in range(MESSAGES):
-            pending = world.all_gather(full, own, 1) if sends else None
+            pending = world.all_gather(full, message, 1) if sends else None
             for _ in range(PRODUCTS):
                 torch.mm(first, second)
             if pending is not None:
@@ -97,15 +97,15 @@ def save_machine(
     """
     facts = []
     for node, rank in zip(nodes, sorted(set(node_of)), strict=True):
-        ranks = [found for found, where in zip(speeds, node_of, strict=True) if where == rank]
+        ranks = [rank_speeds for rank_speeds, where in zip(speeds, node_of, strict=True) if where == rank]
         have = node["memory"]
         memory = have["limit_bytes"] or have["total_bytes"]
         if memory is None:
             raise ValueError(f"the memory of {node['host']} is unknown on this system; write {path} by hand")
-        read, write = next((found["disk"] for found in ranks if found["disk"]), (0.0, 0.0))
+        read, write = next((rank_speeds["disk"] for rank_speeds in ranks if rank_speeds["disk"]), (0.0, 0.0))
         size = float(node["disk"]["free_bytes"] or 0) if read else 0.0
         bandwidth, cores = have["bandwidth_bytes_per_second"], node["processor"]["cores"]
-        load = min(found["load"] for found in ranks)
+        load = min(rank_speeds["load"] for rank_speeds in ranks)
         facts.append(NodeFacts(node["host"], float(memory), bandwidth, cores, (read, write, size), ranks, load))
     measured_machine(facts, links).save(path)
     return [f"{node.host}: {node.load:.1f} processes wanted to compute" for node in facts if node.busy]
@@ -114,6 +114,6 @@ def save_machine(
 def _disk(folder: Path) -> tuple[float, float]:
     """Return bytes per second read and written, as offloaded states are; 0 where the folder cannot be used."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):
-        found = [measure_bandwidth(folder, DISK_BYTES) for _ in range(DISK_TRIES)]
-        return median(one.read for one in found), median(one.write for one in found)
+        results = [measure_bandwidth(folder, DISK_BYTES) for _ in range(DISK_TRIES)]
+        return median(result.read for result in results), median(result.write for result in results)
     return 0.0, 0.0

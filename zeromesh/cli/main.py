@@ -332,9 +332,9 @@ def plan(
     with _errors():
         from zeromesh.cli import plan as plans
 
-        found = plans.machine_of(machine, gpu, gpus, nodes, node, inside, between, host_memory, price)
+        target = plans.machine_of(machine, gpu, gpus, nodes, node, inside, between, host_memory, price)
         question = plans.PlanQuestion(model, batch, sequence, goal, layouts, html, out, explain, as_json)
-        fits = plans.plan(question, found)
+        fits = plans.plan(question, target)
     if not fits:
         raise typer.Exit(WRONG_INPUT)
 

@@ -91,8 +91,8 @@ def plan(question: PlanQuestion, machine: Machine) -> bool:
         command = launch_command(result.best.layout, nodes, str(config), asked.program)
         if not question.as_json:
             where = " on each node" if nodes > 1 else ""
-            own = f" ({asked.program} is your script)" if asked.program == SCRIPT else ""
-            _paragraphs([f"The layout is in {config}. Start it{where} with{own}:"])
+            note = f" ({asked.program} is your script)" if asked.program == SCRIPT else ""
+            _paragraphs([f"The layout is in {config}. Start it{where} with{note}:"])
             write(f"  {command}\n")
     if question.html is not None:
         question.html.write_text(page(told), encoding="utf-8")
@@ -188,7 +188,7 @@ def _as_json(told: PlanAnswer, document: dict[str, Any] | None) -> dict[str, Any
     return {
         "model": result.request.source.name,
         "machine": result.request.machine.as_dict(),
-        "layouts": [_candidate_json(one) for one in result.shown],
+        "layouts": [_candidate_json(candidate) for candidate in result.shown],
         "considered": result.considered,
         "computed": result.computed,
         "proven": result.proven,
@@ -199,21 +199,21 @@ def _as_json(told: PlanAnswer, document: dict[str, Any] | None) -> dict[str, Any
     }
 
 
-def _candidate_json(one: PlanCandidate) -> dict[str, Any]:
-    node = one.machine.nodes[0][0]
+def _candidate_json(candidate: PlanCandidate) -> dict[str, Any]:
+    node = candidate.machine.nodes[0][0]
     return {
-        "layout": layout_text(one.layout),
-        "seconds": one.time.seconds,
-        "waits": dict(one.time.waits),
-        "tokens_per_second": one.tokens_per_second,
-        "mfu": one.mfu,
-        "price_per_million_tokens": one.price,
-        "device_bytes": [rank.device for rank in one.memory],
-        "device_peak": one.fullest.peak.label,
-        "device_peak_bytes": dict(one.fullest.peak.bytes),
-        "host_bytes_of_node": host_bytes(one.memory, one.layout, node, "host"),
-        "nvme_bytes_of_node": host_bytes(one.memory, one.layout, node, "nvme"),
-        "reason": reason_of(one),
+        "layout": layout_text(candidate.layout),
+        "seconds": candidate.time.seconds,
+        "waits": dict(candidate.time.waits),
+        "tokens_per_second": candidate.tokens_per_second,
+        "mfu": candidate.mfu,
+        "price_per_million_tokens": candidate.price,
+        "device_bytes": [rank.device for rank in candidate.memory],
+        "device_peak": candidate.fullest.peak.label,
+        "device_peak_bytes": dict(candidate.fullest.peak.bytes),
+        "host_bytes_of_node": host_bytes(candidate.memory, candidate.layout, node, "host"),
+        "nvme_bytes_of_node": host_bytes(candidate.memory, candidate.layout, node, "nvme"),
+        "reason": reason_of(candidate),
     }
 
 
@@ -231,20 +231,20 @@ def _explain(question: PlanQuestion, asked: AskedModel, machine: Machine) -> boo
             "out"
         )
     request = _request(replace(question, batch=batch, sequence=sequence), asked, machine, precision)
-    found = judge(request, layout)
+    judgement = judge(request, layout)
     if question.as_json:
-        write(json.dumps(found.as_json(), indent=1) + "\n")
-        return found.fits
+        write(json.dumps(judgement.as_json(), indent=1) + "\n")
+        return judgement.fits
     _paragraphs([f"{question.explain} on {machine.name or 'the machine'}: {layout_text(layout)}"])
     write("\n")
     limit = least_memory(machine)
-    used = found.candidate.fullest.device
+    used = judgement.candidate.fullest.device
     write(f"device {bar(used / limit)} {bytes_text(used)} of {bytes_text(limit)}\n")
-    for tier, states in found.states.items():
+    for tier, states in judgement.states.items():
         for state, size in sorted(states.items(), key=lambda pair: -pair[1]):
             write(f"  {tier:<7}{state:<12}{bytes_text(size):>9}\n")
     write("\n")
-    _paragraphs(found.sentences)
-    for number, candidate in enumerate(found.better[: question.layouts], 1):
+    _paragraphs(judgement.sentences)
+    for number, candidate in enumerate(judgement.better[: question.layouts], 1):
         _line(number, candidate)
-    return found.fits
+    return judgement.fits

@@ -40,19 +40,19 @@ class AskedModel:
     limits: ModelLimits
     batch: int | None = None
     sequence: int | None = None
-    own: Mapping[str, Any] = field(default_factory=dict)  # document that it comes from
+    configuration: Mapping[str, Any] = field(default_factory=dict)  # document that it comes from
     folder: str = ""  # of a model of transformers
     tables: TableLayout = field(default_factory=TableLayout)
 
     @property
     def program(self) -> str:
         """The program that trains it, for ``zeromesh launch``."""
-        return TRAIN if trains_itself(self.own) else SCRIPT
+        return TRAIN if trains_itself(self.configuration) else SCRIPT
 
     def document(self, planned: Mapping[str, Any], sequence: int) -> dict[str, Any]:
         """Return a plan's document with all that the model's own says."""
-        if self.own:
-            return completed_document(self.own, planned)
+        if self.configuration:
+            return completed_document(self.configuration, planned)
         return with_folder(planned, self.folder, sequence) if self.folder else dict(planned)
 
 
@@ -96,10 +96,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def _saved(described: Any) -> Quantization | None:
     """Return how the weights of a folder are quantized; None: they are not."""
-    found = saved_quantization(described)
-    if found is None or found.load_in_8bit:
-        return found and Quantization(bits=8)
-    return Quantization(type=found.bnb_4bit_quant_type, double=found.bnb_4bit_use_double_quant)
+    saved = saved_quantization(described)
+    if saved is None or saved.load_in_8bit:
+        return saved and Quantization(bits=8)
+    return Quantization(type=saved.bnb_4bit_quant_type, double=saved.bnb_4bit_use_double_quant)
 
 
 def _configured(path: Path, precision: str) -> AskedModel:
@@ -109,7 +109,7 @@ def _configured(path: Path, precision: str) -> AskedModel:
 
     settings = Settings.load(path)
     options = TraceOptions(DTYPES[precision], tables=settings.embedding_tables.modules)
-    own, tables = json.loads(read_text(path, "utf-8-sig")), tables_from(settings)
+    document, tables = json.loads(read_text(path, "utf-8-sig")), tables_from(settings)
     if settings.huggingface is not None:
         chosen = settings.huggingface
         folder = model_folder(chosen.path, weights=False, revision=chosen.revision)
@@ -119,8 +119,8 @@ def _configured(path: Path, precision: str) -> AskedModel:
             options = replace(options, packing=packing_of(quantization, DTYPES[precision].itemsize))
             limits = replace(limits, heads=0, kv_heads=0)  # no tensor ranks
         adapt = Transformer(chosen, settings.lora).adapted
-        found = hugging_face_cost(folder, options, attention=chosen.attention or "", adapt=adapt)
-        return AskedModel(found, limits, settings.train_batch_size, chosen.sequence_length, own, tables=tables)
+        cost = hugging_face_cost(folder, options, attention=chosen.attention or "", adapt=adapt)
+        return AskedModel(cost, limits, settings.train_batch_size, chosen.sequence_length, document, tables=tables)
     if settings.model is None:
         raise ValueError(
             f"{str(path)!r} describes no model: it has neither a section 'model' nor 'huggingface'; name the model "
@@ -134,4 +134,4 @@ def _configured(path: Path, precision: str) -> AskedModel:
     built = language.build()
     source = TracedCost(lambda: built, token_inputs("tokens"), options, name=shape.architecture)
     limits = limits_of_decoder(shape)
-    return AskedModel(source, limits, settings.train_batch_size, shape.sequence_length, own, tables=tables)
+    return AskedModel(source, limits, settings.train_batch_size, shape.sequence_length, document, tables=tables)

@@ -105,8 +105,8 @@ def _held(schedule: Schedule) -> str:
     stages, ranks = most_held_by_stage(schedule), most_held_by_rank(schedule)
     lines = ["largest number of micro-batches held"]
     for rank, most in enumerate(ranks):
-        own = ", ".join(f"stage {stage}: {stages[stage]}" for stage in schedule.of_rank(rank))
-        lines.append(f"  rank {rank}: {most:g}  ({own})")
+        by_stage = ", ".join(f"stage {stage}: {stages[stage]}" for stage in schedule.of_rank(rank))
+        lines.append(f"  rank {rank}: {most:g}  ({by_stage})")
     return "\n".join(lines) + "\n"
 
 

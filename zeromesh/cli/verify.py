@@ -68,7 +68,7 @@ def _write(question: VerifyQuestion, report: Report) -> None:
         report.draw(question.picture)
 
 
-def configured(settings: Settings, ranks: int | None, whole: bool) -> tuple[nn.Module, Any, list[str]]:
+def configured(settings: Settings, ranks: int | None, full_size: bool) -> tuple[nn.Module, Any, list[str]]:
     """Return the model that a configuration describes for ``zeromesh train``, made smaller, a batch, and the changes.
 
     Raises:
@@ -79,13 +79,13 @@ def configured(settings: Settings, ranks: int | None, whole: bool) -> tuple[nn.M
     if settings.model is not None:
         from zeromesh.train.architectures.decoder import Decoder
 
-        shape, changes = _smaller(settings.model, sizes, fewest_blocks(settings, sizes), whole)
+        shape, changes = _smaller(settings.model, sizes, fewest_blocks(settings, sizes), full_size)
         ids = torch.randint(shape.vocab_size or VOCABULARY, (2, min(shape.sequence_length, LENGTH)))
         return Decoder(shape), {"tokens": ids, "labels": ids.roll(-1, 1)}, changes
     if settings.huggingface is not None:
         described = Transformer(settings.huggingface, settings.lora)
         blocks = fewest_blocks(settings, sizes)
-        subject = subject_of(str(described.folder), None, sizes, blocks, whole)
+        subject = subject_of(str(described.folder), None, sizes, blocks, full_size)
         model = _filled(described.adapted(subject.model))
         return model, subject.batch, subject.changes
     raise ValueError(
@@ -94,9 +94,9 @@ def configured(settings: Settings, ranks: int | None, whole: bool) -> tuple[nn.M
     )
 
 
-def _smaller(shape: ModelShape, sizes: Any, blocks: int, whole: bool) -> tuple[ModelShape, list[str]]:
+def _smaller(shape: ModelShape, sizes: Any, blocks: int, full_size: bool) -> tuple[ModelShape, list[str]]:
     entries = shape.vocab_size or VOCABULARY
-    if whole:
+    if full_size:
         return shape.model_copy(update={"vocab_size": entries}), []
     unit = max(2, sizes["tensor"] * sizes["context"])
     keys = shape.kv_heads or shape.heads

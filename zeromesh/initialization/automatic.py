@@ -68,8 +68,8 @@ def filled_in(
         # One rank plans for all: what it measures of the machine may differ from rank to rank.
         return _plan(example, settings, asked, environment, own_batches) if environment.rank == 0 else []
 
-    own = plan() if world is None else agree_run(world, "plan its layout", plan)
-    overrides = own if world is None else json.loads(texts(world, json.dumps(own))[0])
+    local_overrides = plan() if world is None else agree_run(world, "plan its layout", plan)
+    overrides = local_overrides if world is None else json.loads(texts(world, json.dumps(local_overrides))[0])
     return type(settings).load(settings, overrides)
 
 
@@ -83,17 +83,17 @@ def _plan(
     from zeromesh.plan.search import search
     from zeromesh.plan.space import ModelLimits, PlanRequest
 
-    given, precision = layout_from(settings, environment.world_size)
+    stated_layout, precision = layout_from(settings, environment.world_size)
     model, inputs, loss = example()
     limits = _limits(model, settings) if own_batches else ModelLimits()
     source, sequence = cost_here(model, inputs, loss, settings)
     ranks = environment.local_world_size
     machine = machine_here(ranks, environment.world_size // ranks)
-    batch = settings.train_batch_size or given.samples
+    batch = settings.train_batch_size or stated_layout.samples
     request = PlanRequest(
-        source, machine, batch, sequence, replace(limits, causal=False, positions=0), widths=given.widths,
-        tables=given.tables,
-        accepts=_accepts(asked, given),
+        source, machine, batch, sequence, replace(limits, causal=False, positions=0), widths=stated_layout.widths,
+        tables=stated_layout.tables,
+        accepts=_accepts(asked, stated_layout),
     )  # fmt: skip
     result = search(request)
     best = result.best
@@ -124,25 +124,27 @@ def _limits(model: nn.Module, settings: Settings) -> ModelLimits:
     return limits_of_configuration(getattr(model, "config", None))
 
 
-def _accepts(asked: frozenset[str], given: ParallelLayout) -> Callable[[ParallelLayout], bool]:
+def _accepts(asked: frozenset[str], stated_layout: ParallelLayout) -> Callable[[ParallelLayout], bool]:
     """Return a function that tells whether a layout leaves as it is what the configuration states."""
     free = {"data", "replicate", "tensor", "sequence"} if MESH in asked else set()
     free |= {"micro_batch", "accumulation"} if asked & {MESH, MICRO} else set()
     # Never stages or spread sequences: a loop that calls the engine itself would have to be written for them.
-    kept = [
-        one.name for one in fields(given) if one.name not in {*free, "row", "schedule", "chunks", "costs", "widths"}
+    names = [
+        field.name
+        for field in fields(stated_layout)
+        if field.name not in {*free, "row", "schedule", "chunks", "costs", "widths"}
     ]
 
     def accepts(layout: ParallelLayout) -> bool:
-        row, own = layout.row, given.row
+        row, stated_row = layout.row, stated_layout.row
         if OFFLOAD in asked:
             # A file's folder is for the user to name.
             rests = Tier.NVME not in (row.parameter_tier, row.optimizer_tier)
         else:
-            rests = _tiers(row) == _tiers(own)
+            rests = _tiers(row) == _tiers(stated_row)
         # A group of one rank has nothing to shard, whatever the stage is.
-        alike = STAGE in asked or layout.stage == given.stage or layout.data * layout.context == 1
-        return rests and alike and all(getattr(layout, name) == getattr(given, name) for name in kept)
+        alike = STAGE in asked or layout.stage == stated_layout.stage or layout.data * layout.context == 1
+        return rests and alike and all(getattr(layout, name) == getattr(stated_layout, name) for name in names)
 
     return accepts
 
@@ -163,7 +165,7 @@ def _example(chosen: Arguments) -> tuple[nn.Module, Mapping[str, Any], Callable[
         return model, dict(batch), None
     parts = list(batch) if isinstance(batch, tuple | list) else [batch]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [name for name, one in inspect.signature(model.forward).parameters.items() if one.kind in kinds]
+    names = [name for name, parameter in inspect.signature(model.forward).parameters.items() if parameter.kind in kinds]
     if chosen.loss_fn is not None and len(parts) == 2:
         labels, loss_fn = parts[1], chosen.loss_fn
         return model, {names[0]: parts[0]}, lambda output: loss_fn(output, labels)

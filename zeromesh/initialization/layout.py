@@ -63,30 +63,38 @@ def split_plan(
 ) -> Split | None:
     """Return the plan of the tensor axis: the user's entries over derived ones; None where the axis has one rank."""
     group = mesh.group("tensor")
-    given = parse(settings.tensor_parallel.plan or {})
+    user_rules = parse(settings.tensor_parallel.plan or {})
     if group.size == 1:
-        resolve(model, given, {}, 0, 1)  # raises for a wrong plan, on one rank too
+        resolve(model, user_rules, {}, 0, 1)  # raises for a wrong plan, on one rank too
         return None
     if (coded := next(iter(layers(model)), None)) is not None:
         raise ValueError(
             f"{coded[0]}.weight is quantized, and its blocks cannot be split over the {group.size} ranks of "
             f"{keys.TENSOR_RANKS}; leave that out: {keys.SHARD_ALL} shards such weights over the ranks"
         )
-    found, notes = derive(model, group.size, lambda: _sample(loader, loss_fn, mesh.device))
+    derived_rules, notes = derive(model, group.size, lambda: _sample(loader, loss_fn, mesh.device))
     # On a slow machine one rank may have run out of time in its trace.
-    require_agreement(group, "the plan of the tensor axis", as_json(found))
+    require_agreement(group, "the plan of the tensor axis", as_json(derived_rules))
     # The rows of tables are spread over the data ranks; only a rule of the user's splits one over these ranks instead.
     tables, _ = find_tables(model, settings.embedding_tables.modules, {})
-    found = {name: rule for name, rule in found.items() if name not in tables}
+    derived_rules = {name: rule for name, rule in derived_rules.items() if name not in tables}
     if mesh.rank == 0:
-        whole = "".join(f"\n  {note}" for note in notes)
-        _log.info("the model is split over %d ranks by this plan:\n%s%s", group.size, as_json(found | given), whole)
-    resolved = resolve(model, given, found, group.rank, group.size, without=tables)
+        listing = "".join(f"\n  {note}" for note in notes)
+        _log.info(
+            "the model is split over %d ranks by this plan:\n%s%s",
+            group.size,
+            as_json(derived_rules | user_rules),
+            listing,
+        )
+    resolved = resolve(model, user_rules, derived_rules, group.rank, group.size, without=tables)
     if mesh.rank == 0:
-        parameters = [(one, resolved.of_parameter.get(id(one))) for one in model.parameters()]
-        every = sum(one.nbytes for one, _ in parameters)
-        here = sum(one.nbytes if held is None else prod(held.shape) * one.itemsize for one, held in parameters)
-        split = sum(one.nbytes for one, held in parameters if held is not None and held.split is not None)
+        parameters = [(parameter, resolved.of_parameter.get(id(parameter))) for parameter in model.parameters()]
+        every = sum(parameter.nbytes for parameter, _ in parameters)
+        here = sum(
+            parameter.nbytes if part is None else prod(part.shape) * parameter.itemsize
+            for parameter, part in parameters
+        )
+        split = sum(parameter.nbytes for parameter, part in parameters if part is not None and part.split is not None)
         _log.info(
             "the tensor axis splits %.1f %% of the bytes of the parameters; each of its %d ranks has %.1f %% of all",
             100 * split / every, group.size, 100 * here / every,
@@ -124,14 +132,14 @@ def plan_stages(
     examined = agree_run(world, "cut the model into stages", lambda: examine(model, chosen.blocks, sample))
     blocks = agreed(world, examined)
     accumulation = settings.gradient_accumulation_steps
-    made = agree_run(world, "plan the pipeline", lambda: Pipelined(model, mesh, chosen, accumulation, blocks))
-    if made.schedules.from_file:
-        require_agreement(world, "the schedule of the pipeline", str(made.schedules.of(accumulation)))
+    pipelined = agree_run(world, "plan the pipeline", lambda: Pipelined(model, mesh, chosen, accumulation, blocks))
+    if pipelined.schedules.from_file:
+        require_agreement(world, "the schedule of the pipeline", str(pipelined.schedules.of(accumulation)))
     if mesh.rank == 0:
-        lines = "".join(f"\n  {line}" for line in describe_stages(model, blocks, made.cut))
+        lines = "".join(f"\n  {line}" for line in describe_stages(model, blocks, pipelined.cut))
         chosen_cut = f"{keys.PARTITION} = {json.dumps(chosen.partition)}"
         _log.info("the model is cut into stages by %s:%s", chosen_cut, lines)
-    return made
+    return pipelined
 
 
 def _sample(loader: Loader | None, loss_fn: Any, device: torch.device) -> ModelInput | None:
@@ -143,8 +151,8 @@ def _sample(loader: Loader | None, loss_fn: Any, device: torch.device) -> ModelI
         return None
 
     def read() -> ModelInput:
-        own = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # it may count its calls
-        return ModelInput(loader.example(), partial(loss_of, loss_fn=own))
+        loss_copy = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # it may count its calls
+        return ModelInput(loader.example(), partial(loss_of, loss_fn=loss_copy))
 
     # Reading may draw random numbers, and the run is to draw the same with and without this look.
     with undisturbed(device):
@@ -167,9 +175,12 @@ def take_stage(
         resolved, stacks = plan
         members = []
         for member in resolved.members:
-            own = member.module._parameters.get(member.parameter) if member.parameter else None
+            member_parameter = member.module._parameters.get(member.parameter) if member.parameter else None
             # A member without parameters here belongs to a layer of another stage.
-            if any(id(one) in here for one in ([own] if member.parameter else member.module.parameters())):
+            if any(
+                id(tensor) in here
+                for tensor in ([member_parameter] if member.parameter else member.module.parameters())
+            ):
                 members.append(member)
         heads = {
             name: heads

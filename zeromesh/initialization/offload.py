@@ -110,13 +110,13 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
         rows = mesh.group("world").exchange(sizes)
         # Ranks of one node share its memory, so that what counts is their sum.
         here = [rank for rank, node in enumerate(mesh.node_of) if node == mesh.node_of[mesh.rank]]
-        *found, freed = map(int, rows[here].sum(0).tolist())
-        total = {name: size for name, size in zip(PARTS, found, strict=True) if size}
+        *node_sizes, freed = map(int, rows[here].sum(0).tolist())
+        total = {name: size for name, size in zip(PARTS, node_sizes, strict=True) if size}
         most = None
         if total:
             machine = memory()
-            known = [machine[key] for key in ("available_bytes", "limit_bytes") if machine[key] is not None]
-            most = min(known) + freed if known else None
+            available = [machine[key] for key in ("available_bytes", "limit_bytes") if machine[key] is not None]
+            most = min(available) + freed if available else None
         if offload.early is None and NEXT in total:
             needed, limit = sum(total.values()), offload.limit
             # Half of the host's memory stays with others unless the user asks for more.

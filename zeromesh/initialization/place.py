@@ -128,9 +128,9 @@ def checkpoint_activations(model: nn.Module, settings: Resolved, store: Activati
     if chosen.enabled:
         from zeromesh.activation.checkpoint import checkpoint_modules
 
-        found = find_units(model, chosen.targets or settings.units)
+        units = find_units(model, chosen.targets or settings.units)
         # A leaf has nothing inside that would be kept; recomputing it only costs time.
-        inner = (module for _, module in found if chosen.targets or next(module.children(), None) is not None)
+        inner = (module for _, module in units if chosen.targets or next(module.children(), None) is not None)
         checkpoint_modules(inner, store, chosen.granularity == "selective")
 
 

@@ -41,14 +41,14 @@ ARGUMENTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
 
 
 def parameter_groups(
-    model: nn.Module, given: Iterable[Any] | None, updates: bool = True
+    model: nn.Module, model_parameters: Iterable[Any] | None, updates: bool = True
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yield the groups that an optimizer will update, as lists of the model's parameters; none of a frozen model.
 
     ``updates`` says that there is an optimizer.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    members = list(given) if given is not None else trained
+    members = list(model_parameters) if model_parameters is not None else trained
     if updates and trained and not members:
         raise ValueError(
             "model_parameters is empty; leave it out to train all trainable parameters, or name no optimizer, for an "
@@ -57,13 +57,13 @@ def parameter_groups(
     if not (trained and members):
         return
     groups: list[Any] = members if isinstance(members[0], Mapping) else [{"params": members}]
-    known = {id(parameter) for parameter in model.parameters()}
+    ids = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(groups):
         parameters = group["params"]
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         # Torch's optimizers take pairs of name and parameter, too, as model.named_parameters() gives them.
         parameters = [p[1] if isinstance(p, tuple) else p for p in parameters]
-        if any(id(parameter) not in known for parameter in parameters):
+        if any(id(parameter) not in ids for parameter in parameters):
             raise ValueError(f"model_parameters, group {number}: holds a parameter that is not the model's")
         yield {**group, "params": parameters}
 
@@ -164,14 +164,14 @@ def quiet_optimizers() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None) -> Any:
+def build_scheduler(settings: Resolved, scheduler: Any, optimizer: Optimizer | None) -> Any:
     """Return the user's scheduler, or build the configuration's; None if there is neither."""
-    if given is not None and makes_scheduler(given):
-        made = given(optimizer)
-        check_scheduler(made)
-        return made
-    if given is not None or settings.scheduler is None:
-        return given
+    if scheduler is not None and makes_scheduler(scheduler):
+        built = scheduler(optimizer)
+        check_scheduler(built)
+        return built
+    if scheduler is not None or settings.scheduler is None:
+        return scheduler
     if optimizer is None:
         raise ValueError("the configuration has a scheduler but there is no optimizer; add one, or pass optimizer=")
     from zeromesh.optim import schedules
@@ -182,9 +182,9 @@ def build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None)
     return schedules.build(kind, params, optimizer)
 
 
-def makes_scheduler(given: Any) -> bool:
-    """Return whether ``given`` makes a scheduler (a function or a class) and is none itself."""
-    return isinstance(given, type) or not hasattr(given, "step")
+def makes_scheduler(scheduler: Any) -> bool:
+    """Return whether ``scheduler`` makes a scheduler (a function or a class) and is none itself."""
+    return isinstance(scheduler, type) or not hasattr(scheduler, "step")
 
 
 def check_scheduler(scheduler: Any) -> None:
@@ -232,8 +232,8 @@ def build_loader(
         return Loader(data, same, micro_batch, collate_fn, drop, mesh.device)
     # A data set that is smaller than an update still gives micro-batches, of several passes.
     batch = settings.train_batch_size
-    whole = batch if len(data) >= batch else micro_batch * mesh.data_size
-    sampler = Sampler(data, mesh.data_size, mesh.data_rank, settings.seed, drop, whole, shuffles)
+    update_size = batch if len(data) >= batch else micro_batch * mesh.data_size
+    sampler = Sampler(data, mesh.data_size, mesh.data_rank, settings.seed, drop, update_size, shuffles)
     return Loader(data, sampler, micro_batch, collate_fn, drop, mesh.device)
 
 
@@ -263,4 +263,6 @@ def make_observer(plan: Plan, monitor: Monitor) -> Observer:
         )
     mesh.traffic.listen(collective)  # of no engine, as engines may share a mesh
     # A run of ``zeromesh train`` ends with a report of what bounded it.
-    return Observer(plan.model, mesh.device, mesh.rank, monitor, every, window, counts, whole=settings.run is not None)
+    return Observer(
+        plan.model, mesh.device, mesh.rank, monitor, every, window, counts, whole_run=settings.run is not None
+    )

@@ -74,8 +74,8 @@ def read_configuration(
 
     def read() -> Settings:
         loaded = Settings.load(chosen.config)
-        given = {"optimizer": chosen.optimizer, "scheduler": chosen.scheduler}
-        refuse_unfilled(chosen.config, loaded, given={name for name, own in given.items() if own is not None})
+        objects = {"optimizer": chosen.optimizer, "scheduler": chosen.scheduler}
+        refuse_unfilled(chosen.config, loaded, given={name for name, value in objects.items() if value is not None})
         settings = settings_of(model, loaded, mesh)
         expose_layers(model)
         _check_model(model, chosen.scheduler, settings)
@@ -184,7 +184,7 @@ def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
     def choose_tables() -> dict[str, nn.Module]:
         return tables.choose_tables(model, resolved, None if split is None else split[0], stages, mesh.rank == 0)
 
-    found = agree_run(mesh.group("world"), "choose its tables", choose_tables)
+    chosen_tables = agree_run(mesh.group("world"), "choose its tables", choose_tables)
     return Plan(
         chosen,
         resolved,
@@ -194,7 +194,7 @@ def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
         stages,
         loader,
         reports.memory_before(model, mesh.device),
-        found,
+        chosen_tables,
     )
 
 
@@ -290,12 +290,12 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         separate_seeds(model, mesh.data_rank, mesh.data_size)
         for _, layer in layers(model):
             unpack(layer)
-        held = None if split is None else split[0].held
+        tensor_parts = None if split is None else split[0].held
         files = preparation(model, prepared.offload, mesh)
         here = tables.table_settings(plan.tables, settings)
         unquantized = _unquantized(model, settings)
         narrow = gathered_weights(model, unquantized, heads) if settings.float8.gather else ()
-        sharded = place.shard(model, mesh, settings, values, held, plan.stages, files, here, narrow)
+        sharded = place.shard(model, mesh, settings, values, tensor_parts, plan.stages, files, here, narrow)
         using = place.while_alive(sharded.events.using)
         if split is not None:
             blocks = () if plan.stages is None else plan.stages.cut.blocks
@@ -313,10 +313,12 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
         pieces = sharded.pieces
         exchange = FlatExchange(sharded.flats, sharded.row, mesh)
         if built is not None:
-            own: dict[nn.Parameter, Piece | None] = dict.fromkeys(everywhere)
-            own |= {p: pieces[id(p)] for flat in sharded.flats if flat.layout.trainable for p in flat.parameters}
+            pieces_by_parameter: dict[nn.Parameter, Piece | None] = dict.fromkeys(everywhere)
+            pieces_by_parameter |= {
+                p: pieces[id(p)] for flat in sharded.flats if flat.layout.trainable for p in flat.parameters
+            }
             untested = settings.zero_allow_untested_optimizer
-            factory.adopt(built, own, plan.cuts_parameters, untested, exchange)
+            factory.adopt(built, pieces_by_parameter, plan.cuts_parameters, untested, exchange)
         elif groups:
             built = prepare.build_optimizer(model, settings, groups, plan.cuts_parameters, pieces, exchange)
             scheduler = prepare.build_scheduler(settings, chosen.scheduler, built)

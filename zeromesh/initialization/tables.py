@@ -45,7 +45,7 @@ def choose_tables(
         taken |= dict.fromkeys(split.held, "the tensor-parallel plan splits it, or its gradient")
     if stages is not None:
         taken |= dict.fromkeys(stages.tied, "several stages of the pipeline use it")
-    found, reasons = find_tables(model, settings.embedding_tables.modules, taken)
+    tables, reasons = find_tables(model, settings.embedding_tables.modules, taken)
     if tells:
         for name, reason in reasons.items():
             _log.warning(
@@ -53,7 +53,7 @@ def choose_tables(
                 "weight decay change rows that no batch used; leave sparse=True out if that is what you want",
                 name, reason,
             )  # fmt: skip
-    return found
+    return tables
 
 
 def table_settings(tables: Mapping[str, nn.Module], settings: Resolved) -> TableSettings:
@@ -76,14 +76,14 @@ def with_table_group(
         return list(owned)
     weights = {id(module.weight) for module in tables.values()}
     rule = RULES[chosen.type]
-    given = without_auto(chosen.params)
-    if unknown := sorted(set(given) - set(rule.defaults)):
+    options = without_auto(chosen.params)
+    if unknown := sorted(set(options) - set(rule.defaults)):
         raise ValueError(
             f"{TABLE_OPTIMIZER}.params.{unknown[0]} is no option of {chosen.type}, which has {', '.join(rule.defaults)}"
         )
     taken = [p for group in owned for p in group["params"] if id(p) in weights]
     rest = [{**group, "params": [p for p in group["params"] if id(p) not in weights]} for group in owned]
-    return [*rest, {"params": taken, **rule.defaults, **given, RULE_KEY: chosen.type}]
+    return [*rest, {"params": taken, **rule.defaults, **options, RULE_KEY: chosen.type}]
 
 
 def check_rules(

@@ -47,10 +47,10 @@ def update(
         assert rule == "lion", rule
         if maximize:
             g.neg_()
-        weight, kept = map(float, group["betas"])
+        weight, momentum_beta = map(float, group["betas"])
         direction = torch.lerp(g, states[0], weight).sign_()
         master.mul_(1 - lr * decay).add_(direction, alpha=-lr)
-        states[0].lerp_(g, 1 - kept)
+        states[0].lerp_(g, 1 - momentum_beta)
 
 
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]
@@ -65,9 +65,9 @@ def _mix(sums: Numbers, words: Numbers) -> Numbers:
 
 def checksums(data: Bytes) -> Numbers:
     """Return the checksum of each MiB, as ``zeromesh_checksum`` in native.c computes it."""
-    whole = len(data) // _BLOCK * _BLOCK
-    blocks = (data[:whole].reshape(-1, _BLOCK), data[None, whole:])
-    found = [np.empty(0, np.uint64)]
+    end = len(data) // _BLOCK * _BLOCK
+    blocks = (data[:end].reshape(-1, _BLOCK), data[None, end:])
+    results = [np.empty(0, np.uint64)]
     for block in blocks:
         if not block.size:
             continue
@@ -81,5 +81,5 @@ def checksums(data: Bytes) -> Numbers:
         total = np.full(count, seeds[0])
         for lane in range(8):
             total = _mix(total, sums[:, lane])
-        found.append(_mix(total, total >> np.uint64(32)))
-    return np.concatenate(found)
+        results.append(_mix(total, total >> np.uint64(32)))
+    return np.concatenate(results)

@@ -112,8 +112,8 @@ def update_class(optimizer: Optimizer | type[Optimizer]) -> type[Optimizer]:
     while not cls.__module__.startswith(("torch.optim.", "zeromesh.optim.")) and len(cls.__bases__) == 1:
         base: Any = cls.__bases__[0]
         methods = {name: value for name, value in vars(cls).items() if callable(value) or hasattr(value, "__get__")}
-        own = [name for name, value in methods.items() if _is_method(name) and not _is_same(value, base, name)]
-        if own not in ([], ["__init__"]):
+        overrides = [name for name, value in methods.items() if _is_method(name) and not _is_same(value, base, name)]
+        if overrides not in ([], ["__init__"]):
             break
         cls = base
     return cls

@@ -83,8 +83,8 @@ def sum_of_squares(values: torch.Tensor, threads: int | None = None, instruction
     # Row by row, because an fp32 sum over ten million elements is wrong in the fourth digit on a CPU, and in at least
     # fp32, because a norm may be beyond the range of 16 bits when no element is.
     wide = torch.promote_types(values.dtype, torch.float32)
-    whole = values.numel() // _ROW * _ROW
-    norms = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1, dtype=wide)
-    rest = torch.linalg.vector_norm(values[whole:], dtype=wide)
+    end = values.numel() // _ROW * _ROW
+    norms = torch.linalg.vector_norm(values[:end].view(-1, _ROW), dim=1, dtype=wide)
+    rest = torch.linalg.vector_norm(values[end:], dtype=wide)
     total: torch.Tensor = norms.double().square().sum() + rest.double().square()
     return total

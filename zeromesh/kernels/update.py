@@ -114,18 +114,18 @@ def update(
 def _update_by_torch(piece: UpdatePiece, factor: float) -> None:
     """Take the step without the native library, in several passes over memory."""
     with torch.no_grad():
-        kept = piece.master if piece.new_master is None else piece.new_master
+        target = piece.master if piece.new_master is None else piece.new_master
         if piece.remainder is not None:
             master = halves.join(piece.master, piece.remainder)
         else:
-            master = kept if kept is piece.master else kept.copy_(piece.master)
+            master = target if target is piece.master else target.copy_(piece.master)
         step, written = piece.step, piece.new_states or piece.states
         pairs = zip(written, piece.states, strict=True)
         states = [new if new is old else new.copy_(old) for new, old in pairs]
         fallback.update(step.rule, step.group, step.number, piece.gradient, factor, master, states)
         if piece.remainder is not None:
             upper, lower = halves.split(master)
-            kept.copy_(upper)
+            target.copy_(upper)
             (piece.remainder if piece.new_remainder is None else piece.new_remainder).copy_(lower)
         if piece.output is not None:
             piece.output.copy_(master)

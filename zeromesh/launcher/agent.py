@@ -43,7 +43,7 @@ PREFIX = "[${rank}] "  # begins each line of a rank whose output is copied
 KILLED_BEFORE = 1.0  # seconds before a rank that ends the run goes, in which stopped ones are killed
 
 # Signals that are passed on to the ranks, and end the run.
-SIGNALS = tuple(one for one in signal.Signals if one.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"))
+SIGNALS = tuple(number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"))
 
 
 @dataclass(frozen=True)
@@ -175,16 +175,16 @@ def _rendezvous(plan: LaunchPlan, local: str) -> elastic.RendezvousHandler:
     if plan.node_rank:
         host, _, port = plan.master.rpartition(":")
         failure = reach(host.strip("[]"), int(port), end)[1]
-    made: list[Any] = []
+    results: list[Any] = []
     if not failure:
         # In a thread: torch waits for ever where the master is no store, and ignores Ctrl-C meanwhile.
-        in_background(lambda: signed_rendezvous(parameters, plan.secret), made)(max(1.0, end - time.monotonic()))
-        if made and not isinstance(made[0], Exception):
-            handler: elastic.RendezvousHandler = made[0]
+        in_background(lambda: signed_rendezvous(parameters, plan.secret), results)(max(1.0, end - time.monotonic()))
+        if results and not isinstance(results[0], Exception):
+            handler: elastic.RendezvousHandler = results[0]
             return handler
-        if made and not isinstance(made[0], elastic.RendezvousConnectionError):
-            raise made[0]
-        failure = str(made[0].__cause__ or made[0]) if made else "what listens there is no zeromesh launch"
+        if results and not isinstance(results[0], elastic.RendezvousConnectionError):
+            raise results[0]
+        failure = str(results[0].__cause__ or results[0]) if results else "what listens there is no zeromesh launch"
     raise ConnectionError(
         f"{socket.gethostname()} could not reach the master {plan.master} in {plan.timeout:.0f} s; start zeromesh "
         "launch with the same --nnodes and --master on the node that --master names too, with --node-rank 0, and see "
@@ -217,8 +217,8 @@ class _Loopback(elastic.RendezvousHandler):
         self._server = store(
             "127.0.0.1", port, None, True, self._timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        own: Any = dist.HashStore()  # type: ignore[attr-defined]
-        return RendezvousInfo(own, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
+        node_store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        return RendezvousInfo(node_store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
 
     def is_closed(self) -> bool:
         return self._closed
@@ -305,9 +305,9 @@ class _Agent(LocalElasticAgent):
             self.failure = first_failure(self._folder, exitcodes)
             if self._left:
                 self._left -= 1
-                made = worker_group.spec.max_restarts - self._left
+                restarts = worker_group.spec.max_restarts - self._left
                 self._report(
-                    f"{self.failure}\nall ranks are started again ({made} of {worker_group.spec.max_restarts})"
+                    f"{self.failure}\nall ranks are started again ({restarts} of {worker_group.spec.max_restarts})"
                 )
         return result
 
@@ -315,7 +315,7 @@ class _Agent(LocalElasticAgent):
         """Kill stopped ranks of a run that another rank is about to end."""
         # They heed no SIGTERM, and torch would wait for them for 30 seconds. Not at once, as they may go on meanwhile.
         records = [json.loads(file.read_text(encoding="utf-8")) for file in self._folder.glob("*.failure")]
-        ends = min((one["at"] + one["lingers"] for one in records if one["lingers"]), default=math.inf)
+        ends = min((record["at"] + record["lingers"] for record in records if record["lingers"]), default=math.inf)
         if time.time() > ends - KILLED_BEFORE and self._pcontext is not None:
             for pid in self._pcontext.pids().values():
                 with suppress(OSError):
@@ -353,14 +353,14 @@ def _address_towards(plan: LaunchPlan) -> str:
     host, port = plan.master.rsplit(":", 1)
     try:
         # torch would give the others this machine's name, which they need not be able to look up.
-        own = own_address(host.strip("[]"), int(port))
+        address = own_address(host.strip("[]"), int(port))
     except OSError as error:
         raise ConnectionError(
             f"the master {plan.master} cannot be found from {socket.gethostname()} ({error}); --master takes the name "
             "or address of the first node as the other nodes know it, and a free port: --master HOST:29500"
         ) from None
     if plan.node_rank == 0:
-        with socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
             # A run that has just ended leaves connections of the port behind, which do not matter.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -371,7 +371,7 @@ def _address_towards(plan: LaunchPlan) -> str:
                     f"({error.strerror}): another program, or another run, listens on it; choose another port on all "
                     "nodes"
                 ) from None
-    return own
+    return address
 
 
 def _end(number: int, _: Any) -> None:
@@ -395,10 +395,10 @@ def _handlers(handler: Callable[[int, Any], None], numbers: Sequence[signal.Sign
 @contextmanager
 def _variables(values: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables in this context, unless they are set."""
-    own = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(own)
+    additions = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(additions)
     try:
         yield
     finally:
-        for name in own:
+        for name in additions:
             del os.environ[name]

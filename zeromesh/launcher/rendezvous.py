@@ -59,21 +59,21 @@ class SignedBackend(C10dRendezvousBackend):
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """Write a state; return the present one, its token, and whether it is the one that was written."""
-        found = super().set_state(self._sign(state) + state, token)
-        return None if found is None else (found[0], found[1], found[0] == state)
+        stored = super().set_state(self._sign(state) + state, token)
+        return None if stored is None else (stored[0], stored[1], stored[0] == state)
 
     def _sign(self, state: bytes) -> bytes:
         return hmac.new(self._secret, RUN.encode() + state, hashlib.sha256).digest()
 
     def _decode_state(self, base64_state: bytes) -> tuple[bytes, Any] | None:
-        found = super()._decode_state(base64_state)
-        if found is None:
+        stored = super()._decode_state(base64_state)
+        if stored is None:
             return None
         size = hashlib.sha256().digest_size
-        signature, state = found[0][:size], found[0][size:]
+        signature, state = stored[0][:size], stored[0][size:]
         if not hmac.compare_digest(signature, self._sign(state)):
             raise RendezvousStateError("the state of the rendezvous is not signed with this node's secret")
-        return state, found[1]
+        return state, stored[1]
 
 
 def signed_rendezvous(parameters: RendezvousParameters, secret: bytes) -> RendezvousHandler:

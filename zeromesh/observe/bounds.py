@@ -89,8 +89,8 @@ class Bounds:
 def bounds(breakdown: Breakdown, amounts: Mapping[str, Amount]) -> Bounds:
     """Put the time of updates down to resources; ``amounts`` are per update, by resource, where they are known."""
     seconds: dict[str, float] = {}
-    for phase, whole in breakdown.phases.items():
-        left = whole
+    for phase, total in breakdown.phases.items():
+        left = total
         for kind, part in breakdown.inside.get(phase, {}).items():
             if kind in WAITS:
                 seconds[WAITS[kind]] = seconds.get(WAITS[kind], 0.0) + part
@@ -101,17 +101,19 @@ def bounds(breakdown: Breakdown, amounts: Mapping[str, Amount]) -> Bounds:
     uses = [_use(name, spent, breakdown.total, amounts.get(name)) for name, spent in seconds.items()]
     # What takes no time is worth a row if it moved something.
     uses += [
-        _use(name, 0.0, breakdown.total, one) for name, one in amounts.items() if name not in seconds and one.amount
+        _use(name, 0.0, breakdown.total, amount)
+        for name, amount in amounts.items()
+        if name not in seconds and amount.amount
     ]
     # Sorted, so that the first one bounds the run.
     return Bounds(breakdown.updates, breakdown.total, tuple(sorted(uses, key=lambda use: -use.seconds)))
 
 
-def _use(resource: str, seconds: float, total: float, known: Amount | None) -> Use:
+def _use(resource: str, seconds: float, total: float, amount: Amount | None) -> Use:
     share = seconds / total if total > 0 else 0.0
-    if known is None:
+    if amount is None:
         return Use(resource, seconds, share)
-    busy = seconds if known.busy is None else known.busy
-    rate = known.amount / busy if busy > 0 else None
-    of_limit = rate / known.limit if rate is not None and known.limit else None
-    return Use(resource, seconds, share, known.amount, rate, known.limit, of_limit)
+    busy = seconds if amount.busy is None else amount.busy
+    rate = amount.amount / busy if busy > 0 else None
+    of_limit = rate / amount.limit if rate is not None and amount.limit else None
+    return Use(resource, seconds, share, amount.amount, rate, amount.limit, of_limit)

@@ -37,11 +37,11 @@ class Breakdown:
         """Return the breakdown of the updates of both."""
         updates = self.updates + other.updates
 
-        def mean(one: float, another: float) -> float:
-            return (one * self.updates + another * other.updates) / updates
+        def mean(first: float, second: float) -> float:
+            return (first * self.updates + second * other.updates) / updates
 
-        def means(one: dict[str, float], another: dict[str, float]) -> dict[str, float]:
-            return {kind: mean(one.get(kind, 0.0), another.get(kind, 0.0)) for kind in one | another}
+        def means(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
+            return {kind: mean(first.get(kind, 0.0), second.get(kind, 0.0)) for kind in first | second}
 
         phases = means(self.phases, other.phases)
         inside = {phase: means(self.inside.get(phase, {}), other.inside.get(phase, {})) for phase in phases}

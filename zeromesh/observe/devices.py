@@ -117,10 +117,10 @@ def find_accelerator(name: str) -> Accelerator | None:
     """Return the first kind with all words of a name, such as "NVIDIA H100 PCIe", "A100-80GB" or "4090"; else None."""
     wanted = _words(name)
     for row in ACCELERATORS:
-        own = _words(f"{row.short} {row.name} {row.words}")
+        words = _words(f"{row.short} {row.name} {row.words}")
         # Size or form alone would fit several kinds.
         model = next(word for word in _ordered(row.short) if any(map(str.isdigit, word)))
-        if model in wanted and wanted <= own:
+        if model in wanted and wanted <= words:
             return row
     return None
 

@@ -60,14 +60,14 @@ def devices() -> list[dict[str, Any]]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return []
-    found = []
+    accelerators = []
     for index in range(torch.accelerator.device_count()):
         device = {"type": accelerator.type, "index": index, "name": None, "memory_bytes": None, "free_bytes": None}
         if accelerator.type == "cuda":
             free, total = torch.cuda.mem_get_info(index)
             device |= {"name": torch.cuda.get_device_name(index), "memory_bytes": total, "free_bytes": free}
-        found.append(device)
-    return found
+        accelerators.append(device)
+    return accelerators
 
 
 def processor() -> dict[str, Any]:
@@ -135,18 +135,18 @@ def memory_bandwidth(threads: int) -> float:
 def disk(folder: Path) -> dict[str, Any]:
     """Return ``{folder, free_bytes, write_bytes_per_second, read_bytes_per_second, error}``; None: unknown."""
     unknown = ("free_bytes", "write_bytes_per_second", "read_bytes_per_second", "error")
-    found: dict[str, Any] = {"folder": str(folder.absolute()), **dict.fromkeys(unknown)}
+    facts: dict[str, Any] = {"folder": str(folder.absolute()), **dict.fromkeys(unknown)}
     try:
-        found["free_bytes"] = shutil.disk_usage(folder).free
-        if found["free_bytes"] < 2 * DISK_BYTES:
-            return found | {"error": f"less than {2 * DISK_BYTES} bytes are free, too few to measure its speed"}
+        facts["free_bytes"] = shutil.disk_usage(folder).free
+        if facts["free_bytes"] < 2 * DISK_BYTES:
+            return facts | {"error": f"less than {2 * DISK_BYTES} bytes are free, too few to measure its speed"}
         with tempfile.TemporaryFile(dir=folder, prefix=".zeromesh-", buffering=0) as file:
             block = os.urandom(4 << 20)  # a disk may compress
             written, start = 0, time.perf_counter()
             while written < DISK_BYTES and time.perf_counter() - start < DISK_SECONDS:
                 written += file.write(block)
                 os.fsync(file)
-            found["write_bytes_per_second"] = written / (time.perf_counter() - start)
+            facts["write_bytes_per_second"] = written / (time.perf_counter() - start)
             if hasattr(os, "posix_fadvise"):
                 # The system's own copy in memory must not be read. What a disk keeps in a memory of its own counts.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -154,10 +154,10 @@ def disk(folder: Path) -> dict[str, Any]:
                 count, start = 0, time.perf_counter()
                 while time.perf_counter() - start < DISK_SECONDS and (read := len(file.read(len(block)))):
                     count += read
-                found["read_bytes_per_second"] = count / (time.perf_counter() - start)
+                facts["read_bytes_per_second"] = count / (time.perf_counter() - start)
     except OSError as error:
-        found["error"] = error.strerror or str(error)
-    return found
+        facts["error"] = error.strerror or str(error)
+    return facts
 
 
 def inventory(folder: Path) -> dict[str, Any]:
@@ -184,11 +184,11 @@ def inventory(folder: Path) -> dict[str, Any]:
     }
 
 
-def problems(found: Mapping[str, Any]) -> list[dict[str, str]]:
+def problems(facts: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the obstacles to training in an inventory, each as ``{problem, remedy}``."""
-    torch_version, gpus = found["versions"]["torch"], found["unused_gpus"]
-    folder, free, error = (found["disk"][name] for name in ("folder", "free_bytes", "error"))
-    shared, available = found["memory"]["shared_bytes"], found["memory"]["available_bytes"]
+    torch_version, gpus = facts["versions"]["torch"], facts["unused_gpus"]
+    folder, free, error = (facts["disk"][name] for name in ("folder", "free_bytes", "error"))
+    shared, available = facts["memory"]["shared_bytes"], facts["memory"]["available_bytes"]
     checks = [
         (
             tuple(int(part) for part in torch_version.split("+")[0].split(".")[:2]) < (2, 11),
@@ -240,8 +240,8 @@ def read_lines(file: str | Path) -> list[str]:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the operations per second that this process can at best do in matrix products."""
     if device.type == "cuda" and dtype.itemsize == 2:
-        known = find_accelerator(torch.cuda.get_device_name(device))
-        flops = known.flops.get("bf16" if dtype is torch.bfloat16 else "fp16") if known else None
+        accelerator = find_accelerator(torch.cuda.get_device_name(device))
+        flops = accelerator.flops.get("bf16" if dtype is torch.bfloat16 else "fp16") if accelerator else None
         if flops is not None:
             return flops
     return measured_flops(device, dtype)
@@ -289,9 +289,9 @@ def peak_bytes(device: torch.device) -> int:
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
     # That of this program: a process that was started begins with its parent's ``ru_maxrss``.
-    own = next((line for line in read_lines("/proc/self/status") if line.startswith("VmHWM:")), None)
-    if own is not None:
-        return int(own.split()[1]) * 1024
+    peak_line = next((line for line in read_lines("/proc/self/status") if line.startswith("VmHWM:")), None)
+    if peak_line is not None:
+        return int(peak_line.split()[1]) * 1024
     try:
         import resource
     except ImportError:  # on Windows

@@ -22,8 +22,8 @@ _log = logging.getLogger("zeromesh")
 class MetricWriter:
     """Destination of values. A class that holds nothing back needs no ``close``."""
 
-    def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
-        """Write values by their names, at the samples consumed so far, or at ``own``, a step on a user's own axis."""
+    def write(self, values: Mapping[str, float], samples: int, user_step: int | None = None) -> None:
+        """Write values by their names, at the samples consumed so far, or at ``user_step``, of a user's own axis."""
         raise NotImplementedError
 
     def rewind(self, step: int) -> None:
@@ -47,9 +47,9 @@ class CsvFiles(MetricWriter):
         self._folder.mkdir(parents=True, exist_ok=True)
         self._kept: dict[Path, set[str]] = {}  # steps of each file that a resumed run does not write again
 
-    def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
+    def write(self, values: Mapping[str, float], samples: int, user_step: int | None = None) -> None:
         """See ``MetricWriter``. What is in the files stays, and is added to."""
-        step = samples if own is None else own
+        step = samples if user_step is None else user_step
         for name, value in values.items():
             path = self._folder / (name.replace("/", "_").replace(" ", "_") + ".csv")
             if str(step) in self._kept.get(path, ()):
@@ -68,11 +68,11 @@ class CsvFiles(MetricWriter):
             if len(head) != 2 or head[0] != "step":
                 continue  # it is not of our making
             # A line that was cut off, as the process was killed, goes too.
-            kept = [row for row in rows if len(row) == 2 and row[0].isdigit() and int(row[0]) <= step]
-            self._kept[path] = {row[0] for row in kept}
-            if kept != rows:
+            good_rows = [row for row in rows if len(row) == 2 and row[0].isdigit() and int(row[0]) <= step]
+            self._kept[path] = {row[0] for row in good_rows}
+            if good_rows != rows:
                 text = io.StringIO()
-                csv.writer(text, lineterminator="\n").writerows([head, *kept])
+                csv.writer(text, lineterminator="\n").writerows([head, *good_rows])
                 write_text(path, text.getvalue())
 
 
@@ -88,10 +88,10 @@ class TensorBoardFiles(MetricWriter):
         self._open: Callable[..., Any] = SummaryWriter
         self._writers: dict[Path, Any] = {}
 
-    def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
+    def write(self, values: Mapping[str, float], samples: int, user_step: int | None = None) -> None:
         """See ``MetricWriter``."""
         # TensorBoard hides by steps, whatever the name. So values with steps of their own are a run beside it.
-        folder, step = (self._folder, samples) if own is None else (self._folder / OWN, own)
+        folder, step = (self._folder, samples) if user_step is None else (self._folder / OWN, user_step)
         if folder not in self._writers:
             self._writers[folder] = self._open(str(folder))
         for name, value in values.items():
@@ -118,12 +118,12 @@ class WandbRun(MetricWriter):
         self._begin: Callable[[], Any] = partial(wandb.init, project=project, group=group, entity=team)
         self._run: Any = None
 
-    def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
+    def write(self, values: Mapping[str, float], samples: int, user_step: int | None = None) -> None:
         """See ``MetricWriter``."""
         if self._run is None:
             self._run = self._begin()
         # Steps must not fall there, so a user's own steps are a value beside the others.
-        self._run.log(dict(values) if own is None else {**values, OWN: own}, step=samples)
+        self._run.log(dict(values) if user_step is None else {**values, OWN: user_step}, step=samples)
 
     def close(self) -> None:
         """See ``MetricWriter``."""
@@ -181,12 +181,12 @@ class Monitor:
         for name, value in values.items():  # on all ranks: a mistake on the first alone would leave the others waiting
             _require_number(name, value)
         try:
-            own = None if step is None else operator.index(step)
+            user_step = None if step is None else operator.index(step)
         except TypeError:
             raise TypeError(f"step = {step!r} is a {type(step).__name__}; it must be a whole number: an int") from None
         if self._writers:
             numbers = {name: float(value) for name, value in values.items()}
-            self._each(lambda writer: writer.write(numbers, self.samples, own))
+            self._each(lambda writer: writer.write(numbers, self.samples, user_step))
 
     def rewind(self, samples: int) -> None:
         """Continue from a checkpoint after so many samples."""
@@ -223,5 +223,5 @@ def learning_values(
     loss: float | None, rates: Sequence[float], norm: float | None, loss_scale: float | None
 ) -> dict[str, float]:
     """Return the values of an update, under DeepSpeed's names where it has them."""
-    known = {"train_loss": loss, "lr": rates[0] if rates else None, "loss_scale": loss_scale, "grad_norm": norm}
-    return {f"Train/Samples/{name}": value for name, value in known.items() if value is not None}
+    figures = {"train_loss": loss, "lr": rates[0] if rates else None, "loss_scale": loss_scale, "grad_norm": norm}
+    return {f"Train/Samples/{name}": value for name, value in figures.items() if value is not None}

@@ -30,16 +30,16 @@ class Observer:
         self, model: nn.Module, device: torch.device, rank: int = 0, monitor: Monitor | None = None,
         every: int = 0,  # updates between breakdowns; 0: none
         window: Window | None = None, flops: FlopsPlan | None = None,
-        whole: bool = False,  # a breakdown of the whole run
+        whole_run: bool = False,  # a breakdown of the whole run
     ) -> None:  # fmt: skip
         self.monitor = monitor or Monitor()
-        self.spans = Spans(device, timed=bool(every or whole))
+        self.spans = Spans(device, timed=bool(every or whole_run))
         self._rank = rank
         self.updates = 0  # since the engine was made
         self._since: float | None = None
         self._steps: deque[float] = deque(maxlen=MOST_STEPS)
         self._every = every
-        self._timer = Timer(self.spans) if every or whole else None
+        self._timer = Timer(self.spans) if every or whole_run else None
         self._timed_from = 0
         self._whole: Breakdown | None = None
         self._trace = Trace(window, self.spans, rank, device) if window else None
@@ -99,19 +99,19 @@ class Observer:
             self._profile = None
 
     def _show(self, timer: Timer, step: int) -> None:
-        found = self._take(timer)
+        breakdown = self._take(timer)
         if self._rank == 0:
-            _log.info("update %d: %s", step, found.text())
-        named = {name: found.phases.get(name, 0.0) for name in ("forward", "backward", "step")}
+            _log.info("update %d: %s", step, breakdown.text())
+        named = {name: breakdown.phases.get(name, 0.0) for name in ("forward", "backward", "step")}
         self.monitor.write({f"Train/Samples/elapsed_time_ms_{name}": 1e3 * value for name, value in named.items()})
 
     def _take(self, timer: Timer) -> Breakdown:
         """Return the breakdown since the last one, and begin another."""
-        found = timer.take(self.updates - self._timed_from)
+        breakdown = timer.take(self.updates - self._timed_from)
         self._timed_from = self.updates
-        self._whole = found if self._whole is None else self._whole + found
+        self._whole = breakdown if self._whole is None else self._whole + breakdown
         timer.begin()
-        return found
+        return breakdown
 
     def breakdown(self) -> Breakdown | None:
         """Return the breakdown of all updates but the first; None without one. Waits for the device."""

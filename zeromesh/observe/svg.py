@@ -48,9 +48,9 @@ def box(x: float, y: float, wide: float, high: float, colour: str, title: str) -
 
 def legend(names: Sequence[str], top: float, colours: Sequence[str] = COLOURS) -> list[str]:
     """Return the names of colours, one below the other at the right."""
-    found = []
+    parts = []
     for place, name in enumerate(names):
         y, colour = top + 18 * place, colours[place % len(colours)]
-        found.append(f'<rect x="{WIDTH - RIGHT + 12}" y="{y:g}" width="12" height="12" fill="{colour}"/>')
-        found.append(label(WIDTH - RIGHT + 30, y + 11, name))
-    return found
+        parts.append(f'<rect x="{WIDTH - RIGHT + 12}" y="{y:g}" width="12" height="12" fill="{colour}"/>')
+        parts.append(label(WIDTH - RIGHT + 30, y + 11, name))
+    return parts

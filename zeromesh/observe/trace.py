@@ -61,18 +61,18 @@ class Trace:
         self._spans.trace(True)
 
     def _stop(self) -> None:
-        found, self._profile = self._profile, None
+        profile, self._profile = self._profile, None
         self._running = False
         self._spans.trace(False)
-        found.stop()
+        profile.stop()
         try:
             self._window.output.mkdir(parents=True, exist_ok=True)
             path = free_path(self._window.output / f"rank_{self._rank}.json")
-            found.export_chrome_trace(str(path))
+            profile.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
             _log.warning("the trace of rank %d was not written: %s", self._rank, error)
             return
-        table = span_table(found.events(), self._window.steps)
+        table = span_table(profile.events(), self._window.steps)
         steps = counted(self._window.steps, "update")
         _log.info("recorded %s in %s; spans of rank %d:\n%s", steps, path, self._rank, table)
 
@@ -84,34 +84,34 @@ class Trace:
 
 def free_path(path: Path) -> Path:
     """Return the path, or one like it that does not exist yet."""
-    number, found = 1, path
-    while found.exists():
+    number, candidate = 1, path
+    while candidate.exists():
         number += 1
-        found = path.with_stem(f"{path.stem}_{number}")
-    return found
+        candidate = path.with_stem(f"{path.stem}_{number}")
+    return candidate
 
 
 def span_table(events: Iterable[Any], updates: int) -> str:
     """Return calls and milliseconds per update of the kinds of spans, those with the most own time first."""
     calls: dict[str, int] = defaultdict(int)
-    own: dict[str, float] = defaultdict(float)
-    whole: dict[str, float] = defaultdict(float)
+    self_ms: dict[str, float] = defaultdict(float)
+    total_ms: dict[str, float] = defaultdict(float)
     for event in events:
         if not event.name.startswith(PREFIX) or event.device_type.name != "CPU":
             continue
         kind, milliseconds = _kind(event), event.cpu_time_total / 1e3  # torch has microseconds
         calls[kind] += 1
-        own[kind] += milliseconds
-        whole[kind] += milliseconds
+        self_ms[kind] += milliseconds
+        total_ms[kind] += milliseconds
         # Operators of torch may lie between a span and the one that it is in.
         around = event.cpu_parent
         while around is not None and not around.name.startswith(PREFIX):
             around = around.cpu_parent
         if around is not None:
-            own[_kind(around)] -= milliseconds
+            self_ms[_kind(around)] -= milliseconds
     lines = [f"  {'span':<28}{'calls':>8}{'own ms':>10}{'whole ms':>10}   per update"]
-    for kind in sorted(own, key=lambda kind: -own[kind])[:MOST_SHOWN]:
-        figures = f"{own[kind] / updates:>10.2f}{whole[kind] / updates:>10.2f}"
+    for kind in sorted(self_ms, key=lambda kind: -self_ms[kind])[:MOST_SHOWN]:
+        figures = f"{self_ms[kind] / updates:>10.2f}{total_ms[kind] / updates:>10.2f}"
         lines.append(f"  {kind:<28}{calls[kind] / updates:>8.1f}{figures}")
     return "\n".join(lines)
 

@@ -69,10 +69,10 @@ class DeeperModel:
     def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
         """Return the cost of a micro-batch."""
         cost = self.source.at(micro_batch, sequence, context)
-        own = [unit for unit in cost.units if unit.block]
+        model_blocks = [unit for unit in cost.units if unit.block]
         first = next(place for place, unit in enumerate(cost.units) if unit.block)
         others = [unit for unit in cost.units[first:] if not unit.block]
-        blocks = [own[place % len(own)] for place in range(self.blocks)]
+        blocks = [model_blocks[place % len(model_blocks)] for place in range(self.blocks)]
         return replace(cost, units=(*cost.units[:first], *blocks, *others))
 
 
@@ -284,15 +284,15 @@ def changed(machine: Machine, what: str, factor: float) -> Machine:
 
 def _links(machine: Machine, *layouts: ParallelLayout) -> list[tuple[str, str]]:
     """Return links that layouts may use, and their names for people."""
-    found = []
+    links = []
     if devices_of_a_node(machine) > 1:
-        found.append(("inside", "links inside a node"))
+        links.append(("inside", "links inside a node"))
     if sum(count for _, count in machine.nodes) > 1:
-        found.append(("between", "links between nodes"))
-    tiers = {tier for one in layouts for tier in (one.row.optimizer_tier, one.row.parameter_tier)}
-    if tiers != {Tier.DEVICE} or any(one.activations_on_host for one in layouts):
-        found.append(("host", "links to host memory"))
-    return found
+        links.append(("between", "links between nodes"))
+    tiers = {tier for layout in layouts for tier in (layout.row.optimizer_tier, layout.row.parameter_tier)}
+    if tiers != {Tier.DEVICE} or any(layout.activations_on_host for layout in layouts):
+        links.append(("host", "links to host memory"))
+    return links
 
 
 def _gains(request: PlanRequest, best: PlanCandidate) -> Iterator[Gain]:
@@ -300,10 +300,10 @@ def _gains(request: PlanRequest, best: PlanCandidate) -> Iterator[Gain]:
     wanted = [("memory", "memory of devices"), *_links(best.machine, best.layout)]
     for what, name in wanted:
         machine = changed(best.machine, what, 2.0)
-        found = search(replace(request, machine=machine, goal="time"), SearchEffort(40, 16, 400, 1)).best
+        candidate = search(replace(request, machine=machine, goal="time"), SearchEffort(40, 16, 400, 1)).best
         seconds = request.time_on(machine, best.layout).seconds
-        if found is not None:
-            seconds = min(seconds, found.time.seconds)
+        if candidate is not None:
+            seconds = min(seconds, candidate.time.seconds)
         verb = "twice the" if what == "memory" else "twice as fast"
         yield Gain(f"{verb} {name}", max(0.0, 1 - seconds / best.time.seconds))
     factor = rounding_factor(best.layout, best.machine)
@@ -336,15 +336,15 @@ def _turn(request: PlanRequest, best: PlanCandidate, rival: PlanCandidate) -> st
         machine = changed(request.machine, what, factor)
         return request.time_on(machine, rival.layout).seconds < request.time_on(machine, best.layout).seconds
 
-    found = []
+    changes = []
     for what, name in _links(best.machine, best.layout, rival.layout):
         for power, word in ((1, "faster"), (-1, "slower")):
             # If the largest change does not do, none that is smaller is looked for.
             if wins(what, FACTORS[-1] ** power):
                 factor = next(f for f in FACTORS if wins(what, f**power))
-                found.append((factor, f"It would win with {name} {factor:g} times {word}."))
-    if found:
-        return min(found)[1]
+                changes.append((factor, f"It would win with {name} {factor:g} times {word}."))
+    if changes:
+        return min(changes)[1]
     return f"No link that is up to {FACTORS[-1]:g} times faster or slower makes it win."
 
 
@@ -368,8 +368,8 @@ def _most(fits: Callable[[int], bool], step: int, limit: int, parts: int = 32) -
 def largest_of(request: PlanRequest, layout: ParallelLayout, machine: Machine) -> Largest:
     """Return the largest micro-batch, the longest sequence and the deepest model that a layout holds."""
 
-    def fits(source: CostSource, sequence: int, one: ParallelLayout) -> bool:
-        return max(lacking(request.memory(source, sequence, one, machine), one, machine).values()) <= 0
+    def fits(source: CostSource, sequence: int, trial: ParallelLayout) -> bool:
+        return max(lacking(request.memory(source, sequence, trial, machine), trial, machine).values()) <= 0
 
     source, sequence = request.source, request.sequence
     alone = replace(layout, micro_batch=1)
@@ -415,16 +415,16 @@ def _remedies(request: PlanRequest) -> Iterator[Remedy]:
     def part(factor: float) -> int:
         return max(1, int(request.sequence / factor))
 
-    found: list[Remedy] = []
+    remedies: list[Remedy] = []
     shorter = _least(lambda f: _fits(replace(request, sequence=part(f))), request.sequence // SHORTEST)
     if shorter is not None:
         text = f"{part(shorter)} tokens fit, instead of {request.sequence}"
-        found.append(Remedy("sequence", text, 0.0))
+        remedies.append(Remedy("sequence", text, 0.0))
     if not node.disk:
         size, read, write = ADDED_DISK
         disks = tuple((replace(n, disk=size, disk_read=read, disk_write=write), c) for n, c in machine.nodes)
         if on(replace(machine, nodes=disks)):
-            found.append(Remedy("disk", f"{bytes_text(size)} a node are enough, at {bytes_text(read)}/s", 0.05))
+            remedies.append(Remedy("disk", f"{bytes_text(size)} a node are enough, at {bytes_text(read)}/s", 0.05))
     for kind, what, unit, most, price in (
         ("host", "host memory", node.host_memory, 16, 0.1),
         ("memory", "memory", least_memory(machine), 8, 0.8),
@@ -433,5 +433,5 @@ def _remedies(request: PlanRequest) -> Iterator[Remedy]:
         factor = _least(lambda f, what=what: on(changed(machine, what, f)), most)  # type: ignore[misc]
         if factor is not None:
             amount = f"{unit * factor:.0f} devices" if kind == "nodes" else f"{bytes_text(unit * factor)} each"
-            found.append(Remedy(kind, f"{amount} are enough, {factor:g} times as much", price * (factor - 1)))
-    yield from sorted(found, key=lambda remedy: remedy.effort)
+            remedies.append(Remedy(kind, f"{amount} are enough, {factor:g} times as much", price * (factor - 1)))
+    yield from sorted(remedies, key=lambda remedy: remedy.effort)

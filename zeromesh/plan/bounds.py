@@ -80,14 +80,14 @@ def _kinds(cost: ModelCost) -> _Kinds:
     for unit in cost.units:
         parts = unit.block, unit.forward, unit.input, unit.weight, unit.saved, unit.parameters, unit.output
         same.setdefault((*map(id, parts), unit.joins, unit.frozen, unit.tables), []).append(unit)
-    found: dict[tuple[object, ...], list[UnitCost]] = {}
+    kinds: dict[tuple[object, ...], list[UnitCost]] = {}
     for unit, *others in same.values():
         kernels = unit.forward, unit.input, unit.weight
         amounts = unit.parameters, unit.frozen, unit.joins, unit.output, unit.tables
         key = *kernels, unit.block, *amounts, *unit.saved.items()
-        found.setdefault(key, []).extend([unit, *others])
-    units = tuple(alike[0] for alike in found.values())
-    return _Kinds(replace(cost, units=units), tuple(map(len, found.values())))
+        kinds.setdefault(key, []).extend([unit, *others])
+    units = tuple(alike[0] for alike in kinds.values())
+    return _Kinds(replace(cost, units=units), tuple(map(len, kinds.values())))
 
 
 class TimeBound:
@@ -166,21 +166,26 @@ class TimeBound:
     def states(self, layout: ParallelLayout) -> float:
         """Return bytes on the device that states alone take on the average rank, with the context of the device."""
         row, widths, group = layout.row, layout.widths, layout.data * layout.context
-        whole, block, frozen, frozen_block = self._elements(layout.tensor)
-        own = whole / layout.pipeline
+        elements, block, frozen, frozen_block = self._elements(layout.tensor)
+        stage_elements = elements / layout.pipeline
         left = 1.0 if row.optimizer_tier is Tier.DEVICE else 1.0 - row.offloaded
-        total = own * (widths.master + widths.states) * left / (group if row.optimizer is Placement.SHARDED else 1)
+        total = (
+            stage_elements
+            * (widths.master + widths.states)
+            * left
+            / (group if row.optimizer is Placement.SHARDED else 1)
+        )
         if row.parameter_tier is Tier.DEVICE:
             shares = group if row.parameter is Placement.SHARDED else 1
-            total += (own * widths.parameter + frozen / layout.pipeline) / shares
+            total += (stage_elements * widths.parameter + frozen / layout.pipeline) / shares
         if row.parameter is Placement.SHARDED:
             # Gradients grow as activations shrink, so they are left out; gathered blocks are there all the time.
-            kept = min(layout.parameter_slots, self.blocks // layout.pipeline)
-            total += kept * (block * widths.parameter + frozen_block)
+            slots = min(layout.parameter_slots, self.blocks // layout.pipeline)
+            total += slots * (block * widths.parameter + frozen_block)
         elif row.gradient is Placement.REPLICATED:
-            total += own * min(widths.gradient, widths.wire)
+            total += stage_elements * min(widths.gradient, widths.wire)
         elif row.gradient_tier is Tier.DEVICE:
-            total += own * widths.gradient / group * left
+            total += stage_elements * widths.gradient / group * left
         return total + self._device.reserved
 
     def activations(self, layout: ParallelLayout) -> float:
@@ -192,9 +197,9 @@ class TimeBound:
             cost, counts = self._at(layout.micro_batch, layout.context)
             self._saved[key] = 0.0
             for unit, count in zip(cost.units, counts, strict=True):
-                kept = unit.saved.get(layout.recompute) or unit.saved.get(Recompute.NONE)
-                if unit.block and kept is not None:
-                    self._saved[key] += kept.on(layout.tensor, layout.sequence) * count
+                saved = unit.saved.get(layout.recompute) or unit.saved.get(Recompute.NONE)
+                if unit.block and saved is not None:
+                    self._saved[key] += saved.on(layout.tensor, layout.sequence) * count
         # Stages hold unlike numbers of blocks, so the rank that holds most micro-batches may have fewer than the mean.
         in_flight = held(layout) / layout.chunks
         return self._saved[key] / layout.pipeline * max(1.0, 0.8 * in_flight)
@@ -205,11 +210,11 @@ class TimeBound:
             cost, counts = self._at(1, 1)
             sizes = [unit.parameters.on(tensor) for unit in cost.units]
             frozen = [unit.frozen.sharded.on(tensor) for unit in cost.units]
-            found: list[float] = []
-            for own in (sizes, frozen):
-                least = min((size for size, unit in zip(own, cost.units, strict=True) if unit.block), default=0.0)
-                found += [sum(map(mul, own, counts)), least]
-            self._parameters[tensor] = found[0], found[1], found[2], found[3]
+            amounts: list[float] = []
+            for per_unit in (sizes, frozen):
+                least = min((size for size, unit in zip(per_unit, cost.units, strict=True) if unit.block), default=0.0)
+                amounts += [sum(map(mul, per_unit, counts)), least]
+            self._parameters[tensor] = amounts[0], amounts[1], amounts[2], amounts[3]
         return self._parameters[tensor]
 
     def _passes_of(self, layout: ParallelLayout) -> _Passes:

@@ -79,8 +79,8 @@ class _Casts(TorchFunctionMode):
         elif name in self._wide:
             wanted = torch.float32
         elif name in _PROMOTED:
-            found = {x.dtype for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-            wanted = torch.float32 if {torch.float32, self._dtype} <= found else None
+            dtypes = {x.dtype for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+            wanted = torch.float32 if {torch.float32, self._dtype} <= dtypes else None
         if wanted is not None:
             args, kwargs = self.cast(args, wanted), self.cast(kwargs, wanted)
         return func(*args, **kwargs)

@@ -63,11 +63,11 @@ class Fabric:
         """Return the seconds after which all ranks have all parts."""
         if self.size <= 1 or size <= 0:
             return 0.0
-        found = [self._ring(size)]
+        seconds = [self._ring(size)]
         if self.crosses and self.local > 1 and not self.rails:
             # Each rank of a node gathers another part of the other nodes' shares, then the node's ranks exchange.
-            found.append(self._across().all_gather(size / self.local) + _ring(self.inside, self.local, size))
-        return min(found)
+            seconds.append(self._across().all_gather(size / self.local) + _ring(self.inside, self.local, size))
+        return min(seconds)
 
     def reduce_scatter(self, size: float) -> float:
         """Return the seconds after which each rank has its part of the sum."""
@@ -77,10 +77,10 @@ class Fabric:
         """Return the seconds after which all ranks have the whole sum."""
         if self.size <= 1 or size <= 0:
             return 0.0
-        found = [2 * self._ring(size), self._tree(size)]
+        seconds = [2 * self._ring(size), self._tree(size)]
         if self.crosses and self.local > 1 and not self.rails:
-            found.append(2 * _ring(self.inside, self.local, size) + self._across().all_reduce(size / self.local))
-        return min(found)
+            seconds.append(2 * _ring(self.inside, self.local, size) + self._across().all_reduce(size / self.local))
+        return min(seconds)
 
     def send(self, size: float) -> float:
         """Return the seconds of a message to the next rank; on another node where the group has one rank on each."""

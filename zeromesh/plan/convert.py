@@ -82,12 +82,12 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
 
 def widths_from(settings: Settings, precision: str) -> Widths:
     """Return the widths of a configuration; the states of an optimizer that it does not name are those of Adam."""
-    found, dtypes, optimizer = PRECISIONS[precision], settings.precision, settings.optimizer
+    widths, dtypes, optimizer = PRECISIONS[precision], settings.precision, settings.optimizer
     return replace(
-        found,
-        gradient=dtypes.accumulate.itemsize if dtypes.accumulate is not None else found.gradient,
-        wire=dtypes.communicate.itemsize if dtypes.communicate is not None else found.wire,
-        states=found.states if optimizer is None else state_bytes(optimizer.type, optimizer.params),
+        widths,
+        gradient=dtypes.accumulate.itemsize if dtypes.accumulate is not None else widths.gradient,
+        wire=dtypes.communicate.itemsize if dtypes.communicate is not None else widths.wire,
+        states=widths.states if optimizer is None else state_bytes(optimizer.type, optimizer.params),
         gathered=1 if settings.float8.gather else 0,
     )
 
@@ -99,7 +99,7 @@ def tables_from(settings: Settings) -> TableLayout:
     name = chosen.optimizer.type if chosen.optimizer is not None else kind
     states = RULES.get(name, RULES["adam"]).states
     cached = None if chosen.device == "none" else chosen.cache_rows
-    rows = sum(one.per_row for one in states)
+    rows = sum(state.per_row for state in states)
     return TableLayout(TIERS[chosen.device], len(states) - rows, rows, cached)
 
 

@@ -19,16 +19,16 @@ def cuts_of(model: nn.Module) -> dict[str, ParameterCut]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for member in resolved.members:
         style = member.style
-        own = member.module.named_parameters() if member.parameter is None else ()
+        named = member.module.named_parameters() if member.parameter is None else ()
         single = [(member.parameter, member.module.get_parameter(member.parameter))] if member.parameter else []
-        for _, parameter in (*own, *single):
-            held = resolved.of_parameter.get(id(parameter))
-            if held is None or held.split is None:
+        for _, parameter in (*named, *single):
+            part = resolved.of_parameter.get(id(parameter))
+            if part is None or part.split is None:
                 continue
             if style.cut in ("rows", "inputs"):
                 cut = ParameterCut(outputs=False, gathered=style.before == "split", rows=style.cut == "rows")
             elif style.cut is None:  # torch's attention: of its output layer the inputs
-                cut = ParameterCut(outputs=held.split.dim == 0)
+                cut = ParameterCut(outputs=part.split.dim == 0)
             else:
                 cut = ParameterCut(outputs=True, gathered=style.after == "join")
             cuts.setdefault(names[id(parameter)], cut)

@@ -97,7 +97,7 @@ class Durations:
         outside = sum(unit.parameters.on() for unit in cost.units if not unit.block)
         sizes = [outside, *(unit.parameters.on() for unit in cost.units if unit.block)]
         of_root, *of_blocks = offloaded_units(sizes, self.layout.row, self.layout.accumulation > 1)
-        blocks, found = iter(of_blocks), []
+        blocks, times = iter(of_blocks), []
         for unit in cost.units:
             away = next(blocks) if unit.block else of_root
             # Blocks of a stack share their tuples of kernels; one of them is computed.
@@ -105,9 +105,9 @@ class Durations:
             key = (id(unit.forward), id(unit.weight), *amounts, away)
             if key not in self._known:
                 self._known[key] = self._unit(unit, away)
-            known = self._known[key]
-            found.append(known if known.name == unit.name else known._replace(name=unit.name))
-        return found
+            unit_time = self._known[key]
+            times.append(unit_time if unit_time.name == unit.name else unit_time._replace(name=unit.name))
+        return times
 
     def _unit(self, unit: UnitCost, away: bool) -> UnitTime:
         layout, device, speed = self.layout, self.node.device, self.speed
@@ -174,58 +174,64 @@ class Durations:
         layout, row, widths, node = self.layout, self.layout.row, self.layout.widths, self.node
         elements = unit.parameters.on(layout.tensor)
         ranks = self.shard.size if self.split else 1
-        own, frozen = elements / ranks, unit.frozen.sharded.on(layout.tensor)
-        found: dict[str, float] = {}
+        local_elements, frozen = elements / ranks, unit.frozen.sharded.on(layout.tensor)
+        seconds: dict[str, float] = {}
         gathered = elements * (widths.gathered or widths.parameter) + (frozen if self.sharded else 0.0)
-        found["gather"] = self.shard.all_gather(gathered) if self.split else 0.0
+        seconds["gather"] = self.shard.all_gather(gathered) if self.split else 0.0
         wires = elements * widths.wire
-        found["reduce"] = self.shard.reduce_scatter(wires) if self.split else self.shard.all_reduce(wires)
+        seconds["reduce"] = self.shard.reduce_scatter(wires) if self.split else self.shard.all_reduce(wires)
         if node.device.processor:
-            found["reduce"] += self._sums(elements)
-        found["replicas"] = self.replicas.all_reduce(own * widths.wire)
+            seconds["reduce"] += self._sums(elements)
+        seconds["replicas"] = self.replicas.all_reduce(local_elements * widths.wire)
         sharing = min(node.devices, layout.ranks)
         if self.sharded and row.parameter_tier is not Tier.DEVICE:
             size = (away * elements * widths.parameter + frozen) / self.shard.size
-            found["fetch"] = self._copy(size)
+            seconds["fetch"] = self._copy(size)
             if row.parameter_tier is Tier.NVME:
-                found["read"] = _disk(node.disk_read, size * sharing, node.name)
+                seconds["read"] = _disk(node.disk_read, size * sharing, node.name)
         state = widths.states + widths.master
         if not (away and row.optimizer_tier is not Tier.DEVICE):
             # The update reads the gradient and reads and writes the master and the states; it writes the parameter.
-            found["update"] = node.device.streaming_seconds(own * (widths.gradient + 2 * state + widths.parameter))
-            return found
+            seconds["update"] = node.device.streaming_seconds(
+                local_elements * (widths.gradient + 2 * state + widths.parameter)
+            )
+            return seconds
         # The fused kernel on the host reads a gradient as it was sent, and writes a parameter: 28 bytes for Adam.
-        moved = own * (widths.wire + 2 * state + widths.parameter)
-        found["host_update"] = moved * sharing / node.host_bandwidth
-        found["gradient_out"] = self._copy(own * widths.wire)
+        moved = local_elements * (widths.wire + 2 * state + widths.parameter)
+        seconds["host_update"] = moved * sharing / node.host_bandwidth
+        seconds["gradient_out"] = self._copy(local_elements * widths.wire)
         if layout.accumulation > 1 and self.reduces_each and not node.device.processor:
-            found["host_add"] = own * (widths.wire + 2 * widths.gradient) * sharing / node.host_bandwidth
+            seconds["host_add"] = local_elements * (widths.wire + 2 * widths.gradient) * sharing / node.host_bandwidth
         if row.parameter_tier is Tier.DEVICE:
-            found["parameter_in"] = self._copy(own * widths.parameter)
+            seconds["parameter_in"] = self._copy(local_elements * widths.parameter)
         if row.optimizer_tier is Tier.NVME:
-            found["states_read"] = _disk(node.disk_read, own * state * sharing, node.name)
-            found["states_written"] = _disk(node.disk_write or node.disk_read, own * state * sharing, node.name)
-        return found
+            seconds["states_read"] = _disk(node.disk_read, local_elements * state * sharing, node.name)
+            seconds["states_written"] = _disk(
+                node.disk_write or node.disk_read, local_elements * state * sharing, node.name
+            )
+        return seconds
 
     def _tables(self, unit: UnitCost) -> dict[str, float]:
         """Return the seconds of a unit's tables: of lookups, of gradients at the end of a step, and of the update."""
-        layout, found = self.layout, {"lookup": 0.0, "replicas": 0.0, "update": 0.0}
+        layout, seconds = self.layout, {"lookup": 0.0, "replicas": 0.0, "update": 0.0}
         away = 1 - 1 / self.shard.size  # messages to all others take the time of a gather of as much
         for table in unit.tables:
             looked, summed = lookup_bytes(table, layout), gradient_messages(table, layout)
             if away:
-                found["lookup"] += self.shard.all_gather(looked.indices / away) + self.shard.all_gather(
+                seconds["lookup"] += self.shard.all_gather(looked.indices / away) + self.shard.all_gather(
                     looked.rows / away
                 )
-                found["replicas"] += self.shard.all_gather((summed.indices + summed.gradients) / away)
+                seconds["replicas"] += self.shard.all_gather((summed.indices + summed.gradients) / away)
             if summed.copies:
-                found["replicas"] += self.replicas.all_gather(summed.copies * layout.replicate / (layout.replicate - 1))
+                seconds["replicas"] += self.replicas.all_gather(
+                    summed.copies * layout.replicate / (layout.replicate - 1)
+                )
             moved = moved_by_update(table, layout)
             if layout.tables.tier is Tier.DEVICE:
-                found["update"] += self.node.device.streaming_seconds(moved)
+                seconds["update"] += self.node.device.streaming_seconds(moved)
             else:
-                found["update"] += moved * min(self.node.devices, layout.ranks) / self.node.host_bandwidth
-        return found
+                seconds["update"] += moved * min(self.node.devices, layout.ranks) / self.node.host_bandwidth
+        return seconds
 
     def _sums(self, trained: float) -> float:
         """Return the seconds in which a processor adds other ranks' parts of gradients, and converts what it sends."""

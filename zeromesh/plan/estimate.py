@@ -58,8 +58,8 @@ def estimate(
     # The root's tables come before the units, and its layers after them.
     tables = {path for path, _ in owned[""] if isinstance(modules[path.rpartition(".")[0]], nn.Embedding)}
     parts = [(unit, unit, owned[unit]) for unit in names]
-    parts.insert(0, ("", f"{name} before its units", [one for one in owned[""] if one[0] in tables]))
-    parts.append(("", f"{name} after its units", [one for one in owned[""] if one[0] not in tables]))
+    parts.insert(0, ("", f"{name} before its units", [entry for entry in owned[""] if entry[0] in tables]))
+    parts.append(("", f"{name} after its units", [entry for entry in owned[""] if entry[0] not in tables]))
     units = []
     for number, (unit, title, parameters) in enumerate(parts):
         layers = _Layers(tokens, width, cuts)
@@ -81,8 +81,8 @@ def estimate(
             else:
                 form = packing if id(parameter) in packed else None
                 frozen = frozen.plus(frozen_of(parameter, width, divide(1, share), not unit, form))
-        made = layers.unit(title, bool(unit) and is_block(unit, modules), elements, frozen, not unit)
-        units.append(replace(made, tables=tuple(looked)))
+        cost = layers.unit(title, bool(unit) and is_block(unit, modules), elements, frozen, not unit)
+        units.append(replace(cost, tables=tuple(looked)))
     note = f"estimated from the shapes of layers, since the model could not be traced: {reason}"
     return ModelCost(name, micro_batch, sequence, 1, tuple(units), exact=False, note=note)
 
@@ -102,7 +102,7 @@ class _Layers:
                 continue
             linear = [(child, m) for child, m in parent.named_children() if kind_of(m) == "linear"]
             linear = [("", parent)] if parent is module and kind_of(parent) == "linear" else linear
-            self._add_layers(path, [one for one in linear if one[0] not in without])
+            self._add_layers(path, [entry for entry in linear if entry[0] not in without])
             tokens, width = self.tokens, self.width
             if "Norm" in type(parent).__name__ and (weight := getattr(parent, "weight", None)) is not None:
                 self.saved = self.saved.plus(Divided(tokens=float(tokens * weight.numel() * width)))
@@ -123,10 +123,10 @@ class _Layers:
             if last or inputs not in read:
                 self.saved = self.saved.plus(divide(self.tokens * inputs * self.width, before))
             read.add(inputs)
-            made = divide(self.tokens * outputs * self.width, after)
-            self.saved = self.saved if last else self.saved.plus(made)
-            self.largest = max(self.largest, made, key=lambda one: one.on())
-            self.hidden = made if last else self.hidden
+            result = divide(self.tokens * outputs * self.width, after)
+            self.saved = self.saved if last else self.saved.plus(result)
+            self.largest = max(self.largest, result, key=lambda amount: amount.on())
+            self.hidden = result if last else self.hidden
             flops = divide(2 * self.tokens * inputs * outputs, TensorShare.SPLIT if cut else TensorShare.TOKENS)
             moved = divide(self.width * (self.tokens * (inputs + outputs) + inputs * outputs), TensorShare.TOKENS)
             self.works.append(KernelWork(WorkKind.PRODUCT, flops, moved, (self.tokens, outputs, inputs)))

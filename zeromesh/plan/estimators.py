@@ -26,10 +26,10 @@ def _states(row: PlacementRow, total: float, largest: float, ranks: int) -> tupl
     """Return bytes of one rank on its device and on the host, for units as large as the largest."""
     count = max(1, round(total / largest)) if largest else 1
     units = [UnitElements(0.0, 1), UnitElements(total / count, count)]
-    found = states_of(units, ParallelLayout(data=ranks, row=row), ZEROMESH)
-    device = sum(size for (_, tier), size in found.resting.items() if tier == Tier.DEVICE.value)
-    host = sum(size for (_, tier), size in found.resting.items() if tier == Tier.HOST.value)
-    return device + found.gathered, host
+    states = states_of(units, ParallelLayout(data=ranks, row=row), ZEROMESH)
+    device = sum(size for (_, tier), size in states.resting.items() if tier == Tier.DEVICE.value)
+    host = sum(size for (_, tier), size in states.resting.items() if tier == Tier.HOST.value)
+    return device + states.gathered, host
 
 
 def _row(number: int, optimizer: bool, parameters: bool = False) -> PlacementRow:
@@ -66,8 +66,8 @@ def estimate_zero2_model_states_mem_needs(
     _require(total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
     device, host = _states(_row(2, cpu_offload), total_params, 0, num_gpus_per_node * num_nodes)
     # Before it is placed, the model is in host memory once for each device, in fp32.
-    made = 4.0 * total_params * num_gpus_per_node
-    return round(max(made, host * num_gpus_per_node) * additional_buffer_factor), round(device)
+    initial = 4.0 * total_params * num_gpus_per_node
+    return round(max(initial, host * num_gpus_per_node) * additional_buffer_factor), round(device)
 
 
 def estimate_zero3_model_states_mem_needs(
@@ -95,16 +95,17 @@ def estimate_zero3_model_states_mem_needs(
         raise ValueError(f"largest_layer_params is {largest_layer_params}; it must be from 1 to {total_params}")
     row = _row(3, cpu_offload, cpu_offload and cpu_offload_params)
     device, host = _states(row, total_params, largest_layer_params, num_gpus_per_node * num_nodes)
-    made = 4.0 * (largest_layer_params if zero_init else total_params) * num_gpus_per_node
+    initial = 4.0 * (largest_layer_params if zero_init else total_params) * num_gpus_per_node
     return (
-        round(max(made, host * num_gpus_per_node) * additional_buffer_factor), round(device), 2 * largest_layer_params,
+        round(max(initial, host * num_gpus_per_node) * additional_buffer_factor), round(device),
+        2 * largest_layer_params,
     )  # fmt: skip
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
     """Return the parameters of a model, and those of its module with most of its own."""
-    own = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
-    return sum({id(p): p.numel() for p in model.parameters()}.values()), max(own)
+    sizes = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
+    return sum({id(p): p.numel() for p in model.parameters()}.values()), max(sizes)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
@@ -114,8 +115,8 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     sizes = (num_gpus_per_node, num_nodes)
     _show_heading(f"{total_params / 1e6:.0f} M parameters", *sizes)
     for offload in (True, False):
-        found = estimate_zero2_model_states_mem_needs(total_params, *sizes, offload, additional_buffer_factor)
-        _show(*found, {OPTIMIZER_DEVICE: offload})
+        needs = estimate_zero2_model_states_mem_needs(total_params, *sizes, offload, additional_buffer_factor)
+        _show(*needs, {OPTIMIZER_DEVICE: offload})
 
 
 def estimate_zero2_model_states_mem_needs_all_live(

@@ -29,13 +29,13 @@ def lacking(memory: Iterable[RankMemory], layout: ParallelLayout, machine: Machi
     """Return bytes that each tier lacks for a layout; negative where some are left."""
     ranks = list(memory)
     peak = max(rank.device for rank in ranks)
-    found = {"device": peak - least_memory(machine) * (1 - MEMORY_MARGIN)}
+    missing = {"device": peak - least_memory(machine) * (1 - MEMORY_MARGIN)}
     for tier, has in (("host", "host_memory"), ("nvme", "disk")):
-        found[tier] = max(host_bytes(ranks, layout, node, tier) - getattr(node, has) for node, _ in machine.nodes)
+        missing[tier] = max(host_bytes(ranks, layout, node, tier) - getattr(node, has) for node, _ in machine.nodes)
     if any(node.device.processor for node, _ in machine.nodes):
         # Both tiers are the same memory.
-        found["device"] = found["host"] = max(
+        missing["device"] = missing["host"] = max(
             host_bytes(ranks, layout, node, "host") + peak * min(node.devices, layout.ranks) - node.host_memory
             for node, _ in machine.nodes
         )
-    return found
+    return missing

@@ -98,14 +98,17 @@ def _measured(ranks: int, nodes: int) -> Machine:
     """Return a machine of what one process measures quickly; its links are those of ranks that share a host."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     cores = processor()["cores"]
-    whole, bandwidth = _free(USUAL_MEMORY), memory_bandwidth(cores)
+    host_memory, bandwidth = _free(USUAL_MEMORY), memory_bandwidth(cores)
     flops = {name: measured_flops(device, dtype, 0.1) for name, dtype in DTYPES.items()}
-    found = devices()
-    own = float(found[0]["memory_bytes"] or whole) if found else whole / ranks
+    accelerators = devices()
+    memory = float(accelerators[0]["memory_bytes"] or host_memory) if accelerators else host_memory / ranks
     copies = LinkSpeed(bandwidth / 4, 1e-4, shared=ranks)  # two copies of each message, through the host's memory
     node = Node(
-        Device("this machine", own, flops, bandwidth / (1 if found else ranks), reserved=0.0, processor=not found),
+        Device(
+            "this machine", memory, flops, bandwidth / (1 if accelerators else ranks), reserved=0.0,
+            processor=not accelerators,
+        ),
         ranks, copies,
-        LinkSpeed(bandwidth / 2, 1e-5, shared=ranks), whole, bandwidth, cores, name="this machine",
+        LinkSpeed(bandwidth / 2, 1e-5, shared=ranks), host_memory, bandwidth, cores, name="this machine",
     )  # fmt: skip
     return Machine(((node, nodes),), find_link("ethernet-10", ranks), "this machine")

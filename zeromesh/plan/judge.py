@@ -38,47 +38,49 @@ class LayoutJudgement:
     def states(self) -> dict[str, dict[str, float]]:
         """Bytes of the fullest rank by tier and state: at the peak on the device, and at rest on other tiers."""
         rank = self.candidate.fullest
-        found = {"device": {**rank.peak.bytes, "context": rank.fixed}}
+        by_tier = {"device": {**rank.peak.bytes, "context": rank.fixed}}
         for (state, tier), size in rank.states.items():
             if tier != "device" and size:
-                found.setdefault(tier, {})[state] = size
-        return {tier: {state: size for state, size in states.items() if size} for tier, states in found.items()}
+                by_tier.setdefault(tier, {})[state] = size
+        return {tier: {state: size for state, size in states.items() if size} for tier, states in by_tier.items()}
 
     @property
     def better(self) -> tuple[PlanCandidate, ...]:
         """Layouts that are faster, or all that fit where this one does not."""
         limit = self.candidate.time.seconds if self.fits else float("inf")
-        return tuple(one for one in self.result.shown if one.time.seconds < limit * (1 - LEAST_GAIN))
+        return tuple(candidate for candidate in self.result.shown if candidate.time.seconds < limit * (1 - LEAST_GAIN))
 
     @property
     def sentences(self) -> list[str]:
         """The judgement in plain sentences."""
-        one, seconds = self.candidate, self.candidate.time.seconds
-        peak, rank = one.fullest.peak.label, fullest_text(one)
+        candidate, seconds = self.candidate, self.candidate.time.seconds
+        peak, rank = candidate.fullest.peak.label, fullest_text(candidate)
         missing = missing_text(self.over, "the")
         if missing:
-            found = [f"It does not fit: it lacks {missing}. Most is used by {rank} at the {peak}."]
+            sentences = [f"It does not fit: it lacks {missing}. Most is used by {rank} at the {peak}."]
         else:
-            share = one.fullest.device / least_memory(one.machine)
-            found = [f"It fits: {rank} uses {share:.0%} of the device's memory, most of it at the {peak}."]
+            share = candidate.fullest.device / least_memory(candidate.machine)
+            sentences = [f"It fits: {rank} uses {share:.0%} of the device's memory, most of it at the {peak}."]
         would = "would take" if missing else "takes"
-        found.append(f"A step {would} {interval_text(seconds)}. It is bound by {one.time.bound}: {shares_text(one)}.")
+        sentences.append(
+            f"A step {would} {interval_text(seconds)}. It is bound by {candidate.time.bound}: {shares_text(candidate)}."
+        )
         if self.better:
             best = self.better[0]
             gain = "" if missing else f", {1 - best.time.seconds / seconds:.0%} less time"
-            found.append(f"Better: {layout_text(best.layout)}, {seconds_text(best.time.seconds)}{gain}.")
+            sentences.append(f"Better: {layout_text(best.layout)}, {seconds_text(best.time.seconds)}{gain}.")
         elif not missing:
-            found.append(f"No layout that was computed is faster by more than {LEAST_GAIN:.0%}.")
+            sentences.append(f"No layout that was computed is faster by more than {LEAST_GAIN:.0%}.")
         else:
-            found.append("No other layout fits either; without --explain, the command says what helps.")
-        return found
+            sentences.append("No other layout fits either; without --explain, the command says what helps.")
+        return sentences
 
     def as_json(self) -> dict[str, Any]:
         """Return all for ``json.dumps``."""
-        one = self.candidate
+        candidate = self.candidate
         return {
-            "layout": layout_text(one.layout), "fits": self.fits, "lacks": self.over, "states": self.states,
-            "seconds": one.time.seconds, "waits": dict(one.time.waits), "answer": self.sentences,
+            "layout": layout_text(candidate.layout), "fits": self.fits, "lacks": self.over, "states": self.states,
+            "seconds": candidate.time.seconds, "waits": dict(candidate.time.waits), "answer": self.sentences,
             "better": [{"layout": layout_text(b.layout), "seconds": b.time.seconds} for b in self.better],
         }  # fmt: skip
 
@@ -86,6 +88,6 @@ class LayoutJudgement:
 def judge(request: PlanRequest, layout: ParallelLayout) -> LayoutJudgement:
     """Return the judgement of a layout on the request's machine."""
     machine = request.machine
-    ranks, found = request.memory_on(machine, layout), request.time_on(machine, layout)
-    candidate = PlanCandidate(layout, machine, request.sequence, ranks, found)
+    ranks, time = request.memory_on(machine, layout), request.time_on(machine, layout)
+    candidate = PlanCandidate(layout, machine, request.sequence, ranks, time)
     return LayoutJudgement(candidate, lacking(ranks, layout, machine), search(request))

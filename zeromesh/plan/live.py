@@ -142,8 +142,8 @@ _FACTORS = {_aten.mm: (0, 1), _aten.addmm: (1, 2), _aten.bmm: (0, 1), _aten.badd
 
 def _facts(func: Any) -> _Facts:
     name, formula = func._overloadpacket.__name__, FORMULAS.get(func._overloadpacket)
-    found = next((kind for kind, words in _KINDS if any(word in name for word in words)), None)
-    kind = found or (WorkKind.PRODUCT if formula is not None else WorkKind.ELEMENTWISE)
+    matching_kind = next((kind for kind, words in _KINDS if any(word in name for word in words)), None)
+    kind = matching_kind or (WorkKind.PRODUCT if formula is not None else WorkKind.ELEMENTWISE)
     product = formula is not None and kind in (WorkKind.PRODUCT, WorkKind.CONVOLUTION)
     return _Facts(formula, bool(func.is_view), func._schema.is_mutable, kind, product)
 
@@ -177,9 +177,9 @@ class TraceRecorder(TorchDispatchMode):
             storage = tensor.untyped_storage()
             self._live[storage._cdata] = (TracedStorage(storage.nbytes(), -1, known=True), None)
         for tensor in parameters:
-            own, cut = self._live[tensor.untyped_storage()._cdata][0], cuts.get(id(tensor))
-            own.result(TensorShare.SPLIT if cut else TensorShare.WHOLE, cut, weight=True, scores=False, new=True)
-        self._parameters = {id(own): key for key, (own, _) in self._live.items() if own.weight}
+            stored, cut = self._live[tensor.untyped_storage()._cdata][0], cuts.get(id(tensor))
+            stored.result(TensorShare.SPLIT if cut else TensorShare.WHOLE, cut, weight=True, scores=False, new=True)
+        self._parameters = {id(stored): key for key, (stored, _) in self._live.items() if stored.weight}
 
     # Slots.
 
@@ -193,9 +193,9 @@ class TraceRecorder(TorchDispatchMode):
         """Return the record of a tensor's storage; one that is new appears now."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        found = self._live.get(key)
-        if found is not None:
-            return found[0]
+        entry = self._live.get(key)
+        if entry is not None:
+            return entry[0]
         stored = TracedStorage(storage.nbytes(), self.slot)
         self._live[key] = (stored, weakref.ref(storage, partial(self._freed, key, stored)))
         self.events.append(Event(stored, 1, self.slot))
@@ -247,16 +247,16 @@ class TraceRecorder(TorchDispatchMode):
         # the blocks of a model run the same ones.
         try:
             key = (func, _form(args), _form(tuple(kwargs.items())))
-            made = self._made.get(key, ())
+            recipe = self._made.get(key, ())
         except TypeError:  # an argument that cannot be compared
             return func(*args, **kwargs)
-        if made:
-            if made[0] is None:
+        if recipe:
+            if recipe[0] is None:
                 return args[0]
-            results = [torch.empty_strided(*one[:2], dtype=one[2], device="meta") for one in made]
-            return results[0] if made[0][3] else tuple(results)
+            results = [torch.empty_strided(*form[:2], dtype=form[2], device="meta") for form in recipe]
+            return results[0] if recipe[0][3] else tuple(results)
         result = _grouped(args, kwargs) if func is _aten._grouped_mm.default else func(*args, **kwargs)
-        if made is not None:
+        if recipe is not None:
             self._made[key] = _recipe(facts, args, kwargs, result)
         return result
 
@@ -281,17 +281,17 @@ class TraceRecorder(TorchDispatchMode):
             self._with_weight.add(torch.autograd._get_sequence_nr() - 1)  # type: ignore[attr-defined]
         made_share = self._share_of_result(facts, share, cut, bool(active), backward)
         results = list(_tensors((result,)))
-        known = {id(stored) for _, stored in operands}
-        made = [self.find(tensor) for tensor in results]
+        operand_ids = {id(stored) for _, stored in operands}
+        result_storages = [self.find(tensor) for tensor in results]
         scores = not backward and _makes_scores(facts, func, operands, results)
-        for tensor, stored in zip(results, made, strict=True):
-            if stored.known or (id(stored) in known and not facts.writes):
+        for tensor, stored in zip(results, result_storages, strict=True):
+            if stored.known or (id(stored) in operand_ids and not facts.writes):
                 continue
             weight = bool(weights) and not active
-            stored.result(made_share, cut, weight, scores and tensor.ndim > 2, new=id(stored) not in known)
+            stored.result(made_share, cut, weight, scores and tensor.ndim > 2, new=id(stored) not in operand_ids)
         if not backward and active and keeps_result(func):
             summed = cut is not None and not cut.outputs
-            self.products += [TracedProduct(stored, summed) for stored in made if not stored.known]
+            self.products += [TracedProduct(stored, summed) for stored in result_storages if not stored.known]
         crosses = facts.product or _looks_up(facts)
         if cut and active and not backward and made_share is not TensorShare.SPLIT and crosses:
             # A gather moves half of what a sum does.
@@ -299,7 +299,7 @@ class TraceRecorder(TorchDispatchMode):
             size = sum(tensor.nbytes for tensor in results[:1])
             self.sums[self.slot] = self.sums.get(self.slot, 0.0) + half * size
         name = func._overloadpacket.__name__
-        if name in _EMPTY or (not facts.writes and all(id(stored) in known for stored in made)):
+        if name in _EMPTY or (not facts.writes and all(id(stored) in operand_ids for stored in result_storages)):
             return
         if backward and torch.is_grad_enabled():  # a recomputation of the model's own
             return
@@ -380,7 +380,7 @@ def _form(value: Any) -> Any:
     """Return what decides, of arguments of an operator, the form of its results."""
     if isinstance(value, Tensor):
         return (value.shape, value.stride(), value.dtype, value.is_meta)
-    return tuple(_form(one) for one in value) if isinstance(value, tuple | list) else (type(value), value)
+    return tuple(_form(item) for item in value) if isinstance(value, tuple | list) else (type(value), value)
 
 
 def _grouped(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -394,14 +394,14 @@ def _recipe(facts: _Facts, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
     if facts.writes:
         return (None,) if args and result is args[0] else None
     results = result if isinstance(result, tuple) else (result,)
-    if not all(isinstance(one, Tensor) and one.is_meta for one in results):
+    if not all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in results):
         return None
     taken = {tensor.untyped_storage()._cdata for tensor in _tensors((*args, *kwargs.values()))}
-    made = {one.untyped_storage()._cdata for one in results}
-    recipe = tuple((one.shape, one.stride(), one.dtype, one is result) for one in results)
-    again = [torch.empty_strided(*one[:2], dtype=one[2], device="meta").untyped_storage().nbytes() for one in recipe]
-    same = again == [one.untyped_storage().nbytes() for one in results]
-    return recipe if same and len(made) == len(results) and not made & taken else None
+    storages = {tensor.untyped_storage()._cdata for tensor in results}
+    recipe = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor is result) for tensor in results)
+    again = [torch.empty_strided(*form[:2], dtype=form[2], device="meta").untyped_storage().nbytes() for form in recipe]
+    same = again == [tensor.untyped_storage().nbytes() for tensor in results]
+    return recipe if same and len(storages) == len(results) and not storages & taken else None
 
 
 def _looks_up(facts: _Facts) -> bool:

@@ -155,9 +155,9 @@ class Machine:
     @classmethod
     def from_dict(cls, document: Mapping[str, Any], source: str = "the machine") -> Machine:
         """Return the machine of a document that has the form of the file; errors as of ``load``."""
-        found = document.get("format")
-        if isinstance(found, int) and not isinstance(found, bool) and found > FORMAT:
-            problem = f"format is {found}, and this version reads formats up to {FORMAT}; upgrade zeromesh"
+        version = document.get("format")
+        if isinstance(version, int) and not isinstance(version, bool) and version > FORMAT:
+            problem = f"format is {version}, and this version reads formats up to {FORMAT}; upgrade zeromesh"
             raise ConfigError([f"{problem}, or measure the machine again with 'zeromesh doctor --save'"], source)
         problems = list(_machine_problems(document))
         if problems:
@@ -305,7 +305,9 @@ def _value_problem(path: str, value: Any, rule: str) -> Iterator[str]:
 
 
 def _node(entry: Mapping[str, Any]) -> Node:
-    return Node(**{key: OBJECTS[key](**one) if key in OBJECTS else one for key, one in entry.items() if key != "count"})
+    return Node(
+        **{key: OBJECTS[key](**value) if key in OBJECTS else value for key, value in entry.items() if key != "count"}
+    )
 
 
 def _plain(node: Node) -> dict[str, Any]:

@@ -143,10 +143,10 @@ def measured_machine(nodes: Sequence[NodeFacts], links: Mapping[str, Any] | None
         notes.append(f"between nodes: not measured, as there was one node; taken as {UNMEASURED}")
     built = []
     for alike in kinds.values():
-        made, said = _node(alike, inside)
-        built.append((made, len(alike)))
+        typical_node, said = _node(alike, inside)
+        built.append((typical_node, len(alike)))
         notes += said
-    name = ", ".join(f"{count} x {made.devices} x {made.device.name}" for made, count in built)
+    name = ", ".join(f"{count} x {node.devices} x {node.device.name}" for node, count in built)
     return Machine(tuple(built), between, name, tuple(notes))
 
 
@@ -204,17 +204,17 @@ def _device(alike: Sequence[NodeFacts]) -> tuple[Device, list[str]]:
         product_fill=products.fill, cache=kernels.cache, cache_bandwidth=kernels.cache_bandwidth * turn,
         **_fused(ranks, products, turn), processor=not ranks[0]["memory"],
     )  # fmt: skip
-    known = find_accelerator(name)
-    if known is None:
+    accelerator = find_accelerator(name)
+    if accelerator is None:
         return device, notes
     # The peaks of the data sheet, for the MFU, with the shares of them that were reached.
     half = device.half
-    reached = min(1.0, products.flops[half] / known.flops[half])
-    flops = known.flops | {dtype: speed / reached for dtype, speed in products.flops.items() if dtype != half}
+    reached = min(1.0, products.flops[half] / accelerator.flops[half])
+    flops = accelerator.flops | {dtype: speed / reached for dtype, speed in products.flops.items() if dtype != half}
     return replace(
-        device, flops=flops, bandwidth=known.bandwidth * 1e9, product_efficiency=reached,
-        memory_efficiency=min(1.0, kernels.bandwidth / (known.bandwidth * 1e9)),
-        source=f"measured; peak in {half} and bandwidth: {known.source}",
+        device, flops=flops, bandwidth=accelerator.bandwidth * 1e9, product_efficiency=reached,
+        memory_efficiency=min(1.0, kernels.bandwidth / (accelerator.bandwidth * 1e9)),
+        source=f"measured; peak in {half} and bandwidth: {accelerator.source}",
     ), notes  # fmt: skip
 
 
@@ -225,40 +225,40 @@ def _fused(ranks: Sequence[Mapping[str, Any]], products: ProductFit, turn: float
         (*rows[0][:2], statistics.median(min(times) for *_, times in rows))
         for rows in zip(*(rank["attention"] for rank in ranks), strict=True)
     ]
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for way, after, more in (("forward", "", 1.0), ("backward", "_back", 5 / 4)):
         short, long = rows[way == "backward" :: 2]
         # seconds = operations x a + bytes x b, of which neither is negative.
         a = (long[2] - short[2] * long[1] / short[1]) / (long[0] - short[0] * long[1] / short[1])
         a = min(max(a, 1e-3 / speed), long[2] / long[0])
         b = max(0.0, short[2] - a * short[0]) / short[1]
-        found |= {
+        figures |= {
             f"attention_{way}": min(1.0, more / (a * speed)),
             f"attention_bandwidth{after}": turn / b if b else 0.0,
         }
     moved = ranks[0]["loss"][1]
-    found["loss_bandwidth"] = turn * moved / statistics.median(min(rank["loss"][2]) for rank in ranks)
-    return found
+    figures["loss_bandwidth"] = turn * moved / statistics.median(min(rank["loss"][2]) for rank in ranks)
+    return figures
 
 
 def _products(ranks: Sequence[Mapping[str, Any]], part: int | None) -> list[ProductTime]:
     """Return the median over the ranks of the best time of each product, of one half of the rounds or of all."""
     # Ranks of one kind have measured the same products, but for dtypes that are slow on some.
-    found: dict[tuple[str, int, int, int], list[float]] = defaultdict(list)
+    best_times: dict[tuple[str, int, int, int], list[float]] = defaultdict(list)
     for rank in ranks:
         for dtype, rows, columns, sums, times in rank["products"]:
-            found[dtype, rows, columns, sums].append(min(times if part is None else times[part::2]))
-    return [ProductTime(*case, seconds=statistics.median(times)) for case, times in found.items()]
+            best_times[dtype, rows, columns, sums].append(min(times if part is None else times[part::2]))
+    return [ProductTime(*case, seconds=statistics.median(times)) for case, times in best_times.items()]
 
 
 def _kernels(alike: Sequence[NodeFacts], part: int | None = None) -> list[tuple[float, float]]:
     """Return bytes and seconds of kernels, of the round in which a node's slowest rank was fastest."""
-    found: dict[float, list[float]] = defaultdict(list)
+    best_times: dict[float, list[float]] = defaultdict(list)
     for node in alike:
         for rows in zip(*(rank["kernels"] for rank in node.ranks), strict=True):
             slowest = [max(times) for times in zip(*(times for _, times in rows), strict=True)]
-            found[rows[0][0]].append(min(slowest if part is None else slowest[part::2]))
-    return [(size, statistics.median(times)) for size, times in found.items()]
+            best_times[rows[0][0]].append(min(slowest if part is None else slowest[part::2]))
+    return [(size, statistics.median(times)) for size, times in best_times.items()]
 
 
 def _typical(ranks: Sequence[Mapping[str, Any]], name: str) -> float:
@@ -282,8 +282,8 @@ def _link(links: Mapping[str, Any] | None, where: str, most: int) -> LinkSpeed |
     latencies = [axis["latency_seconds"] / (axis["ranks"] - 1) for axis in axes]
     latency = min(latencies) if latencies else statistics.median(pair["latency_seconds"] for pair in pairs)
     shared = min(most, max(1, round(alone / together)))
-    whole = max(alone, together * shared)
-    return LinkSpeed(whole, latency, together * shared / whole, shared)
+    bandwidth = max(alone, together * shared)
+    return LinkSpeed(bandwidth, latency, together * shared / bandwidth, shared)
 
 
 def _rate(axis: Mapping[str, Any]) -> float:

@@ -89,9 +89,9 @@ def memory_of(
     fixed = max((node.device.reserved for node, _ in machine.nodes), default=0.0) if machine else 0.0
     snapshots = snapshots_of(layout.schedule, layout.pipeline, layout.accumulation, layout.chunks, layout.costs)
     states: dict[tuple[UnitElements, ...], RankStates] = {}  # most ranks of a pipeline have the same
-    found = []
-    for rank, (held, shots) in enumerate(snapshots):
-        chunks = [stages[stage] for stage in held]
+    memories = []
+    for rank, (indices, shots) in enumerate(snapshots):
+        chunks = [stages[stage] for stage in indices]
         elements = _elements(chunks)
         if elements not in states:
             states[elements] = states_of(elements, layout, conventions, sums or SumPlace.COLLECTIVE)
@@ -101,9 +101,9 @@ def memory_of(
             resting[key] = resting.get(key, 0.0) + size
         own_states = replace(states[elements], resting=resting)
         # Gradients of rows, which are kept until the update.
-        kept = sum(used(one) * one.width for one in tables) * layout.accumulation * layout.widths.wire
-        found.append(_Rank(chunks, own_states, layout, conventions, kept).memory(rank, shots, fixed))
-    return found
+        row_gradients = sum(used(table) * table.width for table in tables) * layout.accumulation * layout.widths.wire
+        memories.append(_Rank(chunks, own_states, layout, conventions, row_gradients).memory(rank, shots, fixed))
+    return memories
 
 
 class _Profile(NamedTuple):
@@ -114,7 +114,7 @@ class _Profile(NamedTuple):
     parameters: float  # elements with gradients
     frozen: float  # bytes of others that rest, and are gathered, with them
     stays: float  # of those, the root's
-    whole: float  # bytes of them on every rank
+    replicated: float  # bytes of them on every rank
     resident: float  # of them, those that stay gathered
     single: bool  # the others are one tensor, which the engine does not pad
     largest: float  # elements
@@ -133,20 +133,20 @@ class _Profile(NamedTuple):
 def _profiles(units: Sequence[UnitCost], layout: ParallelLayout, convention: Convention) -> list[_Profile]:
     """Return the amounts of all units."""
     # Blocks of one shape share the parts of their costs, so most are worked out once.
-    made: dict[tuple[object, ...], _Profile] = {}
+    profiles_by_key: dict[tuple[object, ...], _Profile] = {}
     alike: dict[tuple[object, ...], _Profile] = {}  # those of equal amounts are one object, too
-    found = []
+    profiles = []
     for unit in units:
         amounts = unit.saved, unit.parameters, unit.forward_peak, unit.backward_peak
         key = (*map(id, amounts), unit.frozen, unit.block, unit.tables)
-        profile = made.get(key)
+        profile = profiles_by_key.get(key)
         if profile is None:
             profile = _profile(unit, layout)
             if convention.engine and layout.tensor > 1:
                 profile = _in_chunks(unit, profile, layout)
-            profile = made[key] = alike.setdefault(profile[1:] if unit.block else profile, profile)
-        found.append(profile)
-    return found
+            profile = profiles_by_key[key] = alike.setdefault(profile[1:] if unit.block else profile, profile)
+        profiles.append(profile)
+    return profiles
 
 
 def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
@@ -180,18 +180,20 @@ def _in_chunks(unit: UnitCost, profile: _Profile, layout: ParallelLayout) -> _Pr
     if unit.block or not heads or not any(work.kind is WorkKind.LOSS for work in unit.forward):
         return profile
     tokens, vocabulary, width = max((work.shape for work in heads if work.shape), key=lambda shape: shape[1])
-    own, widths = vocabulary / layout.tensor, layout.widths
+    local_vocabulary, widths = vocabulary / layout.tensor, layout.widths
     # Adapters train beside a frozen head: no gradient of it is computed, and none summed.
     trains = unit.frozen.elements < vocabulary * width or unit.parameters.on() >= vocabulary * width
-    chunk = min(chunk_bytes(own, width, sums=trains), 4 * tokens * own)
+    chunk = min(chunk_bytes(local_vocabulary, width, sums=trains), 4 * tokens * local_vocabulary)
     narrow = chunk * widths.parameter / 4  # the chunk's gradient as it is multiplied with
     # Gradients of the head and its input are made in the forward.
-    head = own * width * widths.parameter if trains else 0.0
+    head = local_vocabulary * width * widths.parameter if trains else 0.0
     policy = layout.recompute if layout.recompute in unit.saved else Recompute.NONE
     saved = unit.saved[policy]
-    kept = saved._replace(split=0.0).on(layout.tensor, layout.sequence) + head + tokens * width * widths.parameter
-    sums = 2 * head if chunk < 4 * tokens * own else 0.0  # of several chunks, in fp32
-    return profile._replace(saved=kept, forward=chunk + narrow + sums, backward=head, early=head, gradients=head)
+    saved_bytes = (
+        saved._replace(split=0.0).on(layout.tensor, layout.sequence) + head + tokens * width * widths.parameter
+    )
+    sums = 2 * head if chunk < 4 * tokens * local_vocabulary else 0.0  # of several chunks, in fp32
+    return profile._replace(saved=saved_bytes, forward=chunk + narrow + sums, backward=head, early=head, gradients=head)
 
 
 _Runs = list[tuple[_Profile, int]]  # like units that follow each other, and their number
@@ -200,8 +202,8 @@ _Runs = list[tuple[_Profile, int]]  # like units that follow each other, and the
 def _runs(profiles: Sequence[_Profile], place: range) -> _Runs:
     """Return the units of a stage."""
     # Units of a run are one object, so that they are told by identity.
-    own = profiles[place.start : place.stop]
-    return [(run[0], len(run)) for run in ([*group] for _, group in groupby(own, key=id))]
+    stage_profiles = profiles[place.start : place.stop]
+    return [(run[0], len(run)) for run in ([*group] for _, group in groupby(stage_profiles, key=id))]
 
 
 def _elements(chunks: Sequence[_Runs]) -> tuple[UnitElements, ...]:
@@ -215,10 +217,10 @@ def _elements(chunks: Sequence[_Runs]) -> tuple[UnitElements, ...]:
         for unit, count in units
         if unit.parameters > unit.resident or unit.frozen > unit.stays
     ]
-    first, stays, whole = (
-        sum(getattr(unit, name) * count for unit, count in units) for name in ("resident", "stays", "whole")
+    first, stays, replicated = (
+        sum(getattr(unit, name) * count for unit, count in units) for name in ("resident", "stays", "replicated")
     )
-    return UnitElements(first + copy, 1, False, stays, whole), *rest
+    return UnitElements(first + copy, 1, False, stays, replicated), *rest
 
 
 class _Rank:
@@ -257,10 +259,10 @@ class _Rank:
         """Return the moments of a step, and the states by tier."""
         most: dict[tuple[Kind, int, tuple[bool, ...]], tuple[float, Snapshot]] = {}
         for shot in snapshots:
-            kept = self.holds(shot)
+            saved = self.holds(shot)
             key = shot.kind, shot.chunk, shot.summed
-            if key not in most or kept > most[key][0]:
-                most[key] = kept, shot
+            if key not in most or saved > most[key][0]:
+                most[key] = saved, shot
         moments = [moment for _, shot in most.values() for moment in self.moments(shot)]
         update = self.resting(True, 0.0)
         update["gradient"] = update.get("gradient", 0.0) + self.left * self.layout.widths.parameter + self.of_rows
@@ -270,9 +272,9 @@ class _Rank:
         if slots := self.states.gathered + self.states.working:
             states["slot", "device"] = states.get(("slot", "device"), 0.0) + slots
         if self.layout.activations_on_host:
-            held = [sum(unit.saved * count for unit, count in runs if unit.block) for runs in self.chunks]
+            sizes = [sum(unit.saved * count for unit, count in runs if unit.block) for runs in self.chunks]
             states["activation", "host"] = max(
-                sum(count * size for count, size in zip(shot.held, held, strict=True)) for shot in snapshots
+                sum(count * size for count, size in zip(shot.held, sizes, strict=True)) for shot in snapshots
             )
         peak = max(moment.total for moment in moments)
         # Each large tensor takes whole segments; half of one is lost on average for each of the blocks' states.
@@ -281,25 +283,25 @@ class _Rank:
 
     def resting(self, summed: bool, done: float) -> dict[str, float]:
         """Bytes on the device outside of computation; ``done`` elements have gradients before sums are whole."""
-        found, buffers = dict(self.on_device), self.states.buffers
-        found["slot"] = found.get("slot", 0.0) + self.states.gathered + self.convention.workspace + self.messages
+        sizes, buffers = dict(self.on_device), self.states.buffers
+        sizes["slot"] = sizes.get("slot", 0.0) + self.states.gathered + self.convention.workspace + self.messages
         if buffers is None:
-            found["slot"] += self.states.working
+            sizes["slot"] += self.states.working
         elif not buffers.returned:
-            found["slot"] += sum(buffers.slots) + buffers.sums
+            sizes["slot"] += sum(buffers.slots) + buffers.sums
         elif not summed:
             # Sums of gradients come into being unit by unit, in the first backward.
-            found["gradient"] = found.get("gradient", 0.0) * done / max(1.0, sum(self.parameters))
+            sizes["gradient"] = sizes.get("gradient", 0.0) * done / max(1.0, sum(self.parameters))
         if self.left:
-            found["gradient"] -= self.left * self.layout.widths.parameter
+            sizes["gradient"] -= self.left * self.layout.widths.parameter
         if self.convention.placeholders and summed:
-            found["slot"] += self.largest_block * self.convention.widths.parameter
-        return found
+            sizes["slot"] += self.largest_block * self.convention.widths.parameter
+        return sizes
 
     def moments(self, snapshot: Snapshot) -> Iterator[Moment]:
         """Yield the moments of an action at which memory can be at its most."""
         runs, forward = self.chunks[snapshot.chunk], snapshot.kind is Kind.FORWARD
-        kept = self.holds(snapshot)
+        saved = self.holds(snapshot)
         done = sum(size for size, has in zip(self.parameters, snapshot.summed, strict=True) if has)
         rest = "" if forward else f", {max(snapshot.held)} held"
         summed = all(snapshot.summed)
@@ -310,10 +312,10 @@ class _Rank:
         full = _FullGradients(self.states.buffers, self.layout, self.left if summed else 0.0, summed)
         for place, (unit, count) in enumerate(runs) if forward else reversed([*enumerate(runs)]):
             if forward:
-                kept += self.kept(unit) * count
+                saved += self.kept(unit) * count
                 parts = self.resting(summed, done)
                 again = unit.again if self.layout.recompute in (Recompute.BLOCKS, Recompute.PRODUCTS) else 0.0
-                yield self.moment(parts, full.bytes(), unit, kept, again + unit.forward, f"forward of {unit.name}")
+                yield self.moment(parts, full.bytes(), unit, saved, again + unit.forward, f"forward of {unit.name}")
                 continue
             # Bytes change evenly once all slots are in use, up to the last of a run.
             first = self.layout.gradient_slots + 2 if self.states.buffers and self.states.buffers.returned else 1
@@ -323,22 +325,22 @@ class _Rank:
                 name = f"backward of {which}{unit.name}{rest}"
                 # Nothing more is gathered before the update: free slots give their memory back.
                 last = alone and place == final and number + 1 == count
-                for temporary, held in self.backward(unit, full, snapshot.kind):
+                for temporary, gradients in self.backward(unit, full, snapshot.kind):
                     parts = self.resting(summed, done)
                     parts["slot"] -= self.states.spare if last else 0.0
-                    yield self.moment(parts, held, unit, kept, unit.again + temporary, name)
+                    yield self.moment(parts, gradients, unit, saved, unit.again + temporary, name)
                 full.end(unit, following - number)
-                kept -= (unit.late if freed < 0 else self.kept(unit)) * (following - number) * freed
+                saved -= (unit.late if freed < 0 else self.kept(unit)) * (following - number) * freed
                 done += unit.parameters * (following - number)
 
     def moment(
-        self, parts: dict[str, float], full: Mapping[str, float], unit: _Profile, kept: float, temporary: float,
+        self, parts: dict[str, float], full: Mapping[str, float], unit: _Profile, saved: float, temporary: float,
         label: str,
     ) -> Moment:  # fmt: skip
         """Return the bytes while a unit is computed with, beside those that rest and whole gradients."""
         for state, size in full.items():
             parts[state] = parts.get(state, 0.0) + size
-        parts |= {"activation": kept, "temporary": temporary}
+        parts |= {"activation": saved, "temporary": temporary}
         if unit.block and self.layout.activations_on_host:
             parts["temporary"] += 2 * unit.saved  # one is computed with, one is on its way
         return Moment(label, parts)
@@ -400,12 +402,12 @@ class _FullGradients:
 
     def end(self, unit: _Profile, times: int) -> None:
         """Note that the backward of units is over, behind which sharded gradients are reduced."""
-        own = _own(unit) if self.adopts(unit) else 0.0
+        elements = _own(unit) if self.adopts(unit) else 0.0
         if self.buffers is not None and self.buffers.sharded:
-            self.left += own - self.flying
-            self.flying = own
+            self.left += elements - self.flying
+            self.flying = elements
         elif not self.summed:
-            self.left += own * times
+            self.left += elements * times
         self.reduced |= _own(unit) > 0
 
     def bytes(self) -> dict[str, float]:

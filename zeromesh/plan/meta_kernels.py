@@ -68,8 +68,8 @@ def _attention_on_gpu(
         wide = [F.pad(x, (0, pad)) if pad else x for x in (query, key, value)]
         # The scale is that of the width without padding.
         scale = scale if scale is not None else width**-0.5
-        found = _aten._scaled_dot_product_flash_attention(*wide, dropout_p, is_causal, False, scale=scale)
-        return found[0][..., :width] if pad else found[0]  # type: ignore[no-any-return]
+        outputs = _aten._scaled_dot_product_flash_attention(*wide, dropout_p, is_causal, False, scale=scale)
+        return outputs[0][..., :width] if pad else outputs[0]  # type: ignore[no-any-return]
     grouped = enable_gqa and query.shape[1] != key.shape[1]
     masked = attn_mask is not None and attn_mask.requires_grad
     if dense and query.dtype in (torch.float16, torch.bfloat16, torch.float32) and not grouped and not masked:
@@ -109,11 +109,11 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool,
-        kept: torch.dtype,
+        dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        """Return an output of the input's shape; ``kept`` is the dtype of the numbers of rows."""
+        """Return an output of the input's shape; ``dtype`` is that of the numbers of rows."""
         out, mean, inverse = torch.native_layer_norm(x, shape, weight, bias, eps)
-        rows = (mean.to(kept), inverse.to(kept)) if centred else (inverse.to(kept),)
+        rows = (mean.to(dtype), inverse.to(dtype)) if centred else (inverse.to(dtype),)
         ctx.shape, ctx.bias = shape, bias is not None
         ctx.save_for_backward(x, weight, *((bias,) if bias is not None else ()), *rows)
         return out
@@ -125,8 +125,8 @@ class _Norm(torch.autograd.Function):
         bias = rows.pop(0) if ctx.bias else None
         needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], ctx.needs_input_grad[3]]
         mean = rows[0] if len(rows) > 1 else torch.empty_like(rows[0])
-        found = _aten.native_layer_norm_backward(gradients[0], x, ctx.shape, mean, rows[-1], weight, bias, needed)
-        return found[0], None, found[1], found[2], None, None, None
+        results = _aten.native_layer_norm_backward(gradients[0], x, ctx.shape, mean, rows[-1], weight, bias, needed)
+        return results[0], None, results[1], results[2], None, None, None
 
 
 def _norm_on_gpu(

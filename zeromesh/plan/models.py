@@ -88,13 +88,13 @@ def _of_size(parameters: float, name: str) -> TransformerShape:
     # Sizes that divide well: by heads of 128, and by stages.
     step = 1024 if depth >= 24 else 128
     hidden = max(step, round(depth * 128 / step) * step)
-    whole = parameters - 2 * LLAMA.vocabulary * hidden
-    if whole < 12 * hidden**2:
+    block_parameters = parameters - 2 * LLAMA.vocabulary * hidden
+    if block_parameters < 12 * hidden**2:
         raise ValueError(
             f"a model of {name} has no room for a block beside a vocabulary of {LLAMA.vocabulary}; list its sizes, as "
             "in gpt:layers=4,hidden=256,heads=4,vocabulary=4096"
         )
-    layers = whole / (12 * hidden**2)
+    layers = block_parameters / (12 * hidden**2)
     layers = round(layers / 8) * 8 if layers >= 16 else max(1, round(layers))
     width = round(8 * hidden / 3 / 256) * 256
     return replace(LLAMA, layers=layers, hidden=hidden, heads=max(1, hidden // 128), width=width, name=name)

@@ -36,14 +36,14 @@ def packing_of(chosen: Quantization, width: int) -> Packing:
 def packed_weights(model: nn.Module) -> set[int]:
     """Return the ``id`` of each frozen weight that a library would quantize: of linear layers but for the output's."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    found = set()
+    ids = set()
     for module in model.modules():
         # Transformers has a class of its own for the linear layers of GPT-2.
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
             weight = weight_of(module)
             if weight is not None and not weight.requires_grad and (output is None or weight is not output.weight):
-                found.add(id(weight))
-    return found
+                ids.add(id(weight))
+    return ids
 
 
 def frozen_of(parameter: torch.Tensor, width: int, share: Divided, root: bool, packing: Packing | None) -> Frozen:
@@ -57,12 +57,12 @@ def frozen_of(parameter: torch.Tensor, width: int, share: Divided, root: bool, p
         packing: form of its elements; None: they are not quantized.
     """
     elements = parameter.numel()
-    size, whole = float(elements * width), 0.0
+    size, replicated = float(elements * width), 0.0
     if packing is not None:
         scales = packing.scale * elements / (packing.group or parameter.shape[-1])
-        size, whole = packing.element * elements, scales
+        size, replicated = packing.element * elements, scales
         if not packing.whole:
-            size, whole = size + scales, 0.0
+            size, replicated = size + scales, 0.0
     sharded = share.times(size)
     unpacked = float(elements * width) if packing is not None else 0.0
-    return Frozen(elements, sharded, sharded if root else NONE, whole, unpacked, packed=unpacked)
+    return Frozen(elements, sharded, sharded if root else NONE, replicated, unpacked, packed=unpacked)

@@ -51,13 +51,15 @@ MAP_TEXT = (
 
 def _table(result: PlanResult) -> str:
     rows = ["<tr><th>step</th><th>tokens/s</th><th>MFU</th><th>device</th><th>layout</th><th>bound by</th></tr>"]
-    for one in result.shown:
+    for candidate in result.shown:
         numbers = (
-            seconds_text(one.time.seconds), scaled_text(one.tokens_per_second), f"{one.mfu:.1%}",
-            bytes_text(one.fullest.device),
+            seconds_text(candidate.time.seconds), scaled_text(candidate.tokens_per_second), f"{candidate.mfu:.1%}",
+            bytes_text(candidate.fullest.device),
         )  # fmt: skip
         cells = "".join(f'<td class="n">{value}</td>' for value in numbers)
-        rows.append(f"<tr>{cells}<td>{escape(layout_text(one.layout))}</td><td>{escape(reason_of(one))}</td></tr>")
+        rows.append(
+            f"<tr>{cells}<td>{escape(layout_text(candidate.layout))}</td><td>{escape(reason_of(candidate))}</td></tr>"
+        )
     return f"<table>{''.join(rows)}</table>"
 
 
@@ -99,25 +101,27 @@ def memory_chart(candidate: PlanCandidate) -> str:
     return svg(top + height + 26, body)
 
 
-def step_chart(found: StepTime) -> str:
+def step_chart(time: StepTime) -> str:
     """Return a picture of what each resource of each pipeline rank does when."""
-    if not found.intervals:
+    if not time.intervals:
         return "<p>There are no intervals to draw.</p>"
-    in_order = sorted(found.intervals, key=lambda one: (one.rank, one.resource != "compute", one.resource))
-    lanes = list(dict.fromkeys((one.rank, one.resource) for one in in_order))
-    kinds = list(dict.fromkeys(_kind(one) for one in found.intervals))
-    end = max(one.end for one in found.intervals)
+    in_order = sorted(
+        time.intervals, key=lambda interval: (interval.rank, interval.resource != "compute", interval.resource)
+    )
+    lanes = list(dict.fromkeys((interval.rank, interval.resource) for interval in in_order))
+    kinds = list(dict.fromkeys(_kind(interval) for interval in time.intervals))
+    end = max(interval.end for interval in time.intervals)
     width, high, top = WIDTH - LEFT - RIGHT - 40, 20.0, 10.0
     body = []
     several = len({rank for rank, _ in lanes}) > 1
     for place, (rank, resource) in enumerate(lanes):
         name = f"{rank} {resource}" if several else resource
         body.append(label(LEFT + 34, top + high * place + 14, name, "end"))
-    for one in _visible(found.intervals, end / width / 2):
-        place = lanes.index((one.rank, one.resource))
-        x, wide = LEFT + 40 + width * one.start / end, max(0.5, width * (one.end - one.start) / end)
-        colour = COLOURS[kinds.index(_kind(one)) % len(COLOURS)]
-        title = f"<title>{escape(one.label)}: {seconds_text(one.end - one.start)}</title>"
+    for interval in _visible(time.intervals, end / width / 2):
+        place = lanes.index((interval.rank, interval.resource))
+        x, wide = LEFT + 40 + width * interval.start / end, max(0.5, width * (interval.end - interval.start) / end)
+        colour = COLOURS[kinds.index(_kind(interval)) % len(COLOURS)]
+        title = f"<title>{escape(interval.label)}: {seconds_text(interval.end - interval.start)}</title>"
         body.append(
             f'<rect x="{x:.1f}" y="{top + high * place:.1f}" width="{wide:.1f}" height="{high - 3:.1f}" '
             f'fill="{colour}">{title}</rect>'
@@ -131,17 +135,17 @@ def step_chart(found: StepTime) -> str:
     return svg(max(bottom + 24, top + 18 * min(len(kinds), len(COLOURS)) + 10), body)
 
 
-def _kind(one: Interval) -> str:
+def _kind(interval: Interval) -> str:
     """Return the word by which intervals are coloured: that before the first number or name of a label."""
-    word = one.label.split(" ")[0].rstrip("0123456789.:,") or one.resource
+    word = interval.label.split(" ")[0].rstrip("0123456789.:,") or interval.resource
     return ACTIONS.get(word, word)
 
 
 def _visible(intervals: Sequence[Interval], least: float) -> list[Interval]:
     """Return the intervals that can be seen, the longest first where there are too many."""
-    long = [one for one in intervals if one.end - one.start >= least]
-    longest = sorted(long, key=lambda one: one.start - one.end)[:MOST_BARS]
-    return sorted(longest, key=lambda one: (one.start, one.rank, one.resource))
+    long = [interval for interval in intervals if interval.end - interval.start >= least]
+    longest = sorted(long, key=lambda interval: interval.start - interval.end)[:MOST_BARS]
+    return sorted(longest, key=lambda interval: (interval.start, interval.rank, interval.resource))
 
 
 def layout_map(result: PlanResult) -> str:
@@ -149,8 +153,8 @@ def layout_map(result: PlanResult) -> str:
     rows: list[PlacementRow] = list(dict.fromkeys(row for row, _ in result.cells))
 
     def rank(mesh: tuple[int, int, int]) -> tuple[float, float, tuple[int, int, int]]:
-        own = [cell for (_, one), cell in result.cells.items() if one == mesh]
-        return min(cell.seconds for cell in own), min(cell.bound for cell in own), mesh
+        cells = [cell for (_, cell_mesh), cell in result.cells.items() if cell_mesh == mesh]
+        return min(cell.seconds for cell in cells), min(cell.bound for cell in cells), mesh
 
     best = sorted({mesh for _, mesh in result.cells}, key=rank)[:MOST_COLUMNS]
     meshes = sorted(best)

@@ -75,12 +75,12 @@ class TracedUnit:
         self.resident = self.resident.plus(amount) if root else self.resident
         self.tensors += not root
 
-    def add_frozen(self, found: Frozen) -> None:
+    def add_frozen(self, frozen: Frozen) -> None:
         """Add elements without gradients; each product reads quantized ones, and writes them in full."""
-        self.frozen = self.frozen.plus(found)
-        if found.packed:
-            moved = found.sharded.plus(Divided(whole=found.whole + found.packed))
-            work = KernelWork(WorkKind.ELEMENTWISE, Divided(whole=found.elements), moved)
+        self.frozen = self.frozen.plus(frozen)
+        if frozen.packed:
+            moved = frozen.sharded.plus(Divided(whole=frozen.whole + frozen.packed))
+            work = KernelWork(WorkKind.ELEMENTWISE, Divided(whole=frozen.elements), moved)
             self.works["forward"].append(work)
             self.works["input"].append(work)
 
@@ -160,7 +160,7 @@ class _Trace:
         ]
         self.model.train()
         values = {name: _meta_input(name, value, self.options.dtype) for name, value in inputs.items()}
-        given = [recorder.find(tensor) for tensor in tree_leaves(values) if isinstance(tensor, Tensor)]
+        input_storages = [recorder.find(tensor) for tensor in tree_leaves(values) if isinstance(tensor, Tensor)]
         for tensor in {id(t): t for t in self.state.values()}.values():
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(recorder.accumulated)
@@ -170,7 +170,7 @@ class _Trace:
             with _collecting(), kernels, literals(), torch.enable_grad(), torch.device("meta"), looking:
                 # The model has the meta parameters in the backward, too, for what it computes again there.
                 state = {f"model.{name}": tensor for name, tensor in self.state.items()}
-                forwarded = functional_call(_Around(self.model), state, (partial(self._run, values, given),))
+                forwarded = functional_call(_Around(self.model), state, (partial(self._run, values, input_storages),))
         except TraceError:
             raise
         except Exception as error:
@@ -182,7 +182,7 @@ class _Trace:
                 module.train(mode)
         return self._units(*forwarded)
 
-    def _run(self, values: Inputs, given: Sequence[TracedStorage]) -> tuple[list[TracedStorage], int]:
+    def _run(self, values: Inputs, input_storages: Sequence[TracedStorage]) -> tuple[list[TracedStorage], int]:
         """Run both passes; return the storages that live between them, and the number of events until then."""
         recorder, autocast = self.recorder, self.options.autocast
         with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.saves, lambda tensor: tensor):
@@ -193,16 +193,16 @@ class _Trace:
             ends = [tensor for tensor in ends if tensor.requires_grad]
             if not ends:
                 raise TraceError("no output of the model depends on a trained parameter")
-            kept = list(recorder.alive())
-            last = {id(recorder.find(tensor)) for tensor in ends} | {id(stored) for stored in given}
-            for stored in kept:
+            alive = list(recorder.alive())
+            last = {id(recorder.find(tensor)) for tensor in ends} | {id(stored) for stored in input_storages}
+            for stored in alive:
                 if stored.saver < 0 and id(stored) not in last:
                     stored.keep(stored.slot)  # by other means than autograd's, as an attribute of a context
             count = len(recorder.events)
             grads = [None if tensor.numel() == 1 else torch.empty_like(tensor) for tensor in ends]
             torch.autograd.backward(ends, grads)
             del ends, grads
-        return [stored for stored in kept if stored.saver >= 0], count
+        return [stored for stored in alive if stored.saver >= 0], count
 
     def _where(self, error: Exception) -> str:
         unit = self.slots[self.recorder.slot]
@@ -249,15 +249,15 @@ class _Trace:
 
     # Amounts of units.
 
-    def _units(self, kept: Sequence[TracedStorage], forwards: int) -> list[TracedUnit]:
+    def _units(self, saved: Sequence[TracedStorage], forwards: int) -> list[TracedUnit]:
         units = self._ordered()
         for slot, size in self.recorder.sums.items():
             units[self.places[slot]].add_joins(size)
         for work in self.recorder.works:
             units[self.places[work.slot]].works[work.phase].append(work.kernel)
         self._add_parameters(units)
-        self._add_saved(units, kept)
-        self._add_peaks(units, kept, forwards)
+        self._add_saved(units, saved)
+        self._add_peaks(units, saved, forwards)
         return units
 
     def _ordered(self) -> list[TracedUnit]:
@@ -321,9 +321,9 @@ class _Trace:
                 form = self.options.packing if id(parameter) in packed else None
                 unit.add_frozen(frozen_of(tensor, tensor.element_size(), divide(1, share), not name, form))
 
-    def _add_saved(self, units: Sequence[TracedUnit], kept: Sequence[TracedStorage]) -> None:
+    def _add_saved(self, units: Sequence[TracedUnit], saved: Sequence[TracedStorage]) -> None:
         everything: dict[int, list[TracedStorage]] = {}
-        for stored in kept:
+        for stored in saved:
             everything.setdefault(self.places[stored.saver], []).append(stored)
         entered: dict[int, list[TracedStorage]] = {}
         for unit, index in zip(self.slots, self.places, strict=True):
@@ -332,23 +332,25 @@ class _Trace:
         products: dict[int, list[TracedProduct]] = {}
         for product in self.recorder.products:
             products.setdefault(self.places[product.stored.slot], []).append(product)
-        held: set[int] = set()
-        for index, one in enumerate(units):
-            found = everything.get(index, [])
-            for stored in () if one.block else found:
+        seen: set[int] = set()
+        for index, traced_unit in enumerate(units):
+            storages = everything.get(index, [])
+            for stored in () if traced_unit.block else storages:
                 # Outside of the blocks, sequences are whole on each rank.
                 stored.change(TensorShare.WHOLE, only=TensorShare.TOKENS)
-            one.saved[Recompute.NONE] = _sum(found)
-            one.saved[Recompute.SELECTIVE] = _sum([s for s in found if not (one.block and s.scores)])
-            inputs = entered.get(index, []) if one.block else found
-            own = [stored for stored in inputs if not stored.known and id(stored) not in held]
-            own = list({id(stored): stored for stored in own}.values())
-            held |= {id(stored) for stored in own}
-            one.saved[Recompute.BLOCKS] = _sum(own)
-            kept_products = [made for made in products.get(index, []) if one.block and id(made.stored) not in held]
-            one.saved[Recompute.PRODUCTS] = _sum([*own, *kept_products])
+            traced_unit.saved[Recompute.NONE] = _sum(storages)
+            traced_unit.saved[Recompute.SELECTIVE] = _sum([s for s in storages if not (traced_unit.block and s.scores)])
+            inputs = entered.get(index, []) if traced_unit.block else storages
+            new_inputs = [stored for stored in inputs if not stored.known and id(stored) not in seen]
+            new_inputs = list({id(stored): stored for stored in new_inputs}.values())
+            seen |= {id(stored) for stored in new_inputs}
+            traced_unit.saved[Recompute.BLOCKS] = _sum(new_inputs)
+            kept_products = [
+                product for product in products.get(index, []) if traced_unit.block and id(product.stored) not in seen
+            ]
+            traced_unit.saved[Recompute.PRODUCTS] = _sum([*new_inputs, *kept_products])
 
-    def _add_peaks(self, units: Sequence[TracedUnit], kept: Sequence[TracedStorage], forwards: int) -> None:
+    def _add_peaks(self, units: Sequence[TracedUnit], saved: Sequence[TracedStorage], forwards: int) -> None:
         base, total = [], NONE
         for unit in units:
             total = total.plus(unit.saved[Recompute.NONE])
@@ -386,8 +388,8 @@ class _Around(nn.Module):
 
 def _sum(stored: Sequence[TracedStorage | TracedProduct]) -> Divided:
     total = NONE
-    for one in stored:
-        total = total.plus(one.divided())
+    for entry in stored:
+        total = total.plus(entry.divided())
     return total
 
 

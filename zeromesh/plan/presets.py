@@ -184,8 +184,8 @@ USUAL = {"v100-32gb": ("dgx-1", "dgx-2"), "v100-16gb": ("p3.16xlarge",), "a100-4
 USUAL |= {"h100-96gb": ("dgx-h100",), "gh200-144gb": ("gh200",)}
 
 
-def _meant(name: str, known: Iterable[str]) -> str:
-    close = nearest(name, known)
+def _meant(name: str, names: Iterable[str]) -> str:
+    close = nearest(name, names)
     return f"did you mean {close}? " if close else ""
 
 
@@ -229,8 +229,8 @@ def find_link(text: str, devices: int = 1) -> LinkSpeed:
     # A device has several links, or several devices have one, or all have all.
     bandwidth, shared = row.bandwidth * links / devices, 1
     if links < devices:
-        whole = devices % links == 0
-        bandwidth, shared = (row.bandwidth, devices // links) if whole else (row.bandwidth * links, devices)
+        divisible = devices % links == 0
+        bandwidth, shared = (row.bandwidth, devices // links) if divisible else (row.bandwidth * links, devices)
     return LinkSpeed(bandwidth * 1e9, row.latency / 1e6, row.efficiency, shared)
 
 
@@ -285,7 +285,7 @@ def cluster(
         notes.append(f"{gpu!r} is taken as {device.name}")
     notes.append(f"node {name}: {row.source}" + ("" if node else "; the usual one, name another with node="))
     card = CARDS.get(short, ("pcie4", ()))[0]
-    own = find_link(inside or row.inside.format(card), row.devices)
+    inner = find_link(inside or row.inside.format(card), row.devices)
     host = find_link(row.host.format(card.removesuffix("-staged")), row.devices)
     network = _network(between, row.network)
     outer = find_link(network, row.devices)
@@ -297,9 +297,9 @@ def cluster(
     notes.append("estimates: latencies, and the shares of bandwidth that collectives, disks and host memory reach")
     read, write, size = _drives(row.drives)
     # With fewer devices than the node has, fewer share its links.
-    own, host, outer = (replace(link, shared=min(link.shared, count)) for link in (own, host, outer))
+    inner, host, outer = (replace(link, shared=min(link.shared, count)) for link in (inner, host, outer))
     built = Node(
-        device, count, own, host, host_memory=row.memory * GIB * share if host_memory is None else host_memory,
+        device, count, inner, host, host_memory=row.memory * GIB * share if host_memory is None else host_memory,
         host_bandwidth=row.channels * 1e9 * HOST_REACHED * share, cores=max(1, round(row.cores * share)),
         disk_read=read * share, disk_write=write * share, disk=size * share, name=name, price=price,
     )  # fmt: skip

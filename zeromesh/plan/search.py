@@ -84,7 +84,7 @@ class PlanCandidate:
     def like(self, other: PlanCandidate) -> bool:
         """Return whether the layouts are alike in all that matters: time, memory and devices."""
         pairs = (self.time.seconds, other.time.seconds), (self.fullest.device, other.fullest.device)
-        near = all(abs(one - two) <= ALIKE * min(one, two) for one, two in pairs)
+        near = all(abs(first - second) <= ALIKE * min(first, second) for first, second in pairs)
         return near and self.machine.devices == other.machine.devices
 
     @property
@@ -149,13 +149,13 @@ def price_of(machine: Machine, seconds: float, tokens: float) -> float:
 def machines_for(request: PlanRequest) -> list[Machine]:
     """Return the machines to try: the whole, and for the price also smaller parts of it."""
     machine = request.machine
-    found = [machine]
+    machines = [machine]
     if request.goal == "cost" and len(machine.nodes) == 1:
         (node, count) = machine.nodes[0]
         while count > 1:
             count = count // 2
-            found.append(replace(machine, nodes=((node, count),)))
-    return found
+            machines.append(replace(machine, nodes=((node, count),)))
+    return machines
 
 
 def search(request: PlanRequest, effort: SearchEffort | None = None) -> PlanResult:
@@ -182,8 +182,8 @@ class _Ranking:
     def run(self) -> PlanResult:
         """Search, and return what was found."""
         spaces = [LayoutSpace(self.request, machine) for machine in machines_for(self.request)]
-        spaces = [one for one in spaces if one.meshes()] or refuse_batch(self.request, spaces[0])
-        meshes = [_Mesh(one, *mesh) for one in spaces for mesh in one.meshes()]
+        spaces = [space for space in spaces if space.meshes()] or refuse_batch(self.request, spaces[0])
+        meshes = [_Mesh(space, *mesh) for space in spaces for mesh in space.meshes()]
         for mesh in meshes:
             self._map(mesh)
         # Groups have the number of their mesh, and their own in it; a mesh comes before them.
@@ -232,23 +232,23 @@ class _Ranking:
         goal, kinds = self.request.goal, set()
         listed: list[PlanCandidate] = []
 
-        def order(one: PlanCandidate) -> tuple[float, ...]:
-            return one.score(goal), one.time.seconds, one.machine.devices
+        def order(candidate: PlanCandidate) -> tuple[float, ...]:
+            return candidate.score(goal), candidate.time.seconds, candidate.machine.devices
 
-        for one in sorted(self.found, key=order):
-            if one.kind in kinds:
+        for candidate in sorted(self.found, key=order):
+            if candidate.kind in kinds:
                 continue
-            kinds.add(one.kind)
-            twin = next((place for place, other in enumerate(listed) if one.like(other)), None)
+            kinds.add(candidate.kind)
+            twin = next((place for place, other in enumerate(listed) if candidate.like(other)), None)
             if twin is not None:
-                listed[twin] = min(listed[twin], one, key=lambda like: like.parts)
+                listed[twin] = min(listed[twin], candidate, key=lambda like: like.parts)
             elif len(listed) < max(1, self.effort.shown):
-                listed.append(one)
+                listed.append(candidate)
         # The prediction cannot tell layouts that are so near to each other, and users can tell a simple one.
         listed.sort(key=order)
-        alike = [one for one in listed if one.score(goal) <= listed[0].score(goal) * (1 + ALIKE)]
-        simplest = min(alike, key=lambda one: one.parts, default=None)
-        return sorted(listed, key=lambda one: one is not simplest)
+        alike = [candidate for candidate in listed if candidate.score(goal) <= listed[0].score(goal) * (1 + ALIKE)]
+        simplest = min(alike, key=lambda candidate: candidate.parts, default=None)
+        return sorted(listed, key=lambda candidate: candidate is not simplest)
 
     def _fill(self, left: list[_Entry]) -> None:
         """Compute layouts of further groups for the table, by their bounds."""
@@ -280,8 +280,8 @@ class _Ranking:
         for states, base in mesh.bases:
             group = groups.setdefault((base.data, base.row), _Group(space, []))
             others: dict[int, tuple[float, float]] = {}  # of links and the host, by the number of micro-batches
-            for compute, kept, run in mesh.runs:
-                least = states + kept
+            for compute, activations, run in mesh.runs:
+                least = states + activations
                 if least > limit or (accepts and not accepts(_joined(base, run))):
                     continue
                 if goal == "memory":
@@ -298,22 +298,22 @@ class _Ranking:
             if group.waiting:
                 heapq.heappush(waiting, (group.waiting[0][0], number, place, group))
 
-    def _compute(self, layout: ParallelLayout, one: LayoutSpace) -> PlanCandidate | None:
+    def _compute(self, layout: ParallelLayout, space: LayoutSpace) -> PlanCandidate | None:
         """Return the layout with its memory and time; None if it does not fit."""
         alike = replace(layout, micro_batch=1, accumulation=1)
         # A micro-batch that is larger holds no less, since a pipeline holds as many samples or more.
         if layout.micro_batch >= self._failed.get(alike, LARGEST_MICRO_BATCH + 1):
             return None
         # Runs that differ in the row alone hold the same activations, so one of them tells of all.
-        states = one.bound.states(layout)
-        alike_run = (self.request.machine is one.machine, *_run_of(layout))
-        if states + self._extra.get(alike_run, 0.0) > _limit(one.machine):
+        states = space.bound.states(layout)
+        alike_run = (self.request.machine is space.machine, *_run_of(layout))
+        if states + self._extra.get(alike_run, 0.0) > _limit(space.machine):
             return None
         self.weighed += 1
-        memory = self.request.memory_on(one.machine, _steady(layout))
+        memory = self.request.memory_on(space.machine, _steady(layout))
         extra = max(rank.device for rank in memory) - states
         self._extra[alike_run] = min(extra, self._extra.get(alike_run, extra))
-        over = lacking(memory, layout, one.machine)
+        over = lacking(memory, layout, space.machine)
         worst = max(over.values())
         cell = self.cells[replace(layout.row, offloaded=1.0), (layout.tensor, layout.context, layout.pipeline)]
         cell.note(over=max(0.0, worst))
@@ -324,9 +324,9 @@ class _Ranking:
                 self._nearest = worst, layout, memory
             return None
         self.computed += 1
-        found = self.request.time_on(one.machine, layout)
-        cell.note(seconds=found.seconds)
-        self.found.append(PlanCandidate(layout, one.machine, self.request.sequence, memory, found))
+        step_time = self.request.time_on(space.machine, layout)
+        cell.note(seconds=step_time.seconds)
+        self.found.append(PlanCandidate(layout, space.machine, self.request.sequence, memory, step_time))
         return self.found[-1]
 
     def _near(self, meshes: list[_Mesh]) -> tuple[tuple[ParallelLayout, tuple[RankMemory, ...]], ...]:
@@ -339,7 +339,7 @@ class _Ranking:
                     least[layout.pipeline] = over, layout
         # Bounds promise too much of many stages, whose memory takes long to compute, too.
         few = [least[stages][1] for stages in sorted(least)[:SHOWN]]
-        weighed = [(one, request.memory_on(machine, _steady(one))) for one in few]
+        weighed = [(layout, request.memory_on(machine, _steady(layout))) for layout in few]
         if self._nearest is not None:
             weighed.append(self._nearest[1:])
         return tuple(sorted(weighed, key=lambda pair: max(lacking(pair[1], pair[0], machine).values())))
@@ -354,11 +354,11 @@ class _Mesh:
         # What depends on the run alone is computed once for all rows.
         self.runs = [(bound.compute(run), bound.activations(run), run) for run in space.runs(plain)]
         self.bases = [(bound.states(base), base) for base in space.bases(plain)]
-        self.sizes_kept = sorted(kept for _, kept, _ in self.runs)
+        self.sizes_kept = sorted(activations for _, activations, _ in self.runs)
         room = [_limit(space.machine) - states for states, _ in self.bases]
         self.too_large = sum(len(self.runs) - bisect_right(self.sizes_kept, left) for left in room)
         # Of a step of any of the layouts that may fit.
-        self.seconds = min((compute for compute, kept, _ in self.runs if kept <= max(room)), default=inf)
+        self.seconds = min((compute for compute, activations, _ in self.runs if activations <= max(room)), default=inf)
         self.price = 1.0
         if request.goal == "cost":
             self.price = price_of(space.machine, 1.0, request.batch * request.sequence)
@@ -370,8 +370,12 @@ class _Mesh:
         """Yield, of each row, the layout that lacks least by the bound, with the bytes."""
         runs, limit = sorted(self.runs, key=lambda run: run[1]), _limit(self.space.machine)
         for states, base in self.bases:
-            lacks = ((states + kept - limit, _joined(base, run)) for _, kept, run in runs if states + kept > limit)
-            yield from islice((one for one in lacks if not request.accepts or request.accepts(one[1])), 1)
+            lacks = (
+                (states + activations - limit, _joined(base, run))
+                for _, activations, run in runs
+                if states + activations > limit
+            )
+            yield from islice((entry for entry in lacks if not request.accepts or request.accepts(entry[1])), 1)
 
 
 @dataclass

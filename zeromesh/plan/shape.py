@@ -123,8 +123,8 @@ def _block(shape: TransformerShape, rule: ActivationRule, tokens: float, length:
     masks = Divided(tokens=2 * tokens * hidden) if shape.dropout else NONE
     norm_kept, gradient = Divided(tokens=2 * rule.norm_kept * tokens * hidden), stream  # two norms
     if rule.gathered_inputs:
-        whole = Divided(tokens=-2 * tokens * hidden, whole=2 * tokens * hidden)  # beyond a rank's own part
-        norm_kept, gradient = norm_kept.plus(whole.times(2)), stream.plus(whole)
+        gathered = Divided(tokens=-2 * tokens * hidden, whole=2 * tokens * hidden)  # beyond a rank's own part
+        norm_kept, gradient = norm_kept.plus(gathered.times(2)), stream.plus(gathered)
     rest = Divided(split=inside + lengths + mlp).plus(masks).plus(norm_kept)
     selective = rest
     if rule.every_second_product:
@@ -167,14 +167,14 @@ def _head(shape: TransformerShape, rule: ActivationRule, tokens: float) -> UnitC
     logits = Divided(split=tokens * vocabulary)
     # Sequence parallelism gathers the whole input for the product, in the forward and again in the backward.
     stream_size = 2 * tokens * hidden
-    whole = Divided(tokens=-stream_size, whole=2 * stream_size)  # its own and the gradient of it
-    kept = stream.times(2).plus(logits.times(rule.logits_kept))
+    gathered = Divided(tokens=-stream_size, whole=2 * stream_size)  # its own and the gradient of it
+    saved = stream.times(2).plus(logits.times(rule.logits_kept))
     return UnitCost(
         "head", False, parameters, resident=parameters, largest=table, shared=table if shape.tied else NONE,
-        saved=dict.fromkeys(Recompute, kept),
+        saved=dict.fromkeys(Recompute, saved),
         output=Divided(whole=4.0),
         forward_peak=logits.times(max(0.0, rule.logits_forward - rule.logits_kept)),
-        backward_peak=logits.times(max(0.0, rule.logits_backward - rule.logits_kept)).plus(whole),
+        backward_peak=logits.times(max(0.0, rule.logits_backward - rule.logits_kept)).plus(gathered),
     )  # fmt: skip
 
 
@@ -252,9 +252,9 @@ _OTHER = {"columns": "sums", "sums": "columns"}  # the gradient of an input sums
 
 def _product(rows: int, columns: int, sums: int, split: str) -> KernelWork:
     flops = Divided(split=2.0 * rows * columns * sums)
-    taken, made, matrix = (float(BYTES * amount) for amount in (rows * sums, rows * columns, columns * sums))
+    taken, result, matrix = (float(BYTES * amount) for amount in (rows * sums, rows * columns, columns * sums))
     # The matrix is divided in either case; so is the product's result by columns, and its input by sums.
-    moved = Divided(split=matrix + made, whole=taken) if split == "columns" else Divided(matrix + taken, whole=made)
+    moved = Divided(split=matrix + result, whole=taken) if split == "columns" else Divided(matrix + taken, whole=result)
     return KernelWork(WorkKind.PRODUCT, flops, moved, (rows, columns, sums), split)
 
 
@@ -280,11 +280,11 @@ def _attention(
     if shape.fused_attention:
         moved = float(BYTES * 2 * tokens * (query + key))
         # Its kernel skips the half of the scores that a causal mask hides.
-        whole = KernelWork(WorkKind.ATTENTION, Divided(split=flops / 2), Divided(split=moved))
+        kernel = KernelWork(WorkKind.ATTENTION, Divided(split=flops / 2), Divided(split=moved))
         # The backward computes the scores again: five products instead of two. Those beyond four are no operations of
         # the model; their time is in the rate of the kernel.
-        whole_back = KernelWork(WorkKind.ATTENTION, Divided(split=flops), Divided(split=2.5 * moved))
-        return [whole], [whole_back]
+        kernel_back = KernelWork(WorkKind.ATTENTION, Divided(split=flops), Divided(split=2.5 * moved))
+        return [kernel], [kernel_back]
     length, head = sequence // context, query // heads
     scores = float(micro_batch * heads * length * sequence)
     # Scores are written by a product, read and written by the softmax and by the dropout, and read by a product.

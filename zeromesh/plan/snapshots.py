@@ -34,17 +34,17 @@ def snapshots_of(
     if ranks == 1 or (schedule in _SIMPLE and chunks == 1):
         shape = Shape(ranks, microbatches)
         # Without a pipeline one micro-batch follows the other.
-        held = [ROWS[schedule].held(shape, rank) if ranks > 1 else 1 for rank in range(ranks)]
-        return tuple(((rank,), _plain_order(count, microbatches)) for rank, count in enumerate(held))
+        counts = [ROWS[schedule].held(shape, rank) if ranks > 1 else 1 for rank in range(ranks)]
+        return tuple(((rank,), _plain_order(count, microbatches)) for rank, count in enumerate(counts))
     if schedule in _STEADY and microbatches > _TURNS * ranks:
         # What a rank holds repeats from turn to turn, so a long step holds no more than a short one.
         microbatches = _TURNS * ranks + microbatches % ranks
-    made = generate(schedule, ranks, microbatches, chunks, costs=costs)
-    found = []
-    for rank, actions in enumerate(made.ranks):
-        own = tuple(stage for stage, here in enumerate(made.placement) if here == rank)
-        found.append((own, tuple(_distinct(actions, own))))
-    return tuple(found)
+    program = generate(schedule, ranks, microbatches, chunks, costs=costs)
+    by_rank = []
+    for rank, actions in enumerate(program.ranks):
+        stages = tuple(stage for stage, here in enumerate(program.placement) if here == rank)
+        by_rank.append((stages, tuple(_distinct(actions, stages))))
+    return tuple(by_rank)
 
 
 def _plain_order(most: int, microbatches: int) -> tuple[Snapshot, ...]:
@@ -59,29 +59,29 @@ def _plain_order(most: int, microbatches: int) -> tuple[Snapshot, ...]:
     return tuple(shots)
 
 
-def _distinct(actions: Sequence[tuple[Kind, int, int]], own: Sequence[int]) -> list[Snapshot]:
+def _distinct(actions: Sequence[tuple[Kind, int, int]], stages: Sequence[int]) -> list[Snapshot]:
     """Return the actions before which no stage could hold more at another action of the same kind."""
-    chunks = {stage: chunk for chunk, stage in enumerate(own)}
-    held, late, summed = [0] * len(own), [0] * len(own), [False] * len(own)
+    chunks = {stage: chunk for chunk, stage in enumerate(stages)}
+    in_flight, late, summed = [0] * len(stages), [0] * len(stages), [False] * len(stages)
     most: dict[tuple[Kind, int, tuple[bool, ...]], dict[tuple[int, ...], int]] = {}
     for turn, (kind, stage, _) in enumerate(actions):
         chunk = chunks[stage]
         if kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT):
             # Few are left at a time, as the counts of a rank's stages rise and fall together.
-            here, counts = most.setdefault((kind, chunk, tuple(summed)), {}), (*held, *late)
+            here, counts = most.setdefault((kind, chunk, tuple(summed)), {}), (*in_flight, *late)
             if not any(_holds_all(other, counts) for other in here):
                 for other in [other for other in here if _holds_all(counts, other)]:
                     del here[other]
                 here[counts] = turn
-        held[chunk] += (kind is Kind.FORWARD) - (kind in LAST)
+        in_flight[chunk] += (kind is Kind.FORWARD) - (kind in LAST)
         late[chunk] += (kind is Kind.INPUT) - (kind is Kind.WEIGHT)
         summed[chunk] |= kind in LAST
-    found = [
-        (turn, Snapshot(kind, chunk, counts[: len(own)], had, counts[len(own) :]))
+    snapshots = [
+        (turn, Snapshot(kind, chunk, counts[: len(stages)], had, counts[len(stages) :]))
         for (kind, chunk, had), here in most.items()
         for counts, turn in here.items()
     ]
-    return [snapshot for _, snapshot in sorted(found)]
+    return [snapshot for _, snapshot in sorted(snapshots)]
 
 
 def _holds_all(first: Sequence[int], second: Sequence[int]) -> bool:

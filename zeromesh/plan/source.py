@@ -116,10 +116,10 @@ def class_of(config: Any) -> type[nn.Module]:
             return kind
     for mapping in ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_MAPPING"):
         try:
-            found = getattr(transformers, mapping)[type(config)]
+            entry = getattr(transformers, mapping)[type(config)]
         except KeyError:
             continue
-        kinds: tuple[type[nn.Module], ...] = found if isinstance(found, tuple) else (found,)
+        kinds: tuple[type[nn.Module], ...] = entry if isinstance(entry, tuple) else (entry,)
         return kinds[0]
     # A text model of one with several parts, whose own configuration is in no table: the one beside it in its package.
     package = type(config).__module__.split(".")[-2]
@@ -144,8 +144,8 @@ def inputs_of(kind: type[nn.Module], config: Any) -> InputsOf:
 
         inputs: dict[str, Any] = {main: _main_input(main, config, micro_batch, sequence)}
         if "labels" in accepted:
-            one = kind.__name__.endswith(_LABEL_OF_SAMPLE)
-            inputs["labels"] = ids(micro_batch) if one else ids(micro_batch, sequence)
+            per_sample = kind.__name__.endswith(_LABEL_OF_SAMPLE)
+            inputs["labels"] = ids(micro_batch) if per_sample else ids(micro_batch, sequence)
         elif all(name in accepted for name in _POSITIONS):
             inputs |= {name: ids(micro_batch) for name in _POSITIONS}
         elif "decoder_input_ids" in accepted:

@@ -209,10 +209,10 @@ class LayoutSpace:
             yield name, chunks
 
 
-def refuse_batch(request: PlanRequest, one: LayoutSpace) -> list[LayoutSpace]:
+def refuse_batch(request: PlanRequest, space: LayoutSpace) -> list[LayoutSpace]:
     """Raise ValueError with the nearest batches that can be shared out."""
-    total = one.machine.devices
-    ways = min(total // (t * c * p) for t, c, p in one.shapes())
+    total = space.machine.devices
+    ways = min(total // (t * c * p) for t, c, p in space.shapes())
     below, above = request.batch // ways * ways, (request.batch // ways + 1) * ways
     nearest = f"{below} or {above}" if below else str(above)
     fewer = _fewer(request)

@@ -130,16 +130,16 @@ def _program(
 ) -> tuple[tuple[_Step, ...], tuple[int, ...]]:
     """Return the computations of all ranks in an order in which they can happen."""
     schedule = generate(name, ranks, microbatches, chunks, costs=costs)
-    found: dict[Action, int] = {}
+    indices: dict[Action, int] = {}
     steps: list[_Step] = []
     for rank, position in execute(schedule):
         action = schedule.ranks[rank][position]
         if action.kind not in COMPUTE:
             continue
         needs = tuple(
-            (found[other], schedule.placement[other.stage] != rank) for other in dependencies(schedule, action)
+            (indices[other], schedule.placement[other.stage] != rank) for other in dependencies(schedule, action)
         )
-        found[action] = len(steps)
+        indices[action] = len(steps)
         steps.append(_Step(rank, _CODES[action.kind], action.stage, needs))
     return tuple(steps), schedule.placement
 
@@ -157,7 +157,7 @@ def _simulate(
     free, busy = [0.0] * ranks, [0.0] * ranks
     ends = [0.0] * len(stages)
     ready = [0.0] * len(program)
-    kept: list[tuple[int, str, float, float]] = []
+    actions: list[tuple[int, str, float, float]] = []
     for index, (rank, code, stage, needs) in enumerate(program):
         start = free[rank]
         for other, away in needs:
@@ -172,5 +172,5 @@ def _simulate(
         ready[index] = free[rank] = ends[stage] = start + seconds
         busy[rank] += seconds
         if keep:
-            kept.append((rank, f"{'FIWB'[code]} stage {stage}", start, start + seconds))
-    return Run(tuple(ends), tuple(busy), placement, tuple(kept))
+            actions.append((rank, f"{'FIWB'[code]} stage {stage}", start, start + seconds))
+    return Run(tuple(ends), tuple(busy), placement, tuple(actions))

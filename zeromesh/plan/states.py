@@ -102,15 +102,15 @@ def states_of(
 
 def _rows(units: Sequence[UnitElements], layout: ParallelLayout) -> list[tuple[UnitElements, PlacementRow]]:
     """Return units with their rows; those that are alike and partly off the device are there twice."""
-    row, found = layout.row, []
+    row, rows = layout.row, []
     away = iter(offloaded_units([u.size for u in units for _ in range(u.number)], row, layout.accumulation > 1))
     for unit in units:
         gone = sum(islice(away, unit.number))
         if unit.size and gone < unit.number:
-            found.append((unit._replace(number=unit.number - gone), row.on_device))
+            rows.append((unit._replace(number=unit.number - gone), row.on_device))
         if unit.size and gone:
-            found.append((unit._replace(number=gone), row))
-    return found
+            rows.append((unit._replace(number=gone), row))
+    return rows
 
 
 def is_padded(elements: float, layout: ParallelLayout) -> bool:
@@ -134,22 +134,22 @@ def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, sums: 
     for unit, own_row in _rows(units, layout):
         count, size = unit.number, _pad(unit.size, widths.parameter, ranks)
         sizes.append((unit._replace(size=size), own_row))
-        own = unit.size / ranks if row.optimizer is Placement.SHARDED else unit.size
-        for (state, tier), nbytes in _place(size, own, own_row, widths, ranks).items():
+        shard_size = unit.size / ranks if row.optimizer is Placement.SHARDED else unit.size
+        for (state, tier), nbytes in _place(size, shard_size, own_row, widths, ranks).items():
             _add(resting, state, Tier(tier), nbytes * count)
             if tier == Tier.NVME.value and state == "parameter":
                 stored.append((nbytes, count))
             elif tier == Tier.NVME.value:
-                held = size / (ranks if row.optimizer is Placement.SHARDED else 1)
-                files += [(block, number * count) for block, number in _windows(held, nbytes)]
+                elements = size / (ranks if row.optimizer is Placement.SHARDED else 1)
+                files += [(block, number * count) for block, number in _windows(elements, nbytes)]
                 _add(resting, state, Tier.NVME, layout.early * nbytes * count)  # a spare place for the next ones
                 width = widths.parameter if _splits(own_row, widths) else widths.master or widths.parameter
-                loaded = max(loaded, held * width if held > WINDOW else 0.0)
+                loaded = max(loaded, elements * width if elements > WINDOW else 0.0)
         if own_row.optimizer_tier is not Tier.DEVICE:
             in_files = own_row.optimizer_tier is Tier.NVME  # which have a spare place for the next ones
             copied = 0 if in_files else (widths.master or widths.parameter) + widths.states
             copied += widths.parameter if widths.master or _is_apart(own_row) else 0
-            _add(resting, "slot", Tier.HOST, layout.early * (size / ranks if in_files else own) * copied * count)
+            _add(resting, "slot", Tier.HOST, layout.early * (size / ranks if in_files else shard_size) * copied * count)
     stored += _place_frozen(resting, units, row, ranks)
     if any(_splits(own_row, widths) for _, own_row in sizes):
         # One split master at a time is joined in memory of its own, during the update.
@@ -166,33 +166,35 @@ def _engine_states(units: Sequence[UnitElements], layout: ParallelLayout, sums: 
         spare = gathered - bytes_of(largest(blocks, 1)) - outside
     working, lent = _place_gradients(resting, sizes, layout, ranks, sums)
     here = [(unit.size, unit.number) for unit, own_row in sizes if own_row.optimizer_tier is Tier.DEVICE]
-    own = max((size for size, _ in here), default=0.0) if layout.in_parts else sum(size * n for size, n in here)
-    own /= ranks if row.optimizer is Placement.SHARDED else 1
+    update_size = max((size for size, _ in here), default=0.0) if layout.in_parts else sum(size * n for size, n in here)
+    update_size /= ranks if row.optimizer is Placement.SHARDED else 1
     master = widths.master or widths.parameter
-    return RankStates(resting, gathered, spare, working, lent, own * master if widths.gradient < master else 0.0)
+    return RankStates(
+        resting, gathered, spare, working, lent, update_size * master if widths.gradient < master else 0.0
+    )
 
 
 def _place_frozen(
-    found: Resting, units: Sequence[UnitElements], row: PlacementRow, ranks: int
+    resting: Resting, units: Sequence[UnitElements], row: PlacementRow, ranks: int
 ) -> list[tuple[float, int]]:
     """Count parameters without gradients; return bytes and numbers of units that have some in files."""
     tier = row.parameter_tier
-    _add(found, "buffer", Tier.DEVICE, sum(unit.whole * unit.number for unit in units))
+    _add(resting, "buffer", Tier.DEVICE, sum(unit.whole * unit.number for unit in units))
     stored: list[tuple[float, int]] = []
     for unit in units:
         size = unit.frozen / (ranks if row.parameter is Placement.SHARDED else 1)
         if size and tier is Tier.NVME:
             size = ceil(size / swap_file.ALIGNMENT) * swap_file.ALIGNMENT
             stored.append((size, unit.number))
-        _add(found, "parameter", tier, size * unit.number)
+        _add(resting, "parameter", tier, size * unit.number)
     return stored
 
 
 def _place(size: float, elements: float, row: PlacementRow, widths: Widths, ranks: int) -> Resting:
     """Return parameters, master and states of one unit; ``elements`` are its own without padding."""
-    found: Resting = {}
+    resting: Resting = {}
     sharded = row.parameter is Placement.SHARDED
-    own = size / ranks if row.optimizer is Placement.SHARDED else size
+    shard_size = size / ranks if row.optimizer is Placement.SHARDED else size
     master = widths.master or widths.parameter
     apart, rest = _is_apart(row), widths.parameter
     if sharded:
@@ -203,20 +205,20 @@ def _place(size: float, elements: float, row: PlacementRow, widths: Widths, rank
         bytes_at_rest = size / ranks * rest
         if row.parameter_tier is Tier.NVME:
             bytes_at_rest = ceil(bytes_at_rest / swap_file.ALIGNMENT) * swap_file.ALIGNMENT
-        _add(found, state, row.parameter_tier, bytes_at_rest)
+        _add(resting, state, row.parameter_tier, bytes_at_rest)
     else:
-        _add(found, "parameter", Tier.DEVICE, size * rest)
+        _add(resting, "parameter", Tier.DEVICE, size * rest)
     split = _splits(row, widths)
-    kept = widths.parameter if split else master
+    width = widths.parameter if split else master
     if row.optimizer_tier is Tier.NVME:
-        block = own * (kept + widths.states)
-        _add(found, "optimizer", Tier.NVME, ceil(block / swap_file.ALIGNMENT) * swap_file.ALIGNMENT)
-        return found
+        block = shard_size * (width + widths.states)
+        _add(resting, "optimizer", Tier.NVME, ceil(block / swap_file.ALIGNMENT) * swap_file.ALIGNMENT)
+        return resting
     if apart or rest != master:
-        _add(found, "optimizer", row.optimizer_tier, own * kept)
+        _add(resting, "optimizer", row.optimizer_tier, shard_size * width)
     # States have no padding, unless they lie in a block with their masters.
-    _add(found, "optimizer", row.optimizer_tier, (own if split else elements) * widths.states)
-    return found
+    _add(resting, "optimizer", row.optimizer_tier, (shard_size if split else elements) * widths.states)
+    return resting
 
 
 def _is_apart(row: PlacementRow) -> bool:
@@ -226,8 +228,8 @@ def _is_apart(row: PlacementRow) -> bool:
 
 def _windows(elements: float, nbytes: float) -> list[tuple[float, int]]:
     """Return the bytes and the numbers of the windows that the states of one unit are in memory in."""
-    whole, window = int(elements // WINDOW), nbytes // elements * WINDOW  # the last one is filled up to a page
-    return [(window, whole), (nbytes - whole * window, 1)]
+    count, window = int(elements // WINDOW), nbytes // elements * WINDOW  # the last one is filled up to a page
+    return [(window, count), (nbytes - count * window, 1)]
 
 
 def _splits(row: PlacementRow, widths: Widths) -> bool:
@@ -235,7 +237,7 @@ def _splits(row: PlacementRow, widths: Widths) -> bool:
 
 
 def _place_gradients(
-    found: Resting,
+    resting: Resting,
     units: Sequence[tuple[UnitElements, PlacementRow]],
     layout: ParallelLayout,
     ranks: int,
@@ -249,10 +251,10 @@ def _place_gradients(
     alone = ranks * layout.replicate == 1 and not accumulates
     for unit, own_row in units:
         size, count = unit.size, unit.number
-        tier, own = own_row.gradient_tier, size / ranks if owned else size
+        tier, shard_size = own_row.gradient_tier, size / ranks if owned else size
         in_full = tier is Tier.DEVICE and width == widths.gradient and not sharded
-        kept = width if tier is not Tier.DEVICE and alone and width <= widths.gradient else widths.gradient
-        _add(found, "gradient", tier, 0.0 if in_full else own * kept * count)
+        resting_width = width if tier is not Tier.DEVICE and alone and width <= widths.gradient else widths.gradient
+        _add(resting, "gradient", tier, 0.0 if in_full else shard_size * resting_width * count)
     adopts = width == widths.parameter
     gradients = [
         FullGradient(
@@ -260,16 +262,18 @@ def _place_gradients(
             adopted=adopts and unit.single,
             wire=unit.size * widths.wire if ranks > 1 and width != widths.wire else 0.0,
             receive=unit.size / ranks * sums.buffers(ranks) * widths.wire,
-            landing=unit.size / ranks * widths.gradient if ranks > 1 and one.gradient_tier is not Tier.DEVICE else 0.0,
+            landing=unit.size / ranks * widths.gradient
+            if ranks > 1 and own_row.gradient_tier is not Tier.DEVICE
+            else 0.0,
             number=unit.number,
         )
-        for unit, one in units
+        for unit, own_row in units
     ]
     pools = gradient_pools(gradients, rules)
     full = bytes_of(pools.slots) + bytes_of(pools.adopted)
     summing = bytes_of(pools.wires) + bytes_of(pools.receives) + bytes_of(pools.landings)
     if not sharded:
-        _add(found, "gradient", Tier.DEVICE, full)
+        _add(resting, "gradient", Tier.DEVICE, full)
     lent = tuple(size for size, number in pools.slots for _ in range(number)) if sharded else ()
     # Where parameters are sharded, gradients give their memory back after each update.
     returned = row.parameter is Placement.SHARDED

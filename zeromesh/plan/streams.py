@@ -160,8 +160,8 @@ class _Stream:
         count = len(blocks)
         # Uses of blocks in the order of the forward and the backward. Units that were used last stay in their slots.
         uses = [*blocks, *reversed(blocks)]
-        kept = [0 if first else self.slots, self.slots]
-        needs = [not (i % count < kept[i // count]) for i in range(2 * count)] if rules.sharded else []
+        residents = [0 if first else self.slots, self.slots]
+        needs = [not (i % count < residents[i // count]) for i in range(2 * count)] if rules.sharded else []
         if rules.sharded and first:
             for place in self._root_first()[: len(units) - count]:
                 self._gather(place)
@@ -217,9 +217,9 @@ class _Stream:
         self.gathered[place] = (end, max(parts)[1])
 
     def _arrived(self, place: int) -> None:
-        known = self.gathered.pop(place, None)
-        if known is not None:
-            self.clock.wait(*known)
+        arrival = self.gathered.pop(place, None)
+        if arrival is not None:
+            self.clock.wait(*arrival)
 
     def _gradient_slot(self) -> None:
         rules = self.rules

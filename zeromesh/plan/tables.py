@@ -43,11 +43,11 @@ def table_states(
         processor: the device is one, which needs no cache of what is in host memory.
     """
     placed, number = layout.tables, _number(layout)
-    found: dict[tuple[str, str], float] = {}
+    sizes: dict[tuple[str, str], float] = {}
 
     def add(state: str, tier: Tier, size: float) -> None:
         if size:
-            found[state, tier.value] = found.get((state, tier.value), 0.0) + size
+            sizes[state, tier.value] = sizes.get((state, tier.value), 0.0) + size
 
     for table in tables:
         rows = ceil(table.rows / ranks_of(layout))
@@ -58,7 +58,7 @@ def table_states(
             # It has room for the rows of an update, whatever it was given.
             cached = min(rows, max(placed.cached, used(table, layout.accumulation)))
             add("slot", Tier.DEVICE, cached * (table.width + states) * number)
-    return found
+    return sizes
 
 
 def used(table: TableCost, times: float = 1.0) -> float:
@@ -75,9 +75,9 @@ def lookup_bytes(table: TableCost, layout: ParallelLayout) -> TableBytes:
 def gradient_messages(table: TableCost, layout: ParallelLayout) -> TableBytes:
     """Return what a rank sends of the gradients of an update."""
     ranks, width = ranks_of(layout), table.width
-    own = used(table, layout.accumulation)
-    away = own * (1 - 1 / ranks)
-    summed = min(table.rows, own * ranks) / ranks
+    rows = used(table, layout.accumulation)
+    away = rows * (1 - 1 / ranks)
+    summed = min(table.rows, rows * ranks) / ranks
     size = max(layout.widths.wire, 4)  # sums are in fp32 at least
     copies = (layout.replicate - 1) * summed * (INDEX + width * size)
     return TableBytes(INDEX * away, 0.0, away * width * layout.widths.wire, copies)

@@ -74,9 +74,9 @@ def time_of(
     durations = Durations(layout, machine, habits)
     units = durations.units(cost)
     if layout.pipeline > 1:
-        seconds, waits, found = _pipeline(cost, units, durations, intervals)
+        seconds, waits, timeline = _pipeline(cost, units, durations, intervals)
     else:
-        seconds, waits, found = _alone(units, durations, intervals)
+        seconds, waits, timeline = _alone(units, durations, intervals)
     agreement = durations.world.all_reduce(4.0)  # the norm and overflow are agreed on before the update
     waits["agreement"] = agreement
     waits[streams.OVERHEAD] = waits.get(streams.OVERHEAD, 0.0) + habits.between
@@ -85,7 +85,7 @@ def time_of(
         waits["stragglers"] = seconds * habits.spread * math.sqrt(2 * math.log(layout.ranks))
     waits = {name: value for name, value in waits.items() if value > 0.0} or {"compute": 0.0}
     flops = cost.flops * layout.context * layout.accumulation * layout.data * layout.replicate
-    return StepTime(sum(waits.values()), waits, tuple(found), flops)
+    return StepTime(sum(waits.values()), waits, tuple(timeline), flops)
 
 
 _Found = tuple[float, dict[str, float], list[Interval]]
@@ -99,7 +99,7 @@ def _alone(units: Sequence[UnitTime], durations: Durations, keep: bool) -> _Foun
         durations.serial,
     )  # fmt: skip
     seconds, clock = streams.run(_contended(units, durations), rules, keep)
-    return seconds, dict(clock.waits), [Interval(0, *one) for one in clock.kept]
+    return seconds, dict(clock.waits), [Interval(0, *entry) for entry in clock.kept]
 
 
 def _contended(units: Sequence[UnitTime], durations: Durations) -> Sequence[UnitTime]:
@@ -108,8 +108,8 @@ def _contended(units: Sequence[UnitTime], durations: Durations) -> Sequence[Unit
     if durations.layout.tensor == 1 or durations.shard.size == 1 or durations.shard.crosses != durations.tensor.crosses:
         return units
     busy = sum(unit.join + unit.join_back + unit.join_again for unit in units)
-    whole = busy + sum(unit.forward + unit.input + unit.weight + unit.again for unit in units)
-    free = 1.0 - busy / whole if whole else 1.0
+    total = busy + sum(unit.forward + unit.input + unit.weight + unit.again for unit in units)
+    free = 1.0 - busy / total if total else 1.0
     return [unit._replace(gather=unit.gather / free, reduce=unit.reduce / free) for unit in units]
 
 
@@ -127,51 +127,52 @@ def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, 
     units = _contended(units, durations)
     places = stage_units(cost.units, len(placement), habits.even_stages)
     updates = [_Update() for _ in range(layout.pipeline)]
-    messages = [durations.message(cost.units[own[-1]]) for own in places[:-1]] + [0.0]
+    messages = [durations.message(cost.units[indices[-1]]) for indices in places[:-1]] + [0.0]
     stages = []
     early = [
-        updates[rank].release([units[p] for p in own], durations) for rank, own in zip(placement, places, strict=True)
+        updates[rank].release([units[p] for p in indices], durations)
+        for rank, indices in zip(placement, places, strict=True)
     ]
-    for stage, own in enumerate(places):
+    for stage, indices in enumerate(places):
         rank = placement[stage]
         count = sum(units[p].block for other, ps in enumerate(places) if placement[other] == rank for p in ps)
         # Where gathers do not go on beside computation, a rank's first forward waits for all of its stages'.
         release = (
             early[stage]
             if habits.publishes_early
-            else max(one for one, other in zip(early, placement, strict=True) if other == rank)
+            else max(seconds for seconds, other in zip(early, placement, strict=True) if other == rank)
         )
-        stages.append(_stage([units[place] for place in own], durations, count, release, messages[stage]))
+        stages.append(_stage([units[place] for place in indices], durations, count, release, messages[stage]))
     run = pipelined(layout.schedule, layout.pipeline, layout.accumulation, chunks, stages, keep, layout.costs)
     # Each rank ends when its last gradients are reduced; a framework may begin to when all of them are there.
     last = [0.0] * layout.pipeline
     if not habits.reduces_early:
         for stage, rank in enumerate(placement):
             last[rank] = max(last[rank], run.ends[stage])
-    for stage in sorted(range(len(places)), key=lambda one: run.ends[one]):
+    for stage in sorted(range(len(places)), key=lambda index: run.ends[index]):
         own_units = [units[place] for place in places[stage]]
         rank = placement[stage]
         last[rank] = max(run.ends[stage], _reduced(own_units, durations, run.ends[stage], last[rank]))
     replicas = [0.0] * layout.pipeline
-    for stage, own in enumerate(places):
-        replicas[placement[stage]] += sum(units[place].replicas for place in own)
-    ends = [one + other for one, other in zip(last, replicas, strict=True)]
+    for stage, indices in enumerate(places):
+        replicas[placement[stage]] += sum(units[place].replicas for place in indices)
+    ends = [reduced + other for reduced, other in zip(last, replicas, strict=True)]
     seconds = max(ends)
     waits = _rank_waits(units, places, run, last, replicas, updates, messages, durations)
     waits[streams.OVERHEAD] = habits.overhead * layout.accumulation
-    found = [Interval(rank, streams.COMPUTE, label, start, end) for rank, label, start, end in run.actions]
+    timeline = [Interval(rank, streams.COMPUTE, label, start, end) for rank, label, start, end in run.actions]
     if keep:
         for rank, update in enumerate(updates):
             done = max(run.ends[stage] for stage, here in enumerate(placement) if here == rank)
-            found += [
+            timeline += [
                 Interval(rank, streams.COMPUTE, "update", 0.0, update.device),
                 Interval(rank, streams.HOST, "update", 0.0, update.host),
                 Interval(rank, streams.DATA, "publish", max(update.device, update.host), update.sent),
                 Interval(rank, streams.DATA, "reduce", done, last[rank]),
                 Interval(rank, streams.REPLICAS, "sum over replicas", last[rank], ends[rank]),
             ]
-        found = [interval for interval in found if interval.end > interval.start]
-    return seconds + waits[streams.OVERHEAD], waits, found
+        timeline = [interval for interval in timeline if interval.end > interval.start]
+    return seconds + waits[streams.OVERHEAD], waits, timeline
 
 
 class _Update:
@@ -203,21 +204,21 @@ def _stage(units: Sequence[UnitTime], durations: Durations, blocks: int, release
     forward = sum(unit.forward + unit.join + unit.exchange + unit.lookup for unit in units)
     back = sum(unit.again + unit.input + unit.join_back + unit.join_again + unit.exchange_back for unit in units)
     weight = sum(unit.weight for unit in units)
-    own = [unit for unit in units if unit.block]
+    block_units = [unit for unit in units if unit.block]
     if durations.sharded:
         # Of the rank's blocks, those that have a slot stay from the first micro-batch to the last.
         missing = max(0.0, 1.0 - durations.layout.parameter_slots / blocks) if blocks else 0.0
-        gathers = missing * sum(unit.gather for unit in own)
-        fetched = missing * sum(max(unit.fetch, unit.read) for unit in own)
+        gathers = missing * sum(unit.gather for unit in block_units)
+        fetched = missing * sum(max(unit.fetch, unit.read) for unit in block_units)
         serial = durations.serial > 0
         forward = forward + gathers + fetched if serial else max(forward, gathers, fetched)
-        reduces = sum(unit.reduce for unit in own) if durations.reduces_each else 0.0
+        reduces = sum(unit.reduce for unit in block_units) if durations.reduces_each else 0.0
         back = back + gathers + reduces + fetched if serial else max(back, gathers + reduces - weight, fetched)
     elif durations.reduces_each:
-        back = max(back, sum(unit.reduce for unit in own) - weight)
+        back = max(back, sum(unit.reduce for unit in block_units) - weight)
     if durations.reduces_each:
-        back = max(back, sum(max(unit.gradient_out, unit.host_add) for unit in own) - weight)
-    saved = sum(unit.saved_out for unit in own)
+        back = max(back, sum(max(unit.gradient_out, unit.host_add) for unit in block_units) - weight)
+    saved = sum(unit.saved_out for unit in block_units)
     forward, back = max(forward, saved), max(back, saved - weight)
     if (durations.habits.messages_block or durations.node.device.processor) and message:
         return StageCost(forward + message, back + message, weight, release, 0.0)
@@ -246,21 +247,21 @@ def _rank_waits(
 ) -> dict[str, float]:  # fmt: skip
     """Return what the rank that computes most spends a step on."""
     ranks, accumulation = len(updates), durations.layout.accumulation
-    rank = max(range(ranks), key=lambda one: run.busy[one])
+    rank = max(range(ranks), key=lambda index: run.busy[index])
     waits: dict[str, float] = {}
-    own = [stage for stage, here in enumerate(run.placement) if here == rank]
-    for place in (place for stage in own for place in places[stage]):
+    stages = [stage for stage, here in enumerate(run.placement) if here == rank]
+    for place in (place for stage in stages for place in places[stage]):
         for resource, seconds in (*units[place].compute_forward, *units[place].compute_backward):
             waits[resource] = waits.get(resource, 0.0) + seconds * accumulation
     # What a stage's actions take beyond its computation are gathers and reductions that it waits for, and messages.
     computed = sum(waits.values())
     if durations.habits.messages_block:
-        computed += sum(2 * messages[stage] for stage in own) * accumulation
+        computed += sum(2 * messages[stage] for stage in stages) * accumulation
     waits[streams.DATA] = max(0.0, run.busy[rank] - computed) + max(last) - run.makespan
     waits[streams.COMPUTE] += updates[rank].device
     waits[streams.HOST] = updates[rank].host
     waits[streams.REPLICAS] = max(replicas)
-    end = max(one + other for one, other in zip(last, replicas, strict=True))
+    end = max(reduced + other for reduced, other in zip(last, replicas, strict=True))
     waits[PIPELINE] = max(0.0, end - sum(waits.values()))
     excess = sum(waits.values()) - end
     if excess > 0.0:  # the largest parts of several ranks are no parts of one

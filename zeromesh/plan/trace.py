@@ -42,8 +42,8 @@ class CostTable:
         weight = (micro_batch - self.batches[0]) / (self.batches[1] - self.batches[0])
         first, second = self.costs
         units = []
-        for one, other, moments in zip(first.units, second.units, self.moments, strict=True):
-            unit = _line(one, other, weight)
+        for smaller, larger, moments in zip(first.units, second.units, self.moments, strict=True):
+            unit = _line(smaller, larger, weight)
             peaks = {
                 name: _cover([_line(pair[0], pair[1], weight) for pair in pairs]) for name, pairs in moments.items()
             }
@@ -67,11 +67,11 @@ class TracedCost:
         self, model: nn.Module | Callable[[], nn.Module], inputs: Inputs | InputsOf,
         options: TraceOptions | None = None, loss: Loss | None = None, *, name: str = "",
     ) -> None:  # fmt: skip
-        made = isinstance(model, nn.Module)
+        is_module = isinstance(model, nn.Module)
         self._make: Callable[[], nn.Module] = (lambda: model) if isinstance(model, nn.Module) else model
         self._inputs: InputsOf = inputs if callable(inputs) else resized(inputs)
         self._options, self._loss = options or TraceOptions(), loss
-        self.name = name or (type(model).__name__ if made else "model")
+        self.name = name or (type(model).__name__ if is_module else "model")
         self._tables: dict[tuple[int, int], CostTable] = {}
         self._costs: dict[tuple[int, int, int], ModelCost] = {}
 
@@ -98,9 +98,9 @@ class TracedCost:
         return self._costs[asked]
 
     def _table(self, micro_batch: int, sequence: int) -> CostTable:
-        for kept in ((0, sequence), (micro_batch, sequence)) if micro_batch > 1 else ((1, sequence),):
-            if kept in self._tables:
-                return self._tables[kept]
+        for key in ((0, sequence), (micro_batch, sequence)) if micro_batch > 1 else ((1, sequence),):
+            if key in self._tables:
+                return self._tables[key]
         table = self._traced(TRACED if micro_batch > 1 else (1,), micro_batch, sequence)
         self._tables[(0 if len(table.batches) > 1 else micro_batch, sequence)] = table
         return table
@@ -116,8 +116,8 @@ class TracedCost:
             traces[0].units, traces[1].units
         ):  # another number of samples takes another path
             batches, traces = (micro_batch,), [trace(model, self._inputs(micro_batch, sequence), options, self._loss)]
-        note = BALANCED if any(one.balanced for one in traces) else ""
-        return _table(self.name, batches, sequence, [one.units for one in traces], note)
+        note = BALANCED if any(traced.balanced for traced in traces) else ""
+        return _table(self.name, batches, sequence, [traced.units for traced in traces], note)
 
 
 def sequence_of(inputs: Inputs) -> int:
@@ -184,9 +184,9 @@ def _table(
         works: list[dict[str, Any]] = [{} for _ in same]
         for phase in PHASES:
             # Equal ones in both traces are one of a larger count.
-            found = Counter(zip(*(unit.works[phase] for unit in same), strict=True))
+            counts = Counter(zip(*(unit.works[phase] for unit in same), strict=True))
             for number in range(len(same)):
-                works[number][phase] = tuple(replace(key[number], count=n) for key, n in found.items())
+                works[number][phase] = tuple(replace(key[number], count=n) for key, n in counts.items())
         peaks = _moments(same, batches)
         moments.append(peaks)
         for number, unit in enumerate(same):
@@ -207,7 +207,7 @@ def _table(
 
 def _moments(same: Sequence[TracedUnit], batches: Sequence[int]) -> dict[str, tuple[tuple[Divided, ...], ...]]:
     """Return, by peak, the moments that are the highest for some micro-batch or number of tensor ranks."""
-    found = {}
+    peaks = {}
     for name in PEAKS:
         each = []
         for unit in same:
@@ -227,8 +227,8 @@ def _moments(same: Sequence[TracedUnit], batches: Sequence[int]) -> dict[str, tu
             rows = [table[0] + slope * (b - batches[0]) for b in tries]
         divisors = torch.tensor([[1.0, 1.0, 1.0], [1 / MOST_TENSOR, 1.0, 1.0], [1 / MOST_TENSOR, 1 / MOST_TENSOR, 1.0]])
         highest = {int(n) for row in rows for n in (row @ divisors.double().T).argmax(0)}
-        found[name] = tuple(tuple(moments[n] for moments in each) for n in sorted(highest))
-    return found
+        peaks[name] = tuple(tuple(moments[n] for moments in each) for n in sorted(highest))
+    return peaks
 
 
 def _cover(moments: Sequence[Divided]) -> Divided:

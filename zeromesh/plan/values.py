@@ -36,8 +36,8 @@ def value_of(tensor: Any) -> Tensor | None:
     """Return the values of a tensor; None where they are not known."""
     if not isinstance(tensor, Tensor):
         return None
-    found: Tensor | None = tensor.__dict__.get(_NAME) if tensor.is_meta else tensor.detach()
-    return found
+    values: Tensor | None = tensor.__dict__.get(_NAME) if tensor.is_meta else tensor.detach()
+    return values
 
 
 def give(tensor: Tensor, value: Tensor | None) -> Tensor:
@@ -69,8 +69,8 @@ def literals() -> Iterator[None]:
     plain, plain_list = torch.tensor, Tensor.tolist
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        made = plain(data, *args, **kwargs)
-        return give(made, plain(data, **{**kwargs, "device": "cpu"})) if made.is_meta else made
+        result = plain(data, *args, **kwargs)
+        return give(result, plain(data, **{**kwargs, "device": "cpu"})) if result.is_meta else result
 
     def tolist(tensor: Tensor) -> Any:
         value = value_of(tensor)
@@ -94,8 +94,8 @@ class KnownValues:
         to_cpu = packet is _aten._to_copy and torch.device(kwargs.get("device") or "meta").type == "cpu"
         if to_cpu and (value := value_of(args[0])) is not None:
             return True, func(value, **kwargs), args
-        if packet in _SHAPED and (known := _all(args)) is not None:
-            real = func(*known, **_on_cpu(kwargs))
+        if packet in _SHAPED and (values := _all(args)) is not None:
+            real = func(*values, **_on_cpu(kwargs))
             return True, tree_map_only(Tensor, _as_meta, real), args
         if packet in _INDEXED:
             return False, None, (args[0], _positions(args[1]), *args[2:])
@@ -130,18 +130,18 @@ class KnownValues:
 
 def _all(values: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Return arguments with values in place of tensors; None if one has none."""
-    found: list[Any] = []
+    arguments: list[Any] = []
     for value in values:
         if isinstance(value, torch.device):
-            known: Any = torch.device("cpu")
-        elif isinstance(value, tuple | list) and any(isinstance(one, Tensor) for one in value):
-            known = None if (inner := _all(tuple(value))) is None else list(inner)
+            argument: Any = torch.device("cpu")
+        elif isinstance(value, tuple | list) and any(isinstance(item, Tensor) for item in value):
+            argument = None if (inner := _all(tuple(value))) is None else list(inner)
         else:
-            known = value_of(value) if isinstance(value, Tensor) else value
-        if known is None and value is not None:
+            argument = value_of(value) if isinstance(value, Tensor) else value
+        if argument is None and value is not None:
             return None
-        found.append(known)
-    return tuple(found)
+        arguments.append(argument)
+    return tuple(arguments)
 
 
 def _on_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,14 +154,14 @@ def _as_meta(value: Tensor) -> Tensor:
 
 def _positions(indices: Any) -> list[Any]:
     """Return indices with masks whose values are known as positions, which have a shape."""
-    found: list[Any] = []
+    positions: list[Any] = []
     for index in indices:
         value = value_of(index)
         if value is None and isinstance(index, Tensor) and index.numel() <= LISTED and not index.is_floating_point():
             # A list of numbers, which no operator has made. Any others choose as many entries.
             give(index, torch.zeros(index.shape, dtype=index.dtype, device="cpu"))
         if value is None or value.dtype != torch.bool:
-            found.append(index)
+            positions.append(index)
         else:
-            found += [_as_meta(one) for one in value.nonzero(as_tuple=True)]
-    return found
+            positions += [_as_meta(position) for position in value.nonzero(as_tuple=True)]
+    return positions

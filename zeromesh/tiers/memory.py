@@ -25,9 +25,9 @@ def allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
     storage = torch.UntypedStorage(nbytes, device=device)
     if device.type == "cpu" and sys.platform == "linux" and nbytes >= 2 * _HUGE:
         first = -(-storage.data_ptr() // _HUGE) * _HUGE
-        whole = (storage.data_ptr() + nbytes - first) // _HUGE * _HUGE
+        length = (storage.data_ptr() + nbytes - first) // _HUGE * _HUGE
         # Advice only: where it is not heeded, nothing is lost.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(whole), _MADV_HUGEPAGE)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _MADV_HUGEPAGE)
     return storage
 
 
@@ -44,14 +44,14 @@ def empty_on(tier: Tier, elements: int, dtype: torch.dtype, device: torch.device
     Raises:
         RuntimeError: it cannot be page-locked.
     """
-    found = empty(elements, dtype, device if tier is Tier.DEVICE else torch.device("cpu"))
+    tensor = empty(elements, dtype, device if tier is Tier.DEVICE else torch.device("cpu"))
     # Page-locked, so that copies run while the device computes. Not by torch's own allocator for this, which takes up
     # to twice as much, as it rounds up to powers of two.
-    if pin and device.type == "cuda" and found.device.type == "cpu" and found.nbytes:
+    if pin and device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes:
         # Large memory is written to once by torch's threads: the driver would make the pages one after the other.
-        found.view(torch.uint8)[:: mmap.PAGESIZE].zero_()
-        lock_pages(found.untyped_storage())
-    return found
+        tensor.view(torch.uint8)[:: mmap.PAGESIZE].zero_()
+        lock_pages(tensor.untyped_storage())
+    return tensor
 
 
 def zeros_on(tier: Tier, elements: int, dtype: torch.dtype, device: torch.device, pin: bool = True) -> torch.Tensor:
@@ -105,9 +105,9 @@ def unloaded(like: torch.Tensor) -> torch.Tensor:
     """NaN (of whole numbers: 0) of the same shape and dtype, in the memory of one number; nobody can write to it."""
     # NaN rather than no elements: code that looks at shapes goes on, and whoever computes with it notices.
     value = torch.nan if like.is_floating_point() or like.is_complex() else 0
-    found = torch.full((), value, dtype=like.dtype).expand(like.shape)
-    setattr(found, _UNLOADED, True)
-    return found
+    tensor = torch.full((), value, dtype=like.dtype).expand(like.shape)
+    setattr(tensor, _UNLOADED, True)
+    return tensor
 
 
 def is_unloaded(value: torch.Tensor) -> bool:

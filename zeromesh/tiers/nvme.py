@@ -241,7 +241,7 @@ class FileStore:
         place = region._current
         _settle(place)
         both = zip(self._blocks(place), place.checksums, strict=True) if place.written else ()
-        return place.written and all(checksum(buffer.view[block]) == known for block, known in both)
+        return place.written and all(checksum(buffer.view[block]) == expected for block, expected in both)
 
     def commit(self) -> None:
         """Let all regions hold what was written provisionally; waits until it is on the disk."""

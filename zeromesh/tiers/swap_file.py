@@ -139,14 +139,14 @@ class SwapFile:
             except OSError as error:
                 what = f"{verb} {len(memory) - done:,} bytes at {offset + done:,} of {self.path} failed"
                 raise _because(error, what, "see the kernel's log (dmesg) about the disk") from error
-            whole = count // ALIGNMENT * ALIGNMENT  # what is left must begin at a block again
-            if not whole:
+            aligned = count // ALIGNMENT * ALIGNMENT  # what is left must begin at a block again
+            if not aligned:
                 raise OSError(
                     errno.EIO,
                     f"{verb} {len(memory) - done:,} bytes at {offset + done:,} of {self.path} ended after {count}: the "
                     "file was cut off by somebody else, or the disk is full; start again from the last checkpoint",
                 )
-            done += whole
+            done += aligned
         if not self.direct:
             os.posix_fadvise(self._descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
 

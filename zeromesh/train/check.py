@@ -143,11 +143,11 @@ def _require_checkpoints_to_go_back_to(settings: Settings, run: RunSettings) -> 
             f"{keys.ROLL_BACK} = {run.roll_back} goes back to a checkpoint after an update that was left out; set "
             f'{keys.SPIKES_ACTION} to "skip", and {keys.SAVE_EVERY} to a number, or leave {keys.ROLL_BACK} out'
         )
-    kept, needed = settings.checkpoint.keep_last, 1 + ceil(run.roll_back / run.save_every)
-    if kept is not None and kept < needed:
+    keep_last, needed = settings.checkpoint.keep_last, 1 + ceil(run.roll_back / run.save_every)
+    if keep_last is not None and keep_last < needed:
         raise ValueError(
-            f"{keys.KEEP_LAST} = {kept}: the last checkpoint that is {keys.ROLL_BACK} = {run.roll_back} updates older "
-            f"is deleted, as one is saved every {run.save_every}; keep {needed}, or leave one of them out"
+            f"{keys.KEEP_LAST} = {keep_last}: the last checkpoint that is {keys.ROLL_BACK} = {run.roll_back} updates "
+            f"older is deleted, as one is saved every {run.save_every}; keep {needed}, or leave one of them out"
         )
 
 

@@ -63,10 +63,12 @@ def export(run: Path, output: Path, tag: str | None, merge: bool) -> None:
 @contextmanager
 def _draft(output: Path) -> Iterator[Path]:
     """Return a folder inside the output whose files move to the output at the end; after an error, nothing is left."""
-    draft, made = output / DRAFT, not output.exists()
-    held = [] if made else [path.name for path in output.iterdir() if path != draft] if output.is_dir() else ["a file"]
-    if held:  # never overwritten, since it may be another export that someone uses
-        some = ", ".join(sorted(held)[:3])
+    draft, is_new = output / DRAFT, not output.exists()
+    names = (
+        [] if is_new else [path.name for path in output.iterdir() if path != draft] if output.is_dir() else ["a file"]
+    )
+    if names:  # never overwritten, since it may be another export that someone uses
+        some = ", ".join(sorted(names)[:3])
         beside = f", beside {DRAFT} of an export that was interrupted" if draft.exists() else ""
         raise ValueError(
             f"{str(output)!r} is there already, and is not overwritten; it holds {some}{beside}: choose another folder"
@@ -82,7 +84,7 @@ def _draft(output: Path) -> Iterator[Path]:
         draft.rmdir()
     except BaseException:  # Ctrl-C, too
         shutil.rmtree(draft, ignore_errors=True)
-        if made:
+        if is_new:
             with suppress(OSError):
                 output.rmdir()
         raise
@@ -139,19 +141,21 @@ def _states(model: nn.Module, reader: Reader) -> Iterator[State]:
     def real(path: str) -> nn.Module:
         """Return a copy of an adapted layer, with its values."""
         # The model is on the meta device, and merging adapters needs values: of one layer at a time.
-        own = model.get_submodule(path)
-        base = base_of(own)
+        adapted = model.get_submodule(path)
+        base = base_of(adapted)
         if is_quantized(weight_of(base)):
             with values(base):
-                layer = dense_copy(own)
-            made = {id(parameter) for parameter in (base_of(layer).weight,)}
+                layer = dense_copy(adapted)
+            dense_ids = {id(parameter) for parameter in (base_of(layer).weight,)}
         else:
-            layer, made = copy.deepcopy(own).to_empty(device="cpu"), set()
-        names = {name: f"{path}.{name}" for name, p in layer.named_parameters() if id(p) not in made}
-        state = {name: reader.tensor(f"parameter/{first.get(own, own)}") for name, own in names.items()}
+            layer, dense_ids = copy.deepcopy(adapted).to_empty(device="cpu"), set()
+        names = {name: f"{path}.{name}" for name, p in layer.named_parameters() if id(p) not in dense_ids}
+        state = {
+            name: reader.tensor(f"parameter/{first.get(full_name, full_name)}") for name, full_name in names.items()
+        }
         layer.load_state_dict(state, strict=False, assign=True)
-        found: nn.Module = layer
-        return found
+        result: nn.Module = layer
+        return result
 
     for _, members in groupby(model.named_parameters(), lambda named: _block(named[0])):
         state: State = {}

@@ -61,8 +61,8 @@ class Loop:
         batches = batches_from(start.samples)
         dtype = self.engine.config.precision.compute or self.engine.config.precision.autocast or torch.float32
         # Measured on all ranks at the same time, which may share cores or the power of a machine.
-        own = torch.tensor([peak_flops(self.engine.device, dtype)], dtype=torch.float64)
-        peak = float(self.engine.mesh.group("world").exchange(own).sum())
+        local_peak = torch.tensor([peak_flops(self.engine.device, dtype)], dtype=torch.float64)
+        peak = float(self.engine.mesh.group("world").exchange(local_peak).sum())
         progress = logged = start
         while progress.step < self.job.run.steps:
             began = time.perf_counter()
@@ -104,8 +104,8 @@ class Loop:
         """Update once, and return the loss in nats per label."""
         # All labels of the global batch have the same weight, wherever they are, so they are counted before.
         with self.times.spend(Spent.DATA):
-            own = [next(batches) for _ in range(self.share.micro_batches)]
-        micro_batches, _ = weighted(self.engine, self.job.language, own)
+            local_batches = [next(batches) for _ in range(self.share.micro_batches)]
+        micro_batches, _ = weighted(self.engine, self.job.language, local_batches)
         self.engine.train_batch(iter(micro_batches))
         loss = self.engine.get_mean_loss()
         assert loss is not None
@@ -152,19 +152,23 @@ class Loop:
             if self.metrics is None or not fits:
                 return {}
             mark = self.job.folder.mark(fits[-1])
-            before = [one for one in self.metrics.notes("spike") if (one["back"], one.get("mark")) == (fits[-1], mark)]
+            before = [
+                note for note in self.metrics.notes("spike") if (note["back"], note.get("mark")) == (fits[-1], mark)
+            ]
             return {"tag": fits[-1], "mark": mark, "times": len(before)}
 
         # One rank chooses: files of another node may be older.
-        found: dict[str, Any] = json.loads(texts(world, json.dumps(agree_run(world, "choose a checkpoint", choose)))[0])
-        if not found:
+        checkpoint: dict[str, Any] = json.loads(
+            texts(world, json.dumps(agree_run(world, "choose a checkpoint", choose)))[0]
+        )
+        if not checkpoint:
             _log.warning("%s; the run goes on, as no checkpoint is at least %s older", spike, counted(older, "update"))
-        elif found["times"] >= MOST_ROLLBACKS:
+        elif checkpoint["times"] >= MOST_ROLLBACKS:
             raise FloatingPointError(
-                f"{spike}; the run went back to {found['tag']} {counted(found['times'], 'time')} before; raise "
-                f"{SPIKE_LIMITS} and resume, or start a run with a lower learning rate"
+                f"{spike}; the run went back to {checkpoint['tag']} {counted(checkpoint['times'], 'time')} before; "
+                f"raise {SPIKE_LIMITS} and resume, or start a run with a lower learning rate"
             )
-        return found
+        return checkpoint
 
     def _due(self, progress: Progress, every: int) -> bool:
         """Return whether the step is a multiple of ``every``; 0 means never."""
@@ -236,7 +240,10 @@ class Loop:
         if (work := self.engine.work_report()) is not None:
             self.times.move(Spent.STEPS, Spent.IDLE, work.idle)
             shown = {"work": work.seconds, "usual": work.usual}
-            each = {name: [round(one / work.updates, 6) for one in seconds] for name, seconds in shown.items()}
+            each = {
+                name: [round(rank_seconds / work.updates, 6) for rank_seconds in seconds]
+                for name, seconds in shown.items()
+            }
             self.times.note(progress.step, **each)
         self.times.record(progress.step, ends)
 
@@ -247,9 +254,9 @@ class Loop:
 
     def _check(self, progress: Progress) -> None:
         """Check the hardware of all ranks."""
-        found = self.engine.check_health()
-        self.times.note(progress.step, health=found)
-        seen = "; ".join(f"{one['name']} is {'slow' if one['unit'] else 'wrong'}" for one in found["slow"])
+        health = self.engine.check_health()
+        self.times.note(progress.step, health=health)
+        seen = "; ".join(f"{entry['name']} is {'slow' if entry['unit'] else 'wrong'}" for entry in health["slow"])
         self.display.line(f"step {progress.step}/{self.job.run.steps}  hardware checked: {seen or 'all is as usual'}")
 
     def _copy(self, progress: Progress) -> None:
@@ -296,10 +303,10 @@ class Loop:
             reason = failure or RuntimeError("the checkpoint was written, but another rank failed right after that")
             if last or self.engine.config.checkpoint.on_failure == "stop" or not bool(failed.all()):
                 raise reason
-            kept = self.job.folder.last_checkpoint
+            last_tag = self.job.folder.last_checkpoint
             _log.warning(
                 "step %d: no checkpoint was written (%s); training goes on, and the next save is another try; %s",
-                progress.step, reason, f"the last one is {kept}" if kept else "there is none yet",
+                progress.step, reason, f"the last one is {last_tag}" if last_tag else "there is none yet",
             )  # fmt: skip
             return False
         return True

@@ -47,8 +47,8 @@ class Weighted(WithLoss):
         count = int((labels != NO_LABEL).sum())
         if not count:
             return wide.sum() * 0  # with a graph, since all ranks must run the same backward
-        own = keep(labels, spread.group.rank, spread.group.size, 1)
-        mean = spread.mean_loss(F.cross_entropy(wide, own.flatten(), ignore_index=NO_LABEL), own)
+        local_labels = keep(labels, spread.group.rank, spread.group.size, 1)
+        mean = spread.mean_loss(F.cross_entropy(wide, local_labels.flatten(), ignore_index=NO_LABEL), local_labels)
         return mean * count * self.factor
 
 
@@ -83,9 +83,9 @@ class HeldOut:
         """Return the score on the first ``batches`` micro-batches of every rank, or on all. Collective."""
         total, count = 0.0, 0
         length = self.language.sequence_length
-        own = evaluation_batches(self.prepared, length, self.rows, engine.data_rank, engine.data_size)
-        own = islice(own, batches)
-        while some := list(islice(own, AT_ONCE)):
+        local_batches = evaluation_batches(self.prepared, length, self.rows, engine.data_rank, engine.data_size)
+        local_batches = islice(local_batches, batches)
+        while some := list(islice(local_batches, AT_ONCE)):
             micro_batches, labels = weighted(engine, self.language, some)
             total += labels * float(engine.eval_batch(iter(micro_batches), num_micro_batches=len(some)))
             count += labels
@@ -93,7 +93,7 @@ class HeldOut:
             return None
         # Bytes per label are the mean over all held-out text, also if a part of it is evaluated.
         size = self.prepared.held_out_bytes
-        labels = sum(held.labels for held in self.prepared.validation)
+        labels = sum(token_set.labels for token_set in self.prepared.validation)
         bits = total / count / math.log(2) * labels / size if size else None
         return Score(loss=total / count, bits_per_byte=bits)
 

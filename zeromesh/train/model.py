@@ -69,8 +69,8 @@ class BuiltIn:
 
     def logits(self, model: Callable[..., Any], batch: Batch) -> torch.Tensor:
         """Call the model, or its engine, and return the logits, shape ``(rows, length, vocabulary)``."""
-        found: torch.Tensor = model(batch.tokens, positions=batch.positions, documents=batch.documents)
-        return found
+        logits: torch.Tensor = model(batch.tokens, positions=batch.positions, documents=batch.documents)
+        return logits
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Transformer:
     def tokenizer(self) -> str | None:
         """Folder of the model's own tokenizer; None if it has none."""
         names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-        own = str(self.folder) if is_model_id(self.source.path) else self.source.path
-        return own if any((self.folder / name).is_file() for name in names) else None
+        path = str(self.folder) if is_model_id(self.source.path) else self.source.path
+        return path if any((self.folder / name).is_file() for name in names) else None
 
     @property
     def has_weights(self) -> bool:
@@ -139,8 +139,8 @@ class Transformer:
     def quantized(self) -> bool:
         """True if linear layers have frozen weights in few bits, which are made here or are in the folder."""
         with self._explained():
-            made = self.source.quantization is not None
-            return made or saved_quantization(configuration(self.folder)[0]) is not None
+            quantizes = self.source.quantization is not None
+            return quantizes or saved_quantization(configuration(self.folder)[0]) is not None
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -199,17 +199,17 @@ class Transformer:
         """Refuse a tokenizer that the weights were not trained with; ``named`` is None for one that the run trained."""
         if not self.has_weights:
             return
-        own = self.tokenizer
+        path = self.tokenizer
         if named is None:
             raise ValueError(
                 f"the weights in {keys.MODEL_FOLDER} = {self.source.path!r} know the ids of their own tokenizer, which "
                 f"is not there; name it in {keys.TOKENIZER}, or set {keys.MODEL_WEIGHTS} to false"
             )
         # A copy of the model's tokenizer in another folder has the same size, and is let through.
-        if own is not None and Path(named) != Path(own) and (entries := load_tokenizer(Path(own)).size) != size:
+        if path is not None and Path(named) != Path(path) and (entries := load_tokenizer(Path(path)).size) != size:
             raise ValueError(
-                f"{keys.TOKENIZER} = {named!r} has {size} entries, and the model's own in {own!r} has {entries}; leave "
-                f"{keys.TOKENIZER} out, or set {keys.MODEL_WEIGHTS} to false"
+                f"{keys.TOKENIZER} = {named!r} has {size} entries, and the model's own in {path!r} has {entries}; "
+                f"leave {keys.TOKENIZER} out, or set {keys.MODEL_WEIGHTS} to false"
             )
 
     def cost(self, model: nn.Module) -> float:
@@ -234,8 +234,8 @@ class Transformer:
         """Call the model, or its engine, and return the logits, shape ``(rows, length, vocabulary)``."""
         # Attention of transformers finds documents by positions that begin anew.
         positions = {} if batch.positions is None else {"position_ids": batch.positions}
-        found: torch.Tensor = model(input_ids=batch.tokens, use_cache=False, **positions).logits
-        return found
+        logits: torch.Tensor = model(input_ids=batch.tokens, use_cache=False, **positions).logits
+        return logits
 
 
 LanguageModel = BuiltIn | Transformer
@@ -306,11 +306,11 @@ def parameter_groups(model: Any, settings: Settings) -> list[dict[str, Any]] | N
     assert settings.optimizer is not None
     from peft.optimizers import create_loraplus_optimizer
 
-    given = settings.optimizer.params
+    params = settings.optimizer.params
     # An optimizer of no other use: PEFT has no function for the groups alone.
     groups = create_loraplus_optimizer(
-        model, torch.optim.SGD, lr=float(given["lr"]), loraplus_lr_ratio=settings.lora.plus_ratio,
-        loraplus_weight_decay=float(given.get("weight_decay", 0.0)),
+        model, torch.optim.SGD, lr=float(params["lr"]), loraplus_lr_ratio=settings.lora.plus_ratio,
+        loraplus_weight_decay=float(params.get("weight_decay", 0.0)),
     ).param_groups  # fmt: skip
     return [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups if group["params"]]
 

@@ -41,8 +41,8 @@ def write_page(run: Path) -> Path:
         raise ValueError(
             f"{str(folder.times)!r} has no attempt at a run: name the output folder of a run of zeromesh train"
         )
-    steps, spikes = ([one for one in records if one["kind"] == kind] for kind in ("train", "spike"))
-    validations = [one for one in records if one["kind"] == "validation"]
+    steps, spikes = ([record for record in records if record["kind"] == kind] for kind in ("train", "spike"))
+    validations = [record for record in records if record["kind"] == "validation"]
     parts = [f"<h1>{escape(run.absolute().name)}</h1>", _state(folder, attempts, steps)]
     parts += ["<h2>Time of all attempts</h2>", _shares(attempts), timeline(attempts)]
     if spikes:
@@ -58,14 +58,14 @@ def write_page(run: Path) -> Path:
 
 def _curve(records: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]:
     """Return the finite values by step; those of skipped updates are infinite or NaN."""
-    found = ((one["step"], one.get(key)) for one in records)
-    return [(step, value) for step, value in found if value is not None and isfinite(value)]
+    points = ((record["step"], record.get(key)) for record in records)
+    return [(step, value) for step, value in points if value is not None and isfinite(value)]
 
 
 def _state(folder: RunFolder, attempts: Sequence[Attempt], steps: Sequence[dict[str, Any]]) -> str:
     reached = steps[-1]["step"] if steps else 0
     spent = totals([*attempts])
-    whole = sum(spent.values()) or 1.0
+    total = sum(spent.values()) or 1.0
     try:
         wanted = int(json.loads(read_text(folder.config))["run"]["steps"])
     except (
@@ -80,15 +80,15 @@ def _state(folder: RunFolder, attempts: Sequence[Attempt], steps: Sequence[dict[
     ended = "has ended" if folder.has_finished and reached >= wanted else "has not reached its end"
     return (
         f"<p>The run {ended}: step {reached} of {wanted}, {len(attempts)} attempt{'s' * (len(attempts) > 1)} in "
-        f"{duration_text(whole)}, of which {spent[Spent.STEPS] / whole:.0%} went to steps that count (goodput).</p>"
+        f"{duration_text(total)}, of which {spent[Spent.STEPS] / total:.0%} went to steps that count (goodput).</p>"
     )
 
 
 def _shares(attempts: Sequence[Attempt]) -> str:
     spent = totals([*attempts])
-    whole = sum(spent.values()) or 1.0
+    total = sum(spent.values()) or 1.0
     rows = "".join(
-        f'<tr><td>{kind}</td><td class="n">{spent[kind]:.1f} s</td><td class="n">{spent[kind] / whole:.1%}</td></tr>'
+        f'<tr><td>{kind}</td><td class="n">{spent[kind]:.1f} s</td><td class="n">{spent[kind] / total:.1%}</td></tr>'
         for kind in Spent if spent[kind] > 0.0
     )  # fmt: skip
     return f"<table>{rows}</table>"
@@ -105,7 +105,7 @@ def timeline(attempts: Sequence[Attempt]) -> str:
         for stretch in _merged(attempt.stretches, MOST_STRETCHES // len(attempts)):
             # Within a stretch only the sums are known, so its kinds are drawn one after the other, the start first.
             at = stretch.begin
-            for kind in sorted(Spent, key=lambda one: one is not Spent.START):
+            for kind in sorted(Spent, key=lambda work: work is not Spent.START):
                 if (seconds := stretch.seconds.get(kind, 0.0)) > 0.0:
                     x, wide = LEFT + width * (at - begin) / (end - begin), width * seconds / (end - begin)
                     title = f"{kind}: {seconds:.1f} s, up to step {stretch.step}"
@@ -122,12 +122,12 @@ def timeline(attempts: Sequence[Attempt]) -> str:
 
 def _merged(stretches: Sequence[Stretch], most: int) -> list[Stretch]:
     """Return the stretches with neighbours put together, so that there are not many more than ``most``."""
-    step, found = -(-len(stretches) // max(1, most)), []
+    step, merged = -(-len(stretches) // max(1, most)), []
     for begin in range(0, len(stretches), max(1, step)):
         part = stretches[begin : begin + step]
-        seconds = {kind: sum(one.seconds.get(kind, 0.0) for one in part) for kind in Spent}
-        found.append(Stretch(part[0].begin, part[-1].end, part[-1].step, seconds))
-    return found
+        seconds = {kind: sum(stretch.seconds.get(kind, 0.0) for stretch in part) for kind in Spent}
+        merged.append(Stretch(part[0].begin, part[-1].end, part[-1].step, seconds))
+    return merged
 
 
 SPIKE_COLUMNS = ("step", "of", "value", "median before", "what was done")
@@ -135,10 +135,10 @@ SPIKE_COLUMNS = ("step", "of", "value", "median before", "what was done")
 
 def spike_rows(spikes: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
     """Yield the cells of ``SPIKE_COLUMNS`` for each spike."""
-    for one in spikes:
-        done = "left out" if one["skipped"] else "logged"
-        done += f"; the run went back to {one['back']}" if one["back"] else ""
-        yield str(one["step"]), one["name"], f"{one['value']:.4g}", f"{one['usual']:.4g}", done
+    for spike in spikes:
+        done = "left out" if spike["skipped"] else "logged"
+        done += f"; the run went back to {spike['back']}" if spike["back"] else ""
+        yield str(spike["step"]), spike["name"], f"{spike['value']:.4g}", f"{spike['usual']:.4g}", done
 
 
 def _table(rows: Iterable[Sequence[str]]) -> str:
@@ -179,31 +179,31 @@ def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     step = -(-2 * len(points) // MOST_POINTS)
     if step <= 2:
         return points
-    found = []
+    thinned = []
     for begin in range(0, len(points), step):
         part = points[begin : begin + step]
-        found += sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
-    return found
+        thinned += sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
+    return thinned
 
 
 def _ranks(times: Sequence[dict[str, Any]]) -> list[str]:
     """Return the parts on the ranks' work, and on the checks of their hardware."""
     parts = []
-    seen = [one for one in times if "work" in one and len(one["work"]) == len(one.get("usual", ()))]
-    ranks = max((len(one["work"]) for one in seen), default=0)  # an elastic run has others at times
+    seen = [record for record in times if "work" in record and len(record["work"]) == len(record.get("usual", ()))]
+    ranks = max((len(record["work"]) for record in seen), default=0)  # an elastic run has others at times
     if ranks > 1:
         shown = []
-        for one in seen:
-            pairs = zip(one["work"], one["usual"], strict=True)
-            cells = [(own / usual if usual else 1.0, f"{1e3 * own:.1f} ms") for own, usual in pairs]
-            shown.append((one["step"], cells + [(0.0, "none")] * (ranks - len(cells))))
+        for record in seen:
+            pairs = zip(record["work"], record["usual"], strict=True)
+            cells = [(seconds / usual if usual else 1.0, f"{1e3 * seconds:.1f} ms") for seconds, usual in pairs]
+            shown.append((record["step"], cells + [(0.0, "none")] * (ranks - len(cells))))
         text = (
             "Seconds of an update without waits for other ranks; dark ranks work longer than the median of the others "
             "(in a pipeline, of the others of its stage)."
         )
         names = [f"rank {rank}" for rank in range(ranks)]
         parts += ["<h2>Work of the ranks</h2>", f"<p>{text}</p>", *heat_map(names, shown)]
-    checks = [(one["step"], one["health"]) for one in times if "health" in one]
+    checks = [(record["step"], record["health"]) for record in times if "health" in record]
     if checks:
         parts += ["<h2>Hardware</h2>", _slow_table(checks), *_check_map(checks)]
     return parts
@@ -211,18 +211,18 @@ def _ranks(times: Sequence[dict[str, Any]]) -> list[str]:
 
 def _slow_table(checks: Sequence[tuple[int, dict[str, Any]]]) -> str:
     """Return what was slow, or computed wrongly, and from when to when."""
-    found: dict[tuple[str, int], tuple[int, int, dict[str, Any]]] = {}
+    findings: dict[tuple[str, int], tuple[int, int, dict[str, Any]]] = {}
     for number, (step, check) in enumerate(checks, 1):
-        for one in check["slow"]:
-            found[one["name"], one["since"]] = number, step, one
-    if not found:
+        for entry in check["slow"]:
+            findings[entry["name"], entry["since"]] = number, step, entry
+    if not findings:
         return f"<p>Nothing was slow in {len(checks)} check{'s' * (len(checks) > 1)}.</p>"
     rows: list[Sequence[str]] = [("what", "from step", "to step", "last", "usual")]
-    for (name, since), (number, step, one) in found.items():
+    for (name, since), (number, step, entry) in findings.items():
         until = "now" if number == len(checks) else str(step)
         speeds = ("wrong", "")
-        if one["unit"]:
-            speeds = scaled_text(one["value"], one["unit"]), scaled_text(one["usual"], one["unit"])
+        if entry["unit"]:
+            speeds = scaled_text(entry["value"], entry["unit"]), scaled_text(entry["usual"], entry["unit"])
         rows.append((name, str(since), until, *speeds))
     return _table(rows)
 

@@ -34,9 +34,9 @@ def planned(config: Path, overrides: Sequence[str], settings: Settings) -> Setti
     ranks = job.run.ranks
     environment = Environment.detect() if launched else Environment(world_size=ranks, local_world_size=ranks)
     if job.run.resume and job.folder.config.is_file():
-        kept = automatic.repeat(settings, job.folder.settings(), environment.world_size)
-        if kept is not None:
-            return kept
+        previous = automatic.repeat(settings, job.folder.settings(), environment.world_size)
+        if previous is not None:
+            return previous
 
     def example() -> tuple[nn.Module, Mapping[str, Any], Callable[[Any], torch.Tensor]]:
         return build_model(job), *job.language.example(ROWS)

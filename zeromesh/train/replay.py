@@ -82,17 +82,21 @@ def replay(run: Path, step: int, one_process: bool, with_text: bool, console: Co
         raise ValueError("zeromesh replay starts the ranks itself; call it without a launcher")
     if not folder.config.is_file():
         raise ValueError(f"{str(run)!r} holds no run; name the folder that {OUTPUT} named in training")
-    own, records = folder.settings(), read_metrics(folder.metrics)
-    assert own.run is not None
-    batch, known = own.train_batch_size, max([*folder.tags(), *(one["step"] for one in records)], default=0)
-    if step > min(known + own.run.log_every, own.run.steps):  # a run may have ended with an error since its last record
-        raise ValueError(f"the run in {str(run)!r} has taken {counted(known, 'step')} so far, and not step {step}")
+    run_settings, records = folder.settings(), read_metrics(folder.metrics)
+    assert run_settings.run is not None
+    batch = run_settings.train_batch_size
+    last_step = max([*folder.tags(), *(record["step"] for record in records)], default=0)
+    # A run may have ended with an error since its last record.
+    if step > min(last_step + run_settings.run.log_every, run_settings.run.steps):
+        raise ValueError(f"the run in {str(run)!r} has taken {counted(last_step, 'step')} so far, and not step {step}")
     begin = beginning(folder, records, step, batch)
     settings = replayed_settings(folder, one_process)
     # After a spike the run may have taken steps of these numbers with other samples.
-    records = [one for one in records if one.get("samples") == begin.samples + (one["step"] - begin.step) * batch]
+    records = [
+        record for record in records if record.get("samples") == begin.samples + (record["step"] - begin.step) * batch
+    ]
     job = Job.of(settings)
-    changed = [key for key, value in changeable(own).items() if value != begin.settings.get(key, value)]
+    changed = [key for key, value in changeable(run_settings).items() if value != begin.settings.get(key, value)]
     if changed and not one_process:
         console.print(f"settings of the run that were others at {begin.tag}: {', '.join(changed)}")
     end = begin.samples + (step - begin.step) * batch
@@ -118,16 +122,20 @@ def beginning(folder: RunFolder, records: list[dict[str, Any]], step: int, batch
     After a spike a run may have gone back, and on with other samples: the record of a step tells which it had. Of a
     step that was a spike, this is that of the spike.
     """
-    known = [one for one in records if one["step"] == step and "samples" in one]
-    known.sort(key=lambda one: bool(one["kind"] == "spike"))
-    wanted = known[-1]["samples"] if known else None
+    matching = [record for record in records if record["step"] == step and "samples" in record]
+    matching.sort(key=lambda record: bool(record["kind"] == "spike"))
+    wanted = matching[-1]["samples"] if matching else None
     for saved, tag in reversed(folder.tags().items()):
         if saved >= step:
             continue
         # Where the run has gone on from this checkpoint: at first, and each time that it went back to it.
         state, this = Reader(locate(folder.checkpoints, tag)).manifest["client_state"], (tag, folder.mark(tag))
-        spikes = [one for one in records if one["kind"] == "spike" and (one["back"], one.get("mark")) == this]
-        for samples in reversed([one["samples"] for one in (state, *spikes) if isinstance(one.get("samples"), int)]):
+        spikes = [
+            record for record in records if record["kind"] == "spike" and (record["back"], record.get("mark")) == this
+        ]
+        for samples in reversed(
+            [source["samples"] for source in (state, *spikes) if isinstance(source.get("samples"), int)]
+        ):
             if wanted is None or samples + (step - saved) * batch == wanted:
                 return Begin(tag, saved, samples, state.get("settings", {}))
     have = ", ".join(folder.tags().values()) or "none"
@@ -139,11 +147,11 @@ def beginning(folder: RunFolder, records: list[dict[str, Any]], step: int, batch
 
 def replayed_settings(folder: RunFolder, one_process: bool) -> Settings:
     """Return the settings of a run as it is to be replayed: with its ranks, and without its monitors' files."""
-    own = folder.settings()
-    assert own.run is not None
-    document = own.model_dump(mode="json", exclude_unset=True)
+    settings = folder.settings()
+    assert settings.run is not None
+    document = settings.model_dump(mode="json", exclude_unset=True)
     # The folder may have been moved, and a launcher may have started other ranks than the settings say.
-    run = {"output": str(folder.path), "resume": False, "ranks": prod(own.mesh.model_dump().values())}
+    run = {"output": str(folder.path), "resume": False, "ranks": prod(settings.mesh.model_dump().values())}
     document["run"] = {**document["run"], **run}
     gone = WATCHING - {"run"}
     if one_process:
@@ -197,30 +205,30 @@ def _steps(engine: Any, job: Job, batches: Iterator[Batch], share: Share, last: 
 
 def recorded(records: list[dict[str, Any]], step: int) -> dict[str, float]:
     """Return the loss and the norm that the run has recorded of a step; of a spike, what made it one."""
-    spikes = [one for one in records if one["kind"] == "spike" and one["step"] == step]
+    spikes = [record for record in records if record["kind"] == "spike" and record["step"] == step]
     if spikes:
         return {"loss" if spikes[-1]["name"] == "loss" else "norm": spikes[-1]["value"]}
-    steps = [one for one in records if one["kind"] == "train" and one["step"] == step]
+    steps = [record for record in records if record["kind"] == "train" and record["step"] == step]
     return {"loss": steps[-1]["loss"], "norm": steps[-1]["gradient_norm"]} if steps else {}
 
 
 def judge(runs: list[list[Replayed]], records: list[dict[str, Any]], one_process: bool) -> tuple[str, bool]:
     """Return what the comparison says, and whether all that was compared is equal."""
     first, second = runs
-    for one, other in zip_longest(first, second):
-        if one is None or other is None or one.error != other.error or not _equal(_numbers(one), _numbers(other)):
+    for left, right in zip_longest(first, second):
+        if left is None or right is None or left.error != right.error or not _equal(_numbers(left), _numbers(right)):
             return (
-                f"transient: step {(one or other).step} gave other bits the second time, from the same state and "
+                f"transient: step {(left or right).step} gave other bits the second time, from the same state and "
                 "samples. Look for kernels that are not deterministic (torch.use_deterministic_algorithms), or a "
                 "machine that errs (zeromesh doctor)"
             ), False
     compared = 0
     for taken in first:
         for name, value in ({} if taken.error else recorded(records, taken.step)).items():
-            compared, found = compared + 1, getattr(taken, name)
-            if _equal({name: found}, {name: value}, CLOSE if one_process else 0.0):
+            compared, replayed = compared + 1, getattr(taken, name)
+            if _equal({name: replayed}, {name: value}, CLOSE if one_process else 0.0):
                 continue
-            told = f"step {taken.step} had a {name} of {value!r}, and has {found!r}"
+            told = f"step {taken.step} had a {name} of {value!r}, and has {replayed!r}"
             if one_process:
                 return f"apart: {told} on one process; compare the layouts with zeromesh verify", False
             return (
@@ -238,13 +246,13 @@ def judge(runs: list[list[Replayed]], records: list[dict[str, Any]], one_process
     ), True
 
 
-def _equal(one: dict[str, float], other: dict[str, float], close: float = 0.0) -> bool:
-    pairs = [(one[name], other[name]) for name in one]
+def _equal(left: dict[str, float], right: dict[str, float], close: float = 0.0) -> bool:
+    pairs = [(left[name], right[name]) for name in left]
     return all(a == b or (isnan(a) and isnan(b)) or (isfinite(b) and abs(a - b) <= close * abs(b)) for a, b in pairs)
 
 
-def _numbers(one: Replayed) -> dict[str, float]:
-    return {"loss": one.loss, "norm": one.norm}
+def _numbers(replayed: Replayed) -> dict[str, float]:
+    return {"loss": replayed.loss, "norm": replayed.norm}
 
 
 def _table(runs: list[list[Replayed]], records: list[dict[str, Any]]) -> Table:
@@ -253,8 +261,8 @@ def _table(runs: list[list[Replayed]], records: list[dict[str, Any]]) -> Table:
     for taken in zip(*runs, strict=False):
         values = recorded(records, taken[0].step)
         cells = [
-            _number(values.get("loss")), *(_number(one.loss) for one in taken),
-            _number(values.get("norm")), *(_number(one.norm) for one in taken),
+            _number(values.get("loss")), *(_number(replayed.loss) for replayed in taken),
+            _number(values.get("norm")), *(_number(replayed.norm) for replayed in taken),
         ]  # fmt: skip
         table.add_row(str(taken[0].step), *cells)
     return table

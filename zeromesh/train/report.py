@@ -48,10 +48,10 @@ def count_lines(texts: list[str]) -> dict[str, int]:
 
 def _tokenizes(line: str) -> bool:
     try:
-        found = [token.type for token in tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline)]
+        types = [token.type for token in tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline)]
     except (tokenize.TokenError, SyntaxError):
         return False
-    return tokenize.ERRORTOKEN not in found
+    return tokenize.ERRORTOKEN not in types
 
 
 def close(
@@ -66,8 +66,8 @@ def close(
     memory, traffic = engine.memory_report(), engine.traffic_report()
     # Of one rank: the operations of a step are shared out evenly.
     bounds = engine.bound_report(loop.flops_per_token * loop.tokens_per_step / engine.mesh.world_size)
-    own = torch.tensor([float(peak_bytes(engine.device))], dtype=torch.float64)
-    peaks = [round(peak) for peak in engine.mesh.group("world").exchange(own).flatten().tolist()]
+    local_peak = torch.tensor([float(peak_bytes(engine.device))], dtype=torch.float64)
+    peaks = [round(peak) for peak in engine.mesh.group("world").exchange(local_peak).flatten().tolist()]
     engine.save_16bit_model(job.folder.model)
     # All that is collective is done; only the first rank has metrics.
     if loop.metrics is None:
@@ -102,7 +102,9 @@ def close(
         "training_seconds": reached.seconds,  # in steps, of the whole run also if it was resumed
         "attempts": len(attempts),  # commands and restarts; the times are those of all
         "time": {kind.name.lower(): round(seconds, 3) for kind, seconds in times.items()},
-        "spikes": [{key: one[key] for key in ("step", "name", "value", "usual", "skipped", "back")} for one in spikes],
+        "spikes": [
+            {key: spike[key] for key in ("step", "name", "value", "usual", "skipped", "back")} for spike in spikes
+        ],
         "goodput": times[Spent.STEPS] / (sum(times.values()) or 1.0),  # 0 where no time could be written
         "utilization": fmean(record.get("utilization", 0.0) for record in steps),  # share of the peak
         "training_loss": steps[-1]["loss"],
@@ -205,10 +207,10 @@ def _summary(report: Report) -> list[tuple[str, str]]:
 
 
 def _times(report: Report) -> list[tuple[str, str, str]]:
-    whole, rows = sum(report["time"].values()), []
+    total, rows = sum(report["time"].values()), []
     for kind in Spent:
         if seconds := report["time"][kind.name.lower()]:
-            share = seconds / whole
+            share = seconds / total
             rows.append((str(kind), f"{seconds:.1f} s", f"{share:.0%} {'█' * round(BAR * share)}".rstrip()))
     return rows
 
@@ -223,26 +225,26 @@ def _memory(memory: dict[str, Any]) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _prediction(found: dict[str, Any] | None) -> list[str]:
-    if found is None:
+def _prediction(prediction: dict[str, Any] | None) -> list[str]:
+    if prediction is None:
         return [
             f"None was made, as the steps took less than {WORTH:.0f} s: it takes a few seconds; {MACHINE}, with a file "
             "of zeromesh doctor --save, makes one in any case."
         ]
-    memory = "memory" if found["host"] is None else "memory of the device"
+    memory = "memory" if prediction["host"] is None else "memory of the device"
     rows = []
     for name, what in (("device", memory), ("host", "memory of the host"), ("step", "time of a step")):
-        one, text = found[name], (lambda seconds: f"{1e3 * seconds:.1f} ms") if name == "step" else bytes_text
-        if one is None:
+        entry, text = prediction[name], (lambda seconds: f"{1e3 * seconds:.1f} ms") if name == "step" else bytes_text
+        if entry is None:
             continue
-        values = ["" if one[key] is None else text(one[key]) for key in ("predicted", "measured")]
-        rows.append((what, *values, "" if one["difference"] is None else f"{one['difference']:+.0%}"))
-    return [_table(("what", "predicted", "measured", "difference"), rows), *found["notes"]]
+        values = ["" if entry[key] is None else text(entry[key]) for key in ("predicted", "measured")]
+        rows.append((what, *values, "" if entry["difference"] is None else f"{entry['difference']:+.0%}"))
+    return [_table(("what", "predicted", "measured", "difference"), rows), *prediction["notes"]]
 
 
-def _bounds(found: dict[str, Any]) -> tuple[str, str]:
+def _bounds(bounds: dict[str, Any]) -> tuple[str, str]:
     rows = []
-    for name, use in found["uses"].items():
+    for name, use in bounds["uses"].items():
         if use["share"] < SMALLEST_SHARE and use["amount"] is None:
             continue
         unit = "FLOP" if name == "compute" else "B"
@@ -250,7 +252,7 @@ def _bounds(found: dict[str, Any]) -> tuple[str, str]:
         limit = "" if use["of_limit"] is None else f"{use['of_limit']:.0%} of {scaled_text(use['limit'], unit)}/s"
         bar = "█" * round(BAR * use["share"])
         rows.append((name, f"{1e3 * use['seconds']:.1f}", f"{use['share']:.0%} {bar}".rstrip(), amount, limit))
-    sentence = f"Most of a step's {1e3 * found['seconds']:.0f} ms goes to {found['bound']}: {found['advice']}."
+    sentence = f"Most of a step's {1e3 * bounds['seconds']:.0f} ms goes to {bounds['bound']}: {bounds['advice']}."
     return sentence, _table(("resource", "ms", "share", "per step", "of its limit"), rows)
 
 

@@ -86,9 +86,9 @@ def load_writer(folder: RunFolder) -> TextWriter:
             folder.require_base()
         model = load_transformer(language, folder.model)
         ends = model.generation_config.eos_token_id
-        known = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        end_ids = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
         longest = positions(model.config.get_text_config())
-        return TextWriter(lambda: _cached(model, longest), known | {tokenizer.end}, tokenizer)
+        return TextWriter(lambda: _cached(model, longest), end_ids | {tokenizer.end}, tokenizer)
     assert isinstance(language, BuiltIn)
     decoder, longest = _decoder(language, folder.model / "model.safetensors"), language.sequence_length
 

@@ -35,8 +35,8 @@ def examine(model: nn.Module, patterns: Sequence[str] = (), sample: ModelInput |
         return _blocks(model, names, model.kinds, *_of_chain(model), None, ())
     traced = trace(model, names, sample)
     calls = list(range(len(names))) if traced is None else _separable(model, names, traced)
-    kept = [names[call if traced is None else traced.calls[call]] for call in calls]
-    position = _positions(model, kept)
+    block_names = [names[call if traced is None else traced.calls[call]] for call in calls]
+    position = _positions(model, block_names)
     placed = _by_registration(model, position)
     operations = [0.0] * len(calls)
     if traced is not None:
@@ -53,8 +53,8 @@ def examine(model: nn.Module, patterns: Sequence[str] = (), sample: ModelInput |
         block = position[name.rpartition(".")[0]]
         firsts[id(buffer)] = min(block, firsts.get(id(buffer), block))
     buffers = {name: firsts[id(buffer)] for name, buffer in named.items()}
-    types = [type(model.get_submodule(name)).__name__ for name in kept]
-    return _blocks(model, kept, types, placed, buffers, operations, _finer(model, kept))
+    types = [type(model.get_submodule(name)).__name__ for name in block_names]
+    return _blocks(model, block_names, types, placed, buffers, operations, _finer(model, block_names))
 
 
 def _blocks(
@@ -87,13 +87,13 @@ def describe_stages(model: nn.Module, blocks: Blocks, cut: Cut) -> list[str]:
     """Return a line for each stage: its blocks and parameters, and its shares of the known costs."""
     stages = range(len(cut.starts))
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    held = [sum(sizes[name] for name, needing in cut.stages.items() if stage in needing) for stage in stages]
-    costs: dict[str, list[float]] = {"parameters": [float(size) for size in held]}
+    counts = [sum(sizes[name] for name, needing in cut.stages.items() if stage in needing) for stage in stages]
+    costs: dict[str, list[float]] = {"parameters": [float(size) for size in counts]}
     bounds = (*cut.starts, len(cut.blocks))
     if blocks.operations is not None:
         costs["operations"] = [sum(blocks.operations[bounds[stage] : bounds[stage + 1]]) for stage in stages]
     return [
-        f"stage {stage}: {cut.blocks[bounds[stage]]} to {cut.blocks[bounds[stage + 1] - 1]}, {held[stage]:,} "
+        f"stage {stage}: {cut.blocks[bounds[stage]]} to {cut.blocks[bounds[stage + 1] - 1]}, {counts[stage]:,} "
         "parameters, " + ", ".join(f"{cost[stage] / (sum(cost) or 1):.1%} of {what}" for what, cost in costs.items())
         for stage in stages
     ]
@@ -125,18 +125,18 @@ def _separable(model: nn.Module, names: Sequence[str], traced: ModelTrace) -> li
             )
     # What is called often and has no parameters, as a shared activation, belongs to the blocks around it.
     once = [number for number, block in enumerate(traced.calls) if block not in repeated]
-    crossed = {number for made, read in traced.crossings for number in range(made, read)}
-    found = [number for position, number in enumerate(once) if position == 0 or number not in crossed]
-    if len(found) < 2 <= len(once):
-        made, read = min(traced.crossings)
+    crossed = {number for source, read in traced.crossings for number in range(source, read)}
+    numbers = [number for position, number in enumerate(once) if position == 0 or number not in crossed]
+    if len(numbers) < 2 <= len(once):
+        source, read = min(traced.crossings)
         raise ValueError(
             f"{type(model).__name__} reads, after its call of {names[traced.calls[read - 1]]} and outside of what that "
-            f"is called with, what it computed before its call of {names[traced.calls[made]]}; between blocks of a "
+            f"is called with, what it computed before its call of {names[traced.calls[source]]}; between blocks of a "
             f"pipeline nothing passes but what blocks are called with: {REMEDY}"
         )
-    if not found:
+    if not numbers:
         raise ValueError(f"a forward of {type(model).__name__} calls none of {', '.join(names[:3])}: {REMEDY}")
-    return found
+    return numbers
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
@@ -153,16 +153,16 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
         return list(model.layers)
     names = [name for name, _ in model.named_modules() if name]
     if patterns:
-        found: list[str] = []
+        chosen: list[str] = []
         for pattern in patterns:
             depth = pattern.count(".")
-            matching = [n for n in names if n.count(".") == depth and fnmatchcase(n, pattern) and n not in found]
+            matching = [n for n in names if n.count(".") == depth and fnmatchcase(n, pattern) and n not in chosen]
             if not matching:
                 raise ValueError(
                     f"{STAGE_BLOCKS}: {pattern!r} matches no module; its names are like {', '.join(names[:5])}"
                 )
-            found += matching
-        return found
+            chosen += matching
+        return chosen
     children = (
         (name, child) for name in _outer_lists(model) for child, _ in model.get_submodule(name).named_children()
     )
@@ -188,12 +188,12 @@ def _positions(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
 
 def _by_registration(model: nn.Module, position: Mapping[str, int]) -> dict[str, set[int]]:
     """Return the blocks that need each parameter, if all is used in the order of registration."""
-    found: dict[str, set[int]] = {}
+    uses: dict[str, set[int]] = {}
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        found.setdefault(known, set()).add(position[name.rpartition(".")[0]])
-    return found
+        first_name = first.setdefault(id(parameter), name)
+        uses.setdefault(first_name, set()).add(position[name.rpartition(".")[0]])
+    return uses
 
 
 def take_away(
@@ -209,11 +209,11 @@ def take_away(
     # these; blocks of other stages are not called.
     taken = []
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
-    kept = {name for name, needing in cut.stages.items() if any(stage in needing for stage in stages)}
+    local_names = {name for name, needing in cut.stages.items() if any(stage in needing for stage in stages)}
     idle = _idle(model, cut, stages)
     for path, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None and by_id[id(parameter)] not in kept:
+            if parameter is not None and by_id[id(parameter)] not in local_names:
                 del module._parameters[name]
                 taken.append((module, name))
                 full = f"{path}.{name}".lstrip(".")

@@ -33,9 +33,9 @@ class Elsewhere(Tensor):
     def make(cls, path: str, like: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> Elsewhere:
         """Return the stand-in of a parameter; ``dtype`` is for those of floating point."""
         dtype = like.dtype if dtype is None or not like.is_floating_point() else dtype
-        made = torch.zeros((), dtype=dtype, device=device).expand(like.shape).as_subclass(cls)
-        made.path = path
-        return made
+        stand_in = torch.zeros((), dtype=dtype, device=device).expand(like.shape).as_subclass(cls)
+        stand_in.path = path
+        return stand_in
 
     def _same(self, result: Tensor) -> Tensor:
         """Return what shares these zeros' memory, such as ``.data`` and views, as one of them."""
@@ -43,9 +43,9 @@ class Elsewhere(Tensor):
             return result
         if result.untyped_storage()._cdata != self.untyped_storage()._cdata:
             return result
-        made = result.as_subclass(Elsewhere)
-        made.path = self.path
-        return made
+        stand_in = result.as_subclass(Elsewhere)
+        stand_in.path = self.path
+        return stand_in
 
     @classmethod
     def __torch_function__(

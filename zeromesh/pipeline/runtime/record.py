@@ -72,16 +72,16 @@ class Recorded:
     @cached_property
     def costs(self) -> Costs:
         """Return the median time of each stage's actions of each kind, and of a message that was waited for."""
-        found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+        durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
         for steps in self.measured.ranks:
             for step in steps:
-                found[step.action.kind, step.action.stage].append(step.end - step.start)
+                durations[step.action.kind, step.action.stage].append(step.end - step.start)
         stages = range(self.measured.schedule.stages)
         forward, inputs, weight, both = (
-            [median(found.get((kind, stage), [0.0])) for stage in stages]
+            [median(durations.get((kind, stage), [0.0])) for stage in stages]
             for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD)
         )
-        if any(kind is Kind.INPUT for kind, _ in found):
+        if any(kind is Kind.INPUT for kind, _ in durations):
             return Costs(forward, inputs, weight, latency=self._message())
         # Where both gradients are computed at once, each is taken for half of that: nothing tells them apart.
         half = [each / 2 for each in both]
@@ -90,15 +90,15 @@ class Recorded:
     def _message(self) -> float:
         """Return the median time from the begin of a send until a waiting rank went on; 0 if none ever waited."""
         waits = {step.action: step for steps in self.waits for step in steps}
-        found = []
+        delays = []
         for send in (step for steps in self.measured.ranks for step in steps if step.action.kind in MESSAGES):
             receive = received_by(send.action)
             for kind in (Kind.FORWARD,) if receive.kind is Kind.RECEIVE_ACTIVATION else BACKWARDS:
                 wait = waits.get(receive._replace(kind=kind))
                 # A message that was sent before its receiver waited has arrived at an unknown time.
                 if wait is not None and wait.start <= send.start:
-                    found.append(wait.end - send.start)
-        return median(found) if found else 0.0
+                    delays.append(wait.end - send.start)
+        return median(delays) if delays else 0.0
 
     @cached_property
     def predicted(self) -> Timeline:
@@ -112,9 +112,9 @@ class Recorded:
             Panel(
                 timeline,
                 f"{name}: {1e3 * timeline.makespan:.1f} ms, bubble {timeline.bubble:.1%}",
-                [f"{bubble:.1%}, {count} held" for bubble, count in zip(timeline.bubbles, held, strict=True)],
+                [f"{bubble:.1%}, {count} held" for bubble, count in zip(timeline.bubbles, counts, strict=True)],
             )
-            for name, timeline, held in (("predicted", self.predicted, most), ("measured", self.measured, self.held))
+            for name, timeline, counts in (("predicted", self.predicted, most), ("measured", self.measured, self.held))
         ]
 
     def write(self, folder: Path, name: str) -> list[Path]:
@@ -139,23 +139,23 @@ def gather(recorder: Recorder, group: Group, nodes: Sequence[int], schedule: Sch
         moments.append(time.perf_counter())
     times = recorder.times()
     longest = max(map(len, schedule.ranks))
-    own = torch.zeros(RENDEZVOUS + 1 + 3 * longest, dtype=torch.float64)
+    local_record = torch.zeros(RENDEZVOUS + 1 + 3 * longest, dtype=torch.float64)
     flat = [value for row in times for value in row]
-    own[: RENDEZVOUS + 1 + len(flat)] = torch.tensor([*moments, recorder.held, *flat], dtype=torch.float64)
-    rows = group.exchange(own).tolist()
+    local_record[: RENDEZVOUS + 1 + len(flat)] = torch.tensor([*moments, recorder.held, *flat], dtype=torch.float64)
+    rows = group.exchange(local_record).tolist()
     first: dict[int, list[float]] = {}
-    found = []
+    rank_rows = []
     for rank, row in enumerate(rows):
         met = first.setdefault(nodes[rank], row[:RENDEZVOUS])  # by the first rank of the node
-        behind = median(one - other for one, other in zip(met, rows[0][:RENDEZVOUS], strict=True))
+        behind = median(moment - other for moment, other in zip(met, rows[0][:RENDEZVOUS], strict=True))
         values = [value - behind for value in row[RENDEZVOUS + 1 :]]
-        found.append([(action, values[3 * at : 3 * at + 3]) for at, action in enumerate(schedule.ranks[rank])])
+        rank_rows.append([(action, values[3 * at : 3 * at + 3]) for at, action in enumerate(schedule.ranks[rank])])
     # The first computation begins the time; what its rank waited before that is no wait.
-    zero = min(row[1] for pairs in found for action, row in pairs if action.kind in COMPUTE)
+    zero = min(row[1] for pairs in rank_rows for action, row in pairs if action.kind in COMPUTE)
     steps, waits = [], []
-    for rank, pairs in enumerate(found):
+    for rank, pairs in enumerate(rank_rows):
         moved = [(action, *(max(value - zero, 0.0) for value in row)) for action, row in pairs]
         steps.append(tuple(TimedAction(rank, action, start, end) for action, _, start, end in moved))
         waits.append(tuple(TimedAction(rank, action, turn, start) for action, turn, start, _ in moved if start > turn))
-    held = tuple(int(row[RENDEZVOUS]) for row in rows)
-    return Recorded(Timeline(schedule, tuple(steps)), tuple(waits), held)
+    counts = tuple(int(row[RENDEZVOUS]) for row in rows)
+    return Recorded(Timeline(schedule, tuple(steps)), tuple(waits), counts)

@@ -30,21 +30,21 @@ Place = tuple[int, int]
 class Work(Protocol):
     """Computation of one stage's part of a micro-batch."""
 
-    def stage_loss(self, stage: int, batch: Any, kept: Kept | None, trains: bool) -> Tensor:
-        """Return the model's loss, a scalar; with ``kept`` its backward is in two parts.
+    def stage_loss(self, stage: int, batch: Any, operands: Kept | None, trains: bool) -> Tensor:
+        """Return the model's loss, a scalar; with ``operands`` its backward is in two parts.
 
         Unless it ``trains``, no backward follows, although there may be a graph.
         """
 
     def stage_backward(
-        self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None, last: bool, kept: Kept | None
+        self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None, last: bool, operands: Kept | None
     ) -> None:
         """Run the backward from a stage's outputs and their gradients, or from the loss, which has none.
 
-        ``last`` if it is the stage's last one before the update. With ``kept``, that of weights comes later.
+        ``last`` if it is the stage's last one before the update. With ``operands``, that of weights comes later.
         """
 
-    def stage_weights(self, stage: int, kept: Kept, last: bool) -> None:
+    def stage_weights(self, stage: int, operands: Kept, last: bool) -> None:
         """Run the part of the backward that ``stage_backward`` has postponed."""
 
 
@@ -119,7 +119,9 @@ class _Program:
             for wanted in (Kind.INPUT, Kind.RECOMPUTE)
         )
         trains = any(kind in BACKWARDS for kind, _, _ in schedule.present)
-        return cls(schedule, tuple((one, one == last.get(one.stage)) for one in actions), trains, split, again)
+        return cls(
+            schedule, tuple((action, action == last.get(action.stage)) for action in actions), trains, split, again
+        )
 
 
 def require_carried_out(schedule: Schedule) -> None:
@@ -227,8 +229,8 @@ class _Running:
 
     def _end(self, stage: int, microbatch: int) -> None:
         """Give up what is kept of a micro-batch in a stage."""
-        for kept in (self._inputs, self._outputs, self._sent, self._random, self._buffers, self._operands):
-            kept.pop((stage, microbatch), None)
+        for table in (self._inputs, self._outputs, self._sent, self._random, self._buffers, self._operands):
+            table.pop((stage, microbatch), None)
 
     def _forward(self, stage: int, microbatch: int) -> None:
         place = stage, microbatch
@@ -236,9 +238,9 @@ class _Running:
         if again:
             self._random[place] = random_state(self._messages.device)
             self._buffers[place] = self._stages.buffers()
-        known = self._key(stage + 1, microbatch) in self._headers
+        has_header = self._key(stage + 1, microbatch) in self._headers
         # What passes on depends on parameters, which is seen where there are graphs.
-        graph = (torch.is_grad_enabled() and not again) or (not known and stage < self._last)
+        graph = (torch.is_grad_enabled() and not again) or (not has_header and stage < self._last)
         with torch.set_grad_enabled(graph):
             result = self._compute(stage, microbatch, trains=self._trains and not again)
             if stage == self._last:
@@ -256,14 +258,14 @@ class _Running:
         """Return the outputs of a stage for the received inputs; the last one gives the loss."""
         place = stage, microbatch
         # A whole backward has no second part to which anything could be left, also beside others that have one.
-        kept: Kept | None = [] if place in self._program.split else None
-        self._operands[place] = kept
-        known = self._headers.get(self._key(stage + 1, microbatch))
+        operands: Kept | None = [] if place in self._program.split else None
+        self._operands[place] = operands
+        header = self._headers.get(self._key(stage + 1, microbatch))
         result = self._stages.run(
             stage,
-            lambda: self._work.stage_loss(stage, self._batches[microbatch], kept, trains),
+            lambda: self._work.stage_loss(stage, self._batches[microbatch], operands, trains),
             self._take(stage, microbatch) if stage > 0 else None,
-            None if known is None else known.places,
+            None if header is None else header.places,
             self._sends_all,
             again,
         )
@@ -288,13 +290,13 @@ class _Running:
     def _hand_over(self, stage: int, microbatch: int, handed: Handed) -> None:
         """Give the next stage the description of its inputs and, if it is on this rank, the inputs."""
         key, is_here = self._key(stage + 1, microbatch), self._messages.is_here(stage + 1)
-        known = self._headers.get(key)
-        if known is None:
+        header = self._headers.get(key)
+        if header is None:
             self._headers[key] = handed.header
-        elif not known.fits(handed.header, torch.is_grad_enabled()):
+        elif not header.fits(handed.header, torch.is_grad_enabled()):
             raise RuntimeError(
-                f"stage {stage} handed over {known.forms} for inputs of these shapes before, and {handed.header.forms} "
-                "now; what passes between stages may depend on the shapes of the inputs only"
+                f"stage {stage} handed over {header.forms} for inputs of these shapes before, and "
+                f"{handed.header.forms} now; what passes between stages may depend on the shapes of the inputs only"
             )
         if is_here:
             # Detached, as a message would be: each stage has a graph, and a backward, of its own.
@@ -341,11 +343,11 @@ class _Running:
             gradients = self._arrived(Kind.RECEIVE_GRADIENT, stage, microbatch)
             # It takes no time: the rank that sends these gradients has received the activations.
             _wait(self._sent[place])
-        kept = self._operands[place]
-        self._work.stage_backward(stage, roots, gradients, self._ends_stage, kept)
+        operands = self._operands[place]
+        self._work.stage_backward(stage, roots, gradients, self._ends_stage, operands)
         # The send of the gradient ends the inputs' use, the weight gradient the operands'; either may come first.
-        if kept is not None:
-            self._due[place] = kept
+        if operands is not None:
+            self._due[place] = operands
         self._operands[place], self._outputs[place] = None, ()
         if stage == 0:
             self._end(stage, microbatch)
@@ -367,8 +369,8 @@ def _gradients_of(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _wait(pending: Sequence[Pending]) -> None:
-    for one in pending:
-        one.wait()
+    for message in pending:
+        message.wait()
 
 
 METHODS: Mapping[Kind, Callable[[_Running, int, int], None]] = {

@@ -65,8 +65,8 @@ class Header:
     def from_json(cls, text: str) -> Header:
         """Return the object that ``to_json`` wrote."""
         forms, places, returned = json.loads(text)
-        made = [TensorForm(tuple(form[:-2]), getattr(torch, form[-2]), form[-1]) for form in forms]
-        return cls(tuple(made), tuple(places), returned)
+        tensor_forms = [TensorForm(tuple(form[:-2]), getattr(torch, form[-2]), form[-1]) for form in forms]
+        return cls(tuple(tensor_forms), tuple(places), returned)
 
 
 class Handed(NamedTuple):
@@ -146,7 +146,7 @@ class Stages:
         """Make no graph in the model's forward, hooks aside, until the stage's own blocks are called."""
         # That code computes with zeros in the places of other stages' parameters, and nothing is to be differentiated.
         model: Any = self._model
-        own, forward = vars(model).get("forward"), model.forward
+        override, forward = vars(model).get("forward"), model.forward
 
         @wraps(forward)
         def begin(*args: Any, **kwargs: Any) -> Any:
@@ -160,8 +160,8 @@ class Stages:
             yield
         finally:
             del model.forward
-            if own is not None:
-                model.forward = own
+            if override is not None:
+                model.forward = override
 
     @contextmanager
     def _spared(self, stage: int, again: bool) -> Iterator[Callable[[], None]]:
@@ -174,14 +174,14 @@ class Stages:
             self._watched.add(stage)
             parameters = Parameters(self._model, self._outside)
         modules = self._outside if again or stage != self._first else []
-        buffers = [(module, name, own) for module in modules for name, own in module._buffers.items()]
-        for module, name, own in buffers:
-            module._buffers[name] = None if own is None else own.clone()
+        buffers = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
+        for module, name, buffer in buffers:
+            module._buffers[name] = None if buffer is None else buffer.clone()
 
         def restore() -> None:
             while buffers:
-                module, name, own = buffers.pop()
-                module._buffers[name] = own
+                module, name, buffer = buffers.pop()
+                module._buffers[name] = buffer
 
         def enter() -> None:
             if not again:
@@ -238,7 +238,7 @@ class _Run:
     first: int
     stop: int
     received: Handed | None
-    known: Sequence[int] | None
+    known_places: Sequence[int] | None
     sends_all: bool
     restore: Callable[[], None]  # is called when the stage's own blocks begin
     is_live: bool = False
@@ -272,7 +272,7 @@ class _Run:
         arguments = [(tensor, version(tensor)) for tensor in tensors_of((args, kwargs))]
         output = block(*args, **kwargs)
         # A later stage can make these by no other way; what was only passed on, it can.
-        self._made += [one for one in tensors_of(output) if not _is_passed_on(one, arguments)]
+        self._made += [tensor for tensor in tensors_of(output) if not _is_passed_on(tensor, arguments)]
         self._returned[name] = _outline(output)
         return output
 
@@ -296,11 +296,13 @@ class _Run:
                 f"{self.blocks[self.first]} is called with {len(local)} tensors on this stage and with {len(places)} "
                 "on the one before; all stages must be given the same inputs"
             )
-        values = [one if place < 0 else self.received.tensors[place] for one, place in zip(local, places, strict=True)]
+        values = [
+            tensor if place < 0 else self.received.tensors[place] for tensor, place in zip(local, places, strict=True)
+        ]
         self._replaced = [pair for pair in zip(local, values, strict=True) if pair[0] is not pair[1]]
-        for number, (one, value) in enumerate(self._replaced):
+        for number, (tensor, value) in enumerate(self._replaced):
             # Later uses of a tensor are replaced by its identity, which then would be ambiguous.
-            if any(one is other and value is not received for other, received in self._replaced[:number]):
+            if any(tensor is other and value is not received for other, received in self._replaced[:number]):
                 raise RuntimeError(
                     f"{self.blocks[self.first]} is given one tensor twice on this stage, and two on the one before; "
                     f"give it copies, or cut elsewhere with {PARTITION}"
@@ -312,7 +314,7 @@ class _Run:
         """Return the arguments with received tensors for those that all blocks share, as an encoder's outputs."""
         if not self._replaced:
             return args, kwargs
-        pick = lambda x: next((value for one, value in self._replaced if one is x), x)  # noqa: E731
+        pick = lambda x: next((value for tensor, value in self._replaced if tensor is x), x)  # noqa: E731
         return map_tensors((args, kwargs), pick)
 
     def _hand(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handed:
@@ -321,23 +323,23 @@ class _Run:
                 f"{self.blocks[index]} was called, and no block of this stage, {self.blocks[self.first]} to "
                 f"{self.blocks[self.stop - 1]}; blocks of a pipeline are called in every forward"
             )
-        found = tensors_of(self._as_received(args, kwargs))
+        tensors = tensors_of(self._as_received(args, kwargs))
         sent: list[Tensor] = []
         places = []
-        if not any(tensor.requires_grad for tensor in found):
+        if not any(tensor.requires_grad for tensor in tensors):
             self.check_gradients()  # a context around the call may be the reason
-        if self.known is not None and len(self.known) != len(found):
+        if self.known_places is not None and len(self.known_places) != len(tensors):
             raise RuntimeError(
-                f"{self.blocks[index]} was called with {len(found)} tensors, and with {len(self.known)} for inputs of "
-                "these shapes before; what passes between stages may depend on the shapes of the inputs only"
+                f"{self.blocks[index]} was called with {len(tensors)} tensors, and with {len(self.known_places)} for "
+                "inputs of these shapes before; what passes between stages may depend on the shapes of the inputs only"
             )
-        for number, tensor in enumerate(found):
-            if not self._depends(tensor) if self.known is None else self.known[number] < 0:
+        for number, tensor in enumerate(tensors):
+            if not self._depends(tensor) if self.known_places is None else self.known_places[number] < 0:
                 places.append(-1)
                 continue
-            known = next((number for number, other in enumerate(sent) if other is tensor), len(sent))
-            places.append(known)
-            sent += [tensor] if known == len(sent) else []
+            place = next((number for number, other in enumerate(sent) if other is tensor), len(sent))
+            places.append(place)
+            sent += [tensor] if place == len(sent) else []
         forms = tuple(TensorForm(tuple(x.shape), x.dtype, x.requires_grad) for x in sent)
         return Handed(tuple(sent), Header(forms, tuple(places), dict(self._returned)))
 
@@ -379,7 +381,7 @@ def _outline(value: Any) -> Any:
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         fields = dict(zip(value._fields, value, strict=True))
     elif is_dataclass(value) and not isinstance(value, type):
-        fields = {one.name: getattr(value, one.name, None) for one in dataclass_fields(value)}
+        fields = {field.name: getattr(value, field.name, None) for field in dataclass_fields(value)}
     else:
         return value if isinstance(value, bool | int | float | str) else None
     if "<locals>" in kind.__qualname__:
@@ -393,15 +395,15 @@ def _outline(value: Any) -> Any:
 def _object(kind: str, fields: dict[str, Any]) -> Any:
     """Return an object of a class that ``_outline`` has named."""
     module, _, name = kind.partition(":")
-    found: Any = attrgetter(name)(import_module(module))
-    has_fields, is_mapping = is_dataclass(found), issubclass(found, Mapping)
+    object_type: Any = attrgetter(name)(import_module(module))
+    has_fields, is_mapping = is_dataclass(object_type), issubclass(object_type, Mapping)
     if has_fields and not is_mapping:
         # Its constructor ran, and checked the values, on the stage that made the original.
-        made = object.__new__(found)
+        instance = object.__new__(object_type)
         for key, value in fields.items():
-            object.__setattr__(made, key, value)
-        return made
-    return found(fields) if is_mapping and not has_fields else found(**fields)
+            object.__setattr__(instance, key, value)
+        return instance
+    return object_type(fields) if is_mapping and not has_fields else object_type(**fields)
 
 
 def _imitate(outline: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -419,10 +421,14 @@ def _imitate(outline: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if kind != "tensor":
             return [make(item) for item in inside] if kind == "list" else tuple(make(item) for item in inside)
         *shape, dtype = inside
-        same = (one for one in arguments if one.shape == torch.Size(shape) and one.dtype == getattr(torch, dtype))
+        same = (
+            tensor
+            for tensor in arguments
+            if tensor.shape == torch.Size(shape) and tensor.dtype == getattr(torch, dtype)
+        )
         device = arguments[0].device if arguments else None
-        found = next(same, torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape))
+        stand_in = next(same, torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape))
         # Another object than what was given: by its identity it is known what was received for it.
-        return found.view_as(found)
+        return stand_in.view_as(stand_in)
 
     return make(outline)

@@ -38,24 +38,24 @@ class ModelTrace:
     operators: int  # number of operators called
 
 
-def trace(model: nn.Module, blocks: Sequence[str], own: ModelInput | None = None) -> ModelTrace | None:
+def trace(model: nn.Module, blocks: Sequence[str], run_input: ModelInput | None = None) -> ModelTrace | None:
     """Trace a model's forward, without changing the model; None if it cannot be traced. The log has the reason.
 
-    ``own`` is the input of the run, which is tried before guessed ones.
+    ``run_input`` is the input of the run, which is tried before guessed ones.
     """
     reasons: list[str] = []
-    if own is not None and (found := _attempt(model, blocks, own, reasons)):
-        return found
+    if run_input is not None and (traced := _attempt(model, blocks, run_input, reasons)):
+        return traced
     for place, sample in enumerate(samples_of(model)):
-        if found := _attempt(model, blocks, sample, reasons):
+        if traced := _attempt(model, blocks, sample, reasons):
             # Of a text that the model takes, in tokens, as far as known.
             length = min(positions(getattr(model, "config", None)) or 0, LONGEST)
             if length <= LENGTH:
-                return found
+                return traced
             # Operations are to be counted for long texts, unless these take more operators than a short one does: some
             # models go through texts in a loop of Python.
             longer = list(samples_of(model, length))[place]
-            return _attempt(model, blocks, longer, reasons, MORE * found.operators) or found
+            return _attempt(model, blocks, longer, reasons, MORE * traced.operators) or traced
     _log.debug("%s is not traced, so what is outside of its blocks counts as used in the order of registration: %s",
                type(model).__name__, reasons[-1] if reasons else "it is not known what inputs it takes")  # fmt: skip
     return None
@@ -80,7 +80,7 @@ def _attempt(
 
 def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: bool, limit: float) -> ModelTrace:
     copied, copies = imitated(model)
-    names = {id(one): name for name, p in model.named_parameters() for one in (p, copies[id(p)])}
+    names = {id(parameter): name for name, p in model.named_parameters() for parameter in (p, copies[id(p)])}
     run = _Tracing(names, len(blocks), guess, limit)
     for index, name in enumerate(blocks):
         parent, _, child = name.rpartition(".")
@@ -171,16 +171,16 @@ class _Tracing(WithoutMemory):
         result = self.compute(func, args, kwargs)
         if formula := FORMULAS.get(operator):
             self.operations[self._section] += int(formula(*args, **kwargs, out_val=result))
-        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        for tensor in made:
+        results = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        for tensor in results:
             self._views[_storage(tensor)].append(tensor)
         if self._inside or any(depends):
             if func._schema.is_mutable:
                 # A write also reaches the views that were taken of the tensor before.
                 named = zip(func._schema.arguments, args, strict=False)
                 written = [x for declared, x in named if declared.is_write and isinstance(x, Tensor)]
-                made += [view for x in written for view in (x, *self._views[_storage(x)])]
-            for tensor in made:
+                results += [view for x in written for view in (x, *self._views[_storage(x)])]
+            for tensor in results:
                 self._made[id(tensor)] = self._section
         return result
 
@@ -190,10 +190,10 @@ class _Tracing(WithoutMemory):
             if id(tensor) not in self._arguments:
                 self.uses[self._names[id(tensor)]].add(self._section)
             return True
-        made = self._made.get(id(tensor))
-        if made is not None and made < self._section and id(tensor) not in self._arguments:
-            self.crossings.add((made, self._section))
-        return made is not None or id(tensor) in self.states
+        section = self._made.get(id(tensor))
+        if section is not None and section < self._section and id(tensor) not in self._arguments:
+            self.crossings.add((section, self._section))
+        return section is not None or id(tensor) in self.states
 
 
 # Operators that read no values.

@@ -27,6 +27,6 @@ def _forward(module: Any, plain: Callable[..., Tensor], *args: Tensor, **kwargs:
     return multiply(input_of(args, kwargs), columns_of(module)) if is_keeping() else plain(*args, **kwargs)
 
 
-def roots_of(kept: Kept) -> list[Tensor]:
+def roots_of(operands: Kept) -> list[Tensor]:
     """Return the roots from which autograd computes the weight gradients that are due."""
-    return [token for token, ticket in kept if ticket.due is not None]
+    return [token for token, ticket in operands if ticket.due is not None]

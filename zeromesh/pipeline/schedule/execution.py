@@ -42,11 +42,11 @@ def dependencies(schedule: Schedule, action: Action) -> Iterator[Action]:
         yield Action(Kind.FORWARD, stage, microbatch)
 
 
-def _from_neighbour(schedule: Schedule, action: Action, receive: Kind, made: Action) -> Action:
+def _from_neighbour(schedule: Schedule, action: Action, receive: Kind, source: Action) -> Action:
     """Return the action that brings another stage's result: a message, or the computation on the same rank."""
     # Before messages are added, a schedule depends on the neighbour's computation itself.
-    apart = schedule.placement[made.stage] != schedule.placement[action.stage]
-    return action._replace(kind=receive) if apart and schedule.has_messages else made
+    apart = schedule.placement[source.stage] != schedule.placement[action.stage]
+    return action._replace(kind=receive) if apart and schedule.has_messages else source
 
 
 def received_by(send: Action) -> Action:
@@ -117,7 +117,7 @@ def held(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[list[
 
     ``sizes`` are those of one micro-batch's activations by stage; by default 1 each, which counts micro-batches.
     """
-    found = []
+    by_rank = []
     for actions in schedule.ranks:
         now: dict[int, float] = defaultdict(float)
         rows = []
@@ -125,8 +125,8 @@ def held(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[list[
             size = 1.0 if sizes is None else sizes[stage]
             now[stage] += size * ((kind is Kind.FORWARD) - (kind in LAST))
             rows.append((stage, now[stage], sum(now.values())))
-        found.append(rows)
-    return found
+        by_rank.append(rows)
+    return by_rank
 
 
 def most_held_by_stage(schedule: Schedule) -> list[int]:

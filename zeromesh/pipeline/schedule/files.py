@@ -51,9 +51,9 @@ def parse_json(text: str) -> Schedule:
         raise unreadable("microbatches", str(microbatches), "it must be a whole number")
     if not (isinstance(placement, list) and placement and all(map(_is_number, placement))):
         raise unreadable("placement", str(placement), "it must be a list with the rank of each stage")
-    if not (isinstance(ranks, list) and all(isinstance(one, list) for one in ranks)):
+    if not (isinstance(ranks, list) and all(isinstance(order, list) for order in ranks)):
         raise unreadable("ranks", str(ranks)[:40], 'it must be a list with a list of actions, as "F0.1", of each rank')
-    orders = [tuple(read_action(str(word), f"rank {rank}") for word in one) for rank, one in enumerate(ranks)]
+    orders = [tuple(read_action(str(word), f"rank {rank}") for word in order) for rank, order in enumerate(ranks)]
     return Schedule(microbatches, tuple(placement), tuple(orders))
 
 
@@ -90,8 +90,8 @@ def _torch_action(cell: str, rank: int) -> Action:
 
 def with_costs(trace: Mapping[str, Any], costs: Costs) -> dict[str, Any]:
     """Return a trace that has costs in it, too; ``read_costs`` reads them."""
-    found = {one.name: getattr(costs, one.name) for one in fields(costs)}
-    return {**trace, "otherData": {COSTS: found}}
+    entries = {field.name: getattr(costs, field.name) for field in fields(costs)}
+    return {**trace, "otherData": {COSTS: entries}}
 
 
 def read_costs(path: Path) -> Costs:
@@ -101,20 +101,20 @@ def read_costs(path: Path) -> Costs:
         ValueError: there is no such file, or it has no costs.
     """
     document = _json_of(_text_of(path))
-    found = document.get("otherData", document)
-    found = found.get(COSTS) if isinstance(found, dict) else None
-    known = [one.name for one in fields(Costs)]
-    lists = [value for value in found.values() if isinstance(value, list)] if isinstance(found, dict) else []
+    entries = document.get("otherData", document)
+    entries = entries.get(COSTS) if isinstance(entries, dict) else None
+    names = [field.name for field in fields(Costs)]
+    lists = [value for value in entries.values() if isinstance(value, list)] if isinstance(entries, dict) else []
     if (
-        not isinstance(found, dict)
-        or not all(key in known and _is_cost(key, value) for key, value in found.items())
+        not isinstance(entries, dict)
+        or not all(key in names and _is_cost(key, value) for key, value in entries.items())
         or len({len(value) for value in lists}) > 1
     ):
         raise ValueError(
-            f"{path} has no measured costs: {', '.join(known)} in otherData.{COSTS}, each one number or one for each "
+            f"{path} has no measured costs: {', '.join(names)} in otherData.{COSTS}, each one number or one for each "
             f"stage; give the JSON file that {RECORD} has written"
         )
-    values: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in found.items()}
+    values: dict[str, Any] = {key: tuple(cost) if isinstance(cost, list) else cost for key, cost in entries.items()}
     return Costs(**values)
 
 
@@ -127,12 +127,12 @@ def _text_of(path: Path) -> str:
 
 def _json_of(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ScheduleError("unreadable text", f"it is no JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise ScheduleError("unreadable text", "it must be a JSON object")
-    return found
+    return document
 
 
 def _is_number(value: object) -> bool:

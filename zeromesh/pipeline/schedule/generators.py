@@ -212,19 +212,19 @@ def _fixed_order(row: ScheduleRow, shape: Shape) -> Schedule:
     placement = row.placement(shape.ranks, shape.chunks)
     orders = []
     for rank in range(shape.ranks):
-        own = [stage for stage, here in enumerate(placement) if here == rank]
+        stages = [stage for stage, here in enumerate(placement) if here == rank]
         forwards, backwards, warm_up = row.order(shape, rank)
-        first = _numbered(Kind.FORWARD, forwards, own)
-        second = _numbered(Kind.BACKWARD, list(backwards), own)
+        first = _numbered(Kind.FORWARD, forwards, stages)
+        second = _numbered(Kind.BACKWARD, list(backwards), stages)
         turns = [action for pair in zip_longest(first[warm_up:], second) for action in pair]
         wanted = range(shape.microbatches)
         orders.append(tuple(action for action in first[:warm_up] + turns if action and action.microbatch in wanted))
     return Schedule(shape.microbatches, placement, tuple(orders))
 
 
-def _numbered(kind: Kind, chunks: list[int | None], own: list[int]) -> list[Action | None]:
-    counts = [count() for _ in own]
-    return [None if chunk is None else Action(kind, own[chunk], next(counts[chunk])) for chunk in chunks]
+def _numbered(kind: Kind, chunks: list[int | None], stages: list[int]) -> list[Action | None]:
+    counts = [count() for _ in stages]
+    return [None if chunk is None else Action(kind, stages[chunk], next(counts[chunk])) for chunk in chunks]
 
 
 def search(shape: Shape, costs: Costs, memory: float | None = None) -> Schedule:
@@ -239,7 +239,7 @@ def search(shape: Shape, costs: Costs, memory: float | None = None) -> Schedule:
             most = max(most_held_by_rank(schedule, sizes))
             key = (simulate(schedule, costs).makespan, most)
             if (memory is None or most <= memory) and (best is None or key < best):
-                best, found = key, schedule
+                best, best_schedule = key, schedule
     if best is None:
         least = min(
             max(sum(size for size, here in zip(sizes, placement, strict=True) if here == rank) for rank in placement)
@@ -248,7 +248,7 @@ def search(shape: Shape, costs: Costs, memory: float | None = None) -> Schedule:
         raise ValueError(
             f"memory is {memory:g}; one micro-batch takes {least:g} on a rank, so it must be at least that"
         )
-    return found
+    return best_schedule
 
 
 def _placements(shape: Shape) -> list[tuple[int, ...]]:

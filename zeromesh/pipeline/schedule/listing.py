@@ -48,8 +48,8 @@ class ListScheduler:
         """Make the schedule. Raise ScheduleError if the limit leaves no room, or it ends after the deadline."""
         orders: list[list[Action]] = [[] for _ in self._own]
         free = [0.0] * len(self._own)
-        whole = [sum(time for (_, stage), time in self._time.items() if stage in own) for own in self._own]
-        left = [time * self._microbatches for time in whole]
+        totals = [sum(time for (_, stage), time in self._time.items() if stage in stages) for stages in self._own]
+        left = [time * self._microbatches for time in totals]
         awake = [(0.0, rank) for rank in range(len(orders))]
         while awake:
             clock, rank = heapq.heappop(awake)
@@ -116,16 +116,16 @@ class ListScheduler:
     def _has_room(self, stage: int) -> bool:
         """Return whether, after this forward, micro-batches in progress can be finished in turn, the oldest first."""
         # Then the oldest of all never waits for memory on any rank, so no rank waits for ever.
-        own = self._own[self._placement[stage]]
-        begun = {other: self._done[FORWARD, other] + (other == stage) for other in own}
-        ended = {other: self._done[self._last, other] for other in own}
-        free = self._limit - sum(self._sizes[other] * (begun[other] - ended[other]) for other in own)
+        stages = self._own[self._placement[stage]]
+        begun = {other: self._done[FORWARD, other] + (other == stage) for other in stages}
+        ended = {other: self._done[self._last, other] for other in stages}
+        free = self._limit - sum(self._sizes[other] * (begun[other] - ended[other]) for other in stages)
         if free < 0 or self._rule.sequence:
             return free >= 0  # a given sequence is known to end
-        if free >= sum(self._sizes[other] for other in own):
+        if free >= sum(self._sizes[other] for other in stages):
             return True  # any one of them has room for all that it can need
         for number in range(min(ended.values()), max(begun.values())):
-            if free < sum(self._sizes[other] for other in own if begun[other] <= number):
+            if free < sum(self._sizes[other] for other in stages if begun[other] <= number):
                 return False
-            free += sum(self._sizes[other] for other in own if begun[other] > number >= ended[other])
+            free += sum(self._sizes[other] for other in stages if begun[other] > number >= ended[other])
         return True

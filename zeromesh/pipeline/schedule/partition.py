@@ -128,6 +128,6 @@ def _by_type(pattern: str, blocks: Blocks, stages: int) -> list[int]:
     except re.error as error:
         raise ValueError(f"{PARTITION}: {pattern!r} is no regular expression: {error}") from None
     if not any(counts):
-        known = ", ".join(sorted({*blocks.types}))
-        raise ValueError(f"{PARTITION}: type:{pattern} matches none of the blocks, whose classes are {known}")
+        classes = ", ".join(sorted({*blocks.types}))
+        raise ValueError(f"{PARTITION}: type:{pattern} matches none of the blocks, whose classes are {classes}")
     return partition(counts, stages)

@@ -80,12 +80,12 @@ class Timeline:
     @cached_property
     def bubbles(self) -> list[float]:
         """Idle time of each rank between its first and its last computation, in parts of its busy time."""
-        found = []
+        shares = []
         for computed in self.computed:
             # The formulas of papers divide by busy time, not by the whole; so figures here can be compared with theirs.
             busy = sum(step.end - step.start for step in computed)
-            found.append((computed[-1].end - computed[0].start - busy) / busy if computed else 0.0)
-        return found
+            shares.append((computed[-1].end - computed[0].start - busy) / busy if computed else 0.0)
+        return shares
 
     @property
     def bubble(self) -> float:

@@ -44,9 +44,9 @@ def _check_places(schedule: Schedule) -> None:
     """Check that every action is of an existing stage and micro-batch, on the stage's rank, once."""
     ranks = len(schedule.ranks)
     if schedule.microbatches < 1 or not all(0 <= rank < ranks for rank in schedule.placement):
-        found = f"{schedule.microbatches} micro-batches, and orders of {ranks} ranks for {schedule.placement}"
+        description = f"{schedule.microbatches} micro-batches, and orders of {ranks} ranks for {schedule.placement}"
         rule = "there must be a micro-batch, and an order for each of the ranks"
-        raise ScheduleError("wrong placement", f"{found}; {rule}")
+        raise ScheduleError("wrong placement", f"{description}; {rule}")
     seen: set[Action] = set()
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):

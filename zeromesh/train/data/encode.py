@@ -42,7 +42,7 @@ class Encoder:
 
     def encode(self, task: Sequence[Portion]) -> Encoded:
         """Return the tokens of all portions; raise ValueError with the place of a wrong record."""
-        found: list[tuple[Tokens, bool, float]] = []
+        sequences: list[tuple[Tokens, bool, float]] = []
         dropped = 0
         # All texts of the task in one call, so that the tokenizer's threads share them.
         texts = [text for portion in task if portion.document.kind is None for _, text in read_portion(portion)]
@@ -52,22 +52,22 @@ class Encoder:
             if document.kind is None:
                 tokens = next(pieces)
                 ids = self.tokenizer.bounded(tokens.ids, portion.start == document.start, portion.last)
-                found.append((Tokens(ids, None, tokens.size), portion.last, document.share or 0.0))
+                sequences.append((Tokens(ids, None, tokens.size), portion.last, document.share or 0.0))
                 continue
             records = list(self._records(portion, document.kind))
-            found += [(record, True, share) for record, share in records if record is not None]
+            sequences += [(record, True, share) for record, share in records if record is not None]
             dropped += sum(record is None for record, _ in records)
         masked = any(portion.document.kind in KINDS and KINDS[portion.document.kind].packed for portion in task)
-        ids_of_all = [tokens.ids.astype(self.dtype) for tokens, _, _ in found]
-        masks = [tokens.mask for tokens, _, _ in found if tokens.mask is not None]
+        ids_of_all = [tokens.ids.astype(self.dtype) for tokens, _, _ in sequences]
+        masks = [tokens.mask for tokens, _, _ in sequences if tokens.mask is not None]
         return Encoded(
             # An empty array first, since a task may have no token and nothing cannot be concatenated.
             ids=np.concatenate([np.empty(0, dtype=self.dtype), *ids_of_all]),
             mask=np.concatenate([np.empty(0, dtype=np.uint8), *masks]) if masked else None,
-            lengths=np.array([len(tokens.ids) for tokens, _, _ in found], dtype=np.int32),
-            last=np.array([last for _, last, _ in found], dtype=bool),
-            shares=np.array([share for _, _, share in found], dtype=np.float64),
-            sizes=np.array([tokens.size for tokens, _, _ in found], dtype=np.int64),
+            lengths=np.array([len(tokens.ids) for tokens, _, _ in sequences], dtype=np.int32),
+            last=np.array([last for _, last, _ in sequences], dtype=bool),
+            shares=np.array([share for _, _, share in sequences], dtype=np.float64),
+            sizes=np.array([tokens.size for tokens, _, _ in sequences], dtype=np.int64),
             dropped=dropped,
             read=sum(portion.size for portion in task),
         )

@@ -134,8 +134,8 @@ def cut_before(path: Path, low: int, high: int) -> int:
     begin = max(low, high - CUT_WINDOW)
     window = _bytes(path, begin, high + 1)
     for pattern in CUTS:
-        if found := re.match(rb"[\s\S]*" + pattern, window):
-            return begin + found.end()
+        if match := re.match(rb"[\s\S]*" + pattern, window):
+            return begin + match.end()
     # Only the middle of a character is left: go on to its end.
     following = _bytes(path, high, high + 4) + b"\0"
     return high + next(count for count, byte in enumerate(following) if byte & 0xC0 != 0x80)
@@ -214,12 +214,12 @@ def _parse(line: bytes) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {twice!r} is there twice, and JSON does not say which counts")
-    return found
+    return entries
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique)

@@ -35,12 +35,12 @@ def dataset_folder(name: str, revision: str = MAIN) -> Path:
             "pip install 'zeromesh[datasets]'"
         ) from None
     source, config, split = (*name.split(":"), "", "")[:3]
-    kept = name if revision == MAIN else f"{name}@{revision}"
-    folder = Path(datasets.config.HF_DATASETS_CACHE, "zeromesh", re.sub(r"[/:]", "--", kept))
+    cache_name = name if revision == MAIN else f"{name}@{revision}"
+    folder = Path(datasets.config.HF_DATASETS_CACHE, "zeromesh", re.sub(r"[/:]", "--", cache_name))
     if folder.is_dir():
         return folder
     try:
-        found: Any = datasets.load_dataset(source, config or None, split=split or "train", revision=revision)
+        dataset: Any = datasets.load_dataset(source, config or None, split=split or "train", revision=revision)
     except Exception as error:  # many types, of several packages
         raise ValueError(
             f"data source {name!r} does not exist here, and the Hugging Face Hub did not give a data set of this name "
@@ -49,7 +49,7 @@ def dataset_folder(name: str, revision: str = MAIN) -> Path:
             "the folder that HF_HOME names"
         ) from None
     draft = folder.with_name(f"{folder.name}.{os.getpid()}")
-    found.save_to_disk(str(draft))
+    dataset.save_to_disk(str(draft))
     # Another rank or run may have been as quick.
     if not folder.is_dir():
         draft.rename(folder)

@@ -109,10 +109,10 @@ def _read_header(index: Path) -> tuple[np.dtype[Any], int, int]:
     """Return the dtype, and the numbers of sequences and document boundaries."""
     with index.open("rb") as file:
         header = file.read(HEADER.size)
-    found = header[: len(MAGIC)]
-    if found != MAGIC:
+    magic = header[: len(MAGIC)]
+    if magic != MAGIC:
         raise ValueError(
-            f"{str(index)!r} begins with {found!r}, and an index of Megatron's format with {MAGIC!r}; name a data set "
+            f"{str(index)!r} begins with {magic!r}, and an index of Megatron's format with {MAGIC!r}; name a data set "
             "that its preprocessing wrote"
         )
     if len(header) < HEADER.size:
@@ -121,8 +121,8 @@ def _read_header(index: Path) -> tuple[np.dtype[Any], int, int]:
     if version != VERSION:
         raise ValueError(f"{str(index)!r} has version {version}, and only version {VERSION} is known; make it anew")
     if code not in CODES:
-        known = ", ".join(f"{known} ({np.dtype(kind).name})" for known, kind in CODES.items())
-        raise ValueError(f"{str(index)!r} has the dtype code {code}, which must be one of {known}; make it anew")
+        codes = ", ".join(f"{value} ({np.dtype(kind).name})" for value, kind in CODES.items())
+        raise ValueError(f"{str(index)!r} has the dtype code {code}, which must be one of {codes}; make it anew")
     return np.dtype(CODES[code]), sequences, boundaries
 
 

@@ -55,8 +55,8 @@ class Line:
         starts = np.concatenate([[before], ends[:-1]])
         counts = ends - np.maximum(starts, start)
         places = np.arange(start, stop)
-        found = places + np.repeat(self.begins[first : last + 1] - starts, counts)
-        return found, np.repeat(np.arange(len(ends)), counts), places - np.repeat(np.maximum(starts, start), counts)
+        offsets = places + np.repeat(self.begins[first : last + 1] - starts, counts)
+        return offsets, np.repeat(np.arange(len(ends)), counts), places - np.repeat(np.maximum(starts, start), counts)
 
 
 class Stream:
@@ -93,8 +93,8 @@ class Stream:
 
     def _window(self, line: Line, number: int) -> Sample:
         start = number * self.length
-        found, documents, positions = line.find(start, min(start + self.length + 1, self.part.tokens))
-        ids = self.part.indexed.tokens[found].astype(np.int64)
+        offsets, documents, positions = line.find(start, min(start + self.length + 1, self.part.tokens))
+        ids = self.part.indexed.tokens[offsets].astype(np.int64)
         return _filled(self.length, self.pad, [(ids[:-1], ids[1:], positions[:-1], documents[:-1])])
 
 
@@ -157,8 +157,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device."""
-        given = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
-        return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in given.items()})
+        tensors = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ def training_batches(prepared: PreparedData, length: int, share: Share, seed: in
         # Chosen for all ranks, so that the order does not depend on their number.
         chosen = blend.take(share.global_batch)
         for number in range(share.micro_batches):
-            own = [chosen[place] for place in share.micro_batch(number)]
-            yield _batch([parts[part].sample(index) for part, index in own], prepared.document_attention)
+            entries = [chosen[place] for place in share.micro_batch(number)]
+            yield _batch([parts[part].sample(index) for part, index in entries], prepared.document_attention)
 
 
 def evaluation_batches(prepared: PreparedData, length: int, rows: int, rank: int, size: int) -> Iterator[Batch]:

@@ -42,10 +42,10 @@ class Permutation:
         # A Feistel network permutes the smallest power of four that holds the range. An entry outside is permuted again
         # until it is inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
         half = ((self.size - 1).bit_length() + 1) // 2
-        found = self._scramble(places.astype(np.uint64), half)
-        while len(outside := np.flatnonzero(found >= self.size)):
-            found[outside] = self._scramble(found[outside], half)
-        return found.astype(np.int64)
+        entries = self._scramble(places.astype(np.uint64), half)
+        while len(outside := np.flatnonzero(entries >= self.size)):
+            entries[outside] = self._scramble(entries[outside], half)
+        return entries.astype(np.int64)
 
     def _scramble(self, values: NDArray[np.uint64], half: int) -> NDArray[np.uint64]:
         shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
@@ -107,7 +107,7 @@ class Blend:
         taken, chosen = self.taken, []
         for step in range(self.step, self.step + count):
             position = max(step, 1)
-            behind = [weight * position - own for weight, own in zip(self.weights, taken, strict=True)]
+            behind = [weight * position - number for weight, number in zip(self.weights, taken, strict=True)]
             part = behind.index(max(behind))  # ties go to the first part
             chosen.append((part, taken[part]))
             taken[part] += 1

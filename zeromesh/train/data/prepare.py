@@ -94,9 +94,9 @@ def prepare(
     finally:
         shutil.rmtree(new, ignore_errors=True)
     # Read back, because the paths in memory are those of the folder before it was renamed.
-    made = load_summary(folder / SUMMARY_FILE)
-    assert made is not None
-    return made.sampled(data)
+    summary = load_summary(folder / SUMMARY_FILE)
+    assert summary is not None
+    return summary.sampled(data)
 
 
 def size_is_set(data: TextData) -> bool:
@@ -112,27 +112,27 @@ def _find(data: TextData, output: Path) -> list[Part]:
 
     if data.revision != MAIN and not any(map(is_dataset_id, data.names)):
         raise ValueError(f"{DATA_REVISION} = {data.revision!r}, but no source is a data set of the Hub; leave it out")
-    held = [
+    held_out = [
         Part(f"validation{number}", f"{HELD_OUT} = {source!r}", (find(source),), 1.0)
         for number, source in enumerate(data.validation or ())
     ]
-    seen = {document.path.resolve() for part in held for document in part.documents}
+    seen = {document.path.resolve() for part in held_out for document in part.documents}
     fraction = data.validation_fraction if data.validation is None else 0.0
     parts = []
     for number, (names, _) in enumerate(data.blend):
         sources = []
         # A file counts once, or text would be trained on that is held out: the held-out set has it, else the first.
         for name in names:
-            found = find(name)
-            sources.append(tuple(document for document in found if document.path.resolve() not in seen))
-            seen |= {document.path.resolve() for document in found}
+            documents = find(name)
+            sources.append(tuple(document for document in documents if document.path.resolve() not in seen))
+            seen |= {document.path.resolve() for document in documents}
         if not any(sources):
             raise ValueError(
                 f"every file of {SOURCES} = {list(names)} is also in {HELD_OUT}, or in a part of the blend "
                 "before it; nothing is left to train on"
             )
         parts.append(Part(f"train{number}", f"{SOURCES} = {list(names)}", tuple(sources), fraction))
-    return parts + held
+    return parts + held_out
 
 
 def _key(data: TextData, parts: Sequence[Part], length: int | None) -> str:
@@ -169,7 +169,7 @@ def _make(
     if skipped:
         _log.info("left out, being empty, unreadable or not UTF-8: %s", names_of(skipped))
     # A tokenizer that had seen held-out text would make its score too good.
-    trained_on = [file for part, own in zip(parts, files, strict=True) if part.fraction < 1 for file in own]
+    trained_on = [file for part, documents in zip(parts, files, strict=True) if part.fraction < 1 for file in documents]
     tokenizer = _tokenizer(data, trained_on)
     encoder = None
     if tokenizer is not None:
@@ -179,11 +179,11 @@ def _make(
     train: list[TokenSet] = []
     validation: list[TokenSet] = []
     dropped = 0
-    with ReadingBar(console, "text to tokens", sum(file.size for own in files for file in own)) as bar:
-        for part, own in zip(parts, files, strict=True):
-            kept, held, lost = _write_part(data, part, own, encoder, folder, bar)
-            train += [kept] if part.fraction < 1 else []
-            validation += [held] if held.documents else []
+    with ReadingBar(console, "text to tokens", sum(file.size for documents in files for file in documents)) as bar:
+        for part, documents in zip(parts, files, strict=True):
+            train_set, held_out, lost = _write_part(data, part, documents, encoder, folder, bar)
+            train += [train_set] if part.fraction < 1 else []
+            validation += [held_out] if held_out.documents else []
             dropped += lost
     if dropped:
         _log.info("left out %s with more tokens than a sample has, as %s says", counted(dropped, "record"), TOO_LONG)
@@ -199,7 +199,7 @@ def _make(
         skipped=len(skipped),
         dropped=dropped,
         gzip_bytes=gzip_size(validation, tokenizer),
-        python=all(file.path.suffix == ".py" for own in files for file in own),
+        python=all(file.path.suffix == ".py" for documents in files for file in documents),
         tokenizer=folder / TOKENIZER_FOLDER if tokenizer else None,
     )
 
@@ -222,8 +222,8 @@ def _tokenizer(data: TextData, files: Sequence[Document]) -> TextTokenizer | Non
 
 def sample_texts(data: TextData, files: Sequence[Document]) -> Iterator[str]:
     """Yield about ``SAMPLE_BYTES`` of the training text: a portion is taken when too little of the text before was."""
-    held = data.validation_fraction if data.validation is None else 0.0
-    read = [file for file in files if file.share is None or file.share >= held]
+    fraction = data.validation_fraction if data.validation is None else 0.0
+    read = [file for file in files if file.share is None or file.share >= fraction]
     share = SAMPLE_BYTES / max(SAMPLE_BYTES, sum(file.size for file in read))
     passed = taken = 0
     # A portion is taken when too little of the text before was, so the sample is spread evenly over all files.
@@ -236,7 +236,7 @@ def sample_texts(data: TextData, files: Sequence[Document]) -> Iterator[str]:
         for number, record in read_portion(portion):
             if kind is None:
                 yield record
-            elif share_of(record) >= held:  # held-out records must not shape the vocabulary
+            elif share_of(record) >= fraction:  # held-out records must not shape the vocabulary
                 with placed(portion, number):
                     yield from KINDS[kind].texts(read_record(data, kind, record))
 

@@ -128,15 +128,15 @@ def _read_chat(data: TextData, record: Mapping[str, Any]) -> Chat:
     return Chat(read, _read_tools(record.get(TOOLS)))
 
 
-def _read_tools(given: Any) -> list[dict[str, Any]] | None:
+def _read_tools(value: Any) -> list[dict[str, Any]] | None:
     # Tables hold them as JSON in strings, since all objects of a column need the same keys.
-    tools = _of_json(given)
+    tools = _of_json(value)
     if tools is None or tools == []:
         return None
     read: list[Any] = [_of_json(tool) for tool in tools] if isinstance(tools, list) else [None]
     if not all(isinstance(tool, Mapping) for tool in read):
         raise ValueError(
-            f"{TOOLS} = {show(given)} must be a list of objects, each the schema of a function, or JSON of it"
+            f"{TOOLS} = {show(value)} must be a list of objects, each the schema of a function, or JSON of it"
         )
     return read
 
@@ -157,10 +157,10 @@ def _read_message(name: str, message: Any) -> dict[str, Any]:
     if message["role"] not in ROLES:
         raise ValueError(f"{name}.role = {show(message['role'])} must be one of {', '.join(ROLES)}")
     # Tables give each message the keys of all messages, with None for those that it does not have.
-    kept = {key: value for key, value in message.items() if value is not None}
-    if "content" in kept or not kept.get("tool_calls"):
+    entries = {key: value for key, value in message.items() if value is not None}
+    if "content" in entries or not entries.get("tool_calls"):
         _string({f"{name}.content": message["content"]}, f"{name}.content")
-    return kept
+    return entries
 
 
 def _encode_chats(tokenizer: TextTokenizer, chats: Sequence[Chat]) -> Iterator[Tokens]:

@@ -64,14 +64,14 @@ def find_documents(
 ) -> list[Document]:
     """Return the files that the sources name, each once, ordered by name; ``suffixes`` select files in folders."""
     # A file that is a source itself is used whatever its name ends in. The folder of the run is left out.
-    found: dict[Path, Document] = {}
+    by_path: dict[Path, Document] = {}
     for source in sources:
         documents = list(_find(source, tuple(suffixes), None if output is None else output.resolve(), revision))
         if not documents:
             raise ValueError(_nothing_found(source, suffixes))
         for document in documents:
-            found.setdefault(document.path.resolve(), document)
-    return sorted(found.values(), key=lambda document: (document.name, str(document.path)))
+            by_path.setdefault(document.path.resolve(), document)
+    return sorted(by_path.values(), key=lambda document: (document.name, str(document.path)))
 
 
 def _find(source: str, suffixes: tuple[str, ...], output: Path | None, revision: str) -> Iterator[Document]:
@@ -176,7 +176,7 @@ def names_of(documents: Sequence[Document]) -> str:
 
 def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
     """Return the files of a data set in order, with their kinds and shares; add unreadable ones to ``skipped``."""
-    texts, found = [], []
+    texts, files = [], []
     for source in part.sources:
         kind: str | None = None
         for document in source:
@@ -184,16 +184,16 @@ def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
             if is_special(document.path):  # opening it might wait for ever
                 skipped.append(document)
             elif form == INDEXED:
-                found.append(replace(document, kind=INDEXED))
+                files.append(replace(document, kind=INDEXED))
             # The first record of a source decides for all of it, so that an odd record is an error and no other kind.
             elif form and (kind := kind or _first_kind(data, document)) is not None:
-                found.append(replace(document, kind=kind))
+                files.append(replace(document, kind=kind))
             elif not form and is_text(document):
                 _require_no_records(data, document)
                 texts.append(document)
             else:
                 skipped.append(document)
-    if not texts and not found:
+    if not texts and not files:
         raise ValueError(
             f"there is no readable text in {part.wanted}: {names_of(part.documents)} "
             f"{'is' if len(part.documents) == 1 else 'are'} empty or not UTF-8; add text, or convert it to UTF-8"
@@ -203,14 +203,14 @@ def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
             f"{part.wanted} has plain text, {texts[0].path}, and {RECORDS} = {data.format!r} needs records: JSON "
             f"lines (.jsonl, .jsonl.gz), parquet, or a data set of Hugging Face; choose files with {SUFFIXES}"
         )
-    _require_one_kind(part, texts, found)
+    _require_one_kind(part, texts, files)
     if part.fraction in (0.0, 1.0):
-        found += [replace(document, share=1.0 - part.fraction) for document in texts]
+        files += [replace(document, share=1.0 - part.fraction) for document in texts]
     else:
         for share, side in zip((1.0, 0.0), split_documents(texts, part.fraction), strict=True):
-            found += [replace(document, share=share) for document in side]
+            files += [replace(document, share=share) for document in side]
     # In an order that depends on names only: that of a file system differs between machines.
-    return sorted(found, key=lambda file: (file.name, str(file.path), file.start))
+    return sorted(files, key=lambda file: (file.name, str(file.path), file.start))
 
 
 def is_text(document: Document) -> bool:
@@ -236,11 +236,11 @@ def _first_kind(data: TextData, document: Document) -> str | None:
     return None
 
 
-def _require_one_kind(part: Part, texts: Sequence[Document], found: Sequence[Document]) -> None:
+def _require_one_kind(part: Part, texts: Sequence[Document], files: Sequence[Document]) -> None:
     """Refuse a mixture of text, packed records and token files."""
     # They become samples in different ways, and a data set has one.
     groups = {"text": [*texts]}
-    for file in found:
+    for file in files:
         packed = file.kind in KINDS and KINDS[file.kind].packed
         name = INDEXED if file.kind == INDEXED else "records" if packed else "text"
         groups.setdefault(name, []).append(file)
@@ -278,13 +278,14 @@ def split_documents(documents: Sequence[Document], fraction: float) -> tuple[lis
     """Return the documents to train on and those to hold out, about ``fraction`` of them."""
     # The hash of the name alone decides, so a document stays on its side when others come or go. If this holds out
     # nothing, or leaves less than half of the text that should be trained on, the end of the largest document is.
-    held = {document for document in documents if _share(document.name) < fraction}
+    held_out = {document for document in documents if _share(document.name) < fraction}
     if fraction > 0 and documents:
         size = sum(document.size for document in documents)
-        rest = size - sum(document.size for document in held)
-        if not held or rest <= (1 - fraction) * size / 2:
+        rest = size - sum(document.size for document in held_out)
+        if not held_out or rest <= (1 - fraction) * size / 2:
             return _split_largest(documents, round(fraction * size))
-    return [one for one in documents if one not in held], [one for one in documents if one in held]
+    training = [document for document in documents if document not in held_out]
+    return training, [document for document in documents if document in held_out]
 
 
 def _split_largest(documents: Sequence[Document], size: int) -> tuple[list[Document], list[Document]]:
@@ -297,8 +298,8 @@ def _split_largest(documents: Sequence[Document], size: int) -> tuple[list[Docum
     cut = cut_before(largest.path, max(start, wanted - size), wanted)  # at most twice as much, for any length of lines
     if cut == stop:
         return [*documents], []
-    kept = replace(largest, stop=cut)
-    return [kept if one == largest else one for one in documents], [replace(largest, start=cut)]
+    head = replace(largest, stop=cut)
+    return [head if document == largest else document for document in documents], [replace(largest, start=cut)]
 
 
 def _share(name: str) -> float:

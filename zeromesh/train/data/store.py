@@ -79,7 +79,7 @@ class PreparedData:
     @property
     def held_out_bytes(self) -> int:
         """Bytes of text that the held-out labels stand for; 0 if unknown for some of them."""
-        sizes = [held.bytes for held in self.validation]
+        sizes = [token_set.bytes for token_set in self.validation]
         return sum(sizes) if all(sizes) else 0
 
     @property
@@ -213,13 +213,13 @@ def divide(
 ) -> tuple[TokenSet, TokenSet]:
     """Return the training and the held-out documents of a data set; files in ``folder`` get their numbers."""
     learned = documents.learned
-    held = learned & (documents.shares < fraction)
-    if 0 < fraction < 1 and held.sum() in (0, learned.sum()):
+    held_out = learned & (documents.shares < fraction)
+    if 0 < fraction < 1 and held_out.sum() in (0, learned.sum()):
         # One side would be empty: hold out the document with the smallest share.
         shares = np.where(learned, documents.shares, 2.0)
-        held = (np.arange(len(held)) == shares.argmin()) & (learned.sum() > 1 and float(shares.min()) < 1)
+        held_out = (np.arange(len(held_out)) == shares.argmin()) & (learned.sum() > 1 and float(shares.min()) < 1)
     sides = []
-    for kind, side in (("train", learned & ~held), ("validation", held)):
+    for kind, side in (("train", learned & ~held_out), ("validation", held_out)):
         chosen = None
         # Numbers in a file, and not in the summary: there may be many millions.
         if not side.all():
@@ -248,16 +248,16 @@ def gzip_size(sets: Iterable[TokenSet], tokenizer: TextTokenizer | None) -> int:
     """Return the size of the text of all labels after ``gzip -9``."""
     compressor = zlib.compressobj(9, wbits=16 + zlib.MAX_WBITS)  # 16: with the header of gzip
     written = 0
-    for held in sets:
+    for token_set in sets:
         if tokenizer is not None:
-            written += sum(len(compressor.compress(text)) for text in label_texts(held, tokenizer))
+            written += sum(len(compressor.compress(text)) for text in label_texts(token_set, tokenizer))
     return written + len(compressor.flush())
 
 
-def label_texts(held: TokenSet, tokenizer: TextTokenizer) -> Iterator[bytes]:
+def label_texts(token_set: TokenSet, tokenizer: TextTokenizer) -> Iterator[bytes]:
     """Yield the decoded text of the labels of each sequence."""
-    data, mask = held.indexed, held.mask
-    for number in held.numbers:
+    data, mask = token_set.indexed, token_set.mask
+    for number in token_set.numbers:
         start = data.bounds[number]
         for length in data.lengths[data.boundaries[number] : data.boundaries[number + 1]]:
             ids = data.tokens[start : start + length]
@@ -270,9 +270,9 @@ def label_texts(held: TokenSet, tokenizer: TextTokenizer) -> Iterator[bytes]:
 def first_beyond(data: Indexed, vocabulary: int) -> tuple[int, int]:
     """Return the place of the first id that is not in the vocabulary, and the id."""
     for start in range(0, len(data.tokens), SCANNED_AT_ONCE):
-        found = np.flatnonzero(data.tokens[start : start + SCANNED_AT_ONCE] >= vocabulary)
-        if len(found):
-            return start + int(found[0]), int(data.tokens[start + found[0]])
+        places = np.flatnonzero(data.tokens[start : start + SCANNED_AT_ONCE] >= vocabulary)
+        if len(places):
+            return start + int(places[0]), int(data.tokens[start + places[0]])
     raise AssertionError("the largest id is in the vocabulary")
 
 
@@ -282,5 +282,5 @@ def _labels(mask: NDArray[np.uint8], lengths: NDArray[Any]) -> NDArray[np.int64]
     before = np.concatenate([[0], np.cumsum(mask != 0, dtype=np.int64)])
     ends = np.cumsum(lengths, dtype=np.int64)
     starts = ends - lengths
-    found: NDArray[np.int64] = before[ends] - before[np.minimum(starts + 1, ends)]
-    return found
+    counts: NDArray[np.int64] = before[ends] - before[np.minimum(starts + 1, ends)]
+    return counts

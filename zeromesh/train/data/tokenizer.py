@@ -169,7 +169,7 @@ def _of_file(path: Path) -> TextTokenizer:
 def _wrapped(tokenizer: Tokenizer, name: str) -> TextTokenizer:
     # A text that names a special token must not end the document.
     tokenizer.encode_special_tokens = True
-    end = next((found for end in KNOWN_ENDS if (found := tokenizer.token_to_id(end)) is not None), None)
+    end = next((token_id for end in KNOWN_ENDS if (token_id := tokenizer.token_to_id(end)) is not None), None)
     if end is None:
         raise ValueError(f"{name} has no token for the end of a text; it needs one of {', '.join(KNOWN_ENDS)}")
 
@@ -221,8 +221,8 @@ def _of_folder(folder: Path) -> TextTokenizer:
         if not texts:
             return []  # transformers takes an empty list for an error
         options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-        found = tokenizer(list(texts), return_attention_mask=False, **options)["input_ids"]
-        return [np.array(ids, dtype=np.int64) for ids in found]
+        encodings = tokenizer(list(texts), return_attention_mask=False, **options)["input_ids"]
+        return [np.array(ids, dtype=np.int64) for ids in encodings]
 
     def save(target: Path) -> None:
         tokenizer.save_pretrained(str(target))
@@ -258,27 +258,27 @@ def _render(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) ->
     # transformers warns and returns an empty mask for a template without marks, so the template is searched for them.
     if "generation" in STATEMENTS.findall(template):
         _require_text(tokenizer, messages, tools)
-        found = tokenizer.apply_chat_template(
+        rendered = tokenizer.apply_chat_template(
             list(messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True
         )
-        return np.array(found["input_ids"], dtype=np.int64), np.array(found["assistant_masks"], dtype=bool)
+        return np.array(rendered["input_ids"], dtype=np.int64), np.array(rendered["assistant_masks"], dtype=bool)
     # Without marks, the assistant says what each of its turns adds to the chat before it. This holds only if the chat
     # up to there is a beginning of the whole one, which a template may well break, so it is compared.
-    whole = _render_ids(tokenizer, messages, False, tools)
-    mask = np.zeros(len(whole), dtype=bool)
+    chat_ids = _render_ids(tokenizer, messages, False, tools)
+    mask = np.zeros(len(chat_ids), dtype=bool)
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
             # The prompt of a turn, such as the name of the speaker, is not said by the assistant.
             before = _render_ids(tokenizer, messages[:place], True, tools) if place else np.empty(0, dtype=np.int64)
             after = _render_ids(tokenizer, messages[: place + 1], False, tools)
-            if not (place and _begins(after, before) and _begins(whole, after)):
+            if not (place and _begins(after, before) and _begins(chat_ids, after)):
                 raise ValueError(
                     f"messages[{place}]: where the assistant's turn is cannot be found with the tokenizer's chat "
                     "template, since a chat up to there is not a beginning of the whole one; mark what the assistant "
                     "says in the template with {% generation %} and {% endgeneration %}"
                 )
             mask[len(before) : len(after)] = True
-    return whole, mask
+    return chat_ids, mask
 
 
 def _require_template(tokenizer: Any) -> None:
@@ -289,14 +289,14 @@ def _require_template(tokenizer: Any) -> None:
 def _render_ids(tokenizer: Any, messages: Sequence[Message], prompt: bool, tools: Tools = None) -> Ids:
     """Return the ids of a chat; with ``prompt``, up to the next turn of the assistant."""
     _require_template(tokenizer)
-    found = tokenizer.apply_chat_template(
+    rendered = tokenizer.apply_chat_template(
         list(messages), tools=tools, add_generation_prompt=prompt, return_dict=True, sanitize_control_tokens=True
     )
-    return np.array(found["input_ids"], dtype=np.int64)
+    return np.array(rendered["input_ids"], dtype=np.int64)
 
 
-def _begins(whole: Ids, part: Ids) -> bool:
-    return len(part) <= len(whole) and bool((whole[: len(part)] == part).all())
+def _begins(ids: Ids, part: Ids) -> bool:
+    return len(part) <= len(ids) and bool((ids[: len(part)] == part).all())
 
 
 def _require_text(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> None:
