@@ -90,9 +90,9 @@ class Backwards:
         outputs, inputs = tuple(tensors_of(output)), tuple(x for x in args if isinstance(x, Tensor))
         count = len(inputs)
         for hook, _ in hooks.get("backward_pre", ()):
-            self._of_hook(hook, lambda *given, hook=hook: hook(module, given), outputs, outputs)
+            self._of_hook(hook, lambda *gradients, hook=hook: hook(module, gradients), outputs, outputs)
         for hook, _ in hooks.get("backward", ()):
-            call = lambda *given, hook=hook: hook(module, given[:count], given[count:])  # noqa: E731
+            call = lambda *gradients, hook=hook: hook(module, gradients[:count], gradients[count:])  # noqa: E731
             self._of_hook(hook, call, inputs + outputs, inputs)
         for hook, takes_kwargs in hooks.get("forward", ()):
             result = self._of_forward(partial(hook, module), args, *[kwargs] * takes_kwargs, output)
@@ -125,7 +125,7 @@ class Backwards:
         if of_library(pack) or pack in self._seen or self._run.has_whole:
             return
         self._seen.add(pack)
-        self._follow("a hook of saved tensors", pack, lambda given: unpack(pack(given)), (x,), (x,))
+        self._follow("a hook of saved tensors", pack, lambda gradient: unpack(pack(gradient)), (x,), (x,))
 
     def _of_hook(
         self, hook: Any, call: Callable[..., Any], like: tuple[Any, ...], wanted: tuple[Any, ...]
@@ -174,5 +174,5 @@ class Backwards:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return None
         with torch._C.DisableTorchFunction():
-            made = torch.empty(x.shape, dtype=x.dtype, device=META)
-            return as_split(made, x.split_dim, self._run) if isinstance(x, SplitActivation) else made
+            gradient = torch.empty(x.shape, dtype=x.dtype, device=META)
+            return as_split(gradient, x.split_dim, self._run) if isinstance(x, SplitActivation) else gradient
