@@ -199,8 +199,9 @@ class TokenCheck:
     def _found(self, model: nn.Module, original: nn.Module, forward: _Forward) -> _Checked:
         checked = _Checked(None, set())
         for guess in (False, True):  # a condition on values is tried both ways
+            whole = TokenRun(self._parts, self._attends, guess, forward.device)
             try:
-                whole = self._run(model, original, forward, guess)
+                self._call(model, original, forward, whole)
             except MixesTokens as error:
                 return _Checked(error, None)
             except Exception as error:
@@ -239,11 +240,6 @@ class TokenCheck:
                     f"{name}, in {where}, computes with numbers, or gives shapes, that depend on the length of the "
                     f"sequence: {_told(of_whole)} for all of it, {_told(of_part)} for the part of a rank"
                 )
-
-    def _run(self, model: nn.Module, original: nn.Module, forward: _Forward, guess: bool) -> TokenRun:
-        run = TokenRun(self._parts, self._attends, guess, forward.device)
-        self._call(model, original, forward, run)
-        return run
 
     def _call(self, model: nn.Module, original: nn.Module, forward: _Forward, run: TokenRun) -> None:
         copied = copy.deepcopy(model)  # for what code keeps in the model
