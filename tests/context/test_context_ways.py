@@ -296,12 +296,14 @@ def test_backwards_that_leave_tokens_apart_are_accepted(name: str, caplog: pytes
     assert not caplog.text
 
 
-MODULE_HOOKS: dict[str, tuple[str, Any, bool]] = {
+FORWARD_HOOKS: dict[str, tuple[str, Any, bool]] = {
     "forward": ("register_forward_hook", lambda m, args, output: output - output.mean(1, keepdim=True), False),
     "forward in place": ("register_forward_hook", lambda m, args, output: output.copy_(output.flip(1)) and None, False),
     "arguments": ("register_forward_pre_hook", lambda m, args: args[0].flip(1), False),
     "norm of outputs": ("register_forward_hook", lambda m, args, output: norms.append(float(output.norm())), True),
     "doubled arguments": ("register_forward_pre_hook", lambda m, args: (args[0] * 2,), True),
+}
+MODULE_HOOKS: dict[str, tuple[str, Any, bool]] = {
     "told": ("register_full_backward_hook", lambda m, inputs, outputs: norms.append(float(outputs[0].norm())), True),
     "scaled": ("register_full_backward_hook", lambda m, inputs, outputs: (inputs[0] * 2,), True),
     "mean": ("register_full_backward_hook", lambda m, inputs, outputs: (inputs[0] - inputs[0].mean(1, True),), False),
@@ -309,10 +311,8 @@ MODULE_HOOKS: dict[str, tuple[str, Any, bool]] = {
 }
 
 
-@pytest.mark.parametrize("early", [pytest.param(True, marks=pytest.mark.full), False])
-@pytest.mark.parametrize("name", few(MODULE_HOOKS, "forward", "norm of outputs", "doubled arguments", "told", "mean"))
-def test_hooks_of_modules_are_checked(name: str, early: bool, caplog: pytest.LogCaptureFixture) -> None:
-    register, hook, is_apart = MODULE_HOOKS[name]
+def require_checked(case: tuple[str, Any, bool], early: bool, caplog: pytest.LogCaptureFixture) -> None:
+    register, hook, is_apart = case
 
     def add(model: Any) -> None:
         getattr(model.blocks[0].inside, register)(hook)
@@ -328,6 +328,18 @@ def test_hooks_of_modules_are_checked(name: str, early: bool, caplog: pytest.Log
             with pytest.raises(Unsupported, match="over the tokens|flip"):
                 model(tokens())
     assert not caplog.text
+
+
+@pytest.mark.parametrize("early", [pytest.param(True, marks=pytest.mark.full), False])
+@pytest.mark.parametrize("name", few(MODULE_HOOKS, "told", "mean"))
+def test_hooks_of_gradients_of_modules_are_checked(name: str, early: bool, caplog: pytest.LogCaptureFixture) -> None:
+    require_checked(MODULE_HOOKS[name], early, caplog)
+
+
+@pytest.mark.parametrize("early", [pytest.param(True, marks=pytest.mark.full), False])
+@pytest.mark.parametrize("name", few(FORWARD_HOOKS, "forward", "norm of outputs", "doubled arguments"))
+def test_hooks_of_forwards_are_checked(name: str, early: bool, caplog: pytest.LogCaptureFixture) -> None:
+    require_checked(FORWARD_HOOKS[name], early, caplog)
 
 
 def test_compiled_code_that_takes_another_way_is_checked_again() -> None:
@@ -370,7 +382,7 @@ def test_an_engine_refuses_ways_that_compute_over_tokens() -> None:
 
 @pytest.mark.parametrize("first", [1, 4, pytest.param(6, marks=pytest.mark.full)])
 @pytest.mark.parametrize("alternates", [False, True])
-def test_a_counter_in_a_closure_that_the_check_advances_hides_no_way(first: int, alternates: bool) -> None:
+def test_a_global_counter_that_the_check_advances_hides_no_way(first: int, alternates: bool) -> None:
     calls = 0
 
     def code(m: Any, y: Tensor) -> Tensor:

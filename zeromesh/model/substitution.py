@@ -99,10 +99,10 @@ def _names_in(hook: Any) -> set[str]:
 
 def runs_another_forward(module: nn.Module) -> bool:
     """Return whether a module's forward is not the one that its class was written with, nor this library's."""
-    own = vars(module).get("forward")
-    if own is not None:
+    replaced = vars(module).get("forward")
+    if replaced is not None:
         # That of an engine that is gone may still be there.
-        return not str(getattr(getattr(own, "func", own), "__module__", "")).startswith("zeromesh.")
+        return not str(getattr(getattr(replaced, "func", replaced), "__module__", "")).startswith("zeromesh.")
     # A forward that was put into a class of torch or transformers has code in another file.
     kind = next(base for base in type(module).__mro__ if "forward" in vars(base))
     library = kind.__module__.partition(".")[0]
@@ -126,10 +126,10 @@ def is_as_written(module: nn.Module) -> bool:
     layers = [inner for inner in module.modules() if inner is not module]
     foreign = [inner for inner in layers if not type(inner).__module__.startswith((*KNOWN, "torch.", "peft."))]
     changed = (
-        has_hooks(one)
-        or runs_another_forward(one)
-        or (type(one).__module__.startswith("torch.") and linear_class(one) is not None and not is_linear(one))
-        for one in layers
+        has_hooks(layer)
+        or runs_another_forward(layer)
+        or (type(layer).__module__.startswith("torch.") and linear_class(layer) is not None and not is_linear(layer))
+        for layer in layers
     )
     return is_known(module) and not foreign and not any(changed)
 
@@ -140,21 +140,21 @@ def is_adapted(module: nn.Module) -> bool:
     return lora and not getattr(module, "lora_variant", {})
 
 
-def _overridden(own: type, kind: type[nn.Module]) -> str:
+def _overridden(subclass: type, kind: type[nn.Module]) -> str:
     """Return a name by which a class changes what ``kind`` computes; "" if there is none."""
-    if own.__module__.startswith("transformers.") and own.__name__ in _SAME:
+    if subclass.__module__.startswith("transformers.") and subclass.__name__ in _SAME:
         return ""
     read = {*_PARAMETERS.get(kind.__name__, ()), *getattr(kind, "__constants__", ())}
-    for base in own.__mro__:
+    for base in subclass.__mro__:
         for name in vars(base) if base not in kind.__mro__ else ():
             if name not in _HARMLESS and (name in read or hasattr(kind, name)):
                 missing = object()
-                if inspect.getattr_static(own, name) is not inspect.getattr_static(kind, name, missing):
+                if inspect.getattr_static(subclass, name) is not inspect.getattr_static(kind, name, missing):
                     return name
     return ""
 
 
 def _acts(kind: type[torch.Tensor]) -> bool:
     """Return whether operations on tensors of a class are not torch's; those of this library's classes are."""
-    own: Any = next(base for base in kind.__mro__ if not base.__module__.startswith("zeromesh."))
-    return bool(own.__torch_function__ is not nn.Parameter.__torch_function__)
+    definer: Any = next(base for base in kind.__mro__ if not base.__module__.startswith("zeromesh."))
+    return bool(definer.__torch_function__ is not nn.Parameter.__torch_function__)

@@ -7,8 +7,8 @@ do. What is no gradient of tokens, such as that of a weight, may be a sum over t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from os.path import relpath
 from types import FrameType
@@ -21,7 +21,7 @@ from torch.autograd import function as functions
 from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.model.imitation import KINDS, META, of_library, user_hooks
 from zeromesh.model.in_place import version
-from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation, part_of
+from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation
 from zeromesh.tensor.split_rules import as_split
 from zeromesh.tensor.ways import applied
 
@@ -57,11 +57,9 @@ class Backwards:
         self._run, self.differentiates, self.runs = run, differentiates, False
         self._seen: set[Any] = set()  # hooks of saved tensors
 
-    @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Follow the backwards of autograd's functions that are applied in this context."""
-        with applied(self._apply) if self.differentiates else nullcontext():
-            yield
+    def followed(self) -> AbstractContextManager[None]:
+        """Return a context in which the backwards of autograd's functions that are applied are followed."""
+        return applied(self._apply) if self.differentiates else nullcontext()
 
     def _apply(self, kind: Any, args: tuple[Any, ...], frame: FrameType | None) -> None:
         self._run.note(kind, args, None, frame)
@@ -90,9 +88,9 @@ class Backwards:
         outputs, inputs = tuple(tensors_of(output)), tuple(x for x in args if isinstance(x, Tensor))
         count = len(inputs)
         for hook, _ in hooks.get("backward_pre", ()):
-            self._of_hook(hook, lambda *given, hook=hook: hook(module, given), outputs, outputs)
+            self._of_hook(hook, lambda *gradients, hook=hook: hook(module, gradients), outputs, outputs)
         for hook, _ in hooks.get("backward", ()):
-            call = lambda *given, hook=hook: hook(module, given[:count], given[count:])  # noqa: E731
+            call = lambda *gradients, hook=hook: hook(module, gradients[:count], gradients[count:])  # noqa: E731
             self._of_hook(hook, call, inputs + outputs, inputs)
         for hook, takes_kwargs in hooks.get("forward", ()):
             result = self._of_forward(partial(hook, module), args, *[kwargs] * takes_kwargs, output)
@@ -108,12 +106,16 @@ class Backwards:
             error = refused
         if error is None and self._run.refused is before:
             return result
-        plain = map_tensors(values, self._run.unsplit)
-        versions = [version(x) for x in tensors_of(plain)]
-        if hook(*plain) is not None or versions != [version(x) for x in tensors_of(plain)]:
+        if self._changes(hook, values):
             raise error or self._run.refused
         self._run.forgive(before)
         return None
+
+    def _changes(self, hook: Callable[..., Any], values: Any) -> bool:
+        """Return whether a hook that is given plain tensors writes to them, or returns something."""
+        plain = map_tensors(values, self._run.unsplit)
+        before = [version(x) for x in tensors_of(plain)]
+        return hook(*plain) is not None or before != [version(x) for x in tensors_of(plain)]
 
     def of_tensor(self, x: SplitActivation, hook: Any) -> None:
         """Follow a hook of a tensor's gradient."""
@@ -125,7 +127,7 @@ class Backwards:
         if of_library(pack) or pack in self._seen or self._run.has_whole:
             return
         self._seen.add(pack)
-        self._follow("a hook of saved tensors", pack, lambda given: unpack(pack(given)), (x,), (x,))
+        self._follow("a hook of saved tensors", pack, lambda gradient: unpack(pack(gradient)), (x,), (x,))
 
     def _of_hook(
         self, hook: Any, call: Callable[..., Any], like: tuple[Any, ...], wanted: tuple[Any, ...]
@@ -133,11 +135,9 @@ class Backwards:
         """Follow a hook, unless it gives no other gradient, as one that logs norms."""
         if self._run.has_whole or not self.differentiates or not any(isinstance(x, SplitActivation) for x in like):
             return
-        plain = [None if x is None else part_of(x) for x in map(self._gradient, like)]
-        before = [None if x is None else version(x) for x in plain]
         try:
             with self._run.with_whole(), torch.no_grad():
-                if call(*plain) is None and before == [None if x is None else version(x) for x in plain]:
+                if not self._changes(call, tuple(map(self._gradient, like))):
                     return
         except Exception:
             pass  # it needs what only the run has, or shows it there again
@@ -174,5 +174,5 @@ class Backwards:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return None
         with torch._C.DisableTorchFunction():
-            made = torch.empty(x.shape, dtype=x.dtype, device=META)
-            return as_split(made, x.split_dim, self._run) if isinstance(x, SplitActivation) else made
+            gradient = torch.empty(x.shape, dtype=x.dtype, device=META)
+            return as_split(gradient, x.split_dim, self._run) if isinstance(x, SplitActivation) else gradient

@@ -18,7 +18,7 @@ SHARED = PlanRule("replicated_with_grad_allreduce")
 def published(model: nn.Module) -> dict[str, PlanRule]:
     """Return the entries of the plan of a model of transformers, by module name."""
     rules = parse(getattr(model, "_tp_plan", None) or {})
-    found: dict[str, PlanRule] = {}
+    entries: dict[str, PlanRule] = {}
     for name, _ in (*model.named_modules(), *model.named_parameters()):
         rule = rules.get(pattern_of(name)) or rules.get(name)
         if rule is None:
@@ -28,15 +28,15 @@ def published(model: nn.Module) -> dict[str, PlanRule]:
             experts = model.get_submodule(name.rpartition(".")[0])
             parts = experts.get_parameter("gate_up_proj").ndim == 3 and getattr(experts, "is_concatenated", True)
             rule = PlanRule("packed_colwise") if parts else rule
-        found[name] = rule
+        entries[name] = rule
     # A plan in a model's own code knows its classes; one of transformers knows those of transformers.
     author = type(getattr(model, "config", None)).__module__
-    return _as_far_as_known(found, dict(model.named_modules())) if author.startswith(KNOWN) else found
+    return _as_far_as_known(entries, dict(model.named_modules())) if author.startswith(KNOWN) else entries
 
 
 def _as_far_as_known(plan: Plan, modules: Mapping[str, nn.Module]) -> dict[str, PlanRule]:
     """Return the plan without parts of activations in modules that users have changed, or whose layers they watch."""
-    kept = {name: rule for name, rule in plan.items() if _fits(rule, modules.get(name))}
+    rules = {name: rule for name, rule in plan.items() if _fits(rule, modules.get(name))}
     containers: dict[str, set[bool]] = {}  # with rules between which activations are parts: has it columns, or rows
     for name, rule in plan.items():
         if rule.style in PLAIN_PARTS:
@@ -44,9 +44,9 @@ def _as_far_as_known(plan: Plan, modules: Mapping[str, nn.Module]) -> dict[str, 
     for name, sides in containers.items():
         around = name if len(sides) == 2 else name.rpartition(".")[0]
         if not is_as_written(modules[around]):
-            inside = {path: rule for path, rule in kept.items() if f"{path}.".startswith(f"{around}.")}
-            kept = {path: rule for path, rule in kept.items() if path not in inside} | gathered(inside, modules)
-    return kept
+            inside = {path: rule for path, rule in rules.items() if f"{path}.".startswith(f"{around}.")}
+            rules = {path: rule for path, rule in rules.items() if path not in inside} | gathered(inside, modules)
+    return rules
 
 
 def _fits(rule: PlanRule, module: nn.Module | None) -> bool:
@@ -59,9 +59,9 @@ def gathered(rules: Plan, modules: Mapping[str, nn.Module]) -> dict[str, PlanRul
     return {name: PlanRule(GATHERING["rowwise" in rules[name].style]) for name in linear}
 
 
-def completed(name: str, module: nn.Module, own: Plan, region: Plan) -> dict[str, PlanRule]:
+def completed(name: str, module: nn.Module, plan: Plan, region: Plan) -> dict[str, PlanRule]:
     """Return a published plan with rules for the parts of one attention or MLP that it leaves out."""
-    rules = {child: own[f"{name}.{child}"] for child, _ in module.named_children() if f"{name}.{child}" in own}
+    rules = {child: plan[f"{name}.{child}"] for child, _ in module.named_children() if f"{name}.{child}" in plan}
     widths, rows = set(), 0
     for child, layer in module.named_children():
         if kind_of(base_of(layer)) == "linear" and child in rules and rules[child].style in PLAIN_PARTS:
@@ -69,13 +69,13 @@ def completed(name: str, module: nn.Module, own: Plan, region: Plan) -> dict[str
             rows += by_rows
             widths.add(inputs_of(layer) if by_rows else outputs_of(layer))
     left = {child: m for child, m in module.named_children() if child not in rules}
-    odd = rows > 1 or any(f"{name}.{key}" not in own for key, _ in module.named_parameters(recurse=False))
+    odd = rows > 1 or any(f"{name}.{key}" not in plan for key, _ in module.named_parameters(recurse=False))
     if not odd and not any(widths & {*p.shape} for m in left.values() for p in m.parameters()):
-        return {**own, **{f"{name}.{child}": SHARED for child, m in left.items() if is_activation(m)}}
+        return {**plan, **{f"{name}.{child}": SHARED for child, m in left.items() if is_activation(m)}}
     # There are parameters that may be used on all of the split dim, so each layer is split by itself.
-    kept = {path: rule for path, rule in own.items() if path.rpartition(".")[0] != name}
+    others = {path: rule for path, rule in plan.items() if path.rpartition(".")[0] != name}
     children = {f"{name}.{child}": layer for child, layer in module.named_children()}
-    return kept | gathered({path: rule for path, rule in region.items() if path in children}, children)
+    return others | gathered({path: rule for path, rule in region.items() if path in children}, children)
 
 
 def is_activation(module: nn.Module) -> bool:

@@ -40,10 +40,10 @@ def alone(run: TokenRun, forward: Callable[..., Any], *args: Any, **kwargs: Any)
     """Run a module whose code is not to be checked: it is said to compute each token by itself."""
     if run.has_whole:
         return forward(*args, **kwargs)
-    given = [x for x in tensors_of((args, kwargs)) if isinstance(x, SplitActivation)]
+    parts = [x for x in tensors_of((args, kwargs)) if isinstance(x, SplitActivation)]
     with run.with_whole():
         output = forward(*run.join(args), **run.join(kwargs))
-    return map_tensors(output, lambda x: run.split_again(x, given))
+    return map_tensors(output, lambda x: run.split_again(x, parts))
 
 
 class TokenCheck:
@@ -115,7 +115,7 @@ class TokenCheck:
         """Return arguments of the model without memory, in the dtype that its parameters had."""
         return map_tensors(value, lambda x: x.detach().to(META, self._dtype if x.is_floating_point() else x.dtype))
 
-    def begin(self, given: Mapping[Any, Any], call: Call) -> None:
+    def begin(self, arguments: Mapping[Any, Any], call: Call) -> None:
         """Check what ``call`` runs, unless that was done for arguments alike; raise MixesTokens, also later.
 
         A forward of the model begins, whose calls of torch's functions go to ``follow`` until it ends with ``end``.
@@ -124,13 +124,15 @@ class TokenCheck:
         if model is None or original is None:
             return
         modules = dict(original.named_modules())
-        hooks = {name: own for name, module in modules.items() if (own := hooks_of(module))}
+        hooks = {name: kinds for name, module in modules.items() if (kinds := hooks_of(module))}
         # Flags, names and shapes choose what code does; numbers, such as that of a step, may differ in each call.
-        arguments = frozenset((name, _kind(value)) for name, value in given.items())
-        hooked = tuple((name, kind, id(hook)) for name, own in hooks.items() for kind in own for hook, _ in own[kind])
-        key = arguments, original.training, torch.is_grad_enabled(), hooked
+        shapes = frozenset((name, _kind(value)) for name, value in arguments.items())
+        hooked = tuple(
+            (name, kind, id(hook)) for name in hooks for kind in hooks[name] for hook, _ in hooks[name][kind]
+        )
+        key = shapes, original.training, torch.is_grad_enabled(), hooked
         users = {name: module for name, module in modules.items() if not of_library(module)}
-        device = next((x.device for x in tensors_of(given)), torch.device("cpu"))
+        device = next((x.device for x in tensors_of(arguments)), torch.device("cpu"))
         # Hooks are told by their ids, so what is done keeps them.
         self._forward = forward = _Forward(key, call, hooks, Beginning.of(users), self._done.get(key), device)
         if forward.checked is None:
@@ -185,8 +187,8 @@ class TokenCheck:
 
     def _checked(self, model: nn.Module, original: nn.Module, forward: _Forward) -> _Checked:
         modules = dict(original.named_modules())
-        for name, own in model.named_modules():  # children after what is around them
-            own.train(modules.get(name, original).training)
+        for name, module in model.named_modules():  # children after what is around them
+            module.train(modules.get(name, original).training)
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
         engines = hooks is not None and of_library(hooks[0])
         unchanged = saved_tensors_hooks(_same, _same) if engines else nullcontext()
@@ -197,8 +199,9 @@ class TokenCheck:
     def _found(self, model: nn.Module, original: nn.Module, forward: _Forward) -> _Checked:
         checked = _Checked(None, set())
         for guess in (False, True):  # a condition on values is tried both ways
+            whole = TokenRun(self._parts, self._attends, guess, forward.device)
             try:
-                whole = self._run(model, original, forward, guess)
+                self._call(model, original, forward, whole)
             except MixesTokens as error:
                 return _Checked(error, None)
             except Exception as error:
@@ -231,17 +234,12 @@ class TokenCheck:
 
     def _compare(self, whole: TokenRun, part: TokenRun) -> None:
         for place in {**whole.seen, **part.seen}:
-            if (one := whole.seen.get(place)) != (two := part.seen.get(place)):
+            if (of_whole := whole.seen.get(place)) != (of_part := part.seen.get(place)):
                 name, where = place
                 raise DependsOnLength(
                     f"{name}, in {where}, computes with numbers, or gives shapes, that depend on the length of the "
-                    f"sequence: {_told(one)} for all of it, {_told(two)} for the part of a rank"
+                    f"sequence: {_told(of_whole)} for all of it, {_told(of_part)} for the part of a rank"
                 )
-
-    def _run(self, model: nn.Module, original: nn.Module, forward: _Forward, guess: bool) -> TokenRun:
-        run = TokenRun(self._parts, self._attends, guess, forward.device)
-        self._call(model, original, forward, run)
-        return run
 
     def _call(self, model: nn.Module, original: nn.Module, forward: _Forward, run: TokenRun) -> None:
         copied = copy.deepcopy(model)  # for what code keeps in the model

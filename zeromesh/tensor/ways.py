@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import function as functions
 from torch.utils.hooks import RemovableHandle
 
@@ -137,23 +137,23 @@ class Beginning:
     """Begin of a forward: what a model, its classes and their files hold, and random numbers."""
 
     attributes: dict[str, dict[str, Any]]  # by the names of modules
-    numbers: dict[str, dict[str, Tensor]]  # the same of buffers
     drawn: tuple[Any, Any]
     restore_shared: Callable[[], None]
 
     @classmethod
     def of(cls, modules: Mapping[str, nn.Module]) -> Beginning:
         """Return the present one."""
-        attributes = {name: dict(vars(module)) for name, module in modules.items()}
-        numbers = {
-            name: {key: value.clone() for key, value in module._buffers.items() if value is not None and not value.ndim}
+        attributes = {
+            name: {
+                **vars(module),
+                "_buffers": {key: x.clone() for key, x in module._buffers.items() if x is not None and not x.ndim},
+            }
             for name, module in modules.items()
-            if module._buffers
         }
         kinds = {type(module) for module in modules.values()}
         files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
         files += [other for file in files for other in imported(file)]
-        return cls(attributes, numbers, (random.getstate(), numpy.random.get_state()), remembered(kinds, files))
+        return cls(attributes, (random.getstate(), numpy.random.get_state()), remembered(kinds, files))
 
     def restore(self, copied: nn.Module, original: nn.Module) -> None:
         """Set the attributes of a copy of the model, and the random numbers, to these."""
@@ -166,12 +166,9 @@ class Beginning:
         tensors = {**dict(copied.named_parameters()), **dict(copied.named_buffers())}
         for name, tensor in (*original.named_parameters(), *original.named_buffers()):
             memo[id(tensor)] = tensors.get(name)
-        for place, numbers in self.numbers.items():
-            copies.get(place, copied)._buffers.update(
-                {key: value.to("cpu", copy=True) for key, value in numbers.items()}
-            )
         for place, attributes in self.attributes.items():
             there: Any = vars(copies.get(place, copied))
+            there["_buffers"].update({key: x.to("cpu", copy=True) for key, x in attributes["_buffers"].items()})
             for name, value in attributes.items():
                 if name in _OF_MODULES or name in HOOKS or tensors_of(value) or of_library(value):
                     continue
