@@ -69,6 +69,9 @@ def refused() -> dict[str, tuple[Callable[[], Any], Any, str]]:
             lambda: model(layers.Embedding(9, 3, mask_zero=True), Masked()), draw.normal(size=(8, 4, 3)), mean,
         ),
         "means over rows": (lambda: model(layers.Dense(3), Centred()), rows, output),
+        "means over rows beside Dropout": (
+            lambda: model(layers.Dense(3), layers.Dropout(0.5), Centred(), layers.GaussianNoise(0.1)), rows, output,
+        ),
         "similarities": (
             lambda: model(layers.Dense(3), layers.Lambda(lambda x: x @ x.T), loss=lambda y, p: p**2), rows, output,
         ),

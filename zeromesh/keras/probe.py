@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.keras.data import rows_in
 from zeromesh.keras.run import DistributedRun, kept
@@ -16,10 +17,23 @@ from zeromesh.model.keras_layers import global_seed, seeds_of
 
 _MOST_ROWS = 16
 
+_DRAWS = ("bernoulli", "bernoulli_", "normal", "normal_", "rand", "rand_like", "randn", "randn_like", "uniform_")
+
 _APART = (
     "ranks that have some rows each would compute another one. Compute each row by itself, or write the loop yourself "
     "with zeromesh.initialize, and join the rows of all ranks by zeromesh.gather_with_gradient"
 )
+
+
+class _SameNumbers(TorchDispatchMode):
+    """Draws one number for all elements, so that Dropout and noise are the same for all rows, whole and in parts."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        drawn = func(*args, **(kwargs or {}))
+        return drawn.fill_(0.5) if name in _DRAWS and drawn.dtype.is_floating_point else drawn
 
 
 class Probe:
@@ -31,7 +45,7 @@ class Probe:
         model: distributed.
         run: its state.
         data: a batch; with one row, that row counts twice.
-        training: as the model is called; False where layers draw random numbers.
+        training: as the model is called.
     """
 
     def __init__(self, model: Any, run: DistributedRun, data: Any, training: bool) -> None:
@@ -42,7 +56,7 @@ class Probe:
         take = lambda one: one if one is None else torch.as_tensor(one)[index].to(device)  # noqa: E731
         self._x, self._y, self._weights = keras.tree.map_structure(take, parts)
         self._rows = len(index)
-        self._training = training and not list(seeds_of(model))
+        self._training = training
 
     def check(self, kind: str) -> None:
         """Raise ValueError where parts do not make up the whole; ``predict`` has no loss. Collective."""
@@ -63,7 +77,7 @@ class Probe:
         states = [one for one in model.non_trainable_variables if not isinstance(one.value, torch.nn.Parameter)]
         variables = [*model.metrics_variables, *states, *seeds_of(model), global_seed(make=True)]
         unchanged = kept({id(one): one for one in variables}.values())
-        with torch.no_grad(), unchanged, torch.random.fork_rng(), joint.without_statistics():
+        with torch.no_grad(), unchanged, torch.random.fork_rng(), joint.without_statistics(), _SameNumbers():
             yield
 
     def _output(self, x: Any) -> Any:
