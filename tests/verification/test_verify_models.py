@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 
 from harness import run_ranks
 from verifying import of_model, of_net, of_tables
+from zeromesh.verification.plain import PlainStep, _bounds
 
 FAMILIES = ("gpt2", "llama", "qwen2", "opt", "phi3", "bert", "vit", "t5", "mixtral", "net")
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
@@ -57,6 +59,21 @@ TABLES: dict[str, Any] = {
 def test_embedding_tables_are_equal(case: str) -> None:
     given = {"optimizer": OPTIMIZER, "gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}
     report = run_ranks(of_tables, 2, "", {**given, **TABLES[case]})[0]
+    assert report.equal, report.sentence
+
+
+def test_a_value_may_be_rounded_to_the_number_beside_it() -> None:
+    step = PlainStep({"loss/0.0": torch.tensor(4.5)})
+    numbers = torch.finfo(torch.bfloat16)
+    bound = _bounds(step, [step, step], numbers.eps / 2, {})["loss/0.0"]
+    assert numbers.eps * 4 <= bound < numbers.eps * 16
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["t5", "bert"])
+def test_rounding_of_split_layers_is_no_difference(family: str) -> None:
+    given = {"optimizer": OPTIMIZER, "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}}
+    report = run_ranks(of_model, 2, family, {**given, "mesh": {"tensor": 2}})[0]
     assert report.equal, report.sentence
 
 

@@ -185,17 +185,8 @@ def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
         return tables.choose_tables(model, resolved, None if split is None else split[0], stages, mesh.rank == 0)
 
     chosen_tables = agree_run(mesh.group("world"), "choose its tables", choose_tables)
-    return Plan(
-        chosen,
-        resolved,
-        settings.says_batch,
-        mesh,
-        split,
-        stages,
-        loader,
-        reports.memory_before(model, mesh.device),
-        chosen_tables,
-    )
+    before = reports.memory_before(model, mesh.device)
+    return Plan(chosen, resolved, settings.says_batch, mesh, split, stages, loader, before, chosen_tables)
 
 
 def _tell_batch(settings: Settings, resolved: Resolved, ranks: int) -> None:

@@ -110,7 +110,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             full = f"{path}.{name}".lstrip(".")
-            for each in {full, _ADAPTED.sub("", plain_name(full))} if tensor is not None else ():
+            for each in dict.fromkeys((full, _ADAPTED.sub("", plain_name(full)))) if tensor is not None else ():
                 yield each, module, tensor
 
 
@@ -149,19 +149,19 @@ def explaining(model: nn.Module, compute: torch.dtype | None, device: torch.devi
     except MismatchError:
         raise
     except (RuntimeError, ValueError) as error:
+        path = _where(model, error)
         if _DEVICES.search(str(error)):
-            remedy = (
-                f"computes on {device}, the engine's device; move its inputs there: batch = batch.to(engine.device)"
-            )
-        elif compute in SIXTEEN_BIT and _DTYPES.search(str(error)):
-            remedy = (
-                f"meets another dtype than {compute}, which the run computes in; if its parameters are meant to have "
-                f'fp32, write {key} = ["{_where(model, error)}"]; if they have it, cast its inputs to their dtype in '
-                "its forward (x.to(self.weight.dtype)), and its output back"
-            )
-        else:
-            raise
-        raise MismatchError(f"{error}: {_where(model, error)} {remedy}") from error
+            raise MismatchError(
+                f"{error}: {path} computes on {device}, the engine's device; move its inputs there: "
+                "batch = batch.to(engine.device)"
+            ) from error
+        if compute in SIXTEEN_BIT and _DTYPES.search(str(error)):
+            raise MismatchError(
+                f"{error}: {path} meets another dtype than {compute}, which the run computes in; if its parameters "
+                f'are meant to have fp32, write {key} = ["{path}"]; if they have it, cast its inputs '
+                "to their dtype in its forward (x.to(self.weight.dtype)), and its output back"
+            ) from error
+        raise
 
 
 def _where(model: nn.Module, error: BaseException) -> str:

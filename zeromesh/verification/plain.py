@@ -24,7 +24,7 @@ from zeromesh.computation import cast_inputs
 from zeromesh.config.keys import KEEP_FP32
 from zeromesh.config.settings import Settings
 from zeromesh.model.chain import Chain
-from zeromesh.model.containers import moved
+from zeromesh.model.containers import map_tensors, moved
 from zeromesh.model.dtypes import dtypes, explaining, kept_layers
 from zeromesh.model.piece import Piece
 from zeromesh.model.quantized import change
@@ -110,7 +110,7 @@ class PlainStep:
 
 
 class PlainTraining:
-    """One process that trains a model; ``noise`` is the relative size of random errors of its weights."""
+    """One process that trains a model; ``noise`` is the relative size of random errors of weights and activations."""
 
     def __init__(self, path: Path, trial: Trial, noise: float = 0.0, seed: int = 0) -> None:
         self._trial, self._noise = trial, noise
@@ -131,6 +131,11 @@ class PlainTraining:
             skip = [*chosen.skip, *kept_layers(self.model, precision)]
             use_alone(self.model, chosen.recipe == "rowwise", skip, trial.device)
         self._computed = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if noise:
+            # Ranks that share a layer round the sums of its output in another order than those of one process.
+            for module in self.model.modules():
+                if next(module.children(), None) is None:
+                    module.register_forward_hook(lambda _, __, output: map_tensors(output, self._with_errors))
         self._tables = PlainTables(self.model, trial.settings, [*self.masters])
         self.optimizer = self._optimizer()
         schedule = trial.settings.scheduler
@@ -248,15 +253,18 @@ class PlainTraining:
             value = self._buffers[name] if name in self._persistent else buffers.get(name, self._buffers[name])
             buffer.detach().copy_(value)
 
+    def _with_errors(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with random errors of its elements, if the process has them."""
+        if not self._noise or not tensor.is_floating_point():
+            return tensor
+        errors = torch.randn(tensor.shape, generator=self._generator, dtype=torch.float64)
+        return (tensor.double() * (1 + self._noise * errors.to(tensor.device))).to(tensor.dtype)
+
     def _gradients(self, number: int, share: int, micro_batch: int, scale: float) -> torch.Tensor:
         trial = self._trial
         with torch.no_grad():
             for name, computed in self._computed.items():
-                master = self.masters[name].detach()
-                if self._noise:
-                    errors = torch.randn(master.shape, generator=self._generator, dtype=torch.float64)
-                    master = (master.double() * (1 + self._noise * errors.to(trial.device))).to(master.dtype)
-                computed.data.copy_(master)
+                computed.data.copy_(self._with_errors(self.masters[name].detach()))
         inputs = cast_inputs(moved(trial.inputs(number, share, micro_batch), trial.device), self._precision)
         kind = self._precision.autocast
         with trial.widened(), explaining(self.model, self._precision.compute, trial.device, KEEP_FP32):
@@ -341,8 +349,8 @@ class Narrowest(torch.overrides.TorchFunctionMode):
 def reference(path: Path, trial: Trial, terms: int) -> tuple[list[PlainStep], torch.dtype]:
     """Return the updates of the plain process with their bounds, and the narrowest dtype that it computes in.
 
-    Bounds come from trials: the process is run again with weights that have random errors of the size of the unit
-    round-off in every computation, times the root of the longest sum's terms where sums are computed in that precision.
+    Bounds come from trials: the process is run again with weights and outputs of modules that have random errors of the
+    size of the unit round-off, times the root of the longest sum's terms where sums are computed in that precision.
     What that moves, round-off in another order of sums may move as well. docs/adr/0027-verification.md has the reasons.
     """
     with Narrowest() as seen:
@@ -385,8 +393,8 @@ def _bounds(
     bounds = {}
     for key, far in moved.items():
         kind = key.split("/")[0]
-        # Masters, rates and what is not computed are kept in at least fp32.
-        exact = floor if kind not in ("master", "rate", "frozen") else min(floor, EXACT)
+        # Masters, rates and what is not computed are kept in at least fp32. Others may be rounded to a neighbour twice.
+        exact = 4 * floor if kind not in ("master", "rate", "frozen") else min(floor, EXACT)
         bounds[key] = SAFETY * max(far, medians.get(kind, 0.0) * scales[key]) + exact * sizes[key]
     return bounds
 
