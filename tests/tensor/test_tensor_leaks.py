@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,14 @@ def scripted(x: Tensor) -> Tensor:
     return x / x.norm()
 
 
+LEVEL = threading.Lock()  # torch has one level of forward derivatives for all threads
+
+
+def jvp(x: Tensor) -> Tensor:
+    with LEVEL:
+        return torch.func.jvp(lambda one: one.softmax(-1), (x.detach(),), (torch.ones_like(x.detach()),))[1]
+
+
 def unasked(x: Tensor) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         return x / x.norm()
@@ -53,7 +62,7 @@ REFUSED: dict[str, Code] = {
     "grad": lambda x: torch.func.grad(lambda one: one.mean().square())(x.detach()),
     "jacobian": lambda x: torch.func.jacrev(lambda one: one.mean())(x.detach()),
     "vjp": lambda x: torch.func.vjp(lambda one: one.softmax(-1), x.detach())[0],
-    "jvp": lambda x: torch.func.jvp(lambda one: one.softmax(-1), (x.detach(),), (torch.ones_like(x.detach()),))[1],
+    "jvp": jvp,
     "functions switched off": unasked,
     "script": scripted,
     "traced": torch.jit.trace(lambda x: x / x.norm(), torch.ones_like(X)),
