@@ -77,7 +77,8 @@ class Probe:
         states = [one for one in model.non_trainable_variables if not isinstance(one.value, torch.nn.Parameter)]
         variables = [*model.metrics_variables, *states, *seeds_of(model), global_seed(make=True)]
         unchanged = kept({id(one): one for one in variables}.values())
-        with torch.no_grad(), unchanged, torch.random.fork_rng(), joint.without_statistics(), _SameNumbers():
+        same = _SameNumbers()  # type: ignore[no-untyped-call]
+        with torch.no_grad(), unchanged, torch.random.fork_rng(), joint.without_statistics(), same:
             yield
 
     def _output(self, x: Any) -> Any:

@@ -95,9 +95,9 @@ def _updated(optimizer: Optimizer, cuts: _Cuts, scale: float) -> dict[int, torch
                 member.grad = values[cut].view_as(member).to(member, copy=True)
             small.step()
             if step == _STEPS:
-                for values in (vars(small), *small.param_groups, *small.state.values()):
-                    counters = {name: value for name, value in values.items() if _is_counter(value)}
-                    values.update({name: value + (_LATER - _STEPS) for name, value in counters.items()})
+                for place in (vars(small), *small.param_groups, *small.state.values()):
+                    counters = {name: value for name, value in place.items() if _is_counter(value)}
+                    place.update({name: value + (_LATER - _STEPS) for name, value in counters.items()})
     return {number: member.detach().flatten() for number, (_, member) in members.items()}
 
 
