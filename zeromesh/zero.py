@@ -185,7 +185,7 @@ def place_of(parameter: nn.Parameter) -> tuple[Unit | Table, Flat, int]:
 def tensors_of(params: object) -> list[Any]:
     """Return the tensors that a function of parameters was given; TypeError for anything else but None."""
     members = [params] if params is None or isinstance(params, torch.Tensor) else params
-    if isinstance(members, nn.Module) or not isinstance(members, Iterable):
+    if not isinstance(members, Iterable):
         members = [members]
     members = [member for member in members if member is not None]
     for member in members:

@@ -37,6 +37,11 @@ SHAPES: dict[str, Callable[[P], P]] = {
     "copy": lambda p: copy.copy(p),
     "parameter of a view": lambda p: nn.Parameter(p.detach()),
     "to its own dtype": lambda p: p.data.to(p.dtype),
+    "to meta": lambda p: p.data.to("meta"),
+    "unfold": lambda p: p.unfold(0, 2, 1),
+    "tensor_split": lambda p: torch.tensor_split(p, 2)[1],
+    "as_strided": lambda p: p.detach().as_strided((2, 2), (1, 1)),
+    "broadcast_to": lambda p: torch.broadcast_to(p, (2, 4, 6)),
 }
 VALUES: dict[str, Callable[[P], Any]] = {
     "sum": lambda p: p.detach().sum(),
@@ -53,6 +58,9 @@ VALUES: dict[str, Callable[[P], Any]] = {
     "deepcopy": lambda p: copy.deepcopy(p),
     "matmul": lambda p: torch.ones(1, 4) @ p.data,
     "convert": lambda p: p.data.double(),
+    "share": lambda p: p.data.share_memory_(),
+    "transpose in place": lambda p: p.data.t_(),
+    "place in an index": lambda p: torch.ones(9)[p.data.long()],
 }
 
 
@@ -76,6 +84,13 @@ def test_what_needs_no_values_is_answered_and_values_are_guarded() -> None:
         got, want = ask(p), ask(plain)
         described = [(one.shape, one.dtype, one.device, one.stride(), one.is_contiguous()) for one in (got, want)]
         assert described[0] == described[1], name
+    assert (p.type(), p.data.type(), p.is_shared(), torch.result_type(p, 1)) == (
+        plain.type(),
+        plain.type(),
+        False,
+        p.dtype,
+    )
+    assert f"{p}" in repr(p)
     for use in VALUES.values():
         with pytest.raises(RuntimeError, match=r"1.weight is sharded .*GatheredParameters"):
             use(p)
@@ -85,7 +100,7 @@ def test_what_needs_no_values_is_answered_and_values_are_guarded() -> None:
         torch.save(values, io.BytesIO())
     with zero.GatheredParameters([p, None, model[0].bias]):
         torch.testing.assert_close(p.detach(), expected["1.weight"])
-    with zero.GatheredParameters(None):
+    with zero.GatheredParameters(None), zero.GatheredParameters(nn.ParameterList([p])):
         pass
     for wrong in (model[0], [[p]], 3):
         with pytest.raises(TypeError, match=r"module.parameters\(\)"), zero.GatheredParameters(wrong):  # type: ignore[arg-type]

@@ -8,13 +8,14 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.accumulation import Accumulation
 from zeromesh.shard.early import EarlyUpdates
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient, GradientArrival
-from zeromesh.shard.guard import HARMLESS, OWN_CLASS, change_class, changes_nothing
+from zeromesh.shard.guard import OWN_CLASS, Absent, change_class
 from zeromesh.shard.reducer import Reducer, complete_together
 from zeromesh.shard.sums import norm_of
 
@@ -26,43 +27,22 @@ PLAIN_DATA: Any = torch._C.TensorBase.data
 SPREAD_AXES = ("replicate", "tensor", "pipeline")
 
 
-class UnavailableGradient(torch.Tensor):
-    """Stands for a gradient that is not whole on this rank. Any operation on it raises RuntimeError with a remedy."""
+class UnavailableGradient(Absent):
+    """Stands for a gradient that is not whole on this rank."""
 
-    reason: str
-    zero: Callable[[], None]
-
-    @classmethod
-    def of(cls, parameter: torch.Tensor, reason: str, zero: Callable[[], None]) -> UnavailableGradient:
-        """Make the stand-in of a parameter's gradient; ``zero`` sets the gradient to zero, on all ranks together."""
-        base = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-        made = torch.Tensor._make_subclass(cls, base)
-        made.reason, made.zero = reason, zero
-        return made
+    zero: Callable[[], None]  # sets the gradient to zero, on all ranks together
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        stand_ins = [one for one in _flat(args) if isinstance(one, UnavailableGradient)]
-        first = stand_ins[0] if stand_ins else None
-        if func is torch.Tensor.detach_ or changes_nothing(func, args, kwargs):
-            return first
+        if func is torch.Tensor.detach_:
+            return args[0]
         if func in (torch.Tensor.zero_, torch._foreach_zero_):
-            for one in stand_ins:
-                one.zero()
-            return first
-        reason = "the gradient is not whole on this rank" if first is None else first.reason
-        if func is torch.Tensor.__repr__:
-            return f"<{reason}>"
-        raise RuntimeError(reason)
-
-
-def _flat(args: Sequence[Any]) -> list[Any]:
-    return [one for arg in args for one in (arg if isinstance(arg, list | tuple) else [arg])]
+            for gradient in tree_leaves(args[0]):
+                gradient.zero()
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class Grads:
@@ -124,7 +104,7 @@ class Grads:
                 "zeromesh.zero.safe_get_full_grad(parameter), and clip with zeromesh.clip_grad_norm_ or "
                 "`gradient_clipping` in the configuration"
             )
-            return UnavailableGradient.of(parameter, text, lambda: table.scale(0.0))
+            return self._unavailable(parameter, text, lambda: table.scale(0.0))
         if plain is not None or id(parameter) not in self._places:
             return plain
         self._settle()
@@ -133,12 +113,18 @@ class Grads:
             return None
         if (reason := self._missing(gradient)) is not None:
             text = f"the gradient of {self._names[id(parameter)]} {reason}"
-            return UnavailableGradient.of(parameter, text, lambda: self._zero(gradient, index))
+            return self._unavailable(parameter, text, lambda: self._zero(gradient, index))
         self._reducer.average(self._factor)
         assert gradient.shard is not None
         # Through a view of it the gradient may change unseen.
         self._early.spoil()
         return gradient.shard[gradient.part(index)].view(parameter.shape)
+
+    @staticmethod
+    def _unavailable(parameter: torch.Tensor, reason: str, zero: Callable[[], None]) -> UnavailableGradient:
+        gradient = UnavailableGradient.of(parameter, parameter.device, reason)
+        gradient.zero = zero
+        return gradient
 
     def write(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
         """Let the update use this gradient, the same on all ranks, in place of what there is; None drops that.

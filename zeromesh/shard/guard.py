@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 from weakref import WeakMethod, ref
 
 import torch
@@ -26,6 +26,7 @@ _METHODS = (
     "size", "dim", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size", "ndimension",
     "is_floating_point", "is_complex", "is_signed", "requires_grad_", "register_hook", "get_device", "__len__",
     "register_post_accumulate_grad_hook", "is_same_size", "__hash__", "is_inference", "_is_view", "dim_order",
+    "is_shared", "is_pinned", "__dir__",
 )  # fmt: skip
 
 
@@ -68,6 +69,7 @@ def _harmless() -> frozenset[Any]:
     """The functions that look at a tensor's description only."""
     found: list[Any] = [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)]
     found += [torch.numel, torch.is_floating_point, torch.is_complex, torch._has_compatible_shallow_copy_type]
+    found.append(torch.result_type)
     for name in _ATTRIBUTES:
         attribute = getattr(torch.Tensor, name, None)
         found += [getattr(attribute, a) for a in ("__get__", "__set__", "__delete__") if hasattr(attribute, a)]
@@ -78,24 +80,20 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 HARMLESS = _harmless()
 
 
-def _functions(methods: Sequence[str], attributes: Sequence[str] = ()) -> frozenset[Any]:
-    """Return methods and attributes of tensors as functions, and the functions of torch of the same names."""
-    places = [(place, name) for name in methods for place in (torch.Tensor, torch) if hasattr(place, name)]
-    getters = [getattr(torch.Tensor, name).__get__ for name in attributes]
-    return frozenset([*(getattr(place, name) for place, name in places), *getters])
+def _functions(*names: str) -> frozenset[Any]:
+    """Return methods of tensors, and the functions of torch of the same names."""
+    return frozenset(getattr(place, name) for name in names for place in (torch.Tensor, torch) if hasattr(place, name))
 
 
-# Functions of a tensor that need no values, and return a view of it; and those that return new values in its place.
-_VIEWS = _functions(
-    ("detach", "view", "view_as", "reshape", "reshape_as", "t", "transpose", "permute", "movedim", "moveaxis",
-     "swapaxes", "swapdims", "adjoint", "unsqueeze", "squeeze", "flatten", "unflatten", "ravel", "expand", "expand_as",
-     "narrow", "select", "chunk", "split", "unbind", "diagonal", "contiguous", "__getitem__"),
-    ("data", "T", "mT", "H", "mH"),
-)  # fmt: skip
+# Functions of a tensor that need no values of it, and return new ones; and those that may return a copy of a view.
 _LIKE = _functions(
-    ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros",
-     "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided"),
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros",
+    "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided",
 )  # fmt: skip
+_RELAID = _functions("contiguous", "reshape", "reshape_as", "flatten", "ravel")
+_CONVERSIONS = _functions("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "type_as")
+_SHOWN = (torch.Tensor.__repr__, torch.Tensor.__format__)
+_UNKNOWN = object()  # not None, which functions return
 
 
 class AbsentError(RuntimeError):
@@ -103,74 +101,84 @@ class AbsentError(RuntimeError):
 
 
 class Absent(torch.Tensor):
-    """Stands for a view of a parameter that is not in memory: it has a shape and a dtype. Values raise RuntimeError."""
+    """Stands for a tensor that is not in memory: it has a shape and a dtype. Values raise RuntimeError."""
 
     reason: str
 
     @classmethod
-    def answer(cls, of: torch.Tensor, reason: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what a function of ``_VIEWS`` returns for a tensor, its first argument, without values."""
-        with torch._C.DisableTorchFunctionSubclass():
-            device, meta = of.device, torch.empty_strided(of.shape, of.stride(), dtype=of.dtype, device="meta")
-            rest = [torch.empty_like(one, device="meta") if isinstance(one, Absent) else one for one in args[1:]]
-            viewed = func(meta, *rest, **kwargs)
-
-        def absent(one: torch.Tensor) -> Absent:
-            size, stride = one.shape, one.stride()
-            made = torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=one.dtype, device=device)
-            made.reason = reason
-            return made
-
-        return tree_map_only(torch.Tensor, absent, viewed)
+    def of(cls, described: torch.Tensor, device: torch.device, reason: str) -> Self:
+        """Return a stand-in of a tensor's shape and dtype."""
+        size, stride = described.shape, described.stride()
+        absent = torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=described.dtype, device=device)
+        absent.reason = reason
+        return absent
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if func in _LIKE:
-            return like(func, args, kwargs)
-        if changes_nothing(func, args, kwargs):
-            return args[0]
-        first = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, Absent))
-        if func in _VIEWS and args and args[0] is first:
-            return cls.answer(first, first.reason, func, args, kwargs or {})
-        if func is torch.Tensor.__repr__:
-            with torch._C.DisableTorchFunctionSubclass():
-                return f"<tensor of shape {tuple(args[0].shape)}, not in memory now>"
+        answer = described(func, args, kwargs or {})
+        if answer is not _UNKNOWN:
+            return answer
+        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Absent))
+        if func in _SHOWN:
+            return f"<tensor of shape {tuple(first.shape)}: {first.reason}>"
+        if args and args[0] is first and (view := viewed(func, args, kwargs or {}, first.reason)) is not None:
+            return view
         raise AbsentError(first.reason)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise AbsentError(next(one for one in tree_leaves((args, kwargs)) if isinstance(one, Absent)).reason)
+        raise AbsentError(next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Absent)).reason)
 
 
-def like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-    """Return what a function of ``_LIKE`` returns; of the tensors among its arguments it needs the description."""
+def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a function returns that needs no values of the tensors it is given; ``_UNKNOWN`` for all others."""
     with torch._C.DisableTorchFunctionSubclass():
-        first = args[0] if args else (kwargs or {})["input"]
-        named = {name: value for name, value in (kwargs or {}).items() if name != "input"}
-        dense = torch.empty((), dtype=first.dtype, device=first.device).expand(first.shape)
-        return func(dense, *args[1:], **named)
+        if func in HARMLESS:
+            return func(*args, **kwargs)
+        first: Any = args[0] if args else kwargs.get("input")
+        rest = tree_leaves((args[1:], kwargs))
+        values = [leaf for leaf in rest if leaf is not first and (isinstance(leaf, Absent) or is_unloaded(leaf))]
+        if func in _LIKE and not values:
+            dense = torch.empty((), dtype=first.dtype, device=first.device).expand(first.shape)
+            return func(dense, *args[1:], **{name: value for name, value in kwargs.items() if name != "input"})
+        if func is torch.Tensor.type and not rest:
+            return torch.empty(0, dtype=first.dtype, device=first.device).type()
+        if func in _CONVERSIONS:
+            empty = torch.empty(0, dtype=first.dtype, device=first.device)
+            try:
+                converted = func(empty, *args[1:], **kwargs)
+            except RuntimeError:
+                return _UNKNOWN  # a memory format that the stand-in cannot have
+            if converted is empty:
+                return first
+            if converted.is_meta:
+                return torch.empty_strided(first.shape, first.stride(), dtype=converted.dtype, device="meta")
+    return _UNKNOWN
 
 
-_CONVERSIONS = frozenset(
-    getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
-)
-
-
-def changes_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
-    """Return whether ``func`` converts its first argument, a tensor, to what it is already, and so returns it."""
-    if func not in _CONVERSIONS:
-        return False
+def viewed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str) -> Any:
+    """Return stand-ins of the views that a function makes of its first argument; None if it needs values."""
     with torch._C.DisableTorchFunctionSubclass():
-        like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+
+        def on_meta(value: Any) -> Any:
+            unloaded = isinstance(value, Absent) or is_unloaded(value)
+            size = (value.shape, value.stride()) if unloaded else ()
+            return torch.empty_strided(*size, dtype=value.dtype, device="meta") if unloaded else value
+
+        device, (meta, *rest) = args[0].device, [on_meta(value) for value in args]
         try:
-            return func(like, *args[1:], **(kwargs or {})) is like
-        except RuntimeError:
-            return False  # a memory format that the stand-in cannot have
+            views = func(meta, *rest, **kwargs)
+        except Exception:  # of any kind: it is not one that makes views
+            return None
+        for leaf in tree_leaves(views) or [None]:
+            if not isinstance(leaf, torch.Tensor) or leaf is meta or meta._version:
+                return None
+            shares = leaf.untyped_storage()._cdata == meta.untyped_storage()._cdata
+            if not shares and func not in _RELAID:
+                return None
+    return tree_map_only(torch.Tensor, lambda view: Absent.of(view, device, reason), views)
 
 
 def with_edges(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
@@ -197,28 +205,24 @@ def unloaded_class(
         def __torch_function__(
             cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
-            if func in HARMLESS:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **(kwargs or {}))
-            if changes_nothing(func, args, kwargs):
-                return args[0]
+            answer = described(func, args, kwargs or {})
+            if answer is not _UNKNOWN:
+                return answer
             if func is torch.autograd.grad:  # no memory is needed, and nothing is to be fetched on one rank only
                 changed, named = with_edges(args, kwargs)
                 return func(*changed, **named)
             first = next((names[id(a)] for a in args if id(a) in names), f"a parameter of {label}")
-            if func is torch.Tensor.__repr__:
+            if func in _SHOWN:
                 with torch._C.DisableTorchFunctionSubclass():
                     return f"Parameter {first} of shape {tuple(args[0].shape)}, not in memory now"
-            if func in _LIKE and not any(isinstance(one, Unloaded) for one in args[1:]):
-                return like(func, args, kwargs)
             load, its = weak_touch(), weak_unit()
             if load is None or its is None:
                 raise RuntimeError(f"parameter {first} is not in memory, and the engine that had it is gone")
             try:
                 load(its, first)
             except AbsentError as error:
-                if func in _VIEWS and isinstance(args[0], Unloaded):
-                    return Absent.answer(args[0], str(error), func, args, kwargs or {})
+                if isinstance(args[0], Unloaded) and (view := viewed(func, args, kwargs or {}, str(error))) is not None:
+                    return view
                 raise
             return func(*args, **(kwargs or {}))
 
