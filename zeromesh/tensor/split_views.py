@@ -350,7 +350,7 @@ def _embedding(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, given = args[0], dict(zip(("num_classes",), args[1:2], strict=False)) | kwargs
     if func is torch.nn.functional.embedding:
         # These count, or write to, what the indices of all ranks pick, and an axis of ranks sums no sparse gradients.
-        sparse = kwargs.get("sparse") and torch.is_grad_enabled() and not getattr(x.axis, "has_rules", False)
+        sparse = kwargs.get("sparse") and torch.is_grad_enabled() and not getattr(x.axis, "sums_sparse", False)
         odd = len(args) > 3 or sparse or any(kwargs.get(name) for name in ("max_norm", "scale_grad_by_freq"))
     else:
         odd = given.get("num_classes", -1) < 0  # as many as the largest index says

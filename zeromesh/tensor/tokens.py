@@ -101,6 +101,8 @@ class TokenRun(WithoutMemory):
         is_plain: True if parts are plain tensors, and calls are noted only.
     """
 
+    sums_sparse = True  # the engine sums those of its tables
+
     def __init__(
         self, parts: int, attends: bool, guess: bool, device: torch.device, other: TokenRun | None = None,
         attempt: int = 0,
