@@ -170,18 +170,6 @@ class Unit:
                 flat.unbind(index, view)
         return slot
 
-    def fulls(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
-        """Return the parameters of each flat buffer as they lie in a storage, 1-D."""
-        places = zip(self.flats, self._offsets, strict=True)
-        return [flat.layout.full_in(storage, offset) for flat, offset in places]
-
-    def borrow(self, storage: torch.UntypedStorage) -> None:
-        """Let the parameters lie in this storage, which has their values, until ``take_back``."""
-        self.lent = storage
-        for flat, full in zip(self.flats, self.fulls(storage), strict=True):
-            for index, view in enumerate(flat.layout.views_of(full)):
-                flat.unbind(index, view)
-
     def take_back(self) -> None:
         """Let the parameters lie in the unit's own storage again."""
         self.lent = None
