@@ -302,14 +302,18 @@ class Flat:
             self.load_states(write=True)
             _put(value, start, self.master, self.own.start, self.splits)
 
-    def take_changes(self) -> None:
-        """Take what others wrote to the parameters, in place or by ``parameter.data = ...``, into shard and master."""
+    def take_changes(self, lent: Sequence[torch.Tensor] = ()) -> None:
+        """Take what others wrote to the parameters, in place or by ``parameter.data = ...``, into shard and master.
+
+        Args:
+            lent: the views that parameters are of other memory than ``full``, which is then brought up to date, too.
+        """
         changed = False
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             _take_pieces(self)
-            members = zip(self.parameters, self.views, self.versions, self.layout.segments, strict=True)
+            members = zip(self.parameters, lent or self.views, self.versions, self.layout.segments, strict=True)
             for index, (parameter, view, version, segment) in enumerate(members):
-                if index in self.unbound:
+                if index in self.unbound and not lent:
                     continue
                 bound = parameter.is_set_to(view)  # else somebody wrote `parameter.data = ...`
                 # A view that somebody kept shares the version count, and may be written to while there is nothing here.
@@ -332,6 +336,8 @@ class Flat:
                     continue
                 changed = True
                 self.put(segment, parameter.detach().reshape(-1))
+                if lent and self.views[index].untyped_storage().nbytes() > 0:
+                    self.views[index].copy_(parameter)
                 if not bound:
                     if there:
                         view.copy_(parameter)

@@ -45,6 +45,7 @@ class Unit:
         self._references = 0  # to the storage, from the unit's own views
         self.storage = torch.UntypedStorage(0)
         self.lent: torch.UntypedStorage | None = None  # where the parameters are once their slot is needed; see `evict`
+        self._lent_views: list[tuple[torch.Tensor, ...]] = []  # of the parameters there
         self.state = State.AT_REST
         self.version = 0  # updates so far
         self.sharded = False
@@ -142,8 +143,8 @@ class Unit:
 
     def take_changes(self) -> None:
         """See ``Flat.take_changes``."""
-        for flat in self.flats:
-            flat.take_changes()
+        for index, flat in enumerate(self.flats):
+            flat.take_changes(self._lent_views[index] if self._lent_views else ())
 
     def evict(self, lends: bool = False) -> Slot:
         """Give the slot up, where parameters are sharded; the storage is empty from here on.
@@ -152,27 +153,32 @@ class Unit:
         """
         assert self.state is State.FETCHED, (self, self.state)
         assert self.slot is not None
+        exposed = [set(flat.exposed) for flat in self.flats]
         self.take_changes()  # of what others wrote in place, nothing is left once the memory is gone
         for flat in self.flats:
             if not flat.layout.trainable:  # momentum encoders and codebooks are written through ``.data``, too
                 flat.write_back(self._link)
         # A view of an empty storage would be a segmentation fault on a CPU, and silently wrong once it is refilled. So
         # the memory is left to those who hold views, and new memory goes into the slot.
-        lent = [flat.views for flat in self.flats] if lends else []
-        if lends:
-            self.lent = self.storage
+        if lends and self.lent is None:
+            self.lent, self._lent_views = self.storage, [flat.views for flat in self.flats]
         if lends or self._count_references() > self._references:
             self._bind(allocate(self.slot.nbytes, self.storage.device))
         detach(self.storage, self.slot)
         slot, self.slot, self.state = self.slot, None, State.AT_REST
-        for flat, views in zip(self.flats, lent, strict=lends):
+        for flat, views, indices in zip(self.flats, self._lent_views, exposed, strict=lends):
             for index, view in enumerate(views):
                 flat.unbind(index, view)
+            # Whoever has asked for the data of a parameter may yet write to it; of a frozen one nobody notes that.
+            flat.exposed |= indices if flat.layout.trainable else {*range(len(views))}
+            flat.watch()
         return slot
 
     def take_back(self) -> None:
-        """Let the parameters lie in the unit's own storage again."""
-        self.lent = None
+        """Let the parameters lie in the unit's own storage again, with what others wrote to them meanwhile."""
+        self.take_changes()
+        self.lent, self._lent_views = None, []
         for flat in self.flats:
             for index in sorted(flat.unbound):
                 flat.rebind(index)
+            flat.watch()
