@@ -122,6 +122,7 @@ def scheduled(content: dict[str, Any], **values: Any) -> None:
 FAULTS = {
     "a state that is no number": lambda content: content["scalars"]["one.bias"].update(step="three"),
     "a number that its dtype lacks": lambda content: content["scalars"]["one.bias"].update(step=[2**70, "int32"]),
+    "a number without a dtype": lambda content: content["scalars"]["one.bias"].update(step=[3, None]),
     "states of a list": lambda content: content.update(scalars=[1]),
     "a state that others have": lambda content: content["scalars"].pop("one.bias"),
     "data without length": lambda content: content["data"].pop("length"),

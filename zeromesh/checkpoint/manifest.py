@@ -78,8 +78,9 @@ def _stored_dtype(name: str) -> str:
 def _states(states: dict[str, Any]) -> dict[str, Any]:
     """Return states that are one number, or a tensor of one as its value and its dtype."""
     for key, value in states.items():
-        number, dtype = value if isinstance(value, list) else (value, None)
-        if dtype is not None:
+        number = value
+        if isinstance(value, list):
+            number, dtype = value
             torch.tensor(0 + number, dtype=getattr(torch, _dtype(dtype)))  # raises for numbers that it does not have
         if key == "step" and not 0 <= number < 2**53:
             raise ValueError("step is no number of updates")
