@@ -170,7 +170,7 @@ class Unit:
             for index, view in enumerate(views):
                 flat.unbind(index, view)
             # Whoever has asked for the data of a parameter may yet write to it; of a frozen one nobody notes that.
-            flat.exposed |= indices if flat.layout.trainable else {*range(len(views))}
+            flat.exposed.update(indices if flat.layout.trainable else range(len(views)))
             flat.watch()
         return slot
 
