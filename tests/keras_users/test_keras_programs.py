@@ -121,6 +121,7 @@ def test_ranks_and_batches_draw_other_numbers() -> None:
     zeromesh.keras.distribute(model, {"zero_optimization": {"stage": 2}})
     model.fit(torch.ones(6, 64), torch.ones(6, 1), batch_size=2, verbose=0)
     world = model.engine.mesh.group("world")
+    seen = seen[-9:]  # of three steps; the probe before them draws one number for all elements
     for number in range(3):
         require_different(seen[number::3], world)
 
