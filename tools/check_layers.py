@@ -1,12 +1,14 @@
-"""Check that imports point down only: ``python tools/check_layers.py [ROOT]``.
+"""Check that imports keep to the rooms of the house: ``python tools/check_layers.py [--draw] [ROOT]``.
 
-Every import statement counts, also inside functions and under ``TYPE_CHECKING``. Packages of one layer do not import
-each other, modules of one layer may, and no files import each other in a circle. Prints ``file:line imports X: rule``.
+Every import statement counts, also inside functions and under ``TYPE_CHECKING``. Arrows between rooms point down, some
+rooms never know each other, and no files import each other in a circle. Prints ``file:line imports X: rule``.
+``--draw`` writes the drawing of the rooms into ``docs/architecture.md``.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,54 +16,51 @@ from pathlib import Path
 
 PACKAGE = "zeromesh"
 
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("__main__",),
-    ("cli",),
-    ("hf",),
-    ("train", "deepspeed", "horovod", "keras"),
-    ("__init__",),
-    ("verification",),
-    ("build",),
-    ("initialization",),
-    (
-        "launcher",
-        "engine",
-        "engine_answers",
-        "engine_saving",
-        "engine_state",
-        "update",
-        "export",
-        "convert",
-        "zero",
-        "checkpointing",
-        "pipe",
-    ),
+LEVELS: tuple[tuple[str, ...], ...] = (
+    ("doors",),
+    ("apps",),
+    ("engine",),
     ("checkpoint",),
-    (
-        "batches",
-        "computation",
-        "curriculum",
-        "joint_batch",
-        "reports",
-        "training_data",
-        "pretrained",
-        "quantized",
-        "weight_files",
-        "pipelined",
-        "replicas",
-        "signatures",
-    ),
-    ("plan",),
-    ("context",),
-    ("shard", "tensor", "pipeline", "activation", "precision", "optim"),
-    ("comm", "observe", "tiers"),
-    ("config",),
-    ("model", "kernels"),
+    ("shard", "parallel"),
+    ("comm", "config"),
+    ("base",),
 )
-"""Packages and top-level modules, top to bottom."""
+"""Rooms, top to bottom. Imports point down, and rooms beside each other do not import each other."""
+
+NEVERS: dict[str, tuple[str, ...]] = {
+    "engine": ("doors", "apps"),
+    "checkpoint": ("doors", "engine", "parallel"),
+    "shard": ("doors", "parallel", "config"),
+    "parallel": ("doors", "shard", "config"),
+    "comm": ("doors", "shard", "parallel", "config"),
+    "config": ("doors",),
+    "base": ("doors", "apps", "engine", "checkpoint", "shard", "parallel", "comm", "config"),
+}
+"""Rooms that a room does not know, whatever lies above or below."""
+
+VISITORS = {"apps": "doors"}
+"""Rooms that import one above them: applications call the engine as users do, by its doors."""
+
+ROOMS: dict[str, str] = {
+    "doors": "__init__ __main__ build zero pipe checkpointing deepspeed horovod keras hf",
+    "apps": "cli launcher plan train verification initialization.automatic observe.metrics observe.speed",
+    "engine": "engine engine_answers engine_saving engine_state update computation batches curriculum joint_batch "
+    "owners pipeline_module pipelined replicas reports initialization observe",
+    "checkpoint": "checkpoint convert export pretrained quantized weight_files model.hub",
+    "shard": "shard optim precision tiers",
+    "parallel": "tensor pipeline context activation model.imitation model.samples",
+    "comm": "comm",
+    "config": "config",
+    "base": "model kernels signatures training_data config.keys config.version tiers.lock observe.devices "
+    "observe.machine observe.operations observe.progress observe.spans observe.svg observe.units",
+}
+"""Packages and modules of each room; of a package and a module in it, the module counts."""
 
 TABLE = "docs/adr/0001-structure.md"
-"""Has a row for each package, if it is there."""
+"""Has a row for each room, if it is there."""
+
+DRAWING = "docs/architecture.md"
+"""Has the drawing of the rooms as its first diagram."""
 
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     "model": ("torch.distributed",),
@@ -84,7 +83,6 @@ REACHED = (
     "comm.environment",
     "comm.failure",
     "comm.rank",
-    "config.errors",
     "config.keys",
     "config.printing",
     "config.settings",
@@ -108,7 +106,8 @@ REACHED = (
 """Private modules that the application imports all the same. The list may shrink and never grow: an entry goes when
 nothing there imports it any more."""
 
-DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
+DEPTH = {room: depth for depth, level in enumerate(LEVELS) for room in level}
+PLACES = {name: room for room, names in ROOMS.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -127,10 +126,11 @@ def module_name(file: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room(module: str) -> str:
-    """The row of the table that a module of the package belongs to."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else "__init__"
+def room(module: str) -> str | None:
+    """The room of a module of the package; None if no row of the table names it, or a package that it is in."""
+    parts = module.split(".")[1:] or ["__init__"]
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((PLACES[name] for name in prefixes if name in PLACES), None)
 
 
 def imports_of(file: Path, root: Path, modules: set[str]) -> Iterator[Import]:
@@ -161,24 +161,25 @@ def target_in(item: Import) -> str:
 
 def broken_rule(item: Import) -> str | None:
     """The rule that an import breaks, or None."""
-    here = room(item.source)
     for package, names in FORBIDDEN.items():
         for name in names:
             if _is_in(item.source, f"{PACKAGE}.{package}") and _is_in(item.target, name):
                 return f"{package} must not import {name}"
     if item.target.split(".")[0] != PACKAGE:
         return None
-    there = room(item.target)
-    for name in (here, there):
-        if name not in DEPTH:
-            return f"{name} is in no layer; add it to LAYERS in tools/check_layers.py"
-    if DEPTH[there] < DEPTH[here]:
-        return f"imports point down only, and {there} is above {here}"
-    if here == APPLICATION != there and target_in(item) not in ("", *REACHED):
-        return f"{here} imports public names only, from {PACKAGE} itself; find one, or make one public"
-    modules_only = all("." not in name.removeprefix(PACKAGE + ".") for name in (item.source, item.target))
-    if DEPTH[there] == DEPTH[here] and here != there and not modules_only:
-        return f"{here} and {there} are packages of one layer"
+    here, there = room(item.source), room(item.target)
+    for module, place in ((item.source, here), (item.target, there)):
+        if place is None:
+            return f"{module} is in no room; add it to ROOMS in tools/check_layers.py"
+    assert here is not None
+    assert there is not None
+    is_trainer = _is_in(item.source, f"{PACKAGE}.{APPLICATION}")
+    if is_trainer and not _is_in(item.target, f"{PACKAGE}.{APPLICATION}") and target_in(item) not in ("", *REACHED):
+        return f"{APPLICATION} imports public names only, from {PACKAGE} itself; find one, or make one public"
+    if there in NEVERS.get(here, ()):
+        return f"{here} never imports {there}"
+    if DEPTH[there] <= DEPTH[here] and here != there and VISITORS.get(here) != there:
+        return f"imports point down only, and {there} is not below {here}"
     return None
 
 
@@ -216,7 +217,7 @@ def check(root: Path) -> list[str]:
             where = f"{file.relative_to(root)}:{item.line} imports {item.target}"
             if rule := broken_rule(item):
                 problems.append(f"{where}: {rule}")
-            if room(item.source) == APPLICATION:
+            if _is_in(item.source, f"{PACKAGE}.{APPLICATION}"):
                 reached.add(target_in(item))
             if item.target in modules and item.target != item.source:
                 edges.setdefault(item.source, {}).setdefault(item.target, item)
@@ -230,16 +231,50 @@ def check(root: Path) -> list[str]:
     table = root / TABLE
     if table.is_file():
         described = table.read_text(encoding="utf-8")
-        packages = sorted(path.parent.name for path in (root / PACKAGE).glob("*/__init__.py"))
-        problems += [f"{TABLE}: no row for the package {name}" for name in packages if f"| `{name}` |" not in described]
+        problems += [f"{TABLE}: no row for the room {name}" for name in ROOMS if f"| `{name}` |" not in described]
     return list(dict.fromkeys(problems))
 
 
+def drawing(root: Path) -> str:
+    """The rooms of the package under ``root`` and the arrows between them, as a diagram of mermaid.
+
+    An arrow that others together imply is left out.
+    """
+    files = sorted((root / PACKAGE).rglob("*.py"))
+    modules = {module_name(file, root) for file in files}
+    arrows: dict[str, set[str]] = {name: set() for name in ROOMS}
+    for file in files:
+        for item in imports_of(file, root, modules):
+            if _is_in(item.target, PACKAGE):
+                arrows[str(room(item.source))].add(str(room(item.target)))
+    lines = ["flowchart TB"]
+    for level in LEVELS:
+        for name in level:
+            lines.append(f'  {name}["<b>{name}</b><br>{ROOMS[name].replace("__init__", "zeromesh")}"]')
+    for name in DEPTH:
+        below = {other for other in arrows[name] if DEPTH[other] > DEPTH[name]}
+        implied = {far for near in below for far in arrows[near] if far != near and DEPTH[far] > DEPTH[near]}
+        lines += [f"  {name} --> {other}" for other in DEPTH if other in below - implied]
+        if VISITORS.get(name) in arrows[name]:
+            lines.append(f"  {name} -.-> {VISITORS[name]}")
+    return "\n".join(lines) + "\n"
+
+
+def drawn(page: str, picture: str) -> str:
+    """The text of a page with this picture as its first diagram."""
+    return re.sub(r"```mermaid\n.*?```", lambda _: f"```mermaid\n{picture}```", page, count=1, flags=re.DOTALL)
+
+
 def main(arguments: list[str]) -> int:
-    """Print what is wrong; 1 if anything is."""
-    root = Path(arguments[0]) if arguments else Path(__file__).resolve().parent.parent
+    """Print what is wrong, or draw; 1 if anything is wrong."""
+    draws, roots = "--draw" in arguments, [name for name in arguments if name != "--draw"]
+    root = Path(roots[0]) if roots else Path(__file__).resolve().parent.parent
+    if draws:
+        page = root / DRAWING
+        page.write_text(drawn(page.read_text(encoding="utf-8"), drawing(root)), encoding="utf-8")
+        return 0
     problems = check(root)
-    print("\n".join(problems) if problems else "import layers: ok")
+    print("\n".join(problems) if problems else "import rooms: ok")
     return 1 if problems else 0
 
 

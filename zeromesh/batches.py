@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from zeromesh.config.errors import counted
 from zeromesh.model.containers import tensors_of
+from zeromesh.observe.units import counted
 
 _log = logging.getLogger("zeromesh")
 

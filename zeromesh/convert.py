@@ -18,10 +18,10 @@ from zeromesh.checkpoint.formats.detect import FORMATS, require_format
 from zeromesh.checkpoint.formats.form import Contents
 from zeromesh.checkpoint.formats.huggingface import states
 from zeromesh.checkpoint.manifest import as_written
-from zeromesh.config.errors import nearest, some
 from zeromesh.export import write_model
 from zeromesh.model.buffers import plain_name
 from zeromesh.observe.progress import ReadingBar
+from zeromesh.observe.units import nearest, some
 from zeromesh.pretrained import build, first_names
 from zeromesh.weight_files import SINGLE
 

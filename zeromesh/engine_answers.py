@@ -12,10 +12,10 @@ from torch import nn
 from zeromesh import reports
 from zeromesh.activation.compiled import compile_seconds
 from zeromesh.comm.stragglers import Busy
-from zeromesh.config.errors import counted
 from zeromesh.curriculum import LengthCurriculum
 from zeromesh.engine_state import EngineState
 from zeromesh.observe.monitors import Monitor
+from zeromesh.observe.units import counted
 
 
 class Batching(EngineState):

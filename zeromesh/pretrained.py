@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeromesh.config.errors import nearest, some
 from zeromesh.model.files import LARGEST_TEXT, require_regular
 from zeromesh.model.hub import MAIN as MAIN
 from zeromesh.model.hub import configured
@@ -26,6 +25,7 @@ from zeromesh.model.hub import is_model_id as is_model_id
 from zeromesh.model.hub import model_folder as model_folder
 from zeromesh.model.hub import reason_of as reason_of
 from zeromesh.model.quantized import is_quantized
+from zeromesh.observe.units import nearest, some
 from zeromesh.quantized import quantize
 from zeromesh.shard.deferred import Source, read_from, recording, source_of
 from zeromesh.weight_files import FileTensor, checkpoint_tensors

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from zeromesh.config.errors import counted
 from zeromesh.model.containers import moved
+from zeromesh.observe.units import counted
 
 _log = logging.getLogger(__name__)
 

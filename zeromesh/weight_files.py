@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from zeromesh.config.errors import some
 from zeromesh.model.files import UnreadableFile, inside, read_text, require_regular, write_text
+from zeromesh.observe.units import some
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -23,8 +23,8 @@ import torch
 
 from zeromesh.checkpoint.folder import another_offered
 from zeromesh.checkpoint.manifest import CODES, dtype_name, hash_of, read_manifest, require_files, require_sound
-from zeromesh.config.errors import some
 from zeromesh.model.files import require_regular
+from zeromesh.observe.units import some
 
 PART = 16 * 1024**2  # bytes that are written, hashed and brought to the host at a time
 

@@ -54,7 +54,7 @@ from zeromesh.comm.agreement import agree_run, require_agreement, texts
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.detect import may_restart
 from zeromesh.config.batch import TRAIN
-from zeromesh.config.errors import counted, nearest, some
+from zeromesh.observe.units import counted, nearest, some
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shard.window import StateWindow
 

@@ -17,8 +17,8 @@ from zeromesh.checkpoint.packing import broadcast_value
 from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
-from zeromesh.config.errors import some
 from zeromesh.model.buffers import is_extra
+from zeromesh.observe.units import some
 from zeromesh.shard.sharded import ShardedModel
 
 _log = logging.getLogger(__name__)

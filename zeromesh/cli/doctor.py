@@ -34,10 +34,9 @@ from zeromesh.comm.environment import (
 )
 from zeromesh.comm.launchers import MPI
 from zeromesh.comm.link_speeds import SPEED, measure, mesh_of_nodes
-from zeromesh.config.errors import counted
 from zeromesh.launcher.launch import RankFailure, default_ranks, launch
 from zeromesh.observe.machine import inventory, problems
-from zeromesh.observe.units import bytes_text
+from zeromesh.observe.units import bytes_text, counted
 from zeromesh.train.screen import make_console, write
 
 FORMAT = 1  # of the JSON document; it grows when a key goes or changes its meaning

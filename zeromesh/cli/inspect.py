@@ -14,10 +14,9 @@ from rich.table import Table
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.folder import LATEST, is_left, order
 from zeromesh.checkpoint.manifest import MANIFEST
-from zeromesh.config.errors import counted
 from zeromesh.model.files import read_text
 from zeromesh.model.placement import ROWS
-from zeromesh.observe.units import bytes_text
+from zeromesh.observe.units import bytes_text, counted
 from zeromesh.train.screen import make_console, write
 
 CHECKPOINTS = "checkpoints"  # in the folder of a run

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import typer
 
-from zeromesh.config.errors import counted
 from zeromesh.launcher.launch import default_ranks, python_rank, threads
+from zeromesh.observe.units import counted
 
 DROP_IN = "zeromesh.deepspeed"  # module that runs a script in which it is deepspeed
 PASS_LOCAL_RANK = "--pass-local-rank"  # its argument, by which it does as DeepSpeed's launcher

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.cli.plan_model import SCRIPT, AskedModel, asked_model
-from zeromesh.config.errors import counted
 from zeromesh.config.settings import Settings
-from zeromesh.observe.units import bytes_text, scaled_text
+from zeromesh.observe.units import bytes_text, counted, scaled_text
 from zeromesh.plan.answer import PlanAnswer, answer, layout_text, reason_of, seconds_text, sentences
 from zeromesh.plan.bounds import least_memory, slowest
 from zeromesh.plan.convert import PRECISIONS, document_for, launch_command, layout_from, precision_for

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from zeromesh.config.errors import nearest
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import Quantization
 from zeromesh.config.written import completed_document, trains_itself, with_folder
 from zeromesh.model.files import read_text
 from zeromesh.model.hub import is_model_id, model_folder
+from zeromesh.observe.units import nearest
 from zeromesh.plan.convert import tables_from
 from zeromesh.plan.cost import CostSource
 from zeromesh.plan.layout import TableLayout

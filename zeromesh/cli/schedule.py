@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from zeromesh.config.errors import counted
 from zeromesh.config.keys import RECORD
+from zeromesh.observe.units import counted
 from zeromesh.pipeline.schedule import picture
 from zeromesh.pipeline.schedule.actions import LAST, Schedule, ScheduleError
 from zeromesh.pipeline.schedule.execution import execute, most_held_by_rank, most_held_by_stage

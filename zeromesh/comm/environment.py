@@ -23,7 +23,7 @@ from zeromesh.comm.launchers import FILE, MPI, TORCHRUN, names_of
 from zeromesh.comm.messages import backends
 from zeromesh.comm.mpi import backend as mpi
 from zeromesh.comm.rendezvous import join_rendezvous, start_limit
-from zeromesh.config.errors import counted
+from zeromesh.observe.units import counted
 
 __all__ = [
     "VARIABLES", "Environment", "StartError", "backends", "default_backend", "device_for", "device_of_group",

@@ -17,7 +17,7 @@ from zeromesh.comm.collectives import Group, backend_for
 from zeromesh.comm.formats import Format
 from zeromesh.comm.mpi import backend as mpi
 from zeromesh.comm.traffic import Traffic
-from zeromesh.config.errors import counted
+from zeromesh.observe.units import counted
 
 _Shape = tuple[int, ...]
 

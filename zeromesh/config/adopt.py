@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from zeromesh.config.catalogue import suggest
 from zeromesh.config.document import SCHEMA, is_unset, read_object, whole_document
-from zeromesh.config.errors import show
 from zeromesh.config.names import EXACT_OPTIMIZERS
 from zeromesh.config.settings import entries
 from zeromesh.config.tables import EXACT, GONE, RENAMED, UNREAD, UNSET, WITHOUT_EFFECT, enables, look_up, sections_of
+from zeromesh.observe.units import show
 
 _log = logging.getLogger("zeromesh")
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from math import isqrt, prod
 from typing import NamedTuple
 
-from zeromesh.config.errors import ConfigError, counted
+from zeromesh.config.errors import ConfigError
+from zeromesh.observe.units import counted
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"

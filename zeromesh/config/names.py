@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from zeromesh.config.errors import nearest, show
+from zeromesh.observe.units import nearest, public_classes, show
 
 OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "adagrad", "sgd", "muon")  # ours, in any letter case
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "WSD")  # ours, in any case
@@ -79,14 +79,6 @@ def check_scheduler(name: str) -> str:
             "optimizer that initialize returns, and call its step(metric) yourself"
         )
     return _check(name, SCHEDULERS, public_classes(lr_scheduler, lr_scheduler.LRScheduler), "torch.optim.lr_scheduler")
-
-
-def public_classes(module: object, base: type) -> dict[str, type]:
-    """Return the public subclasses of ``base`` in ``module``, by name in lower case."""
-    # Read from torch, so that a class of a newer version is known.
-    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    found = {name: value for name, value in public.items() if isinstance(value, type) and value is not base}
-    return {name.lower(): value for name, value in found.items() if issubclass(value, base)}
 
 
 def _check(name: str, ours: tuple[str, ...], theirs: dict[str, type], module: str) -> str:

@@ -10,9 +10,10 @@ from typing import Any
 
 from zeromesh.config.automatic import planned_keys
 from zeromesh.config.document import is_unset, whole_document
-from zeromesh.config.errors import ConfigError, show
+from zeromesh.config.errors import ConfigError
 from zeromesh.config.section import Section
 from zeromesh.config.tables import UNREAD, UNSET, look_up, sections_of
+from zeromesh.observe.units import show
 
 _log = logging.getLogger("zeromesh")
 

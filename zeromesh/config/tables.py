@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from zeromesh.config.errors import show
+from zeromesh.observe.units import show
 
 UNSET = "auto"
 """The value that means: as if the key were not there."""

@@ -25,7 +25,6 @@ from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
-from zeromesh.config.errors import counted
 from zeromesh.config.keys import KEEP_FP32, OPTIMIZER_PARAMS, UNITS
 from zeromesh.config.printing import jsonable, lines_of, refuse_unfilled, tell_unset
 from zeromesh.config.written import row_name
@@ -41,6 +40,7 @@ from zeromesh.model.keras_layers import expose_layers, follow_buffers, require_p
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
 from zeromesh.model.quantized import layers, require_dtype, stored, unpack
+from zeromesh.observe.units import counted
 from zeromesh.optim import factory
 from zeromesh.optim.host import states_of
 from zeromesh.pipe import PipelineModule, settings_of

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zeromesh.config.errors import counted
 from zeromesh.observe.spans import Clock, Span, Spans
+from zeromesh.observe.units import counted
 
 # Time between phases: waiting for a batch where a forward follows, else the user's own code.
 DATA, OTHER = "data", "other"

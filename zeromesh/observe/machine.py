@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from zeromesh.config.errors import counted
 from zeromesh.config.version import VERSION
 from zeromesh.kernels.native import examine
 from zeromesh.observe.devices import find_accelerator
+from zeromesh.observe.units import counted
 
 # Optional packages, and the extra of ZeroMesh that brings each.
 EXTRAS = {

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from zeromesh.config.errors import counted
 from zeromesh.observe.spans import PREFIX, Spans
+from zeromesh.observe.units import counted
 
 _log = logging.getLogger("zeromesh")
 

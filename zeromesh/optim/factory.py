@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.config.keys import CLIPPING, OPTIMIZER_PARAMS, UNSHARDED, UNTESTED_OPTIMIZER
-from zeromesh.config.names import public_classes
 from zeromesh.kernels.rules import rule_of, update_class
 from zeromesh.model.piece import Piece, PieceExchange
+from zeromesh.observe.units import public_classes
 from zeromesh.optim.lamb import Lamb
 from zeromesh.optim.lion import Lion
 from zeromesh.optim.muon import Muon

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 
 from zeromesh.config.keys import SCHEDULER_PARAMS
-from zeromesh.config.names import public_classes
+from zeromesh.observe.units import public_classes
 from zeromesh.optim.values import checked, unknown_parameter, without_auto
 
 _log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from zeromesh.config.errors import counted
 from zeromesh.config.keys import SPIKE_LIMITS
+from zeromesh.observe.units import counted
 
 if TYPE_CHECKING:
     from zeromesh.config.parts import Spikes

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.config.errors import nearest, show
+from zeromesh.observe.units import nearest, show
 
 OTHER_NAMES: dict[str, str] = {
     "learning_rate": "lr",

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from zeromesh.comm.formats import BLOCK, FORMATS
 from zeromesh.config import keys
-from zeromesh.config.errors import counted
 from zeromesh.config.written import ADVICE, row_name
 from zeromesh.model.placement import Tier
-from zeromesh.observe.units import bytes_text, scaled_text
+from zeromesh.observe.units import bytes_text, counted, scaled_text
 from zeromesh.plan.bounds import devices_of_a_node, least_memory, slowest
 from zeromesh.plan.collectives import fabric, wire
 from zeromesh.plan.cost import CostSource, ModelCost, Recompute

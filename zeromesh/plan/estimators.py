@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zeromesh.config.errors import counted
 from zeromesh.config.keys import OPTIMIZER_DEVICE, PARAMETER_DEVICE
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
+from zeromesh.observe.units import counted
 from zeromesh.plan.conventions import ZEROMESH
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.states import UnitElements, states_of

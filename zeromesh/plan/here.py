@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from zeromesh.config.errors import counted
 from zeromesh.config.keys import MACHINE
 from zeromesh.config.settings import Settings
 from zeromesh.observe.machine import devices, measured_flops, memory, memory_bandwidth, processor
+from zeromesh.observe.units import counted
 from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
 from zeromesh.plan.passes import Inputs, Loss, TraceOptions
 from zeromesh.plan.presets import cluster, find_link

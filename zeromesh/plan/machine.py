@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.config.document import read_object
-from zeromesh.config.errors import ConfigError, nearest, show
+from zeromesh.config.errors import ConfigError
 from zeromesh.model.files import write_text
+from zeromesh.observe.units import nearest, show
 
 FORMAT = 1  # of machine.json; it grows when a key goes or changes its meaning
 

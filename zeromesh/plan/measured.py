@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from zeromesh.config.errors import counted
 from zeromesh.observe.devices import find_accelerator
+from zeromesh.observe.units import counted
 from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
 from zeromesh.plan.presets import find_link
 

@@ -6,8 +6,8 @@ import re
 from dataclasses import fields, replace
 from typing import Any
 
-from zeromesh.config.errors import nearest
 from zeromesh.config.train import ModelShape
+from zeromesh.observe.units import nearest
 from zeromesh.plan.shape import TransformerShape
 from zeromesh.plan.space import ModelLimits
 

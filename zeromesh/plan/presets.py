@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from zeromesh.config.errors import nearest
 from zeromesh.observe.devices import ACCELERATORS, find_accelerator
+from zeromesh.observe.units import nearest
 from zeromesh.plan.machine import WRITE_ONE, Device, LinkSpeed, Machine, Node
 
 GIB = 2.0**30

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from zeromesh.config.batch import divisors_of
-from zeromesh.config.errors import counted
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
+from zeromesh.observe.units import counted
 from zeromesh.pipeline.schedule.generators import shape_of
 from zeromesh.plan.bounds import TimeBound, devices_of_a_node
 from zeromesh.plan.cost import CostSource, Recompute

@@ -13,12 +13,12 @@ from torch import nn
 from zeromesh import Environment, Settings
 from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.config import keys
-from zeromesh.config.errors import counted
 from zeromesh.config.printing import changes
 from zeromesh.config.settings import Resolved
 from zeromesh.config.train import RunSettings, TextData
 from zeromesh.context.order import require_length
 from zeromesh.initialization.trial import try_out
+from zeromesh.observe.units import counted
 from zeromesh.train.data.hub import is_dataset_id
 from zeromesh.train.data.indexed import file_of
 from zeromesh.train.data.loader import training_samples

@@ -15,11 +15,11 @@ import torch
 
 from zeromesh import Engine
 from zeromesh.comm.agreement import agree_run, texts
-from zeromesh.config.errors import counted
 from zeromesh.config.keys import SPIKE_LIMITS
 from zeromesh.observe.machine import peak_bytes, peak_flops
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display, Figures
+from zeromesh.observe.units import counted
 from zeromesh.train.check import Job, changeable
 from zeromesh.train.data.loader import Batch, Share
 from zeromesh.train.goodput import Spent, TimeLog

@@ -18,10 +18,10 @@ from torch import nn
 import zeromesh
 from zeromesh import Settings
 from zeromesh.config import keys
-from zeromesh.config.errors import nearest
 from zeromesh.config.train import GROUP, HuggingFace, Lora, ModelShape, Quantization
 from zeromesh.model.files import read_text
 from zeromesh.model.lengths import positions
+from zeromesh.observe.units import nearest
 from zeromesh.pretrained import build, configuration, is_model_id, model_folder, saved_quantization
 from zeromesh.quantized import require_library
 from zeromesh.train.architectures.decoder import Decoder

@@ -20,9 +20,9 @@ from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.folder import locate
 from zeromesh.comm.detect import is_launched
 from zeromesh.comm.environment import shutdown
-from zeromesh.config.errors import counted
 from zeromesh.config.keys import LOG_EVERY, OUTPUT, SAVE_EVERY
 from zeromesh.observe.metrics import read_metrics
+from zeromesh.observe.units import counted
 from zeromesh.train.check import WATCHING, Job, changeable, prepare_text
 from zeromesh.train.data.loader import Batch, Share, training_batches, training_samples
 from zeromesh.train.data.order import Blend

@@ -16,12 +16,11 @@ import torch
 from rich.console import Console
 from rich.markdown import Markdown
 
-from zeromesh.config.errors import counted
 from zeromesh.config.keys import MACHINE
 from zeromesh.model.files import write_text
 from zeromesh.observe.machine import peak_bytes
 from zeromesh.observe.metrics import loss_picture, read_metrics
-from zeromesh.observe.units import bytes_text, duration_text, scaled_text
+from zeromesh.observe.units import bytes_text, counted, duration_text, scaled_text
 from zeromesh.train.check import Job
 from zeromesh.train.data.store import PreparedData
 from zeromesh.train.goodput import Spent, read_attempts, totals

@@ -21,13 +21,12 @@ from zeromesh.comm.agreement import agree_run, world_group
 from zeromesh.comm.detect import may_restart
 from zeromesh.comm.environment import device_of_group, shutdown
 from zeromesh.comm.failure import RankFailure
-from zeromesh.config.errors import counted
 from zeromesh.config.keys import PEER_COPIES, RESUME, SAVE_EVERY
 from zeromesh.config.printing import refuse_unfilled, tell_unset
 from zeromesh.model.files import write_text
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display
-from zeromesh.observe.units import scaled_text
+from zeromesh.observe.units import counted, scaled_text
 from zeromesh.train.check import Job, check, prepare_text
 from zeromesh.train.data.loader import Share, training_batches
 from zeromesh.train.data.store import PreparedData

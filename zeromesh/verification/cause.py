@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zeromesh.config.errors import counted
 from zeromesh.model.piece import Piece
+from zeromesh.observe.units import counted
 from zeromesh.verification.plain import sample_places
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from zeromesh.config.errors import ConfigError, counted
+from zeromesh.config.errors import ConfigError
 from zeromesh.config.keys import ACCUMULATION, FP16, MICRO_BATCH, OPTIMIZER_ENTRY
 from zeromesh.config.settings import Settings
+from zeromesh.observe.units import counted
 
 MOST_RANKS = 16  # that are started without being asked for
 MOST_MICRO_BATCHES = 4

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zeromesh.config.errors import counted
+from zeromesh.observe.units import counted
 from zeromesh.verification.cause import where
 from zeromesh.verification.plain import PlainStep
 from zeromesh.verification.ranks import ORDER, Finding, RankResult

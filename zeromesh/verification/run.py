@@ -27,7 +27,6 @@ from zeromesh.comm.environment import device_of_group, init_distributed
 from zeromesh.comm.failure import RankFailure
 from zeromesh.comm.messages import gather_json
 from zeromesh.comm.trust import require_private
-from zeromesh.config.errors import counted
 from zeromesh.config.printing import refuse_unfilled
 from zeromesh.config.settings import Settings
 from zeromesh.initialization.prepare import quiet_optimizers
@@ -36,6 +35,7 @@ from zeromesh.launcher.launch import launch
 from zeromesh.model.containers import tensors_of
 from zeromesh.model.dtypes import MismatchError
 from zeromesh.observe.machine import memory
+from zeromesh.observe.units import counted
 from zeromesh.shard.find import find_units
 from zeromesh.verification.layout import SmallLayout, scale_powers, skipped_text, small_layout, trial_settings
 from zeromesh.verification.plain import PlainTraining, Trial, is_alike, loss_of_model, reference

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zeromesh.config.errors import counted
 from zeromesh.config.keys import SEQUENCE_LENGTH, TOO_LONG
 from zeromesh.config.train import TextData
+from zeromesh.observe.units import counted
 from zeromesh.train.data.formats import Portion, placed, read_portion
 from zeromesh.train.data.indexed import token_dtype
 from zeromesh.train.data.records import KINDS, Tokens, encode_text, read_record, share_of

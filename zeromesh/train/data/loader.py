@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zeromesh.config.errors import counted
 from zeromesh.config.keys import SEQUENCE_LENGTH
+from zeromesh.observe.units import counted
 from zeromesh.train.data.order import Blend, Permutation, pack, seed_of
 from zeromesh.train.data.store import PreparedData, TokenSet
 

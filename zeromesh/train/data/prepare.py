@@ -12,10 +12,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from zeromesh.config.errors import counted
 from zeromesh.config.keys import DATA_REVISION, HELD_OUT, OUTPUT, SOURCES, TOKENIZER, TOO_LONG
 from zeromesh.config.train import TextData
 from zeromesh.observe.progress import ReadingBar
+from zeromesh.observe.units import counted
 from zeromesh.pretrained import MAIN
 from zeromesh.train.data.encode import Encoded, Encoder, grouped
 from zeromesh.train.data.formats import INDEXED, Document, placed, portions, read_portion

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zeromesh.config.errors import show
 from zeromesh.config.keys import RECORD_KEYS, RECORDS
 from zeromesh.config.train import TextData
+from zeromesh.observe.units import show
 from zeromesh.train.data.formats import OF_AN_ARRAY
 from zeromesh.train.data.tokenizer import Ids, TextTokenizer
 
