@@ -69,7 +69,9 @@ class Pipelined:
         self._units: dict[int, frozenset[int]] = {}
         self._postpones = False  # linear layers can leave their weight gradients for later
         self._open: set[int] = set()  # stages whose last backward of this update is yet to come
-        self.schedules = ChosenSchedule(chosen, self._group.size, microbatches)
+        schedule = chosen.schedule if isinstance(chosen.schedule, str) else Path(chosen.schedule.file)
+        size = self._group.size
+        self.schedules = ChosenSchedule(schedule, size, microbatches, chosen.chunks, chosen.costs, chosen.recompute)
         self._placement = self.schedules.placement
         self.cut = blocks.cut(starts_of(chosen.partition, blocks, len(self._placement)))
         self._interpreter: Interpreter | None = None

@@ -53,7 +53,8 @@ class Update:
         self.asked = 0  # bits of all numbers that any rank passed to ``ask`` before the last update
         self.save_failed = False  # whether a rank's asynchronous save had failed before the last update
         self.skipped = 0  # updates so far that were left out: a gradient was not finite, or they were spikes
-        self.spikes = SpikeWatch(config.spikes)
+        watched = config.spikes
+        self.spikes = SpikeWatch(watched.loss, watched.norm, watched.window, watched.action == "skip")
         self._skips_losses = scaler is not None  # whether a loss that is not finite is an overflow, and not an error
         self.runs = False  # whether the optimizer's own step runs as a part of an update
         self._sharded, self._config, self._optimizer = sharded, config, optimizer

@@ -14,10 +14,11 @@ from torch import nn
 import zeromesh
 from harness import on_ranks, run_ranks
 from zeromesh.config.train import ModelShape
+from zeromesh.model.files import free_path
 from zeromesh.observe.breakdown import MOST_PHASES, Sums, Timer
 from zeromesh.observe.operations import Operations
 from zeromesh.observe.spans import NOTHING, Clock, Spans, span
-from zeromesh.observe.trace import free_path, span_table
+from zeromesh.observe.trace import span_table
 from zeromesh.train.architectures.decoder import Decoder
 from zeromesh.train.architectures.flops import multiplied_parameters, training_cost, training_operations
 

@@ -9,21 +9,24 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks
-from zeromesh.config.parts import Spikes
 from zeromesh.optim.spikes import LEAST, MOST_SKIPPED, SpikeWatch
 
 WIDTH, UPDATES, BAD = 8, 20, (13, 16)
 
 
+def unused(loss: float | None = None, norm: float | None = None, window: int = 50, skips: bool = False) -> SpikeWatch:
+    return SpikeWatch(loss, norm, window, skips)
+
+
 def watch(**settings: Any) -> SpikeWatch:
-    found = SpikeWatch(Spikes(**settings))
+    found = unused(**settings)
     for number in range(LEAST):
         assert found.look(number + 1, 1.0 + 0.01 * number, 2.0) is None
     return found
 
 
 def test_a_loss_and_a_norm_are_compared_with_their_medians() -> None:
-    one = watch(action="skip", loss=2.0, norm=3.0)
+    one = watch(skips=True, loss=2.0, norm=3.0)
     assert one.look(11, 2.0, 5.9) is None
     spike = one.look(12, 2.5, 2.0)
     assert spike is not None
@@ -37,14 +40,14 @@ def test_a_loss_and_a_norm_are_compared_with_their_medians() -> None:
 
 
 def test_the_first_updates_are_no_spikes_and_nothing_is_watched_by_default() -> None:
-    one = SpikeWatch(Spikes(loss=2.0))
+    one = unused(loss=2.0)
     for number in range(LEAST):
         assert one.look(number + 1, 100.0 if number % 2 else 1.0, 1.0) is None
     assert watch().look(11, 1e9, 1e9) is None
 
 
 def test_a_loss_that_is_not_known_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    one = watch(action="skip", loss=2.0)
+    one = watch(skips=True, loss=2.0)
     assert one.look(11, None, 2.0) is None
     assert one.look(12, None, 2.0) is None
     assert [record.message for record in caplog.records] == [
@@ -54,7 +57,7 @@ def test_a_loss_that_is_not_known_is_told_once(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_warned_spike_counts_and_a_skipped_one_does_not() -> None:
-    warned, skipped = watch(loss=2.0, window=LEAST), watch(action="skip", loss=2.0, window=LEAST)
+    warned, skipped = watch(loss=2.0, window=LEAST), watch(skips=True, loss=2.0, window=LEAST)
     for one in (warned, skipped):
         for number in range(5):
             assert one.look(11 + number, 4.0, 2.0) is not None
@@ -65,7 +68,7 @@ def test_a_warned_spike_counts_and_a_skipped_one_does_not() -> None:
 
 
 def test_many_skipped_spikes_are_an_error() -> None:
-    one = watch(action="skip", loss=2.0)
+    one = watch(skips=True, loss=2.0)
     for number in range(MOST_SKIPPED - 1):
         one.look(11 + number, 5.0, 2.0)
     with pytest.raises(
@@ -75,7 +78,7 @@ def test_many_skipped_spikes_are_an_error() -> None:
 
 
 def test_a_state_goes_on_as_before() -> None:
-    one, other = watch(loss=2.0, window=20), SpikeWatch(Spikes(loss=2.0, window=20))
+    one, other = watch(loss=2.0, window=20), unused(loss=2.0, window=20)
     other.load(one.state())
     for number, value in enumerate((1.0, 2.2, 1.5, 9.0)):
         assert one.look(11 + number, value, 2.0) == other.look(11 + number, value, 2.0)

@@ -13,7 +13,7 @@ import zeromesh
 from harness import run_ranks
 from test_pipeline import ADAMW, SAMPLES, batches, build, train
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.parts import Pipeline, ScheduleFile
+from zeromesh.config.parts import ScheduleFile
 from zeromesh.config.settings import Settings
 from zeromesh.pipeline.schedule.actions import COMPUTE, ScheduleError, parse
 from zeromesh.pipeline.schedule.chosen import ChosenSchedule
@@ -112,7 +112,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def chosen(file: str, ranks: int = 2, microbatches: int = 2, **more: Any) -> ChosenSchedule:
-    return ChosenSchedule(Pipeline(schedule=ScheduleFile(file=file), **more), ranks, microbatches)
+    return ChosenSchedule(Path(file), ranks, microbatches, **more)
 
 
 def test_messages_and_recomputation_are_added(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_files_without_costs_are_refused(found: Any, tmp_path: Path) -> None:
 def test_named_schedules_are_made_for_measured_costs(name: str, tmp_path: Path) -> None:
     uneven = Costs((1.0, 1.0, 2.0), (2.0, 2.0, 2.0), (1.0, 2.0, 1.0), latency=0.5)
     file = written(tmp_path, json.dumps(with_costs({}, uneven)))
-    made, equal = (ChosenSchedule(Pipeline(schedule=name, costs=each), 3, 4) for each in (file, None))
+    made, equal = (ChosenSchedule(name, 3, 4, costs=each) for each in (file, None))
     assert (made.from_file, equal.from_file) == (True, False)
     assert simulate(made.of(4), uneven).makespan < simulate(equal.of(4), uneven).makespan
     computed = [tuple(action for action in row if action.kind in COMPUTE) for row in made.of(4).ranks]
@@ -216,11 +216,11 @@ def test_named_schedules_are_made_for_measured_costs(name: str, tmp_path: Path) 
 def test_costs_of_another_number_of_stages_are_refused(tmp_path: Path) -> None:
     file = written(tmp_path, json.dumps(with_costs({}, COSTS)))
     with pytest.raises(ValueError, match=r"pipeline\.costs = .*: the costs are those of 2 stages, and zb-v has 4"):
-        ChosenSchedule(Pipeline(schedule="zb-v", costs=file), 2, 4)
+        ChosenSchedule("zb-v", 2, 4, costs=file)
     with pytest.raises(ValueError, match="has no measured costs"):
-        ChosenSchedule(Pipeline(schedule="zb-v", costs=written(tmp_path, "{}")), 2, 4)
+        ChosenSchedule("zb-v", 2, 4, costs=written(tmp_path, "{}"))
     one = with_costs({}, replace(COSTS, forward=1.0, input=1.0, weight=1.0))
-    ChosenSchedule(Pipeline(schedule="zb-v", costs=written(tmp_path, json.dumps(one))), 2, 4)
+    ChosenSchedule("zb-v", 2, 4, costs=written(tmp_path, json.dumps(one)))
 
 
 # Training.

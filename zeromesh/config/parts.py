@@ -21,6 +21,7 @@ from zeromesh.config.section import (
     Table,
     key,
 )
+from zeromesh.observe.units import HEADS
 
 # Names of rows of zeromesh.comm.formats.FORMATS, which is in a layer above.
 LinkFormat = Literal["16bit", "8bit"]
@@ -46,10 +47,6 @@ class TorchAutocast(Section):
 
     enabled: bool = key(False, "Run the forward under torch.autocast.")
     dtype: Dtype = key("bf16", "Dtype of autocast. With fp16 the loss is scaled according to the section fp16.")
-
-
-HEADS = ("*lm_head", "head", "*.head")
-"""Patterns of the usual names of heads, whose rounding would go straight into the loss."""
 
 
 class Float8(Section):

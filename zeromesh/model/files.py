@@ -149,3 +149,12 @@ def write_text(path: Path, text: str, flush: bool = True) -> None:
         if flush:
             os.fsync(file.fileno())
     draft.replace(path)
+
+
+def free_path(path: Path) -> Path:
+    """Return the path, or one like it that does not exist yet."""
+    number, candidate = 1, path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_stem(f"{path.stem}_{number}")
+    return candidate

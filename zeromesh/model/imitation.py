@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import _lru_cache_wrapper, partial
+from functools import _lru_cache_wrapper
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves
 
 from zeromesh.model.containers import map_tensors
+from zeromesh.model.substitution import KINDS, user_hooks
 from zeromesh.model.worker import Worker
 
 META = torch.device("meta")
@@ -129,40 +130,6 @@ def imitated(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
 
 
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None)
-
-
-LIBRARIES = ("torch", "transformers", "peft", "accelerate", "zeromesh")
-
-
-def of_library(value: Any) -> bool:
-    """Return whether a function, or the class of another value, is not a user's."""
-    while isinstance(value, partial):
-        value = value.func
-    return str(getattr(value, "__module__", "")).partition(".")[0] in LIBRARIES
-
-
-def user_hooks(module: nn.Module, kind: str) -> list[tuple[Any, bool]]:
-    """Return a user's hooks of a module, those of all modules first, and whether each takes keyword arguments.
-
-    Args:
-        module: module.
-        kind: ``forward_pre``, ``forward``, ``backward_pre`` (of gradients of outputs) or ``backward`` (of inputs).
-    """
-    everywhere: Mapping[int, Any] = getattr(nn.modules.module, f"_global_{kind}_hooks")
-    hooks: Mapping[int, Any] = vars(module)[f"_{kind}_hooks"]
-    if not (hooks or everywhere):
-        return []
-    with_kwargs = getattr(module, f"_{kind}_hooks_with_kwargs", ())
-    every = [(hook, key in with_kwargs) for key, hook in (*everywhere.items(), *hooks.items())]
-    return [(hook, takes_kwargs) for hook, takes_kwargs in every if not of_library(hook)]
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether hooks of a user see, or change, what a module is given or returns, or gradients of that."""
-    return any(user_hooks(module, kind) for kind in KINDS)
-
-
-KINDS = ("forward_pre", "forward", "backward_pre", "backward")
 
 
 def is_odd(module: nn.Module) -> bool:

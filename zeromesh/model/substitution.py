@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.model.imitation import has_hooks, user_hooks
 from zeromesh.model.linear import transposed_class
 
 # Code that stands for a layer reads the layer's parameters and torch's definition of its class, and nothing else: not a
@@ -158,3 +158,37 @@ def _acts(kind: type[torch.Tensor]) -> bool:
     """Return whether operations on tensors of a class are not torch's; those of this library's classes are."""
     definer: Any = next(base for base in kind.__mro__ if not base.__module__.startswith("zeromesh."))
     return bool(definer.__torch_function__ is not nn.Parameter.__torch_function__)
+
+
+LIBRARIES = ("torch", "transformers", "peft", "accelerate", "zeromesh")
+
+
+def of_library(value: Any) -> bool:
+    """Return whether a function, or the class of another value, is not a user's."""
+    while isinstance(value, partial):
+        value = value.func
+    return str(getattr(value, "__module__", "")).partition(".")[0] in LIBRARIES
+
+
+def user_hooks(module: nn.Module, kind: str) -> list[tuple[Any, bool]]:
+    """Return a user's hooks of a module, those of all modules first, and whether each takes keyword arguments.
+
+    Args:
+        module: module.
+        kind: ``forward_pre``, ``forward``, ``backward_pre`` (of gradients of outputs) or ``backward`` (of inputs).
+    """
+    everywhere: Mapping[int, Any] = getattr(nn.modules.module, f"_global_{kind}_hooks")
+    hooks: Mapping[int, Any] = vars(module)[f"_{kind}_hooks"]
+    if not (hooks or everywhere):
+        return []
+    with_kwargs = getattr(module, f"_{kind}_hooks_with_kwargs", ())
+    every = [(hook, key in with_kwargs) for key, hook in (*everywhere.items(), *hooks.items())]
+    return [(hook, takes_kwargs) for hook, takes_kwargs in every if not of_library(hook)]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether hooks of a user see, or change, what a module is given or returns, or gradients of that."""
+    return any(user_hooks(module, kind) for kind in KINDS)
+
+
+KINDS = ("forward_pre", "forward", "backward_pre", "backward")

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from zeromesh.model.imitation import has_hooks
-from zeromesh.model.substitution import own_computation
+from zeromesh.model.substitution import has_hooks, own_computation
 
 _TILE = re.compile(r"(.*?)tiles\.(\d+)\.(\d+)\.(weight|bias)$")
 

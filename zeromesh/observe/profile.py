@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from zeromesh.model.files import free_path
 from zeromesh.observe.machine import peak_flops
 from zeromesh.observe.operations import Operations
 from zeromesh.observe.spans import NOTHING, Spans
-from zeromesh.observe.trace import free_path
 from zeromesh.observe.units import scaled_text
 
 _log = logging.getLogger("zeromesh")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from zeromesh.model.files import free_path
 from zeromesh.observe.spans import PREFIX, Spans
 from zeromesh.observe.units import counted
 
@@ -80,15 +81,6 @@ class Trace:
         """Write what was recorded so far, if something was."""
         if self._running:
             self._stop()
-
-
-def free_path(path: Path) -> Path:
-    """Return the path, or one like it that does not exist yet."""
-    number, candidate = 1, path
-    while candidate.exists():
-        number += 1
-        candidate = path.with_stem(f"{path.stem}_{number}")
-    return candidate
 
 
 def span_table(events: Iterable[Any], updates: int) -> str:

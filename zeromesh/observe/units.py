@@ -9,6 +9,9 @@ from collections.abc import Iterable
 
 LONGEST_VALUE = 80
 
+HEADS = ("*lm_head", "head", "*.head")
+"""Patterns of the usual names of heads, whose rounding would go straight into the loss."""
+
 
 def bytes_text(count: float) -> str:
     """Return bytes in decimal units: ``1234567`` is "1.23 MB"."""

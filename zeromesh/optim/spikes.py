@@ -11,13 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 from zeromesh.config.keys import SPIKE_LIMITS
 from zeromesh.observe.units import counted
-
-if TYPE_CHECKING:
-    from zeromesh.config.parts import Spikes
 
 _log = logging.getLogger("zeromesh")
 
@@ -46,12 +42,19 @@ class Spike:
 
 
 class SpikeWatch:
-    """Compares updates with those before them; all ranks come to the same answers."""
+    """Compares updates with those before them; all ranks come to the same answers.
 
-    def __init__(self, settings: Spikes) -> None:
-        self._settings = settings
-        self._limits = {"loss": settings.loss, "gradient norm": settings.norm}
-        self._seen: dict[str, deque[float]] = {name: deque(maxlen=settings.window) for name in self._limits}
+    Args:
+        loss: multiple of the median loss above which an update is a spike; None: do not look.
+        norm: the same for the gradient's norm.
+        window: number of the last updates.
+        skips: leave spikes out.
+    """
+
+    def __init__(self, loss: float | None, norm: float | None, window: int, skips: bool) -> None:
+        self._window, self._skips = window, skips
+        self._limits = {"loss": loss, "gradient norm": norm}
+        self._seen: dict[str, deque[float]] = {name: deque(maxlen=window) for name in self._limits}
         self._in_a_row = 0
         self._warned = False  # that the loss is not known
         self.last: Spike | None = None  # what the last update was, if it was a spike
@@ -67,7 +70,7 @@ class SpikeWatch:
         Raises:
             FloatingPointError: so many updates in a row were left out that it is no spike.
         """
-        self.last, skips = None, self._settings.action == "skip"
+        self.last = None
         values = {"loss": loss, "gradient norm": norm}
         for name, value in values.items():
             limit, seen = self._limits[name], self._seen[name]
@@ -77,12 +80,12 @@ class SpikeWatch:
                     "the loss is not watched for spikes: it is not known where its backward is called; call "
                     "engine.backward(loss), or watch the gradient norm"
                 )
-            if limit is None or value is None or len(seen) < min(LEAST, self._settings.window):
+            if limit is None or value is None or len(seen) < min(LEAST, self._window):
                 continue
             if value > limit * median(seen) > 0:
-                self.last = Spike(update, name, value, median(seen), skips)
+                self.last = Spike(update, name, value, median(seen), self._skips)
                 break
-        left_out = self.last is not None and skips
+        left_out = self.last is not None and self._skips
         self._in_a_row = self._in_a_row + 1 if left_out else 0
         if self._in_a_row >= MOST_SKIPPED:
             raise FloatingPointError(

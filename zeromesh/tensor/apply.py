@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
 from zeromesh.config.keys import TENSOR_PLAN, WHOLE_SEQUENCE
-from zeromesh.model.imitation import has_hooks
 from zeromesh.model.in_place import version
 from zeromesh.model.linear import Columns, columns_of, input_of, is_transposed, multiply
 from zeromesh.model.split import Held
+from zeromesh.model.substitution import has_hooks
 from zeromesh.tensor.attention import SplitAttention
 from zeromesh.tensor.guard import Apart, SplitGuard, summed
 from zeromesh.tensor.heads import first_number, take_part, take_part_of_experts

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.autograd import function as functions
 
 from zeromesh.model.containers import map_tensors, tensors_of
-from zeromesh.model.imitation import KINDS, META, of_library, user_hooks
+from zeromesh.model.imitation import META
 from zeromesh.model.in_place import version
+from zeromesh.model.substitution import KINDS, of_library, user_hooks
 from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation
 from zeromesh.tensor.split_rules import as_split
 from zeromesh.tensor.ways import applied

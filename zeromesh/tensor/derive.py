@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from torch.nn.functional import gelu, relu
 
-from zeromesh.model.imitation import has_hooks
 from zeromesh.model.samples import ModelInput
 from zeromesh.model.substitution import (
     computes_as,
+    has_hooks,
     is_adapted,
     is_as_written,
     is_known,

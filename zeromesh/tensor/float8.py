@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.keys import BF16, FLOAT8, FLOAT8_SKIP, KEEP_FP32
-from zeromesh.config.parts import HEADS
 from zeromesh.model.float8 import Float8Products, Largest, has_products, reason_to_skip
 from zeromesh.model.linear import ARITHMETIC, columns_of, input_of, multiply
 from zeromesh.model.quantized import change, is_quantized
 from zeromesh.model.substitution import linear_class, own_computation
+from zeromesh.observe.units import HEADS
 
 if TYPE_CHECKING:
     from zeromesh.comm.collectives import Group

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from zeromesh.model.imitation import has_hooks
 from zeromesh.model.linear import is_transposed
 from zeromesh.model.split import Held, Split
 from zeromesh.model.substitution import (
     computes_as,
+    has_hooks,
     is_adapted,
     is_known,
     is_linear,

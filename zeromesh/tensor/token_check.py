@@ -22,7 +22,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeromesh.model.containers import map_tensors, tensors_of
-from zeromesh.model.imitation import META, imitated, left_as_they_are, limited, of_library, seed_all, undisturbed
+from zeromesh.model.imitation import META, imitated, left_as_they_are, limited, seed_all, undisturbed
+from zeromesh.model.substitution import of_library
 from zeromesh.tensor.backwards import Hooks, hooks_of
 from zeromesh.tensor.split_activation import SplitActivation
 from zeromesh.tensor.tokens import DependsOnLength, MixesTokens, TokenRun, WayNotChecked

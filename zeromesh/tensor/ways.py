@@ -28,7 +28,8 @@ from torch.autograd import function as functions
 from torch.utils.hooks import RemovableHandle
 
 from zeromesh.model.containers import tensors_of
-from zeromesh.model.imitation import HOOKS, imported, of_library, remembered
+from zeromesh.model.imitation import HOOKS, imported, remembered
+from zeromesh.model.substitution import of_library
 from zeromesh.tensor.split_rules import ENTRY_BY_ENTRY
 
 _TORCH = os.path.dirname(str(torch.__file__)) + os.sep

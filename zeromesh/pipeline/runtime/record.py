@@ -15,8 +15,8 @@ from statistics import median
 import torch
 
 from zeromesh.comm.collectives import Group
+from zeromesh.model.files import free_path
 from zeromesh.observe.spans import clock_of
-from zeromesh.observe.trace import free_path
 from zeromesh.pipeline.schedule.actions import BACKWARDS, COMPUTE, MESSAGES, Kind, Schedule
 from zeromesh.pipeline.schedule.execution import most_held_by_rank, received_by
 from zeromesh.pipeline.schedule.files import with_costs

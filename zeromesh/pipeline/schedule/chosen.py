@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from zeromesh.config.keys import ACCUMULATION, CHUNKS, COSTS, PIPELINE_RANKS, SCHEDULE, STAGE_RECOMPUTE
-from zeromesh.config.parts import Pipeline
 from zeromesh.pipeline.schedule.actions import Kind, Schedule
 from zeromesh.pipeline.schedule.files import read_costs, read_schedule
 from zeromesh.pipeline.schedule.generators import generate
@@ -16,6 +15,14 @@ from zeromesh.pipeline.schedule.validate import validate
 class ChosenSchedule:
     """The schedule of a configuration, with its messages, for any number of micro-batches.
 
+    Args:
+        schedule: name, or the path of a file.
+        ranks: of the pipeline.
+        microbatches: of a step.
+        chunks: stages per rank; None: the schedule's own number.
+        costs: file of measured times by which actions are ordered; None: all take the same time.
+        recompute: recompute activations in idle time.
+
     Attributes:
         name: of the schedule, or the path of its file.
         from_file: its actions, or the costs that they are placed by, are in a file, which ranks read for themselves.
@@ -25,20 +32,24 @@ class ChosenSchedule:
         ValueError: there is no such schedule, or it does not fit the ranks and the micro-batches.
     """
 
-    def __init__(self, chosen: Pipeline, ranks: int, microbatches: int) -> None:
-        self._chosen, self._ranks = chosen, ranks
-        self._read: Schedule | None = None
-        if isinstance(chosen.schedule, str):
-            self.name = chosen.schedule
-        else:
-            self.name = chosen.schedule.file
-            self._read = self._from_file(Path(self.name))
-        if self._read is not None and chosen.costs is not None:
+    def __init__(
+        self,
+        schedule: str | Path,
+        ranks: int,
+        microbatches: int,
+        chunks: int | None = None,
+        costs: str | None = None,
+        recompute: bool = False,
+    ) -> None:
+        self._ranks, self._chunks, self._costs_file, self._recompute = ranks, chunks, costs, recompute
+        self.name = str(schedule)
+        self._read = self._from_file(schedule) if isinstance(schedule, Path) else None
+        if self._read is not None and costs is not None:
             raise ValueError(
-                f"{SCHEDULE} is the file {self.name}, which has the order of all actions, and {COSTS} = {chosen.costs} "
+                f"{SCHEDULE} is the file {self.name}, which has the order of all actions, and {COSTS} = {costs} "
                 "would choose one; leave one of them out"
             )
-        self._costs = None if chosen.costs is None else read_costs(Path(chosen.costs))
+        self._costs = None if costs is None else read_costs(Path(costs))
         self.from_file = self._read is not None or self._costs is not None
         self._known = {microbatches: self._make(microbatches)}
         self.placement = self._known[microbatches].placement
@@ -68,24 +79,24 @@ class ChosenSchedule:
                 f"{microbatches}; set {ACCUMULATION} to {self._read.microbatches}, or write a schedule for "
                 f"{microbatches}"
             )
-        if self._chosen.recompute:
+        if self._recompute:
             # Of the last stage the backward follows at once: there is nothing to be saved.
             computed = add_recompute(computed, range(computed.stages - 1))
         return computed if computed.has_messages else add_messages(computed, self._costs)
 
     def _named(self, microbatches: int) -> Schedule:
         try:
-            return generate(self.name, self._ranks, microbatches, self._chosen.chunks, costs=self._costs)
+            return generate(self.name, self._ranks, microbatches, self._chunks, costs=self._costs)
         except ValueError as error:
             if self._costs is None:
                 raise
-            raise ValueError(f"{SCHEDULE} = {self.name}, {COSTS} = {self._chosen.costs}: {error}") from None
+            raise ValueError(f"{SCHEDULE} = {self.name}, {COSTS} = {self._costs_file}: {error}") from None
 
     def _from_file(self, path: Path) -> Schedule:
         """Return the schedule of a file. Raise ValueError, with the path, for one that these ranks cannot run."""
         try:
             schedule = read_schedule(path)
-            ranks, chunks = len(schedule.ranks), self._chosen.chunks
+            ranks, chunks = len(schedule.ranks), self._chunks
             if ranks != self._ranks:
                 raise ValueError(
                     f"it has the orders of {ranks} ranks, and {PIPELINE_RANKS} is {self._ranks}; set that to {ranks}, "
@@ -99,7 +110,7 @@ class ChosenSchedule:
                 raise ValueError(
                     f"it has {schedule.stages} stages on {ranks} ranks, and {CHUNKS} is {chunks}; leave {CHUNKS} out"
                 )
-            if self._chosen.recompute and any(kind is Kind.RECOMPUTE for kind, _, _ in schedule.present):
+            if self._recompute and any(kind is Kind.RECOMPUTE for kind, _, _ in schedule.present):
                 raise ValueError(f"it has RECOMPUTE actions of its own; set {STAGE_RECOMPUTE} to false")
         except ValueError as error:
             raise ValueError(f"{SCHEDULE}, {path}: {error}") from error
