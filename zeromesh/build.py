@@ -23,7 +23,7 @@ from zeromesh.initialization.layout import make_mesh
 from zeromesh.initialization.place import shard
 from zeromesh.initialization.plan import Arguments, Config
 from zeromesh.model.keras_layers import refuse_other_backends
-from zeromesh.pipe import PipelineModule
+from zeromesh.pipeline_module import PipelineModule
 from zeromesh.signatures import refuse, takes_args_first
 
 if TYPE_CHECKING:

@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import isfinite
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zeromesh.config import keys
 from zeromesh.model.piece import Piece
@@ -24,6 +22,7 @@ from zeromesh.model.quantized import parts
 from zeromesh.model.tiled import TiledLinear as TiledLinear
 from zeromesh.model.tiled import join_tiles as join_tiles
 from zeromesh.model.tiled import tile_linears as tile_linears
+from zeromesh.owners import is_elsewhere, owner_elsewhere, owner_of, was_placed
 from zeromesh.plan.estimators import estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs
 from zeromesh.plan.estimators import (
     estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
@@ -48,26 +47,6 @@ from zeromesh.signatures import refuse
 
 if TYPE_CHECKING:
     from zeromesh.engine import Engine
-    from zeromesh.shard.sharded import ShardedModel
-
-# The functions below are given a bare parameter. Which engine it belongs to is kept here, and not on the parameter, so
-# that users' parameters stay as they made them. Both sides are weak: an engine that nobody else holds goes away.
-_OWNERS: Any = WeakIdKeyDictionary()
-_PLACES: Any = WeakIdKeyDictionary()  # parameters, and the ``ShardedModel`` that placed them
-_ELSEWHERE: Any = WeakIdKeyDictionary()  # stand-ins of other stages' parameters, and their engine
-_ENGINES: list[ref[Engine]] = []  # by age
-
-
-def register(engine: Engine) -> None:
-    """Let the functions below find these parameters' engine, and know those of other stages."""
-    _ENGINES[:] = [reference for reference in _ENGINES if reference() is not None] + [ref(engine)]
-    for flat in engine.sharded.flats:
-        for parameter in flat.parameters:
-            _OWNERS[parameter], _PLACES[parameter] = ref(engine), ref(engine.sharded)
-    # Zeros that are no parameters are in their places; users may hand them to the functions below all the same.
-    if engine.pipelined is not None:
-        for module, name in engine.pipelined.taken:
-            _ELSEWHERE[vars(module)[name]] = ref(engine)
 
 
 class Init:
@@ -135,40 +114,8 @@ class Init:
         self._entered.pop().__exit__(*error)
 
 
-def engine_of(parameter: nn.Parameter) -> Engine | None:
-    """Return the living engine that owns a parameter; None if there is none."""
-    engine: Engine | None = _OWNERS.get(parameter, lambda: None)()
-    return engine
-
-
-def sharded_of(parameter: nn.Parameter) -> ShardedModel | None:
-    """Return what placed a parameter, which may outlive its engine; None if that is gone, too, or never was."""
-    sharded: ShardedModel | None = _PLACES.get(parameter, lambda: None)()
-    return sharded
-
-
-def newest_engine() -> Engine | None:
-    """Return the last made of the living engines, for functions of DeepSpeed that are not told which; None without."""
-    return next((engine for reference in reversed(_ENGINES) if (engine := reference()) is not None), None)
-
-
-def is_elsewhere(parameter: nn.Parameter) -> bool:
-    """Return whether it stands for a parameter of another pipeline stage."""
-    return parameter in _ELSEWHERE
-
-
-def _owner(parameter: nn.Parameter) -> Engine:
-    engine = engine_of(parameter)
-    if engine is None:
-        raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} belongs to no engine; pass a parameter of the model that "
-            "was given to zeromesh.initialize"
-        )
-    return engine
-
-
 def _find(parameter: nn.Parameter) -> tuple[Engine, Unit | Table, Flat, int]:
-    engine = _owner(parameter)
+    engine = owner_of(parameter)
     for unit in engine.sharded.parts:
         for flat in unit.flats:
             for index, member in enumerate(flat.parameters):
@@ -217,14 +164,14 @@ def GatheredParameters(
         TypeError: something is no tensor.
     """
     members: list[Any] = [p for tensor in tensors_of(params) for _, p in parts(tensor) if enabled]
-    members = [p for p in members if _OWNERS.get(p) is not None]
+    members = [p for p in members if was_placed(p)]
     if not members:
         yield
         return
-    if len(owners := list(dict.fromkeys(map(_owner, members)))) > 1:
+    if len(owners := list(dict.fromkeys(map(owner_of, members)))) > 1:
         with ExitStack() as stack:
             for owner in owners:
-                engine_members = [parameter for parameter in members if _owner(parameter) is owner]
+                engine_members = [parameter for parameter in members if owner_of(parameter) is owner]
                 stack.enter_context(GatheredParameters(engine_members, modifier_rank))
             yield
         return
@@ -262,7 +209,7 @@ def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
 
 def _whole(parameter: nn.Parameter, pick: Pick) -> torch.Tensor | None:
     """Return a whole tensor from what each rank has of a parameter; None for frozen ones and other stages'."""
-    if parameter in _ELSEWHERE:
+    if is_elsewhere(parameter):
         return None
     engine, _, flat, index = _find(parameter)
     # What the user wrote to the parameters has to be in the masters, which are read.
@@ -277,7 +224,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return the whole mean gradient over ranks; None if no rank has one. Call it between backward and ``step``."""
-    if param in _ELSEWHERE:
+    if is_elsewhere(param):
         return None
     engine, part, flat, index = _find(param)
     gradient = flat.gradient
@@ -320,9 +267,9 @@ def clip_grad_norm_(
         RuntimeError: there is no gradient to clip, or the norm is not finite.
     """
     requested: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    members = [parameter for parameter in requested if parameter not in _ELSEWHERE and parameter.requires_grad]
+    members = [parameter for parameter in requested if not is_elsewhere(parameter) and parameter.requires_grad]
     # A stage that has none of them takes part all the same.
-    engines = {_owner(p) for p in members} | {_ELSEWHERE[p]() for p in requested if p in _ELSEWHERE}
+    engines: set[Any] = {owner_of(p) for p in members} | {owner_elsewhere(p) for p in requested if is_elsewhere(p)}
     if len(engines) != 1:
         raise ValueError(f"the parameters belong to {len(engines)} engines; pass those of one model")
     engine = engines.pop()
@@ -347,7 +294,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 def state_of(parameter: nn.Parameter, piece: Piece, key: str) -> torch.Tensor | None:
     """Return one of the optimizer's states of a piece; None if it has none. ValueError for a single number."""
-    optimizer = _owner(parameter).optimizer
+    optimizer = owner_of(parameter).optimizer
     # Not ``state[...]``: that would make an empty entry, which some optimizers take for a state.
     value = None if optimizer is None else optimizer.state.get(piece.parameter, {}).get(key)
     if value is not None and (not isinstance(value, torch.Tensor) or value.numel() != piece.parameter.numel()):
@@ -356,7 +303,7 @@ def state_of(parameter: nn.Parameter, piece: Piece, key: str) -> torch.Tensor | 
 
 
 def _set(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
-    if parameter in _ELSEWHERE:
+    if is_elsewhere(parameter):
         return
     engine, _, flat, index = _find(parameter)
     engine.sharded.take_changes()
@@ -382,9 +329,9 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     Raises:
         ValueError: the value has another shape, or the parameter is frozen.
     """
-    if param not in _ELSEWHERE:
+    if not is_elsewhere(param):
         _set(param, value, lambda flat, local, piece: piece.parameter.data)
-        _owner(param).sharded.publish()
+        owner_of(param).sharded.publish()
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -396,7 +343,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         ValueError: the value has another shape, or the parameter is frozen.
         RuntimeError: this is not between backward and ``step``.
     """
-    if param in _ELSEWHERE:
+    if is_elsewhere(param):
         return
     engine, part, flat, index = _find(param)
     gradient, rows = flat.gradient, None

@@ -22,8 +22,9 @@ from heap import Heap
 from zeromesh import pretrained
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.config.settings import Settings
-from zeromesh.pipe import LayerSpec, PipelineModule, TiedLayerSpec, settings_of
+from zeromesh.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zeromesh.pipeline.runtime.cut import examine, take_away
+from zeromesh.pipeline_module import settings_of
 from zeromesh.shard import deferred
 from zeromesh.training_data import Position
 from zeromesh.weight_files import FileTensor

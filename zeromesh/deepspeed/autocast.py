@@ -7,24 +7,24 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from zeromesh import zero
+from zeromesh import owners
 
 _SAFE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def is_autocast_initialized() -> bool:
     """Return whether the newest engine computes under autocast."""
-    return _dtype(zero.newest_engine()) is not None
+    return _dtype(owners.newest_engine()) is not None
 
 
 def get_autocast_dtype() -> torch.dtype | None:
     """Return the dtype of the newest engine's autocast; None without."""
-    return _dtype(zero.newest_engine())
+    return _dtype(owners.newest_engine())
 
 
 def has_comm_dtype(param: nn.Parameter) -> bool:
     """Return whether a parameter is that of a layer whose products autocast computes in fewer bits."""
-    engine = zero.engine_of(param)
+    engine = owners.engine_of(param)
     if engine is None or _dtype(engine) is None:
         return False
     layers = (module for module in engine.module.modules() if isinstance(module, _SAFE))
@@ -33,7 +33,7 @@ def has_comm_dtype(param: nn.Parameter) -> bool:
 
 def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
     """Return the dtype of autocast for such a parameter, and its own for others."""
-    dtype = _dtype(zero.engine_of(param)) if has_comm_dtype(param) else None
+    dtype = _dtype(owners.engine_of(param)) if has_comm_dtype(param) else None
     return dtype or param.dtype
 
 

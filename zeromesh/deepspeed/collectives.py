@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from zeromesh.comm.detect import Environment
 from zeromesh.deepspeed.devices import get_accelerator
+from zeromesh.owners import newest_engine
 from zeromesh.signatures import refuse
-from zeromesh.zero import newest_engine
 
 _log = logging.getLogger("zeromesh")
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
+from zeromesh.owners import engine_of
 from zeromesh.shard.find import is_leaf, mark_leaf
-from zeromesh.zero import engine_of
 
 Match = Callable[[str, nn.Module, object], bool]
 

@@ -12,7 +12,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from zeromesh import zero
+from zeromesh import owners, zero
 from zeromesh.checkpoint.formats.form import states_of
 from zeromesh.engine import Engine
 from zeromesh.shard.reducer import complete_together
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def _engine(parameter: nn.Parameter) -> Engine:
-    engine = zero.engine_of(parameter)
+    engine = owners.engine_of(parameter)
     if engine is None:
         raise ValueError("the parameter belongs to no engine; pass one of the model that initialize was given")
     return engine
@@ -31,7 +31,7 @@ def _engine(parameter: nn.Parameter) -> Engine:
 
 def _local(parameter: nn.Parameter, pick: Pick) -> torch.Tensor | None:
     """Return a copy of this rank's elements of a state: 1-D, empty if it has none; None for a frozen parameter."""
-    if zero.is_elsewhere(parameter):
+    if owners.is_elsewhere(parameter):
         return None
     _, flat, index = zero.place_of(parameter)
     _engine(parameter).sharded.take_changes()
@@ -44,7 +44,7 @@ def _local(parameter: nn.Parameter, pick: Pick) -> torch.Tensor | None:
 
 def _is_fixed(parameter: nn.Parameter) -> bool:
     """Return whether values set for a parameter are ignored as in DeepSpeed, with a warning: it is not trained."""
-    if zero.is_elsewhere(parameter) or zero.engine_of(parameter) is None:
+    if owners.is_elsewhere(parameter) or owners.engine_of(parameter) is None:
         return False
     _, flat, index = zero.place_of(parameter)
     if not flat.layout.trainable:
@@ -84,8 +84,8 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     Raises:
         ValueError: this is not between backward and ``step``, at stage 1 or 2.
     """
-    found, engine = zero.safe_get_full_grad(param), zero.engine_of(param)
-    if found is not None or engine is None or zero.is_elsewhere(param):
+    found, engine = zero.safe_get_full_grad(param), owners.engine_of(param)
+    if found is not None or engine is None or owners.is_elsewhere(param):
         return found
     _, flat, index = zero.place_of(param)
     if engine.sharded.reducer.begun and flat.layout.trainable:
@@ -110,7 +110,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 def _unmade(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     """Return zeros as a state of a trained parameter that was not updated yet, with ZeRO; None without."""
-    if zero.is_elsewhere(parameter):
+    if owners.is_elsewhere(parameter):
         return None
     engine, (_, flat, index) = _engine(parameter), zero.place_of(parameter)
     stage = getattr(engine, "zero_optimization_stage", lambda: 0)()
@@ -152,7 +152,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's elements of the mean gradient; None where there is none. As ``safe_get_full_grad``."""
-    if zero.is_elsewhere(param):
+    if owners.is_elsewhere(param):
         return None
     engine = _engine(param)
     if not engine.sharded.reducer.begun:

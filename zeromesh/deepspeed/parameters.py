@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zeromesh import zero
+from zeromesh import owners, zero
 from zeromesh.config.adopt import adopt
 from zeromesh.config.settings import Settings
 from zeromesh.deepspeed.group import init_distributed
@@ -132,7 +132,7 @@ def is_zero_param(parameter: object) -> bool:
     """Return whether this is a parameter under ZeRO-3, in parts or gathered."""
     if not isinstance(parameter, nn.Parameter):
         return False
-    engine = zero.engine_of(parameter)
+    engine = owners.engine_of(parameter)
     return parameter in _BUILT if engine is None else engine.sharded.sharded
 
 
@@ -141,7 +141,7 @@ def _number(parameter: nn.Parameter) -> int:
 
 
 def _status(parameter: nn.Parameter) -> ZeroParamStatus:
-    if zero.engine_of(parameter) is None:
+    if owners.engine_of(parameter) is None:
         return _BUILT[parameter]  # type: ignore[no-any-return]
     unit = zero.place_of(parameter)[0]
     if unit.state is State.FETCHING:
@@ -151,7 +151,7 @@ def _status(parameter: nn.Parameter) -> ZeroParamStatus:
 
 
 def _part(parameter: nn.Parameter) -> torch.Tensor:
-    if zero.engine_of(parameter) is None:
+    if owners.engine_of(parameter) is None:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         size = -(-parameter.numel() // ranks)
         # A view: it is still on the meta device, or small and whole.
@@ -179,7 +179,7 @@ def GatheredParameters(
     values.
     """
     members = zero.tensors_of(params)
-    early = [one for one in members if enabled and one in _BUILT and zero.engine_of(one) is None]
+    early = [one for one in members if enabled and one in _BUILT and owners.engine_of(one) is None]
     for parameter in early:
         if is_deferred(parameter):
             replace(parameter, replayed(parameter))
@@ -216,7 +216,7 @@ def _scatter(parameter: nn.Parameter, *ignored: Any, **options: Any) -> None:
 
 def _persists(parameter: nn.Parameter) -> bool:
     """Return whether DeepSpeed would keep the parameter whole on each rank, by its size."""
-    engine: Any = zero.engine_of(parameter)
+    engine: Any = owners.engine_of(parameter)
     return engine is not None and parameter.numel() <= engine.zero_param_persistence_threshold()
 
 

@@ -21,9 +21,9 @@ from zeromesh.engine import BY_BATCH
 from zeromesh.engine_state import Parts
 from zeromesh.model.containers import map_tensors
 from zeromesh.model.files import require_regular
-from zeromesh.pipe import PipelineModule
 from zeromesh.pipeline.runtime.cut import examine
 from zeromesh.pipeline.schedule.partition import starts_of
+from zeromesh.pipeline_module import PipelineModule
 from zeromesh.shard.deferred import is_deferred, replayed
 from zeromesh.shard.materialise import replace
 from zeromesh.signatures import refuse

@@ -12,7 +12,7 @@ import torch
 from zeromesh.activation.checkpoint import checkpoint_with
 from zeromesh.config import keys
 from zeromesh.deepspeed.devices import get_accelerator
-from zeromesh.zero import newest_engine
+from zeromesh.owners import newest_engine
 
 if TYPE_CHECKING:
     from zeromesh.activation.store import ActivationStore

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from zeromesh import build, zero
+from zeromesh import build, owners
 from zeromesh.comm.environment import Environment
 from zeromesh.config import keys
 from zeromesh.config.adopt import adopt, share_layers, warn_of
@@ -31,7 +31,7 @@ from zeromesh.deepspeed.pipeline import PipelineEngine
 from zeromesh.deepspeed.questions import data_seed
 from zeromesh.deepspeed.wrappers import require_supported
 from zeromesh.initialization.plan import Arguments
-from zeromesh.pipe import PipelineModule
+from zeromesh.pipeline_module import PipelineModule
 from zeromesh.shard.guard import OWN_CLASS, change_class
 from zeromesh.signatures import refuse
 
@@ -118,12 +118,12 @@ def _release(model: nn.Module) -> nn.Module:
 
     A model may be initialised again in DeepSpeed. Of an engine that is gone, what placed its parameters is still there.
     """
-    owner = next(filter(None, map(zero.engine_of, model.parameters())), None)
-    sharded = next(filter(None, map(zero.sharded_of, model.parameters())), None)
+    owner = next(filter(None, map(owners.engine_of, model.parameters())), None)
+    sharded = next(filter(None, map(owners.sharded_of, model.parameters())), None)
     if sharded is not None and (owner is None or isinstance(owner, DeepSpeedEngine)):
         if owner is not None:
             _log.warning("initialize was given a model that an engine has: that engine cannot train it any more")
-        owned = [weight for weight in model.parameters() if sharded.sharded and zero.sharded_of(weight) is sharded]
+        owned = [weight for weight in model.parameters() if sharded.sharded and owners.sharded_of(weight) is sharded]
         with sharded.gathered(sharded.parts if owned else ()):
             values = [parameter.detach().clone() for parameter in owned]
         (sharded.close if owner is None else owner.destroy)()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeromesh import zero
+from zeromesh import owners, zero
 from zeromesh.deepspeed.devices import get_accelerator
 from zeromesh.model.containers import map_tensors
 from zeromesh.pipeline.schedule.partition import partition
@@ -85,7 +85,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
     """Clip gradients: those of an engine's parameters over all ranks, others as torch does. Return their norm."""
     refuse("clip_grad_norm_", "mpu", mpu, "leave it out; the engine knows which ranks share a model")
     given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if any(zero.engine_of(one) is not None or zero.is_elsewhere(one) for one in given):
+    if any(owners.engine_of(one) is not None or owners.is_elsewhere(one) for one in given):
         return zero.clip_grad_norm_(given, max_norm, norm_type)
     return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
 

@@ -18,7 +18,7 @@ from zeromesh.engine import Engine
 from zeromesh.hf.late import activate
 from zeromesh.hf.stages import StagedSteps, outputs_of, whole_sequences
 from zeromesh.model.containers import map_tensors
-from zeromesh.zero import engine_of
+from zeromesh.owners import engine_of
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

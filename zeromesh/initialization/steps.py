@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh import reports, zero
+from zeromesh import owners, reports
 from zeromesh.activation.compiled import require_backend
 from zeromesh.batches import MicroBatchSizes
 from zeromesh.checkpoint.random_state import share_random_state
@@ -43,7 +43,7 @@ from zeromesh.model.quantized import layers, require_dtype, stored, unpack
 from zeromesh.observe.units import counted
 from zeromesh.optim import factory
 from zeromesh.optim.host import states_of
-from zeromesh.pipe import PipelineModule, settings_of
+from zeromesh.pipeline_module import PipelineModule, settings_of
 from zeromesh.pretrained import describe_sources
 from zeromesh.shard import guard, hooks
 from zeromesh.shard.exchange import FlatExchange
@@ -139,7 +139,7 @@ def _taken(model: nn.Module) -> list[str]:
     """Return the names of modules and parameters that an engine has."""
     taken = [name for name, module in model.named_modules() if _is_driven(module)]
     for name, parameter in stored(model):
-        owner = zero.engine_of(parameter)
+        owner = owners.engine_of(parameter)
         is_left_sharded = type(parameter).__module__ == guard.__name__  # by an engine that was destroyed
         if is_left_sharded or (owner is not None and _is_driven(owner.module)):
             taken.append(name)
@@ -149,8 +149,8 @@ def _taken(model: nn.Module) -> list[str]:
 def _let_go(model: nn.Module) -> None:
     """Take the hooks of an engine that is gone off a model whose parameters are whole."""
     for parameter in model.parameters():
-        sharded = zero.sharded_of(parameter)
-        if sharded is not None and not sharded.sharded and zero.engine_of(parameter) is None:
+        sharded = owners.sharded_of(parameter)
+        if sharded is not None and not sharded.sharded and owners.engine_of(parameter) is None:
             sharded.close()
 
 
@@ -364,7 +364,7 @@ def make_engine(
     if settings.compile.enabled:
         mode = settings.compile.mode
         engine.compile(settings.compile.backend, {} if mode is None else {"mode": mode})
-    zero.register(engine)
+    owners.register(engine)
     if first:
         size, units = counted(mesh.world_size, "rank"), counted(len(sharded.units), "unit")
         # A line for each key: as one JSON object it is longer than a screen is wide.
