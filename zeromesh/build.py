@@ -13,17 +13,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh.comm.environment import Environment, init_distributed
+from zeromesh.comm.agreement import world_group
+from zeromesh.comm.environment import Environment, device_of_group, init_distributed
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config import keys
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
 from zeromesh.initialization import steps
+from zeromesh.initialization.automatic import choose_layout
 from zeromesh.initialization.layout import make_mesh
 from zeromesh.initialization.place import shard
 from zeromesh.initialization.plan import Arguments, Config
 from zeromesh.model.keras_layers import refuse_other_backends
 from zeromesh.pipeline_module import PipelineModule
+from zeromesh.plan.compare import prediction
 from zeromesh.signatures import refuse, takes_args_first
 
 if TYPE_CHECKING:
@@ -144,9 +147,10 @@ def run_steps(
         chosen = replace(chosen, loss_fn=chosen.model.loss_fn)
     _show_log()
     settings, environment = steps.read_configuration(chosen, mesh, start)
+    settings = choose_layout(chosen, settings, world_group(device_of_group(environment)), environment)
     plan = steps.plan_layout(chosen, settings, mesh or make_mesh(settings, environment))
     prepared = steps.prepare_run(plan)
-    return steps.make_engine(plan, prepared, *steps.place_model(plan, prepared), kind)
+    return steps.make_engine(plan, prepared, *steps.place_model(plan, prepared), prediction, kind)
 
 
 def _show_log() -> None:

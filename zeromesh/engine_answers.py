@@ -163,7 +163,7 @@ class Answers(EngineState):
             is not known is None. On a processor ``device`` is all memory.
         """
         report, seconds = memory or self.memory_report(), self.observer.step_seconds
-        return reports.prediction((model, inputs, loss), report, seconds, self.mesh, self.config)
+        return self._predict((model, inputs, loss), report, seconds, self.mesh, self.config)
 
     def traffic_report(self, reset: bool = False) -> dict[str, dict[str, float]]:
         """Return the traffic of this rank since the last reset, by collective and axis (``"all_gather/data"``).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ class Parts:
     activations: ActivationStore | None
     pipelined: Pipelined | None
     before: Before
+    predict: Callable[..., dict[str, Any]]  # the planner, see ``zeromesh.plan.compare.prediction``
 
 
 class EngineState:
@@ -85,7 +86,7 @@ class EngineState:
         self.context_parallel = parts.context_parallel
         self.activations = parts.activations
         self.pipelined = parts.pipelined
-        self._before = parts.before
+        self._before, self._predict = parts.before, parts.predict
         # Made here, because it needs the placed states and the computation.
         self.stage_work = None if parts.pipelined is None else parts.pipelined.work(parts.sharded, parts.computation)
         self._computation = parts.computation

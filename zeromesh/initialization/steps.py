@@ -32,7 +32,6 @@ from zeromesh.curriculum import LengthCurriculum
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
 from zeromesh.initialization import layout, place, prepare, tables
-from zeromesh.initialization.automatic import choose_layout
 from zeromesh.initialization.offload import preparation, where_offloaded
 from zeromesh.initialization.plan import Arguments, Plan, Prepared
 from zeromesh.model.dtypes import kept_layers, require_names, tell_narrowed
@@ -93,7 +92,7 @@ def read_configuration(
     # Before the mesh, because all ranks or none make its groups.
     require_agreement(world, "the configuration", "\n".join(lines_of(json.loads(settings.to_json()))))
     require_agreement(world, "the model", describe(model))
-    return choose_layout(chosen, settings, world, environment), environment
+    return settings, environment
 
 
 def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> None:
@@ -325,7 +324,8 @@ def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer
 
 def make_engine(
     plan: Plan, prepared: Prepared, sharded: ShardedModel, optimizer: Optimizer | None, scheduler: Any,
-    sequences: SpreadSequences | None, kind: Callable[[Parts], Engine] = Engine,
+    sequences: SpreadSequences | None, predict: Callable[..., dict[str, Any]],
+    kind: Callable[[Parts], Engine] = Engine,
 ) -> tuple[Engine, Optimizer | None, Loader | None, Any]:  # fmt: skip
     """Make the engine of a placed model, and say what is not a default."""
     chosen, settings, mesh = plan.arguments, plan.settings, plan.mesh
@@ -359,6 +359,7 @@ def make_engine(
             activations=store,
             pipelined=plan.stages,
             before=plan.before,
+            predict=predict,
         )
     )
     if settings.compile.enabled:

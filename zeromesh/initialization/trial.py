@@ -1,20 +1,13 @@
-"""Checks of a configuration and a model on the meta device before a run, and planning of keys that are "auto"."""
+"""Checks of a configuration and a model on the meta device before a run."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from math import prod
-from pathlib import Path
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from zeromesh.comm.collectives import Group
-from zeromesh.comm.environment import Environment
-from zeromesh.config.automatic import asked_of_planner, lines_of_overrides, overrides_of
-from zeromesh.initialization.automatic import Example, filled_in
 from zeromesh.initialization.plan import cuts_parameters
 from zeromesh.initialization.prepare import parameter_groups, try_optimizer
 from zeromesh.pipeline.runtime.cut import examine
@@ -24,39 +17,7 @@ from zeromesh.tensor.derive import derive
 from zeromesh.tensor.plan import parse, resolve
 
 if TYPE_CHECKING:
-    from zeromesh.config.settings import Resolved, Settings
-
-_log = logging.getLogger("zeromesh")
-
-
-class Automatic:
-    """Keys of a configuration that are "auto", which the planner fills in.
-
-    Args:
-        config: path of the configuration.
-        overrides: as for ``Settings.load``.
-    """
-
-    def __init__(self, config: Path, overrides: Sequence[str]) -> None:
-        self._asked = asked_of_planner(config, overrides)
-
-    def __bool__(self) -> bool:
-        """Return whether there are any."""
-        return bool(self._asked)
-
-    def fill(self, settings: Settings, example: Example, environment: Environment, world: Group | None) -> Settings:
-        """Return the settings with what the planner chooses; see ``filled_in``."""
-        return filled_in(settings, self._asked, example, environment, world)
-
-    def repeat(self, settings: Settings, before: Resolved, ranks: int) -> Settings | None:
-        """Return the settings with what an earlier run had; None if it had another number of ranks."""
-        from zeromesh.plan.convert import document_for, layout_from
-
-        if prod(before.mesh.model_dump().values()) != ranks:
-            return None
-        overrides = overrides_of(document_for(*layout_from(before, ranks)), self._asked)
-        _log.info('what is "auto" is as it was in the run:%s', lines_of_overrides(overrides))
-        return type(settings).load(settings, overrides)
+    from zeromesh.config.settings import Resolved
 
 
 def try_out(model: nn.Module, settings: Resolved, sizes: Mapping[str, int]) -> None:

@@ -15,7 +15,7 @@ from zeromesh import Environment, Settings, init_distributed
 from zeromesh.comm.agreement import world_group
 from zeromesh.comm.detect import is_launched
 from zeromesh.comm.environment import device_of_group
-from zeromesh.initialization.trial import Automatic
+from zeromesh.initialization.automatic import Automatic
 from zeromesh.train.check import Job, build_model
 
 ROWS = 2  # samples of the forward that the planner traces first
