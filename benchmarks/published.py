@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 from zeromesh.model.placement import ROWS as PLACEMENTS
 from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.plan.cost import Recompute
-from zeromesh.plan.layout import ParallelLayout, Widths
+from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.shape import TransformerShape
+from zeromesh.shard.sizes import Widths
 
 # Fields of a row by the form of their values. What reads those of "any" checks them, as they take several forms.
 _FIELDS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeromesh.plan.conventions import ZEROMESH, ActivationRule, Convention
-from zeromesh.plan.layout import Widths
+from zeromesh.shard.sizes import Widths
 
 MIB = 2.0**20
 

@@ -13,10 +13,11 @@ from published_conventions import CONVENTIONS, FUSED
 from zeromesh.model.placement import ROWS, Tier
 from zeromesh.plan.conventions import Convention
 from zeromesh.plan.cost import Recompute
-from zeromesh.plan.layout import ParallelLayout, Widths
+from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.memory import Moment, RankMemory, memory_of
 from zeromesh.plan.shape import TransformerCost, TransformerShape
-from zeromesh.plan.states import UnitElements, states_of
+from zeromesh.plan.states import states_of
+from zeromesh.shard.sizes import UnitElements, Widths
 
 GB, GIB, MIB = 1e9, 2.0**30, 2.0**20
 HOST_PER_DEVICE = 1.5e12 / 16  # bytes: a DGX-2, on which the papers with offloading ran, has 1.5 TB for 16 devices

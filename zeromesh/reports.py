@@ -18,6 +18,7 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.comm.traffic import Traffic
 from zeromesh.config import keys
 from zeromesh.config.settings import Resolved
+from zeromesh.initialization.widths import tables_of, widths_of
 from zeromesh.model.placement import Placement, Tier
 from zeromesh.observe.bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, Bounds, bounds
 from zeromesh.observe.machine import live_bytes, peak_bytes, peak_flops
@@ -25,13 +26,22 @@ from zeromesh.observe.observer import Observer
 from zeromesh.observe.units import bytes_text
 from zeromesh.shard.accounting import allocations
 from zeromesh.shard.sharded import ShardedModel
+from zeromesh.shard.sizes import (
+    RankStates,
+    StateLayout,
+    TableLayout,
+    TableShape,
+    UnitElements,
+    Widths,
+    state_sizes,
+    table_sizes,
+)
 from zeromesh.tiers.bandwidth import measure_bandwidth
 from zeromesh.tiers.link import Link
 from zeromesh.tiers.memory import empty_on
 
 if TYPE_CHECKING:
     from zeromesh.activation.store import ActivationStore
-    from zeromesh.plan.layout import ParallelLayout
 
 STATES = ("parameter", "gradient", "optimizer", "slot", "buffer", "activation")
 
@@ -209,13 +219,20 @@ def explained(explain: Callable[[], str]) -> Iterator[None]:
 
 def explain(report: dict[str, Any], sharded: ShardedModel, optimizer: Optimizer | None, settings: Resolved) -> str:
     """Return the planned and the used memory (see ``memory``), by state and tier, and remedies with numbers."""
-    from zeromesh.plan.convert import layout_from
-
-    layout, _ = layout_from(settings, sharded.mesh.world_size)
-    layout = replace(
-        layout, accumulation=sharded.accumulation.steps, widths=replace(layout.widths, states=_state_width(optimizer))
+    mesh, widths = sharded.mesh, replace(widths_of(settings), states=_state_width(optimizer))
+    layout = StateLayout(
+        row=settings.row,
+        widths=widths,
+        ranks=mesh.shard.size,
+        replicate=mesh.replicate.size,
+        accumulates=sharded.accumulation.steps > 1,
+        parameter_slots=settings.slots.parameter or 2,
+        gradient_slots=settings.slots.gradient or 2,
+        early=settings.zero_optimization.early_share or 0.0,
+        sums=mesh.shard.sums,
     )
-    planned = planned_states(sharded, layout)
+    tables = tables_of(settings)
+    planned = planned_states(sharded, layout, tables)
     keys_of_states = dict.fromkeys(
         [(state, tier) for state in STATES for tier, size in report[state].items() if size] + [*planned]
     )
@@ -225,7 +242,7 @@ def explain(report: dict[str, Any], sharded: ShardedModel, optimizer: Optimizer 
         lines.append(f"  {state}: {plan}{bytes_text(report[state].get(tier, 0))} on {tier}")
     measured = report["measured"]
     rest = max(0, measured["remainder"])
-    remedies = [*_remedies(sharded, settings, layout, rest)][:REMEDIES]
+    remedies = [*_remedies(sharded, settings, layout, tables, rest)][:REMEDIES]
     who = "the process uses" if sharded.mesh.device.type == "cpu" else "torch has allocated"
     return "\n".join(
         [
@@ -248,13 +265,8 @@ def _state_width(optimizer: Optimizer | None) -> int:
     return sum(value.element_size() for value in states) if first else 8
 
 
-def planned_states(sharded: ShardedModel, layout: ParallelLayout) -> dict[tuple[str, str], float]:
-    """Return the bytes of this rank's states by state and tier in a layout, by the planner's arithmetic."""
-    from zeromesh.plan.conventions import ZEROMESH
-    from zeromesh.plan.cost import TableCost
-    from zeromesh.plan.layout import Widths
-    from zeromesh.plan.states import RankStates, UnitElements, states_of
-    from zeromesh.plan.tables import table_states
+def planned_states(sharded: ShardedModel, layout: StateLayout, tables: TableLayout) -> dict[tuple[str, str], float]:
+    """Return the bytes of this rank's states by state and tier in a layout."""
 
     def states_with(trained: set[bool], widths: Widths) -> RankStates:
         units = []
@@ -262,13 +274,14 @@ def planned_states(sharded: ShardedModel, layout: ParallelLayout) -> dict[tuple[
             layouts = [flat.layout for flat in unit.flats if flat.layout.trainable in trained]
             single = len(layouts) == 1 and layouts[0].whole
             units.append(UnitElements(sum(part.elements for part in layouts), 1, single))
-        return states_of(units, replace(layout, widths=widths), ZEROMESH, sharded.mesh.shard.sums)
+        return state_sizes(units, replace(layout, widths=widths))
 
     trained = states_with({True}, layout.widths)
     frozen = states_with({False}, Widths(layout.widths.parameter, 0, 0, 0, 0))
     sizes: dict[tuple[str, str], float] = defaultdict(float)
-    tables = [TableCost(table.name, table.count, table.width) for table in sharded.tables]
-    resting = table_states(tables, layout, sharded.mesh.device.type == "cpu")
+    shapes = [TableShape(table.count, table.width) for table in sharded.tables]
+    number = layout.widths.master or layout.widths.parameter
+    resting = table_sizes(shapes, tables, layout.ranks, number, sharded.mesh.device.type == "cpu")
     for key, size in (*trained.resting.items(), *frozen.resting.items(), *resting.items()):
         sizes[key] += size
     # A unit has one slot for all that it gathers.
@@ -276,11 +289,13 @@ def planned_states(sharded: ShardedModel, layout: ParallelLayout) -> dict[tuple[
     return {key: size for key, size in sizes.items() if size}
 
 
-def _remedies(sharded: ShardedModel, settings: Resolved, layout: ParallelLayout, rest: int) -> Iterator[str]:
-    row, ranks = layout.row, sharded.mesh.shard.size
+def _remedies(
+    sharded: ShardedModel, settings: Resolved, layout: StateLayout, tables: TableLayout, rest: int
+) -> Iterator[str]:
+    row, ranks = layout.row, layout.ranks
 
     def on_device(**changes: Any) -> float:
-        planned = planned_states(sharded, replace(layout, **changes))
+        planned = planned_states(sharded, replace(layout, **changes), tables)
         return sum(size for (_, tier), size in planned.items() if tier == Tier.DEVICE.value)
 
     now = on_device()
@@ -312,7 +327,7 @@ def _remedies(sharded: ShardedModel, settings: Resolved, layout: ParallelLayout,
         moved = now - on_device(row=replace(row, parameter_tier=Tier.HOST))
         if moved > 0:  # not where they rest in masters that stay
             yield f"{keys.PARAMETERS_ON_HOST} moves parameters to the host: {_less(moved)}"
-    more = now - on_device(row=all_sharded, data=2 * layout.data)
+    more = now - on_device(row=all_sharded, ranks=2 * ranks)
     yield f"{keys.SHARD_ALL} on {2 * ranks} ranks instead of {ranks}: {_less(more)}"
 
 

@@ -9,10 +9,11 @@ import pytest
 from planning import Plain, machine
 from zeromesh.config.settings import Settings
 from zeromesh.config.written import row_name
+from zeromesh.initialization.widths import PRECISIONS
 from zeromesh.model.placement import ROWS, Tier
 from zeromesh.pipeline.schedule.files import with_costs
 from zeromesh.pipeline.schedule.simulate import Costs
-from zeromesh.plan.convert import PRECISIONS, document_for, launch_command, layout_from, precision_for
+from zeromesh.plan.convert import document_for, launch_command, layout_from, precision_for
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Device
 from zeromesh.plan.space import LayoutSpace, ModelLimits, PlanRequest

@@ -13,12 +13,11 @@ from harness import on_ranks
 from zeromesh.comm.sums import SumPlace
 from zeromesh.config.settings import Settings
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
-from zeromesh.plan import states
 from zeromesh.plan.convert import layout_from
 from zeromesh.plan.cost import Divided, ModelCost, UnitCost
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.memory import memory_of
-from zeromesh.shard import swap
+from zeromesh.shard import sizes, swap
 from zeromesh.shard.sharded import ShardedModel
 
 WIDTH, WORDS, DEPTH = 64, 128, 5
@@ -169,7 +168,7 @@ def check(folder: Path, ranks: int, names: list[str], accumulations: tuple[int, 
 
 @pytest.mark.parametrize("name", ["optimizer on disk", "all on disk"])
 def test_states_that_are_read_in_windows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (swap, states):
+    for module in (swap, sizes):
         monkeypatch.setattr(module, "WINDOW", 4096)
     check(tmp_path, 1, [name], (3,))
 

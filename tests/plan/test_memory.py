@@ -8,11 +8,12 @@ from published_conventions import CONVENTIONS
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
 from zeromesh.plan.conventions import ActivationRule
 from zeromesh.plan.cost import NONE, Divided, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
-from zeromesh.plan.layout import ParallelLayout, Widths
+from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.memory import RankMemory, memory_of
 from zeromesh.plan.presets import cluster
 from zeromesh.plan.shape import TransformerCost, TransformerShape
 from zeromesh.plan.stages import stage_units
+from zeromesh.shard.sizes import Widths
 
 ELEMENTS, SAVED, INPUT = 65_536, 1000.0, 100.0
 

@@ -14,7 +14,6 @@ from harness import run_ranks
 from zeromesh.config.settings import Settings
 from zeromesh.plan.convert import layout_from
 from zeromesh.plan.estimate import estimate
-from zeromesh.plan.layout import Widths
 from zeromesh.plan.machine import Machine
 from zeromesh.plan.memory import memory_of
 from zeromesh.plan.passes import TraceOptions
@@ -24,6 +23,7 @@ from zeromesh.plan.space import PlanRequest
 from zeromesh.plan.tables import gradient_messages, lookup_bytes
 from zeromesh.plan.time import time_of
 from zeromesh.plan.trace import TracedCost
+from zeromesh.shard.sizes import Widths
 
 ROWS, WIDTH, BAGS, SAMPLES = 64, 16, 4, 4
 

@@ -7,11 +7,12 @@ import pytest
 
 from zeromesh.model.placement import ROWS, Tier
 from zeromesh.plan.cost import Divided, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
-from zeromesh.plan.layout import ParallelLayout, Widths
+from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
 from zeromesh.plan.rates import Habits, KernelSpeed
 from zeromesh.plan.shape import TransformerCost, TransformerShape
 from zeromesh.plan.time import time_of
+from zeromesh.shard.sizes import Widths
 
 LENGTH = 512
 MODEL = TransformerCost(TransformerShape(16, 1024, 16, 8192, gated=True, tied=False))

@@ -14,10 +14,11 @@ from typing import Any
 
 from zeromesh.cli.plan_model import SCRIPT, AskedModel, asked_model
 from zeromesh.config.settings import Settings
+from zeromesh.initialization.widths import PRECISIONS
 from zeromesh.observe.units import bytes_text, counted, scaled_text
 from zeromesh.plan.answer import PlanAnswer, answer, layout_text, reason_of, seconds_text, sentences
 from zeromesh.plan.bounds import least_memory, slowest
-from zeromesh.plan.convert import PRECISIONS, document_for, launch_command, layout_from, precision_for
+from zeromesh.plan.convert import document_for, launch_command, layout_from, precision_for
 from zeromesh.plan.fit import host_bytes
 from zeromesh.plan.judge import judge
 from zeromesh.plan.machine import Machine

@@ -13,12 +13,11 @@ import torch
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import Quantization
 from zeromesh.config.written import completed_document, trains_itself, with_folder
+from zeromesh.initialization.widths import tables_of
 from zeromesh.model.files import read_text
 from zeromesh.model.hub import is_model_id, model_folder
 from zeromesh.observe.units import nearest
-from zeromesh.plan.convert import tables_from
 from zeromesh.plan.cost import CostSource
-from zeromesh.plan.layout import TableLayout
 from zeromesh.plan.models import MODELS, limits_of, limits_of_decoder, shape_named
 from zeromesh.plan.packed import packing_of
 from zeromesh.plan.passes import TraceOptions
@@ -27,6 +26,7 @@ from zeromesh.plan.source import configuration_of, hugging_face_cost, limits_of_
 from zeromesh.plan.space import ModelLimits
 from zeromesh.plan.trace import TracedCost
 from zeromesh.pretrained import saved_quantization
+from zeromesh.shard.sizes import TableLayout
 
 TRAIN = "-m zeromesh.cli.main train"
 SCRIPT = "train.py"  # of the user, with the five lines of the README
@@ -109,7 +109,7 @@ def _configured(path: Path, precision: str) -> AskedModel:
 
     settings = Settings.load(path)
     options = TraceOptions(DTYPES[precision], tables=settings.embedding_tables.modules)
-    document, tables = json.loads(read_text(path, "utf-8-sig")), tables_from(settings)
+    document, tables = json.loads(read_text(path, "utf-8-sig")), tables_of(settings)
     if settings.huggingface is not None:
         chosen = settings.huggingface
         folder = model_folder(chosen.path, weights=False, revision=chosen.revision)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeromesh.plan.layout import Widths
+from zeromesh.shard.sizes import Widths
 
 
 @dataclass(frozen=True)

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from zeromesh.config.settings import TIERS, Settings
+from zeromesh.config.settings import Settings
 from zeromesh.config.written import WrittenRun, document_of
+from zeromesh.initialization.widths import precision_of, tables_of, widths_of
 from zeromesh.model.placement import Placement, Tier
-from zeromesh.optim.factory import is_elementwise, state_bytes
+from zeromesh.optim.factory import is_elementwise
 from zeromesh.pipeline.schedule.files import read_costs
 from zeromesh.pipeline.schedule.generators import ROWS as SCHEDULES
 from zeromesh.plan.cost import Recompute
-from zeromesh.plan.layout import AXES, ParallelLayout, TableLayout, Widths
+from zeromesh.plan.layout import AXES, ParallelLayout
 from zeromesh.plan.machine import Device
-from zeromesh.shard.table.rules import RULES
-
-PRECISIONS = {
-    "bf16": Widths(),
-    "fp16": Widths(),
-    # Parameters in fp32 are their own masters.
-    "fp32": Widths(parameter=4, gradient=4, wire=4, master=0),
-}
-"""Widths of states by the precision of parameters."""
 
 POLICIES = {"full": Recompute.BLOCKS, "selective": Recompute.PRODUCTS}
 GRANULARITY = {policy: name for name, policy in POLICIES.items()}
@@ -58,7 +49,7 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
     """
     sizes = settings.resolve_mesh(world_size)
     resolved = settings.resolve(sizes["data"] * sizes["replicate"], sizes)
-    precision = "bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32"
+    precision = precision_of(settings)
     # Norms and biases, which are few, still travel in 16 bits, and the head mostly computes in them.
     recomputed, float8, named = settings.activation_checkpointing, settings.float8, settings.optimizer
     chosen = settings.pipeline.schedule if sizes["pipeline"] > 1 else "1f1b"
@@ -75,32 +66,9 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
         sequence=settings.tensor_parallel.sequence, parameter_slots=settings.slots.parameter or 2,
         gradient_slots=settings.slots.gradient or 2, early=settings.zero_optimization.early_share or 0.0,
         in_parts=named is None or is_elementwise(named.type, named.params),
-        widths=widths_from(settings, precision), tables=tables_from(settings), products="fp8" if float8.enabled else "",
+        widths=widths_of(settings), tables=tables_of(settings), products="fp8" if float8.enabled else "",
     )  # fmt: skip
     return layout, precision
-
-
-def widths_from(settings: Settings, precision: str) -> Widths:
-    """Return the widths of a configuration; the states of an optimizer that it does not name are those of Adam."""
-    widths, dtypes, optimizer = PRECISIONS[precision], settings.precision, settings.optimizer
-    return replace(
-        widths,
-        gradient=dtypes.accumulate.itemsize if dtypes.accumulate is not None else widths.gradient,
-        wire=dtypes.communicate.itemsize if dtypes.communicate is not None else widths.wire,
-        states=widths.states if optimizer is None else state_bytes(optimizer.type, optimizer.params),
-        gathered=1 if settings.float8.gather else 0,
-    )
-
-
-def tables_from(settings: Settings) -> TableLayout:
-    """Return the place and the states of embedding tables; of an unknown optimizer, those of Adam."""
-    chosen = settings.embedding_tables
-    kind = settings.optimizer.type.lower() if settings.optimizer is not None else ""
-    name = chosen.optimizer.type if chosen.optimizer is not None else kind
-    states = RULES.get(name, RULES["adam"]).states
-    cached = None if chosen.device == "none" else chosen.cache_rows
-    rows = sum(state.per_row for state in states)
-    return TableLayout(TIERS[chosen.device], len(states) - rows, rows, cached)
 
 
 def launch_command(layout: ParallelLayout, nodes: int, config: str, program: str = "train.py") -> str:

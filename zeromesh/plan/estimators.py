@@ -14,7 +14,8 @@ from zeromesh.model.placement import ROWS, PlacementRow, Tier
 from zeromesh.observe.units import counted
 from zeromesh.plan.conventions import ZEROMESH
 from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.states import UnitElements, states_of
+from zeromesh.plan.states import states_of
+from zeromesh.shard.sizes import UnitElements
 
 if TYPE_CHECKING:
     from torch import nn

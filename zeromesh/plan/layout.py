@@ -6,34 +6,14 @@ from dataclasses import dataclass, field
 from math import prod
 
 from zeromesh.comm import mesh
-from zeromesh.model.placement import ROWS, Placement, PlacementRow, Tier
+from zeromesh.comm.sums import SumPlace
+from zeromesh.model.placement import ROWS, Placement, PlacementRow
 from zeromesh.pipeline.schedule.simulate import Costs
 from zeromesh.plan.cost import Recompute
+from zeromesh.shard.sizes import StateLayout, TableLayout, Widths
 
 # No layout has expert ranks yet.
 AXES = tuple(axis for axis in mesh.AXES if axis != "expert")
-
-
-@dataclass(frozen=True)
-class Widths:
-    """Bytes of one element of each state; ``states`` are those of the optimizer beside the master."""
-
-    parameter: int = 2
-    gradient: int = 4  # of sums over micro-batches and ranks
-    wire: int = 2  # of gradients that are sent
-    master: int = 4  # 0 where the parameter is its own master
-    states: int = 8  # of Adam: two of 4 bytes
-    gathered: int = 0  # of sharded parameters that are sent; 0: as wide as they are computed with
-
-
-@dataclass(frozen=True)
-class TableLayout:
-    """Place of the rows of embedding tables, and the states of their update."""
-
-    tier: Tier = Tier.DEVICE
-    states: int = 2  # numbers of an element; of Adam
-    states_of_row: int = 0  # numbers of a row
-    cached: int | None = None  # rows of each table in a cache on the device; None: there is none
 
 
 @dataclass(frozen=True)
@@ -57,9 +37,9 @@ class ParallelLayout:
     parameter_slots: int = 2  # gathered units at a time
     gradient_slots: int = 2
     early: float = 0.0  # share of states off the device whose update begins in the backward, into second copies
-    widths: Widths = Widths()
+    widths: Widths = field(default_factory=Widths)
     in_parts: bool = True  # the optimizer can take its step unit by unit
-    tables: TableLayout = TableLayout()
+    tables: TableLayout = field(default_factory=TableLayout)
     products: str = ""  # dtype of linear layers' products; "": that of the parameters
 
     @property
@@ -77,3 +57,18 @@ class ParallelLayout:
         """The row's ZeRO number."""
         row = self.row
         return sum(state is Placement.SHARDED for state in (row.parameter, row.gradient, row.optimizer))
+
+    def states(self, sums: SumPlace = SumPlace.COLLECTIVE) -> StateLayout:
+        """Return how states are laid out over the ranks; ``sums`` is where gradients are summed."""
+        return StateLayout(
+            row=self.row,
+            widths=self.widths,
+            ranks=self.data * self.context,
+            replicate=self.replicate,
+            accumulates=self.accumulation > 1,
+            parameter_slots=self.parameter_slots,
+            gradient_slots=self.gradient_slots,
+            early=self.early,
+            in_parts=self.in_parts,
+            sums=sums,
+        )

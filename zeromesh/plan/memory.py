@@ -17,8 +17,10 @@ from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
 from zeromesh.plan.snapshots import Snapshot, snapshots_of
 from zeromesh.plan.stages import stage_units
-from zeromesh.plan.states import GradientBuffers, RankStates, UnitElements, is_padded, states_of
+from zeromesh.plan.states import states_of
 from zeromesh.plan.tables import table_states, used
+from zeromesh.shard.layout import padded
+from zeromesh.shard.sizes import GradientBuffers, RankStates, UnitElements
 from zeromesh.tensor.loss import chunk_bytes
 
 SEGMENT = 2.0**21  # bytes of which the caching allocator of CUDA makes large segments a multiple
@@ -163,7 +165,8 @@ def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
         for work in unit.forward
         if work.shape and work.kind is WorkKind.PRODUCT
     )
-    single = unit.single and not is_padded(unit.parameters.on(tensor) - unit.resident.on(tensor), layout)
+    elements = unit.parameters.on(tensor) - unit.resident.on(tensor)
+    single = unit.single and padded(elements, layout.widths.parameter, layout.data * layout.context) <= elements
     return _Profile(
         unit.name, unit.block, unit.parameters.on(tensor), unit.frozen.sharded.on(tensor),
         unit.frozen.resident.on(tensor), unit.frozen.whole, unit.resident.on(tensor), single, unit.largest.on(tensor),

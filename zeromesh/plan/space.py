@@ -12,10 +12,11 @@ from zeromesh.observe.units import counted
 from zeromesh.pipeline.schedule.generators import shape_of
 from zeromesh.plan.bounds import TimeBound, devices_of_a_node
 from zeromesh.plan.cost import CostSource, Recompute
-from zeromesh.plan.layout import ParallelLayout, TableLayout, Widths
+from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine, Node
 from zeromesh.plan.memory import RankMemory, memory_of
 from zeromesh.plan.time import StepTime, time_of
+from zeromesh.shard.sizes import TableLayout, Widths
 
 GOALS = ("time", "memory", "cost")
 LARGEST_MICRO_BATCH = 64

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import ceil
 from typing import NamedTuple
 
-from zeromesh.model.placement import Tier
 from zeromesh.plan.cost import TableCost
 from zeromesh.plan.layout import ParallelLayout
+from zeromesh.shard.sizes import TableShape, table_sizes
 
 INDEX = 8  # bytes of a row number in a message
 
@@ -35,30 +34,9 @@ def _number(layout: ParallelLayout) -> int:
 def table_states(
     tables: Iterable[TableCost], layout: ParallelLayout, processor: bool = False
 ) -> dict[tuple[str, str], float]:
-    """Return the bytes of a rank's rows, states and cache by state and tier.
-
-    Args:
-        tables: rows are those of the first rank; the last one may have fewer.
-        layout: of the run.
-        processor: the device is one, which needs no cache of what is in host memory.
-    """
-    placed, number = layout.tables, _number(layout)
-    sizes: dict[tuple[str, str], float] = {}
-
-    def add(state: str, tier: Tier, size: float) -> None:
-        if size:
-            sizes[state, tier.value] = sizes.get((state, tier.value), 0.0) + size
-
-    for table in tables:
-        rows = ceil(table.rows / ranks_of(layout))
-        states = placed.states * table.width + placed.states_of_row
-        add("parameter", placed.tier, rows * table.width * number)
-        add("optimizer", placed.tier, rows * states * number)
-        if placed.cached is not None and not (processor and placed.tier is Tier.HOST):
-            # It has room for the rows of an update, whatever it was given.
-            cached = min(rows, max(placed.cached, used(table, layout.accumulation)))
-            add("slot", Tier.DEVICE, cached * (table.width + states) * number)
-    return sizes
+    """Return the bytes of a rank's rows, states and cache; see ``table_sizes``."""
+    shapes = [TableShape(table.rows, table.width, used(table, layout.accumulation)) for table in tables]
+    return table_sizes(shapes, layout.tables, ranks_of(layout), _number(layout), processor)
 
 
 def used(table: TableCost, times: float = 1.0) -> float:

@@ -12,6 +12,7 @@ from zeromesh.model.placement import PlacementRow, Tier
 from zeromesh.observe.units import bytes_text
 from zeromesh.shard.early import next_bytes
 from zeromesh.shard.flat import Flat
+from zeromesh.shard.sizes import Widths, unit_sizes
 from zeromesh.shard.store import Tiers
 from zeromesh.shard.swap import Rows, StateForm, loaded_bytes
 
@@ -45,14 +46,16 @@ class MemoryBudget:
         for flat in flats:
             layout, elements = flat.layout, flat.own.stop - flat.own.start
             dtype = flat.master_dtype(mixed)
-            if flat.sharded and flat.parameter_tier is Tier.HOST:
-                parameter += layout.shard_size * layout.dtype.itemsize
+            place = replace(row, parameter_tier=flat.parameter_tier, optimizer_tier=flat.optimizer_tier, split=False)
+            widths = Widths(layout.dtype.itemsize, master=dtype.itemsize, states=0)
+            sizes = unit_sizes(layout.shard_size, elements, 0, place, widths)
+            parameter += int(sizes.get(("parameter", "host"), 0))
             if flat.optimizer_tier is Tier.NVME and layout.trainable:
                 files[flat] = dtype
             elif flat.optimizer_tier is Tier.HOST and layout.trainable and form.of(flat, dtype).split:
                 packed[flat] = dtype
             elif flat.optimizer_tier is Tier.HOST and layout.trainable:
-                master += elements * dtype.itemsize if flat.apart or dtype != layout.dtype else 0
+                master += int(sizes.get(("optimizer", "host"), 0))
                 pieces = layout.owned(flat.own.start, flat.own.stop)  # states have no padding
                 per_state += sum(stop - start for _, start, stop in pieces) * dtype.itemsize
         first = {flat: flat.master_dtype(mixed) for flat in reversed(early)}

@@ -17,6 +17,7 @@ from zeromesh.shard.deferred import Source
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout, Segment
 from zeromesh.shard.narrow import NarrowGather
+from zeromesh.shard.sizes import is_apart, rests_in_master
 from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import zeros_on
 
@@ -214,9 +215,7 @@ class Flat:
     @property
     def apart(self) -> bool:
         """True if the master is another tensor than ``shard`` because of where they rest."""
-        on_disk = self.parameter_tier is Tier.NVME
-        elsewhere = on_disk or self.optimizer_tier is not self.parameter_tier
-        return self.layout.trainable and elsewhere
+        return self.layout.trainable and is_apart(self.parameter_tier, self.optimizer_tier)
 
     def fill(
         self, row: PlacementRow, mesh: Mesh, mixed: bool, materialise: Materialise | None, store: Store
@@ -231,8 +230,7 @@ class Flat:
         elif self.parameter_tier is Tier.NVME:
             self.load_shard(write=True, read=False)
         else:
-            # On the host, what is fetched is not to be converted each time.
-            rest = layout.dtype if self.apart or self.parameter_tier is not Tier.DEVICE else dtype
+            rest = dtype if rests_in_master(self.parameter_tier, self.optimizer_tier) else layout.dtype
             self._shard = zeros_on(self.parameter_tier, layout.shard_size, rest, mesh.device, row.pinned)
         self.master = self.shard
         if self.keeps_states:

@@ -11,7 +11,14 @@ import torch
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import Tier
 from zeromesh.shard.gradient import Gradient, GradientPolicy
-from zeromesh.shard.gradient_pools import FullGradient, GradientPools, PoolRules, bytes_of, gradient_pools
+from zeromesh.shard.gradient_pools import (
+    FullGradient,
+    GradientPools,
+    PoolRules,
+    bytes_of,
+    full_gradient,
+    gradient_pools,
+)
 from zeromesh.shard.slots import Pool, Slot
 from zeromesh.tiers.link import Copy
 
@@ -57,14 +64,17 @@ class GradientMemory:
         return gradient_pools(map(self._bytes, self._gradients), self._rules)
 
     def _bytes(self, gradient: Gradient) -> FullGradient:
-        layout, wire = gradient.layout, self._policy.wire_dtype(gradient.layout).itemsize
-        lands = gradient.tier is not Tier.DEVICE and self._group.size > 1
-        return FullGradient(
-            full=layout.size * gradient.slot_dtype.itemsize,
+        layout, policy = gradient.layout, self._policy
+        dtypes = gradient.slot_dtype, policy.wire_dtype(layout), policy.shard_dtype(layout)
+        slot, wire, kept = (dtype.itemsize for dtype in dtypes)
+        return full_gradient(
+            layout.size,
+            layout.shard_size,
+            received=self._group.receive_elements(layout.shard_size),
+            widths=(slot, wire, kept),
+            converts=self.converts(gradient),
+            lands=gradient.tier is not Tier.DEVICE and self._group.size > 1,
             adopted=gradient.in_place,
-            wire=layout.size * wire if self.converts(gradient) else 0,
-            receive=self._group.receive_elements(layout.shard_size) * wire,
-            landing=layout.shard_size * self._policy.shard_dtype(layout).itemsize if lands else 0,
         )
 
     def converts(self, gradient: Gradient) -> bool:

@@ -21,6 +21,33 @@ class FullGradient(NamedTuple):
     number: int = 1
 
 
+def full_gradient(
+    elements: float, shard: float, received: float, widths: tuple[int, int, int], converts: bool, lands: bool,
+    adopted: bool, number: int = 1,
+) -> FullGradient:  # fmt: skip
+    """Return the bytes of a unit's gradient.
+
+    Args:
+        elements: of the unit.
+        shard: elements that a rank owns.
+        received: elements of other ranks' parts.
+        widths: bytes of an element of the gradient, of what is sent, and of sums.
+        converts: what is sent has another dtype.
+        lands: sums go on to the host.
+        adopted: it stays where autograd left it.
+        number: of like units.
+    """
+    width, wire, kept = widths
+    return FullGradient(
+        full=elements * width,
+        adopted=adopted,
+        wire=elements * wire if converts else 0,
+        receive=received * wire,
+        landing=shard * kept if lands else 0,
+        number=number,
+    )
+
+
 @dataclass(frozen=True)
 class PoolRules:
     """Placement of gradients, as far as pools depend on it."""

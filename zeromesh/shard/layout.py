@@ -13,9 +13,14 @@ from zeromesh.model.split import Held, HeldBox
 ALIGNMENT = 64  # bytes. The widest vector registers and a cache line; CUDA's matrix kernels need 16.
 
 
-def round_up(value: int, multiple: int) -> int:
+def round_up(value: float, multiple: int) -> int:
     """The smallest multiple of ``multiple`` that is not below ``value``."""
-    return -(-value // multiple) * multiple
+    return int(-(-value // multiple)) * multiple
+
+
+def padded(elements: float, itemsize: int, shards: int) -> int:
+    """Return the elements of a flat buffer, so that each shard begins at a multiple of ``ALIGNMENT``."""
+    return round_up(elements, max(1, ALIGNMENT // itemsize) * shards)
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Layout:
             shape = torch.Size(held.shape)
             segments.append(Segment(name, shape, position, position + shape.numel(), held))
             position = round_up(position + shape.numel(), align)
-        return cls(dtype, trainable, tuple(segments), shards, round_up(max(position, 1), align * shards))
+        return cls(dtype, trainable, tuple(segments), shards, padded(max(position, 1), dtype.itemsize, shards))
 
     @property
     def shard_size(self) -> int:

@@ -21,6 +21,7 @@ from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.layout import round_up
+from zeromesh.shard.sizes import WINDOW
 from zeromesh.shard.slots import largest
 from zeromesh.shard.stored import Stored
 from zeromesh.shard.window import StateWindow, whole_window
@@ -31,9 +32,6 @@ from zeromesh.tiers.swap_file import aligned
 
 RUN = 1 << 20  # elements that are joined or split at a time, which bounds the temporaries
 ALIGN = 64  # bytes at a multiple of which a row begins
-# Elements of a flat buffer whose master and states are read from a file, updated and written at a time; see the log,
-# "updates on NVMe in windows".
-WINDOW = 1 << 22
 # Function from a parameter of the optimizer to the names of its states that rest with the master, in order.
 Names = Callable[[nn.Parameter], Sequence[str]]
 

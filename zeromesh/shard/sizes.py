@@ -1,0 +1,318 @@
+"""Bytes of a rank's states by state and tier: one arithmetic, by which the engine allocates and the planner counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import ceil
+from typing import NamedTuple
+
+from zeromesh.comm.sums import SumPlace
+from zeromesh.model.placement import Placement, PlacementRow, Tier, offloaded_units
+from zeromesh.shard.gradient_pools import PoolRules, bytes_of, full_gradient, gradient_pools, largest
+from zeromesh.shard.layout import padded, round_up
+from zeromesh.tiers import swap_file
+
+# Elements of a flat buffer whose master and states are read from a file, updated and written at a time; see the log,
+# "updates on NVMe in windows".
+WINDOW = 1 << 22
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of one element of each state; ``states`` are those of the optimizer beside the master."""
+
+    parameter: int = 2
+    gradient: int = 4  # of sums over micro-batches and ranks
+    wire: int = 2  # of gradients that are sent
+    master: int = 4  # 0 where the parameter is its own master
+    states: int = 8  # of Adam: two of 4 bytes
+    gathered: int = 0  # of sharded parameters that are sent; 0: as wide as they are computed with
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """Place of the rows of embedding tables, and the states of their update."""
+
+    tier: Tier = Tier.DEVICE
+    states: int = 2  # numbers of an element; of Adam
+    states_of_row: int = 0  # numbers of a row
+    cached: int | None = None  # rows of each table in a cache on the device; None: there is none
+
+
+STATE_BUFFERS, PARAMETER_BUFFERS = 4, 5  # windows and units in host memory at a time of those that rest in files
+
+
+class TableShape(NamedTuple):
+    """An embedding table, and the rows of it that a rank uses in an update."""
+
+    rows: int
+    width: int
+    used: float = 0.0
+
+
+Resting = dict[tuple[str, str], float]  # bytes by state and tier
+
+
+class UnitElements(NamedTuple):
+    """Elements of a unit with gradients, and the number of such units."""
+
+    size: float
+    number: int
+    single: bool = False  # they are one parameter's, without padding
+    frozen: float = 0.0  # bytes of parameters without gradients
+    whole: float = 0.0  # bytes beside those, on every rank
+
+
+class GradientBuffers(NamedTuple):
+    """The engine's memory on the device for whole gradients, which is had as it is used."""
+
+    adopts: bool  # the gradient of a unit of one parameter stays where autograd left it
+    slots: tuple[float, ...]  # bytes of the slots for those of other units, the largest first
+    sums: float  # bytes for sums and what is sent, from the first reduction on
+    sharded: bool  # reduced after each micro-batch, a few at a time
+    returned: bool  # all of it has no memory from an update to the next backward
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """States of one rank: what rests, and the buffers that come and go on its device."""
+
+    resting: Resting
+    gathered: float = 0.0  # slots of gathered units, the whole step
+    spare: float = 0.0  # of those, what the last unit before an update does not need
+    working: float = 0.0  # buffers for whole gradients, their sums and what is sent; at the most
+    buffers: GradientBuffers | None = None  # None: ``working`` is there all the time
+    widened: float = 0.0  # gradients as wide as their masters, in the update; 0: their sums are
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Placement and widths of states over the ranks that share them."""
+
+    row: PlacementRow
+    widths: Widths
+    ranks: int = 1  # of a shard group
+    replicate: int = 1  # shard groups that replicate each other
+    accumulates: bool = False  # an update has several micro-batches
+    parameter_slots: int = 2  # gathered units at a time
+    gradient_slots: int = 2
+    early: float = 0.0  # share of states off the device whose update begins in the backward, into second copies
+    in_parts: bool = True  # the optimizer can take its step unit by unit
+    sums: SumPlace = SumPlace.COLLECTIVE  # where gradients are summed
+
+
+def is_apart(parameter: Tier, optimizer: Tier) -> bool:
+    """Return whether masters are other memory than parameters because of the tiers where both rest."""
+    return parameter is Tier.NVME or optimizer is not parameter
+
+
+def rests_in_master(parameter: Tier, optimizer: Tier) -> bool:
+    """Return whether sharded parameters of these tiers rest in their masters, and are converted as they are gathered.
+
+    On the host, what is fetched is not to be converted each time.
+    """
+    return parameter is Tier.DEVICE and not is_apart(parameter, optimizer)
+
+
+def add_size(resting: Resting, state: str, tier: Tier, size: float) -> None:
+    """Add the bytes of a state on a tier, if there are any."""
+    if size:
+        resting[state, tier.value] = resting.get((state, tier.value), 0.0) + size
+
+
+def _rows(units: Sequence[UnitElements], layout: StateLayout) -> list[tuple[UnitElements, PlacementRow]]:
+    """Return units with their rows; those that are alike and partly off the device are there twice."""
+    row, rows = layout.row, []
+    away = iter(offloaded_units([u.size for u in units for _ in range(u.number)], row, layout.accumulates))
+    for unit in units:
+        gone = sum(islice(away, unit.number))
+        if unit.size and gone < unit.number:
+            rows.append((unit._replace(number=unit.number - gone), row.on_device))
+        if unit.size and gone:
+            rows.append((unit._replace(number=gone), row))
+    return rows
+
+
+def state_sizes(units: Sequence[UnitElements], layout: StateLayout) -> RankStates:
+    """Return the bytes of a rank's states; what stays gathered is the first unit."""
+    row, widths, ranks = layout.row, layout.widths, layout.ranks
+    resting: Resting = {}
+    files: list[tuple[float, int]] = []  # bytes in files: windows of units' states, and units' parameters
+    stored: list[tuple[float, int]] = []
+    loaded = 0.0  # bytes of the largest master of several windows, which is in memory as a whole at the start
+    sizes = []
+    for unit, own_row in _rows(units, layout):
+        count, size = unit.number, padded(unit.size, widths.parameter, ranks)
+        sizes.append((unit._replace(size=size), own_row))
+        shard_size = unit.size / ranks if row.optimizer is Placement.SHARDED else unit.size
+        parameters = size / ranks if row.parameter is Placement.SHARDED else size
+        masters = size / ranks if row.optimizer is Placement.SHARDED else size
+        for (state, tier), nbytes in unit_sizes(parameters, masters, shard_size, own_row, widths).items():
+            add_size(resting, state, Tier(tier), nbytes * count)
+            if tier == Tier.NVME.value and state == "parameter":
+                stored.append((nbytes, count))
+            elif tier == Tier.NVME.value:
+                files += [(block, number * count) for block, number in _windows(masters, nbytes)]
+                add_size(resting, state, Tier.NVME, layout.early * nbytes * count)  # a spare place for the next ones
+                width = widths.parameter if _splits(own_row, widths) else widths.master or widths.parameter
+                loaded = max(loaded, masters * width if masters > WINDOW else 0.0)
+        if own_row.optimizer_tier is not Tier.DEVICE:
+            in_files = own_row.optimizer_tier is Tier.NVME  # which have a spare place for the next ones
+            copied = 0 if in_files else (widths.master or widths.parameter) + widths.states
+            apart = is_apart(own_row.parameter_tier, own_row.optimizer_tier)
+            copied += widths.parameter if widths.master or apart else 0
+            elements = size / ranks if in_files else shard_size
+            add_size(resting, "slot", Tier.HOST, layout.early * elements * copied * count)
+    stored += place_frozen(resting, units, row, ranks)
+    if any(_splits(own_row, widths) for _, own_row in sizes):
+        # One split master at a time is joined in memory of its own, during the update.
+        add_size(resting, "slot", Tier.HOST, max(unit.size for unit, _ in sizes) / ranks * widths.master)
+    for blocks, buffers in ((files, STATE_BUFFERS), (stored, PARAMETER_BUFFERS)):
+        add_size(resting, "slot", Tier.HOST, bytes_of(largest(blocks, buffers)))
+    add_size(resting, "slot", Tier.HOST, loaded)
+    gathered = spare = 0.0
+    sharded = row.parameter is Placement.SHARDED
+    if sharded:
+        full = [(padded(u.size, widths.parameter, ranks) * widths.parameter + u.frozen, u.number) for u in units]
+        outside, blocks = full[0][0], full[1:]
+        gathered = bytes_of(largest(blocks, layout.parameter_slots)) + outside
+        spare = gathered - bytes_of(largest(blocks, 1)) - outside
+    working, lent = _place_gradients(resting, sizes, layout)
+    here = [(unit.size, unit.number) for unit, own_row in sizes if own_row.optimizer_tier is Tier.DEVICE]
+    update_size = max((size for size, _ in here), default=0.0) if layout.in_parts else sum(size * n for size, n in here)
+    update_size /= ranks if row.optimizer is Placement.SHARDED else 1
+    master = widths.master or widths.parameter
+    return RankStates(
+        resting, gathered, spare, working, lent, update_size * master if widths.gradient < master else 0.0
+    )
+
+
+def place_frozen(
+    resting: Resting, units: Sequence[UnitElements], row: PlacementRow, ranks: int
+) -> list[tuple[float, int]]:
+    """Count parameters without gradients; return bytes and numbers of units that have some in files."""
+    tier = row.parameter_tier
+    add_size(resting, "buffer", Tier.DEVICE, sum(unit.whole * unit.number for unit in units))
+    stored: list[tuple[float, int]] = []
+    for unit in units:
+        size = unit.frozen / (ranks if row.parameter is Placement.SHARDED else 1)
+        if size and tier is Tier.NVME:
+            size = round_up(size, swap_file.ALIGNMENT)
+            stored.append((size, unit.number))
+        add_size(resting, "parameter", tier, size * unit.number)
+    return stored
+
+
+def unit_sizes(parameters: float, masters: float, states: float, row: PlacementRow, widths: Widths) -> Resting:
+    """Return the bytes of a unit at rest on one rank.
+
+    Args:
+        parameters: elements that rest here, padded.
+        masters: elements that are updated here, padded.
+        states: those without padding.
+        row: of the unit.
+        widths: of an element.
+    """
+    resting: Resting = {}
+    master = widths.master or widths.parameter
+    apart, rest = is_apart(row.parameter_tier, row.optimizer_tier), widths.parameter
+    if row.parameter is Placement.SHARDED:
+        if rests_in_master(row.parameter_tier, row.optimizer_tier):
+            rest = master
+        state = "parameter" if rest == widths.parameter else "optimizer"
+        bytes_at_rest = parameters * rest
+        if row.parameter_tier is Tier.NVME:
+            bytes_at_rest = round_up(bytes_at_rest, swap_file.ALIGNMENT)
+        add_size(resting, state, row.parameter_tier, bytes_at_rest)
+    else:
+        add_size(resting, "parameter", Tier.DEVICE, parameters * rest)
+    split = _splits(row, widths)
+    width = widths.parameter if split else master
+    if row.optimizer_tier is Tier.NVME:
+        block = masters * (width + widths.states)
+        add_size(resting, "optimizer", Tier.NVME, round_up(block, swap_file.ALIGNMENT))
+        return resting
+    if apart or rest != master:
+        add_size(resting, "optimizer", row.optimizer_tier, masters * width)
+    # States have no padding, unless they lie in a block with their masters.
+    add_size(resting, "optimizer", row.optimizer_tier, (masters if split else states) * widths.states)
+    return resting
+
+
+def _windows(elements: float, nbytes: float) -> list[tuple[float, int]]:
+    """Return the bytes and the numbers of the windows that the states of one unit are in memory in."""
+    count, window = int(elements // WINDOW), nbytes // elements * WINDOW  # the last one is filled up to a page
+    return [(window, count), (nbytes - count * window, 1)]
+
+
+def _splits(row: PlacementRow, widths: Widths) -> bool:
+    return row.split and row.optimizer_tier is not Tier.DEVICE and widths.master == 2 * widths.parameter
+
+
+def _place_gradients(
+    resting: Resting,
+    units: Sequence[tuple[UnitElements, PlacementRow]],
+    layout: StateLayout,
+) -> tuple[float, GradientBuffers]:
+    """Count gradients that rest; return the bytes for whole ones, their sums and what is sent, and what they are."""
+    row, widths, ranks, accumulates = layout.row, layout.widths, layout.ranks, layout.accumulates
+    sharded, owned = row.gradient is Placement.SHARDED, row.optimizer is Placement.SHARDED
+    rules = PoolRules(sharded, owned, accumulates, layout.gradient_slots if sharded else None)
+    width = widths.wire if rules.narrow else widths.gradient
+    alone = ranks * layout.replicate == 1 and not accumulates
+    for unit, own_row in units:
+        size, count = unit.size, unit.number
+        tier, shard_size = own_row.gradient_tier, size / ranks if owned else size
+        in_full = tier is Tier.DEVICE and width == widths.gradient and not sharded
+        resting_width = width if tier is not Tier.DEVICE and alone and width <= widths.gradient else widths.gradient
+        add_size(resting, "gradient", tier, 0.0 if in_full else shard_size * resting_width * count)
+    adopts = width == widths.parameter
+    gradients = [
+        full_gradient(
+            unit.size,
+            unit.size / ranks,
+            received=unit.size / ranks * layout.sums.buffers(ranks),
+            widths=(width, widths.wire, widths.gradient),
+            converts=ranks > 1 and width != widths.wire,
+            lands=ranks > 1 and own_row.gradient_tier is not Tier.DEVICE,
+            adopted=adopts and unit.single,
+            number=unit.number,
+        )
+        for unit, own_row in units
+    ]
+    pools = gradient_pools(gradients, rules)
+    full = bytes_of(pools.slots) + bytes_of(pools.adopted)
+    summing = bytes_of(pools.wires) + bytes_of(pools.receives) + bytes_of(pools.landings)
+    if not sharded:
+        add_size(resting, "gradient", Tier.DEVICE, full)
+    lent = tuple(size for size, number in pools.slots for _ in range(number)) if sharded else ()
+    # Where parameters are sharded, gradients give their memory back after each update.
+    returned = row.parameter is Placement.SHARDED
+    return (full if sharded else 0.0) + summing, GradientBuffers(adopts, lent, summing, sharded, returned)
+
+
+def table_sizes(
+    tables: Iterable[TableShape], placed: TableLayout, ranks: int, number: int, processor: bool = False
+) -> Resting:
+    """Return the bytes of a rank's rows, states and cache.
+
+    Args:
+        tables: whole; the last rank may have fewer rows than the others.
+        placed: place of rows, and their states.
+        ranks: over which rows are spread.
+        number: bytes of a number at rest.
+        processor: the device is one, which needs no cache of what is in host memory.
+    """
+    resting: Resting = {}
+    for table in tables:
+        rows = ceil(table.rows / ranks)
+        states = placed.states * table.width + placed.states_of_row
+        add_size(resting, "parameter", placed.tier, rows * table.width * number)
+        add_size(resting, "optimizer", placed.tier, rows * states * number)
+        if placed.cached is not None and not (processor and placed.tier is Tier.HOST):
+            # It has room for the rows of an update, whatever it was given.
+            cached = min(rows, max(placed.cached, table.used))
+            add_size(resting, "slot", Tier.DEVICE, cached * (table.width + states) * number)
+    return resting
