@@ -11,7 +11,7 @@ import check_layers
 ROOT = Path(__file__).resolve().parents[2]
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-PACKAGES, STEP = re.findall(r"```mermaid\n(.*?)```", PAGE, re.DOTALL)
+ROOMS, STEP = re.findall(r"```mermaid\n(.*?)```", PAGE, re.DOTALL)
 NODES = dict(re.findall(r'(\w+)\["(.+?)"\]', STEP))
 
 
@@ -23,10 +23,13 @@ def definition(place: str) -> ast.AST:
     return node
 
 
-def test_the_boxes_are_the_layers() -> None:
-    boxes = [re.split(r", ?", label) for label in re.findall(r'\w+\["(.+?)"\]', PACKAGES)]
-    drawn = [{"__init__"} if box[0].startswith("zeromesh") else set(box) for box in boxes]
-    assert drawn == [set(layer) for layer in check_layers.LAYERS]
+def test_the_rooms_and_their_arrows_are_those_of_the_code() -> None:
+    assert check_layers.drawing(ROOT) == ROOMS, "run python tools/check_layers.py --draw"
+    nevers = {
+        room: set(re.findall(r"`(\w+)`", row))
+        for room, row in re.findall(r"^\| `(\w+)` \| (.+) \|$", PAGE, re.MULTILINE)
+    }
+    assert nevers == {room: set(others) for room, others in check_layers.NEVERS.items()}
 
 
 @pytest.mark.parametrize("place", sorted(NODES.values()))
