@@ -12,7 +12,7 @@ from zeromesh.config.version import VERSION
 
 if TYPE_CHECKING:
     from zeromesh import checkpointing, pipe, zero
-    from zeromesh.build import initialize, make_mesh, shard
+    from zeromesh.build import initialize, make_mesh
     from zeromesh.comm.environment import Environment, init_distributed
     from zeromesh.comm.mesh import Mesh
     from zeromesh.config.settings import Settings
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _NAMES = {
-    "build": "initialize make_mesh shard", "comm.environment": "Environment init_distributed", "comm.mesh": "Mesh",
+    "build": "initialize make_mesh", "comm.environment": "Environment init_distributed", "comm.mesh": "Mesh",
     "config.settings": "Settings", "convert": "convert_checkpoint", "engine": "Engine",
     "joint_batch": "gather_with_gradient sync_batch_norm", "launcher.launch": "launch",
     "optim.groups": "no_decay_groups", "pretrained": "from_pretrained load_pretrained",
@@ -40,7 +40,7 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 __all__ = [
     "Engine", "Environment", "Mesh", "Settings", "checkpointing", "clip_grad_norm_", "convert_checkpoint",
     "from_pretrained", "gather_with_gradient", "init_distributed", "initialize", "launch", "load_pretrained",
-    "make_mesh", "no_decay_groups", "pipe", "shard", "sync_batch_norm", "verify", "zero",
+    "make_mesh", "no_decay_groups", "pipe", "sync_batch_norm", "verify", "zero",
 ]  # fmt: skip
 
 

@@ -22,7 +22,6 @@ from zeromesh.engine_state import Parts
 from zeromesh.initialization import steps
 from zeromesh.initialization.automatic import choose_layout
 from zeromesh.initialization.layout import make_mesh
-from zeromesh.initialization.place import shard
 from zeromesh.initialization.plan import Arguments, Config
 from zeromesh.model.keras_layers import refuse_other_backends
 from zeromesh.pipeline_module import PipelineModule
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from zeromesh.config.settings import Settings
     from zeromesh.training_data import Loader
 
-__all__ = ["initialize", "make_mesh", "shard"]
+__all__ = ["initialize", "make_mesh"]
 
 
 @takes_args_first

@@ -1,8 +1,11 @@
 """Calls by position mean what they mean in DeepSpeed 0.19, whose parameter orders are written down here, or fail."""
 
+import ast
 import inspect
 from argparse import Namespace
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +112,33 @@ def test_every_public_method_with_arguments_that_may_be_positional_is_in_the_tab
     }
     assert takes - ours <= OF_ENGINE
     assert {name for name in vars(zero) if name.startswith("safe_")} <= set(THEIRS)
+
+
+def stated_names() -> dict[str, Any]:
+    """Return what type checkers read in ``zeromesh/__init__.py``: names, and the objects that they import them as."""
+    tree = ast.parse(Path(zeromesh.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    names: dict[str, Any] = {}
+    for statement in block.body:
+        assert isinstance(statement, ast.ImportFrom)
+        assert statement.module
+        for alias in statement.names:
+            place = f"zeromesh.{alias.name}"
+            is_module = statement.module == "zeromesh"
+            names[alias.name] = (
+                import_module(place) if is_module else getattr(import_module(statement.module), alias.name)
+            )
+    return names
+
+
+def test_public_names_are_what_type_checkers_take_them_for_after_an_engine_was_made() -> None:
+    stated = stated_names()
+    assert sorted(stated) == sorted(zeromesh.__all__)
+    zeromesh.initialize(model=nn.Linear(2, 1), config=config())[0].destroy()
+    assert {name: getattr(zeromesh, name) for name in zeromesh.__all__} == stated
+    # Importing a package or a module makes it an attribute, in place of a function of its name.
+    modules = {name for name, value in stated.items() if inspect.ismodule(value)}
+    assert {name for name in zeromesh.__all__ if find_spec(f"zeromesh.{name}")} == modules
 
 
 def config(**keys: Any) -> dict[str, Any]:
