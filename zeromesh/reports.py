@@ -19,7 +19,7 @@ from zeromesh.comm.traffic import Traffic
 from zeromesh.config import keys
 from zeromesh.config.settings import Resolved
 from zeromesh.initialization.widths import tables_of, widths_of
-from zeromesh.model.placement import Placement, Tier
+from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.observe.bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, Bounds, bounds
 from zeromesh.observe.machine import live_bytes, peak_bytes, peak_flops
 from zeromesh.observe.observer import Observer
@@ -28,6 +28,7 @@ from zeromesh.shard.accounting import allocations
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shard.sizes import (
     RankStates,
+    Sharing,
     StateLayout,
     TableLayout,
     TableShape,
@@ -219,17 +220,12 @@ def explained(explain: Callable[[], str]) -> Iterator[None]:
 
 def explain(report: dict[str, Any], sharded: ShardedModel, optimizer: Optimizer | None, settings: Resolved) -> str:
     """Return the planned and the used memory (see ``memory``), by state and tier, and remedies with numbers."""
-    mesh, widths = sharded.mesh, replace(widths_of(settings), states=_state_width(optimizer))
     layout = StateLayout(
         row=settings.row,
-        widths=widths,
-        ranks=mesh.shard.size,
-        replicate=mesh.replicate.size,
-        accumulates=sharded.accumulation.steps > 1,
+        widths=replace(widths_of(settings), states=_state_width(optimizer)),
         parameter_slots=settings.slots.parameter or 2,
         gradient_slots=settings.slots.gradient or 2,
         early=settings.zero_optimization.early_share or 0.0,
-        sums=mesh.shard.sums,
     )
     tables = tables_of(settings)
     planned = planned_states(sharded, layout, tables)
@@ -265,8 +261,13 @@ def _state_width(optimizer: Optimizer | None) -> int:
     return sum(value.element_size() for value in states) if first else 8
 
 
-def planned_states(sharded: ShardedModel, layout: StateLayout, tables: TableLayout) -> dict[tuple[str, str], float]:
-    """Return the bytes of this rank's states by state and tier in a layout."""
+def planned_states(
+    sharded: ShardedModel, layout: StateLayout, tables: TableLayout, ranks: int | None = None
+) -> dict[tuple[str, str], float]:
+    """Return the bytes of this rank's states by state and tier in a layout, on these or on so many shard ranks."""
+    mesh = sharded.mesh
+    steps = sharded.accumulation.steps
+    sharing = Sharing(ranks or mesh.shard.size, mesh.replicate.size, steps > 1, mesh.shard.sums)
 
     def states_with(trained: set[bool], widths: Widths) -> RankStates:
         units = []
@@ -274,14 +275,14 @@ def planned_states(sharded: ShardedModel, layout: StateLayout, tables: TableLayo
             layouts = [flat.layout for flat in unit.flats if flat.layout.trainable in trained]
             single = len(layouts) == 1 and layouts[0].whole
             units.append(UnitElements(sum(part.elements for part in layouts), 1, single))
-        return state_sizes(units, replace(layout, widths=widths))
+        return state_sizes(units, replace(layout, widths=widths), sharing)
 
     trained = states_with({True}, layout.widths)
     frozen = states_with({False}, Widths(layout.widths.parameter, 0, 0, 0, 0))
     sizes: dict[tuple[str, str], float] = defaultdict(float)
     shapes = [TableShape(table.count, table.width) for table in sharded.tables]
     number = layout.widths.master or layout.widths.parameter
-    resting = table_sizes(shapes, tables, layout.ranks, number, sharded.mesh.device.type == "cpu")
+    resting = table_sizes(shapes, tables, sharing.ranks, number, mesh.device.type == "cpu")
     for key, size in (*trained.resting.items(), *frozen.resting.items(), *resting.items()):
         sizes[key] += size
     # A unit has one slot for all that it gathers.
@@ -292,19 +293,19 @@ def planned_states(sharded: ShardedModel, layout: StateLayout, tables: TableLayo
 def _remedies(
     sharded: ShardedModel, settings: Resolved, layout: StateLayout, tables: TableLayout, rest: int
 ) -> Iterator[str]:
-    row, ranks = layout.row, layout.ranks
+    row, ranks = layout.row, sharded.mesh.shard.size
 
-    def on_device(**changes: Any) -> float:
-        planned = planned_states(sharded, replace(layout, **changes), tables)
+    def on_device(row: PlacementRow, ranks: int | None = None) -> float:
+        planned = planned_states(sharded, replace(layout, row=row), tables, ranks)
         return sum(size for (_, tier), size in planned.items() if tier == Tier.DEVICE.value)
 
-    now = on_device()
+    now = on_device(row)
     all_sharded = replace(row, parameter=Placement.SHARDED, gradient=Placement.SHARDED, optimizer=Placement.SHARDED)
     replicated = [
         state for state in ("parameter", "gradient", "optimizer") if getattr(row, state) is not Placement.SHARDED
     ]
     if replicated and ranks > 1:
-        less = _less(now - on_device(row=all_sharded))
+        less = _less(now - on_device(all_sharded))
         yield f"{keys.SHARD_ALL} shards {' and '.join(replicated)} over {ranks} ranks: {less}"
     # A processor has one memory.
     elsewhere = sharded.mesh.device.type != "cpu"
@@ -313,7 +314,7 @@ def _remedies(
         key = keys.OPTIMIZER_ON_HOST
         if row.optimizer is not Placement.SHARDED:
             away, key = replace(away, gradient=Placement.SHARDED), keys.SHARDED_ON_HOST
-        yield f"{key} moves the optimizer to the host: {_less(now - on_device(row=away))}"
+        yield f"{key} moves the optimizer to the host: {_less(now - on_device(away))}"
     micro = settings.train_micro_batch_size_per_gpu
     if micro % 2 == 0:
         steps = 2 * sharded.accumulation.steps
@@ -324,10 +325,10 @@ def _remedies(
     if not settings.activation_checkpointing.enabled:
         yield f"{keys.RECOMPUTE} computes activations again: up to {_less(rest)}"
     if elsewhere and row.parameter is Placement.SHARDED and row.parameter_tier is Tier.DEVICE:
-        moved = now - on_device(row=replace(row, parameter_tier=Tier.HOST))
+        moved = now - on_device(replace(row, parameter_tier=Tier.HOST))
         if moved > 0:  # not where they rest in masters that stay
             yield f"{keys.PARAMETERS_ON_HOST} moves parameters to the host: {_less(moved)}"
-    more = now - on_device(row=all_sharded, ranks=2 * ranks)
+    more = now - on_device(all_sharded, 2 * ranks)
     yield f"{keys.SHARD_ALL} on {2 * ranks} ranks instead of {ranks}: {_less(more)}"
 
 

@@ -23,20 +23,7 @@ from zeromesh.model.tiled import TiledLinear as TiledLinear
 from zeromesh.model.tiled import join_tiles as join_tiles
 from zeromesh.model.tiled import tile_linears as tile_linears
 from zeromesh.owners import is_elsewhere, owner_elsewhere, owner_of, was_placed
-from zeromesh.plan.estimators import estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs
-from zeromesh.plan.estimators import (
-    estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
-)
-from zeromesh.plan.estimators import (
-    estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
-)
-from zeromesh.plan.estimators import estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs
-from zeromesh.plan.estimators import (
-    estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
-)
-from zeromesh.plan.estimators import (
-    estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
-)
+from zeromesh.plan import estimators
 from zeromesh.shard.deferred import recording
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.reducer import complete_together
@@ -47,6 +34,13 @@ from zeromesh.signatures import refuse
 
 if TYPE_CHECKING:
     from zeromesh.engine import Engine
+
+estimate_zero2_model_states_mem_needs = estimators.estimate_zero2_model_states_mem_needs
+estimate_zero2_model_states_mem_needs_all_cold = estimators.estimate_zero2_model_states_mem_needs_all_cold
+estimate_zero2_model_states_mem_needs_all_live = estimators.estimate_zero2_model_states_mem_needs_all_live
+estimate_zero3_model_states_mem_needs = estimators.estimate_zero3_model_states_mem_needs
+estimate_zero3_model_states_mem_needs_all_cold = estimators.estimate_zero3_model_states_mem_needs_all_cold
+estimate_zero3_model_states_mem_needs_all_live = estimators.estimate_zero3_model_states_mem_needs_all_live
 
 
 class Init:

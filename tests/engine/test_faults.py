@@ -177,8 +177,7 @@ def planned_and_kept() -> list[tuple[dict[Any, float], dict[Any, float]]]:
         engine = zeromesh.initialize(model=model, config=settings)[0]
         layout, _ = layout_from(engine.config, engine.mesh.world_size)
         widths = replace(layout.widths, states=0)  # CONFIG has plain SGD
-        placed = replace(layout, widths=widths).states(engine.mesh.shard.sums)
-        planned = planned_states(engine.sharded, placed, layout.tables)
+        planned = planned_states(engine.sharded, replace(layout, widths=widths), layout.tables)
         report = engine.memory_report()
         kept = {(s, tier): size for s in STATES for tier, size in report[s].items() if size}
         found.append((planned, kept))

@@ -29,7 +29,7 @@ def states_of(
         sums: where gradients are summed.
     """
     if convention.engine:
-        return state_sizes(units, layout.states(sums))
+        return state_sizes(units, layout, layout.sharing(sums))
     row, widths, ranks = layout.row, convention.widths, shards_of(layout, convention)
     resting: Resting = {}
     total = sum(unit.size * unit.number for unit in units)

@@ -64,16 +64,14 @@ class GradientMemory:
         return gradient_pools(map(self._bytes, self._gradients), self._rules)
 
     def _bytes(self, gradient: Gradient) -> FullGradient:
-        layout, policy = gradient.layout, self._policy
+        layout, policy, group = gradient.layout, self._policy, self._group
         dtypes = gradient.slot_dtype, policy.wire_dtype(layout), policy.shard_dtype(layout)
-        slot, wire, kept = (dtype.itemsize for dtype in dtypes)
+        width, wire, kept = (dtype.itemsize for dtype in dtypes)
         return full_gradient(
-            layout.size,
-            layout.shard_size,
-            received=self._group.receive_elements(layout.shard_size),
-            widths=(slot, wire, kept),
+            (layout.size, layout.shard_size, group.receive_elements(layout.shard_size)),
+            (width, wire, kept),
             converts=self.converts(gradient),
-            lands=gradient.tier is not Tier.DEVICE and self._group.size > 1,
+            lands=gradient.tier is not Tier.DEVICE and group.size > 1,
             adopted=gradient.in_place,
         )
 

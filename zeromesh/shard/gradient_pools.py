@@ -22,29 +22,13 @@ class FullGradient(NamedTuple):
 
 
 def full_gradient(
-    elements: float, shard: float, received: float, widths: tuple[int, int, int], converts: bool, lands: bool,
-    adopted: bool, number: int = 1,
+    elements: tuple[float, float, float], widths: tuple[int, int, int], converts: bool, lands: bool, adopted: bool,
+    number: int = 1,
 ) -> FullGradient:  # fmt: skip
-    """Return the bytes of a unit's gradient.
-
-    Args:
-        elements: of the unit.
-        shard: elements that a rank owns.
-        received: elements of other ranks' parts.
-        widths: bytes of an element of the gradient, of what is sent, and of sums.
-        converts: what is sent has another dtype.
-        lands: sums go on to the host.
-        adopted: it stays where autograd left it.
-        number: of like units.
-    """
-    width, wire, kept = widths
+    """Return the bytes of a gradient, of elements of the unit, of a shard and of parts that are received."""
+    (full, shard, received), (width, wire, kept) = elements, widths  # the widths: whole, sent, and of sums
     return FullGradient(
-        full=elements * width,
-        adopted=adopted,
-        wire=elements * wire if converts else 0,
-        receive=received * wire,
-        landing=shard * kept if lands else 0,
-        number=number,
+        full * width, adopted, full * wire if converts else 0, received * wire, shard * kept if lands else 0, number
     )
 
 

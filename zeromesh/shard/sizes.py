@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from math import ceil
 from typing import NamedTuple
 
 from zeromesh.comm.sums import SumPlace
-from zeromesh.model.placement import Placement, PlacementRow, Tier, offloaded_units
+from zeromesh.model.placement import ROWS, Placement, PlacementRow, Tier, offloaded_units
 from zeromesh.shard.gradient_pools import PoolRules, bytes_of, full_gradient, gradient_pools, largest
 from zeromesh.shard.layout import padded, round_up
 from zeromesh.tiers import swap_file
@@ -87,20 +87,25 @@ class RankStates:
     widened: float = 0.0  # gradients as wide as their masters, in the update; 0: their sums are
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StateLayout:
-    """Placement and widths of states over the ranks that share them."""
+    """Where states rest, and their widths."""
 
-    row: PlacementRow
-    widths: Widths
-    ranks: int = 1  # of a shard group
-    replicate: int = 1  # shard groups that replicate each other
-    accumulates: bool = False  # an update has several micro-batches
+    row: PlacementRow = field(default_factory=lambda: ROWS[0])
+    widths: Widths = field(default_factory=Widths)
     parameter_slots: int = 2  # gathered units at a time
     gradient_slots: int = 2
     early: float = 0.0  # share of states off the device whose update begins in the backward, into second copies
     in_parts: bool = True  # the optimizer can take its step unit by unit
-    sums: SumPlace = SumPlace.COLLECTIVE  # where gradients are summed
+
+
+class Sharing(NamedTuple):
+    """Ranks that share states, and how they sum gradients."""
+
+    ranks: int  # of a shard group
+    replicate: int = 1  # shard groups that replicate each other
+    accumulates: bool = False  # an update has several micro-batches
+    sums: SumPlace = SumPlace.COLLECTIVE
 
 
 def is_apart(parameter: Tier, optimizer: Tier) -> bool:
@@ -122,10 +127,12 @@ def add_size(resting: Resting, state: str, tier: Tier, size: float) -> None:
         resting[state, tier.value] = resting.get((state, tier.value), 0.0) + size
 
 
-def _rows(units: Sequence[UnitElements], layout: StateLayout) -> list[tuple[UnitElements, PlacementRow]]:
+def _rows(
+    units: Sequence[UnitElements], row: PlacementRow, accumulates: bool
+) -> list[tuple[UnitElements, PlacementRow]]:
     """Return units with their rows; those that are alike and partly off the device are there twice."""
-    row, rows = layout.row, []
-    away = iter(offloaded_units([u.size for u in units for _ in range(u.number)], row, layout.accumulates))
+    rows = []
+    away = iter(offloaded_units([u.size for u in units for _ in range(u.number)], row, accumulates))
     for unit in units:
         gone = sum(islice(away, unit.number))
         if unit.size and gone < unit.number:
@@ -135,15 +142,15 @@ def _rows(units: Sequence[UnitElements], layout: StateLayout) -> list[tuple[Unit
     return rows
 
 
-def state_sizes(units: Sequence[UnitElements], layout: StateLayout) -> RankStates:
+def state_sizes(units: Sequence[UnitElements], layout: StateLayout, sharing: Sharing) -> RankStates:
     """Return the bytes of a rank's states; what stays gathered is the first unit."""
-    row, widths, ranks = layout.row, layout.widths, layout.ranks
+    row, widths, ranks = layout.row, layout.widths, sharing.ranks
     resting: Resting = {}
     files: list[tuple[float, int]] = []  # bytes in files: windows of units' states, and units' parameters
     stored: list[tuple[float, int]] = []
     loaded = 0.0  # bytes of the largest master of several windows, which is in memory as a whole at the start
     sizes = []
-    for unit, own_row in _rows(units, layout):
+    for unit, own_row in _rows(units, row, sharing.accumulates):
         count, size = unit.number, padded(unit.size, widths.parameter, ranks)
         sizes.append((unit._replace(size=size), own_row))
         shard_size = unit.size / ranks if row.optimizer is Placement.SHARDED else unit.size
@@ -179,7 +186,7 @@ def state_sizes(units: Sequence[UnitElements], layout: StateLayout) -> RankState
         outside, blocks = full[0][0], full[1:]
         gathered = bytes_of(largest(blocks, layout.parameter_slots)) + outside
         spare = gathered - bytes_of(largest(blocks, 1)) - outside
-    working, lent = _place_gradients(resting, sizes, layout)
+    working, lent = _place_gradients(resting, sizes, layout, sharing)
     here = [(unit.size, unit.number) for unit, own_row in sizes if own_row.optimizer_tier is Tier.DEVICE]
     update_size = max((size for size, _ in here), default=0.0) if layout.in_parts else sum(size * n for size, n in here)
     update_size /= ranks if row.optimizer is Placement.SHARDED else 1
@@ -255,13 +262,14 @@ def _place_gradients(
     resting: Resting,
     units: Sequence[tuple[UnitElements, PlacementRow]],
     layout: StateLayout,
+    sharing: Sharing,
 ) -> tuple[float, GradientBuffers]:
     """Count gradients that rest; return the bytes for whole ones, their sums and what is sent, and what they are."""
-    row, widths, ranks, accumulates = layout.row, layout.widths, layout.ranks, layout.accumulates
+    row, widths, (ranks, replicate, accumulates, sums) = layout.row, layout.widths, sharing
     sharded, owned = row.gradient is Placement.SHARDED, row.optimizer is Placement.SHARDED
     rules = PoolRules(sharded, owned, accumulates, layout.gradient_slots if sharded else None)
     width = widths.wire if rules.narrow else widths.gradient
-    alone = ranks * layout.replicate == 1 and not accumulates
+    alone = ranks * replicate == 1 and not accumulates
     for unit, own_row in units:
         size, count = unit.size, unit.number
         tier, shard_size = own_row.gradient_tier, size / ranks if owned else size
@@ -271,10 +279,8 @@ def _place_gradients(
     adopts = width == widths.parameter
     gradients = [
         full_gradient(
-            unit.size,
-            unit.size / ranks,
-            received=unit.size / ranks * layout.sums.buffers(ranks),
-            widths=(width, widths.wire, widths.gradient),
+            (unit.size, unit.size / ranks, unit.size / ranks * sums.buffers(ranks)),
+            (width, widths.wire, widths.gradient),
             converts=ranks > 1 and width != widths.wire,
             lands=ranks > 1 and own_row.gradient_tier is not Tier.DEVICE,
             adopted=adopts and unit.single,
