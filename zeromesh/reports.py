@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,7 +20,7 @@ from zeromesh.config.settings import Resolved
 from zeromesh.initialization.widths import tables_of, widths_of
 from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.observe.bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, Bounds, bounds
-from zeromesh.observe.machine import live_bytes, peak_bytes, peak_flops
+from zeromesh.observe.machine import best_seconds, live_bytes, peak_bytes, peak_flops
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.units import bytes_text
 from zeromesh.shard.accounting import allocations
@@ -144,7 +143,7 @@ def find_bounds(
     if sharded.link.moved:
         link, source = Link(mesh.device), torch.ones(PROBE, dtype=torch.uint8, device=mesh.device)
         target = empty_on(Tier.HOST, PROBE, torch.uint8, mesh.device, sharded.row.pinned)
-        rate = PROBE / _best(lambda: link.to_host(target, source).wait())
+        rate = PROBE / best_seconds(lambda: link.to_host(target, source).wait(), mesh.device, TIMES)
         amounts[LINK] = Amount(sharded.link.moved / updates, rate)
     disk = sharded.store.disk_traffic()
     if disk is not None:
@@ -164,7 +163,7 @@ def find_bounds(
 def memory_bandwidth() -> float:
     """Bytes per second that are read and written in place in host memory, by as many threads as torch uses."""
     memory = torch.ones(PROBE // 4)
-    return 2 * memory.nbytes / _best(lambda: memory.mul_(1.0))
+    return 2 * memory.nbytes / best_seconds(lambda: memory.mul_(1.0), memory.device, TIMES)
 
 
 def network_bandwidth(mesh: Mesh) -> float:
@@ -180,7 +179,7 @@ def network_bandwidth(mesh: Mesh) -> float:
         float(tensor[0])  # when it is there
 
     try:
-        seconds = _best(add_up)
+        seconds = best_seconds(add_up, mesh.device, TIMES)
         return (sum(mesh.traffic.bytes.values()) - before) / (TIMES + 1) / seconds
     finally:
         mesh.traffic.listen(listener)
@@ -188,18 +187,6 @@ def network_bandwidth(mesh: Mesh) -> float:
         for counted, values in zip(counts, saved, strict=True):
             counted.clear()
             counted.update(values)
-
-
-def _best(do: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of ``TIMES`` runs, after one that is not counted."""
-    # The first run takes memory, and makes connections.
-    do()
-    fastest = float("inf")
-    for _ in range(TIMES):
-        start = time.perf_counter()
-        do()
-        fastest = min(fastest, time.perf_counter() - start)
-    return fastest
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from zeromesh.comm.agreement import agree_run
-from zeromesh.comm.link_speeds import synchronize
 from zeromesh.comm.mesh import Mesh
+from zeromesh.observe.machine import best_seconds, synchronize
 
 SLOW = 0.5  # of what is usual
 LEAST_CHECKS = 3  # of a thing, from which on its own median counts
@@ -120,13 +120,13 @@ class Health:
         whole, vector, right = self._task
         matrix = whole.to(self._device)
         product = torch.empty_like(matrix)
-        best = self._best(lambda: torch.mm(matrix, matrix, out=product))
+        best = best_seconds(lambda: torch.mm(matrix, matrix, out=product), self._device, REPEATS)
         return 2.0 * width**3 / best, float(not torch.equal(product.cpu().double() @ vector, right))
 
     def _memory(self, nbytes: int) -> float:
         source = torch.ones(nbytes, dtype=torch.uint8, device=self._device)
         target = torch.empty_like(source)
-        return 2 * nbytes / self._best(lambda: target.copy_(source))
+        return 2 * nbytes / best_seconds(lambda: target.copy_(source), self._device, REPEATS)
 
     def _link(self, stride: int) -> float:
         """Return the bytes per second from the rank ``stride`` before this one, while all ranks send to the next."""
@@ -149,17 +149,6 @@ class Health:
             times.append(time.perf_counter() - began)
             sending.wait()
         return LINK_BYTES / min(times[1:])
-
-    def _best(self, work: Callable[[], object]) -> float:
-        """Return the least seconds of some runs, of which the first does not count."""
-        times = []
-        for _ in range(1 + REPEATS):
-            synchronize(self._device)
-            began = time.perf_counter()
-            work()
-            synchronize(self._device)
-            times.append(time.perf_counter() - began)
-        return min(times[1:])
 
     def _things(self, rows: list[list[float]]) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield the speeds of what is compared with each other, by name, with their unit."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.environment import Environment
 from zeromesh.comm.mesh import Mesh
+from zeromesh.observe.machine import synchronize
 
 # Bytes per rank of the all-gathers that are timed, ascending; a slow link does not get to the last.
 SIZES = tuple(1 << power for power in (10, 14, 18, 20, 22, 24, 26))
@@ -132,9 +133,3 @@ def _pair(mesh: Mesh, first: int, second: int, seconds: float) -> tuple[float, f
                 best = min(best, (time.perf_counter() - start) / 2)
         latency, bandwidth = latency or best, size / best
     return latency, bandwidth
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for all that an accelerator has been given to do."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

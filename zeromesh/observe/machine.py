@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -272,6 +272,19 @@ def synchronize(device: torch.device) -> None:
     """Wait for all that an accelerator has been given to do."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def best_seconds(run: Callable[[], object], device: torch.device, runs: int) -> float:
+    """Return the seconds of the fastest of some runs, after one that is not counted."""
+    # The first run takes memory, and makes connections.
+    times = []
+    for _ in range(1 + runs):
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
 
 
 def live_bytes(device: torch.device) -> int:
