@@ -2,21 +2,88 @@
 
 from __future__ import annotations
 
-from zeromesh.plan.conventions import ZEROMESH, ActivationRule, Convention
-from zeromesh.shard.sizes import Widths
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeromesh.comm.sums import SumPlace
+from zeromesh.model.placement import Placement, Tier
+from zeromesh.plan.conventions import ActivationRule, Convention
+from zeromesh.plan.layout import ParallelLayout
+from zeromesh.shard.gradient_pools import bytes_of, largest
+from zeromesh.shard.sizes import RankStates, Resting, UnitElements, Widths, add_size, place_frozen
 
 MIB = 2.0**20
 
-CONVENTIONS: dict[str, Convention] = {
-    "zeromesh": ZEROMESH,
+@dataclass(frozen=True)
+class Published(Convention):
+    """Amounts of each state that one framework, or a paper, keeps."""
+
+    engine: bool = False
+    in_master: bool = False  # sharded parameters rest in their fp32 masters, of which they are gathered
+    context_shards: bool = True  # ranks that share a sequence share states, too
+    gathered: int = 2  # units of sharded parameters on the device at a time: one is computed with, one arrives
+    # Bytes of an element of a unit whose backward runs, for whole gradients beside the sums.
+    unit_gradient: float = 0.0
+    # Weight gradients go straight into the sums; for autograd there are placeholders, one of each shape, that stay.
+    placeholders: bool = False
+    head_gradient: float = 0.0  # bytes of an element of the output layer, while its gradient is made
+    live: float = 0.0  # elements that may be gathered at a time, beside ``gathered`` units
+    # Units are gathered into memory of another stream first, which the allocator does not share with computation.
+    gathers_apart: bool = False
+    bucket: float = 0.0  # elements of the buffers in which gradients are reduced
+    # In a pipeline parameters stay gathered, and gradients whole, until the last micro-batch; each micro-batch has
+    # buffers of its own for the activations and gradients that it receives.
+    whole_in_pipeline: bool = False
+    # Figures are what the caching allocator has reserved, and a pipeline's stages keep the outputs of all micro-batches
+    # until the end of the step.
+    prints_reserved: bool = False
+    workspace: float = 0.0  # bytes of libraries of matrix products, from the framework's own allocator
+    vocabulary_multiple: int = 1  # of rows of the embedding on each tensor rank
+
+    def states(
+        self, units: Sequence[UnitElements], layout: ParallelLayout, sums: SumPlace = SumPlace.COLLECTIVE
+    ) -> RankStates:
+        row, widths, ranks = layout.row, self.widths, layout.data * (layout.context if self.context_shards else 1)
+        resting: Resting = {}
+        total = sum(unit.size * unit.number for unit in units)
+        share = {Placement.SHARDED: 1 / ranks, Placement.REPLICATED: 1.0}
+        sharded = row.parameter is Placement.SHARDED
+        if not (sharded and self.in_master):
+            add_size(resting, "parameter", row.parameter_tier, total * widths.parameter * share[row.parameter])
+        place_frozen(resting, units, row, ranks)
+        add_size(resting, "gradient", row.gradient_tier, total * widths.gradient * share[row.gradient])
+        updated = total * (widths.master + widths.states)
+        add_size(resting, "optimizer", row.optimizer_tier, updated * share[row.optimizer])
+        gathered, working = 0.0, self.bucket * widths.wire
+        apart = bytes_of(largest(((unit.size, unit.number) for unit in units[1:]), self.gathered))
+        if sharded and self.whole_in_pipeline and layout.pipeline > 1:
+            gathered = total
+            add_size(resting, "gradient", Tier.DEVICE, total * widths.gradient)
+        elif sharded and self.gathered:
+            gathered = max(apart + units[0].size, min(total, self.live))
+        if sharded and self.gathers_apart:
+            working += max(units[0].size, apart) * widths.parameter
+        return RankStates(resting, gathered * widths.parameter, working=working)
+
+    def buffers(self, layout: ParallelLayout, block: float, output: float, summed: bool) -> float:
+        messages = 2 * layout.accumulation * output if self.whole_in_pipeline and layout.pipeline > 1 else 0.0
+        return self.workspace + messages + (block * self.widths.parameter if self.placeholders and summed else 0.0)
+
+    def gradients(self, layout: ParallelLayout, block: float, largest: float, output: float) -> float:
+        if not block:
+            return largest * self.head_gradient if output <= 4 else 0.0
+        return 0.0 if layout.row.gradient is Placement.REPLICATED else block * self.unit_gradient
+
+
+CONVENTIONS: dict[str, Published] = {
     # Parameters and gradients in 16 bits, and 12 bytes of an fp32 master and Adam's moments, each by the row.
-    "zero paper": Convention(
+    "zero paper": Published(
         "ZeRO paper", Widths(parameter=2, gradient=2, wire=2), gathered=0,
         source="Rajbhandari et al., ZeRO, 2020, section 3.1",
     ),
     # Weights, sums of gradients in fp32 that are whole on each rank, and the optimizer's 12 bytes by the row. The
     # output layer and Transformer Engine have a matrix library's workspace of 32 MiB each.
-    "megatron": Convention(
+    "megatron": Published(
         "Megatron-LM", Widths(parameter=2, gradient=4, wire=4), placeholders=True, head_gradient=2.0,
         workspace=64 * MIB, vocabulary_multiple=128,
         activations=ActivationRule(
@@ -27,14 +94,14 @@ CONVENTIONS: dict[str, Convention] = {
         source="Megatron-LM 0.14: distributed optimizer, gradients accumulated in the kernels of products",
     ),
     # The paper's own arithmetic: 18 bytes of a parameter, and blocks alone.
-    "megatron paper": Convention(
+    "megatron paper": Published(
         "Megatron-LM paper", Widths(parameter=2, gradient=4, wire=4), gathered=0,
         activations=ActivationRule(head=False),
         source="Korthikanti et al., Reducing Activation Recomputation, 2022, section 4",
     ),
     # fp32 parameters, gradients and moments, sharded; units are gathered in 16 bits. A unit's gradients are there in
     # 16 bits and, for their sum over ranks, in fp32.
-    "fsdp2": Convention(
+    "fsdp2": Published(
         "FSDP2", Widths(parameter=2, gradient=4, wire=4), in_master=True, unit_gradient=6.0, whole_in_pipeline=True,
         gathers_apart=True, prints_reserved=True, workspace=32 * MIB,
         activations=ActivationRule(
@@ -48,12 +115,12 @@ CONVENTIONS: dict[str, Convention] = {
     ),
     # 16-bit parameters and gradients beside the fp32 master; defaults of stage3_max_live_parameters and, twice for
     # their overlap, of reduce_bucket_size.
-    "deepspeed": Convention(
+    "deepspeed": Published(
         "DeepSpeed", Widths(parameter=2, gradient=2, wire=2), unit_gradient=2.0, live=1e9, bucket=1e9,
         workspace=32 * MIB,
         source="DeepSpeed's ZeRO optimizers in 16 bits; defaults of its configuration",
     ),
-    "nanotron": Convention(
+    "nanotron": Published(
         "nanotron", Widths(parameter=2, gradient=4, wire=4),
         source="nanotron: sums of gradients in fp32, a sharded optimizer",
     ),

@@ -9,14 +9,12 @@ from dataclasses import replace
 from math import ceil
 
 from published import Outcome, PublishedRow, UnjudgedError
-from published_conventions import CONVENTIONS, FUSED
+from published_conventions import CONVENTIONS, FUSED, Published
 from zeromesh.model.placement import ROWS, Tier
-from zeromesh.plan.conventions import Convention
 from zeromesh.plan.cost import Recompute
 from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.memory import Moment, RankMemory, memory_of
 from zeromesh.plan.shape import TransformerCost, TransformerShape
-from zeromesh.plan.states import states_of
 from zeromesh.shard.sizes import UnitElements, Widths
 
 GB, GIB, MIB = 1e9, 2.0**30, 2.0**20
@@ -54,7 +52,7 @@ def judge(rows: Iterable[PublishedRow]) -> list[Outcome]:
     return found
 
 
-def convention_of(row: PublishedRow) -> Convention:
+def convention_of(row: PublishedRow) -> Published:
     """Return what the row's framework keeps; raise UnjudgedError where it is not known."""
     name = FRAMEWORKS.get(row.source)
     if name is None:
@@ -65,11 +63,11 @@ def convention_of(row: PublishedRow) -> Convention:
 # Model states alone, by formula.
 
 
-def _resting(elements: float, layout: ParallelLayout, convention: Convention) -> Mapping[str, float]:
+def _resting(elements: float, layout: ParallelLayout, convention: Published) -> Mapping[str, float]:
     """Return bytes of model states by tier."""
     found: dict[str, float] = defaultdict(float)
     units = [UnitElements(0.0, 1), UnitElements(elements, 1)]
-    for (_, tier), size in states_of(units, layout, convention).resting.items():
+    for (_, tier), size in convention.states(units, layout).resting.items():
         found[tier] += size
     return found
 
@@ -119,7 +117,7 @@ def _estimated(row: PublishedRow, quantity: str, more: float) -> float:
 # The papers' activations: the first stage, without embedding and loss.
 
 
-def paper_memory(row: PublishedRow, layout: ParallelLayout, convention: Convention) -> tuple[float, float]:
+def paper_memory(row: PublishedRow, layout: ParallelLayout, convention: Published) -> tuple[float, float]:
     """Return bytes of states of blocks alone and of activations of the first stage."""
     shape = replace(row.shape, fused_attention=False, dropout=True)
     first = memory_of(TransformerCost(shape, convention.activations), row.sequence, layout, conventions=convention)[0]
@@ -142,7 +140,7 @@ def _paper_activations(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
 # Allocators' peaks.
 
 
-def measured_layout(row: PublishedRow) -> tuple[TransformerCost, ParallelLayout, Convention]:
+def measured_layout(row: PublishedRow) -> tuple[TransformerCost, ParallelLayout, Published]:
     """Return what a framework trains with for a row."""
     convention = convention_of(row)
     row.refuse_experts()

@@ -20,7 +20,7 @@ from zeromesh.config.settings import Resolved
 from zeromesh.initialization.widths import tables_of, widths_of
 from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.observe.bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, Bounds, bounds
-from zeromesh.observe.machine import best_seconds, live_bytes, peak_bytes, peak_flops
+from zeromesh.observe.machine import best_seconds, live_bytes, memory_bandwidth, peak_bytes, peak_flops
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.units import bytes_text
 from zeromesh.shard.accounting import allocations
@@ -139,7 +139,7 @@ def find_bounds(
         amounts[COMPUTE] = Amount(operations, peak_flops(mesh.device, dtype))
     if sharded.host_updates.nbytes:
         busy = sharded.host_updates.seconds / updates
-        amounts[HOST] = Amount(sharded.host_updates.nbytes / updates, memory_bandwidth(), busy)
+        amounts[HOST] = Amount(sharded.host_updates.nbytes / updates, memory_bandwidth(torch.get_num_threads()), busy)
     if sharded.link.moved:
         link, source = Link(mesh.device), torch.ones(PROBE, dtype=torch.uint8, device=mesh.device)
         target = empty_on(Tier.HOST, PROBE, torch.uint8, mesh.device, sharded.row.pinned)
@@ -158,12 +158,6 @@ def find_bounds(
     if mesh.world_size > 1:  # all ranks measure, whatever each has sent
         amounts[NETWORK] = Amount(sent / updates, network_bandwidth(mesh))
     return bounds(breakdown, amounts)
-
-
-def memory_bandwidth() -> float:
-    """Bytes per second that are read and written in place in host memory, by as many threads as torch uses."""
-    memory = torch.ones(PROBE // 4)
-    return 2 * memory.nbytes / best_seconds(lambda: memory.mul_(1.0), memory.device, TIMES)
 
 
 def network_bandwidth(mesh: Mesh) -> float:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,7 +17,8 @@ from torch.utils.data import default_collate
 from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.environment import Environment
-from zeromesh.config.automatic import MESH, OFFLOAD, STAGE, asked_of_planner, lines_of_overrides, overrides_of
+from zeromesh.config.automatic import MESH, OFFLOAD, STAGE, lines_of_overrides, overrides_of
+from zeromesh.config.automatic import asked_of_planner as asked_of_planner
 from zeromesh.config.batch import MICRO
 from zeromesh.initialization.plan import Arguments
 from zeromesh.model.placement import PlacementRow, Tier
@@ -34,34 +34,15 @@ Example = Callable[[], tuple[nn.Module, Mapping[str, Any], Callable[[Any], Any] 
 _log = logging.getLogger("zeromesh")
 
 
-class Automatic:
-    """Keys of a configuration that are "auto", which the planner fills in.
+def repeated(settings: Settings, asked: frozenset[str], before: Resolved, ranks: int) -> Settings | None:
+    """Return the settings with what an earlier run had; None if it had another number of ranks."""
+    from zeromesh.plan.convert import document_for, layout_from
 
-    Args:
-        config: path of the configuration.
-        overrides: as for ``Settings.load``.
-    """
-
-    def __init__(self, config: Path, overrides: Sequence[str]) -> None:
-        self._asked = asked_of_planner(config, overrides)
-
-    def __bool__(self) -> bool:
-        """Return whether there are any."""
-        return bool(self._asked)
-
-    def fill(self, settings: Settings, example: Example, environment: Environment, world: Group | None) -> Settings:
-        """Return the settings with what the planner chooses; see ``filled_in``."""
-        return filled_in(settings, self._asked, example, environment, world)
-
-    def repeat(self, settings: Settings, before: Resolved, ranks: int) -> Settings | None:
-        """Return the settings with what an earlier run had; None if it had another number of ranks."""
-        from zeromesh.plan.convert import document_for, layout_from
-
-        if prod(before.mesh.model_dump().values()) != ranks:
-            return None
-        overrides = overrides_of(document_for(*layout_from(before, ranks)), self._asked)
-        _log.info('what is "auto" is as it was in the run:%s', lines_of_overrides(overrides))
-        return type(settings).load(settings, overrides)
+    if prod(before.mesh.model_dump().values()) != ranks:
+        return None
+    overrides = overrides_of(document_for(*layout_from(before, ranks)), asked)
+    _log.info('what is "auto" is as it was in the run:%s', lines_of_overrides(overrides))
+    return type(settings).load(settings, overrides)
 
 
 def choose_layout(chosen: Arguments, settings: Settings, world: Group, environment: Environment) -> Settings:

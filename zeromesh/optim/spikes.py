@@ -44,11 +44,7 @@ class Spike:
 class SpikeWatch:
     """Compares updates with those before them; all ranks come to the same answers.
 
-    Args:
-        loss: multiple of the median loss above which an update is a spike; None: do not look.
-        norm: the same for the gradient's norm.
-        window: number of the last updates.
-        skips: leave spikes out.
+    A spike is above a multiple of the median of the last ``window`` values; a limit of None does not look.
     """
 
     def __init__(self, loss: float | None, norm: float | None, window: int, skips: bool) -> None:

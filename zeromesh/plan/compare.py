@@ -1,4 +1,4 @@
-"""What the planner foresees of a run beside what was measured."""
+"""Comparison of what the planner foresees of a run with what was measured."""
 
 from __future__ import annotations
 
@@ -18,14 +18,9 @@ def prediction(
     example: tuple[Any, Mapping[str, Any], Any], report: Mapping[str, Any], seconds: float | None, mesh: Mesh,
     settings: Resolved,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what the planner foresees beside what was measured; see ``Engine.prediction_report``.
+    """Return what the planner foresees beside a report of ``memory`` and the seconds of a step, None if not known.
 
-    Args:
-        example: the model, arguments of its forward, and the loss of its output.
-        report: of ``memory``.
-        seconds: of a step; None: not known.
-        mesh: ranks.
-        settings: of the run.
+    See ``Engine.prediction_report``; ``example`` is the model, arguments of its forward, and the loss of its output.
     """
     # Imported here: only runs that ask for a prediction pay for the planner.
     from zeromesh.plan.answer import layout_text

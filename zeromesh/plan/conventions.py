@@ -1,10 +1,13 @@
-"""Conventions of a framework for states and activations; benchmarks/published_conventions.py has those of others."""
+"""Conventions for states and activations; benchmarks/published_conventions.py has those of other frameworks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from zeromesh.shard.sizes import Widths
+from zeromesh.comm.sums import SumPlace
+from zeromesh.plan.layout import ParallelLayout
+from zeromesh.shard.sizes import RankStates, UnitElements, Widths, state_sizes
 
 
 @dataclass(frozen=True)
@@ -39,36 +42,30 @@ PLAIN = ActivationRule(source="Korthikanti et al., 2022, with a fused attention;
 
 @dataclass(frozen=True)
 class Convention:
-    """Amounts of each state that one framework, or a paper, keeps."""
+    """What is kept of states and activations, by default as ZeroMesh does; subclasses are of other frameworks."""
 
-    name: str
-    widths: Widths
-    engine: bool = False  # ZeroMesh's own arithmetic: shards, slots and wires of its gradients, padding of its units
-    in_master: bool = False  # sharded parameters rest in their fp32 masters, of which they are gathered
-    context_shards: bool = True  # ranks that share a sequence share states, too
-    gathered: int = 2  # units of sharded parameters on the device at a time: one is computed with, one arrives
-    # Bytes of an element of a unit whose backward runs, for whole gradients beside the sums.
-    unit_gradient: float = 0.0
-    unit_gradients: int = 1  # units for which these exist at a time
-    # Weight gradients go straight into the sums; for autograd there are placeholders, one of each shape, that stay.
-    placeholders: bool = False
-    head_gradient: float = 0.0  # bytes of an element of the output layer, while its gradient is made
-    live: float = 0.0  # elements that may be gathered at a time, beside ``gathered`` units
-    # Units are gathered into memory of another stream first, which the allocator does not share with computation.
-    gathers_apart: bool = False
-    bucket: float = 0.0  # elements of the buffers in which gradients are reduced
-    # In a pipeline parameters stay gathered, and gradients whole, until the last micro-batch; each micro-batch has
-    # buffers of its own for the activations and gradients that it receives.
-    whole_in_pipeline: bool = False
-    # Figures are what the caching allocator has reserved, and a pipeline's stages keep the outputs of all micro-batches
-    # until the end of the step.
-    prints_reserved: bool = False
-    workspace: float = 0.0  # bytes of libraries of matrix products, from the framework's own allocator
-    vocabulary_multiple: int = 1  # of rows of the embedding on each tensor rank
+    name: str = "ZeroMesh"
+    widths: Widths = field(default_factory=Widths)
+    engine: bool = True  # whole gradients lie in slots, and heads over divided vocabularies are computed in chunks
     activations: ActivationRule = PLAIN
-    source: str = ""
+    source: str = "this package: shard/sizes.py"
+
+    def states(
+        self, units: Sequence[UnitElements], layout: ParallelLayout, sums: SumPlace = SumPlace.COLLECTIVE
+    ) -> RankStates:
+        """Return a rank's states; what stays gathered is the first unit, and ``sums`` is where gradients are summed."""
+        return state_sizes(units, layout, layout.sharing(sums))
+
+    def buffers(self, layout: ParallelLayout, block: float, output: float, summed: bool) -> float:
+        """Return bytes of further buffers, by elements of the largest block, bytes of its output, and if sums exist."""
+        return 0.0
+
+    def gradients(self, layout: ParallelLayout, block: float, largest: float, output: float) -> float:
+        """Return bytes of whole gradients, unless they lie in slots, while a unit's backward runs.
+
+        ``block`` are the elements of a block, 0 of other units; ``largest`` those of its largest parameter.
+        """
+        return 0.0
 
 
-ZEROMESH = Convention(
-    "ZeroMesh", Widths(), engine=True, in_master=True, source="this package: shard/accounting.py, shard/slots.py"
-)
+ZEROMESH = Convention()

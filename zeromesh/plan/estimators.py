@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING
 from zeromesh.config.keys import OPTIMIZER_DEVICE, PARAMETER_DEVICE
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
 from zeromesh.observe.units import counted
-from zeromesh.plan.conventions import ZEROMESH
 from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.states import states_of
-from zeromesh.shard.sizes import UnitElements
+from zeromesh.shard.sizes import UnitElements, state_sizes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,7 +25,8 @@ def _states(row: PlacementRow, total: float, largest: float, ranks: int) -> tupl
     """Return bytes of one rank on its device and on the host, for units as large as the largest."""
     count = max(1, round(total / largest)) if largest else 1
     units = [UnitElements(0.0, 1), UnitElements(total / count, count)]
-    states = states_of(units, ParallelLayout(data=ranks, row=row), ZEROMESH)
+    layout = ParallelLayout(data=ranks, row=row)
+    states = state_sizes(units, layout, layout.sharing())
     device = sum(size for (_, tier), size in states.resting.items() if tier == Tier.DEVICE.value)
     host = sum(size for (_, tier), size in states.resting.items() if tier == Tier.HOST.value)
     return device + states.gathered, host

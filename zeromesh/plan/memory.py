@@ -9,7 +9,6 @@ from math import ceil
 from typing import NamedTuple
 
 from zeromesh.comm.sums import SumPlace
-from zeromesh.model.placement import Placement
 from zeromesh.pipeline.schedule.actions import Kind
 from zeromesh.plan.conventions import ZEROMESH, Convention
 from zeromesh.plan.cost import CostSource, Recompute, TableCost, UnitCost, WorkKind
@@ -17,7 +16,6 @@ from zeromesh.plan.layout import ParallelLayout
 from zeromesh.plan.machine import Machine
 from zeromesh.plan.snapshots import Snapshot, snapshots_of
 from zeromesh.plan.stages import stage_units
-from zeromesh.plan.states import states_of
 from zeromesh.plan.tables import table_states, used
 from zeromesh.shard.layout import padded
 from zeromesh.shard.sizes import GradientBuffers, RankStates, UnitElements
@@ -96,7 +94,7 @@ def memory_of(
         chunks = [stages[stage] for stage in indices]
         elements = _elements(chunks)
         if elements not in states:
-            states[elements] = states_of(elements, layout, conventions, sums or SumPlace.COLLECTIVE)
+            states[elements] = conventions.states(elements, layout, sums or SumPlace.COLLECTIVE)
         tables = [table for runs in chunks for unit, count in runs for table in unit.tables * count]
         resting = table_states(tables, layout, processor)
         for key, size in states[elements].resting.items():
@@ -240,9 +238,7 @@ class _Rank:
         self.parameters = [sum(unit.parameters * count for unit, count in runs) for runs in chunks]
         self.on_device = {state: size for (state, tier), size in states.resting.items() if tier == "device"}
         blocks = [unit for runs in chunks for unit, _ in runs if unit.block]
-        self.messages = 0.0  # bytes of buffers for what each micro-batch receives from both neighbours
-        if convention.whole_in_pipeline and layout.pipeline > 1:
-            self.messages = 2 * layout.accumulation * max(unit.output for unit in blocks)
+        self.largest_output = max((unit.output for unit in blocks), default=0.0)
         self.largest_block = max((unit.parameters for unit in blocks), default=0.0)
         self.left = 0.0  # elements of gradients that rest where autograd left them, until the update
         if states.buffers is not None and states.buffers.adopts and not states.buffers.sharded:
@@ -287,7 +283,7 @@ class _Rank:
     def resting(self, summed: bool, done: float) -> dict[str, float]:
         """Bytes on the device outside of computation; ``done`` elements have gradients before sums are whole."""
         sizes, buffers = dict(self.on_device), self.states.buffers
-        sizes["slot"] = sizes.get("slot", 0.0) + self.states.gathered + self.convention.workspace + self.messages
+        sizes["slot"] = sizes.get("slot", 0.0) + self.states.gathered
         if buffers is None:
             sizes["slot"] += self.states.working
         elif not buffers.returned:
@@ -297,8 +293,7 @@ class _Rank:
             sizes["gradient"] = sizes.get("gradient", 0.0) * done / max(1.0, sum(self.parameters))
         if self.left:
             sizes["gradient"] -= self.left * self.layout.widths.parameter
-        if self.convention.placeholders and summed:
-            sizes["slot"] += self.largest_block * self.convention.widths.parameter
+        sizes["slot"] += self.convention.buffers(self.layout, self.largest_block, self.largest_output, summed)
         return sizes
 
     def moments(self, snapshot: Snapshot) -> Iterator[Moment]:
@@ -353,7 +348,8 @@ class _Rank:
     ) -> Iterator[tuple[float, dict[str, float]]]:  # fmt: skip
         """Yield temporary bytes, and those of whole gradients by state, of the moments of a unit's backward."""
         if not self.convention.engine:
-            yield unit.backward + self.gradients(unit), {}
+            block = unit.parameters if unit.block else 0.0
+            yield unit.backward + self.convention.gradients(self.layout, block, unit.largest, unit.output), {}
             return
         if kind is Kind.INPUT:
             yield unit.backward, full.bytes()
@@ -367,15 +363,6 @@ class _Rank:
         before = full.bytes()
         full.begin(unit)
         yield unit.gradients, before if full.adopts(unit) else full.bytes()
-
-    def gradients(self, unit: _Profile) -> float:
-        """Bytes of whole gradients while a unit's backward runs, beside sums, as other frameworks have them."""
-        convention = self.convention
-        if not unit.block:
-            return unit.largest * convention.head_gradient if unit.output <= 4 else 0.0
-        if self.layout.row.gradient is Placement.REPLICATED:
-            return 0.0
-        return unit.parameters * convention.unit_gradient * convention.unit_gradients
 
 
 def _own(unit: _Profile) -> float:

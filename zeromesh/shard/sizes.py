@@ -213,15 +213,7 @@ def place_frozen(
 
 
 def unit_sizes(parameters: float, masters: float, states: float, row: PlacementRow, widths: Widths) -> Resting:
-    """Return the bytes of a unit at rest on one rank.
-
-    Args:
-        parameters: elements that rest here, padded.
-        masters: elements that are updated here, padded.
-        states: those without padding.
-        row: of the unit.
-        widths: of an element.
-    """
+    """Return the bytes of a unit at rest, by the padded elements of a rank and, of states, by those of parameters."""
     resting: Resting = {}
     master = widths.master or widths.parameter
     apart, rest = is_apart(row.parameter_tier, row.optimizer_tier), widths.parameter
@@ -302,22 +294,14 @@ def _place_gradients(
 def table_sizes(
     tables: Iterable[TableShape], placed: TableLayout, ranks: int, number: int, processor: bool = False
 ) -> Resting:
-    """Return the bytes of a rank's rows, states and cache.
-
-    Args:
-        tables: whole; the last rank may have fewer rows than the others.
-        placed: place of rows, and their states.
-        ranks: over which rows are spread.
-        number: bytes of a number at rest.
-        processor: the device is one, which needs no cache of what is in host memory.
-    """
+    """Return the bytes of a rank's rows, states and cache, by the bytes of a number at rest."""
     resting: Resting = {}
     for table in tables:
         rows = ceil(table.rows / ranks)
         states = placed.states * table.width + placed.states_of_row
         add_size(resting, "parameter", placed.tier, rows * table.width * number)
         add_size(resting, "optimizer", placed.tier, rows * states * number)
-        if placed.cached is not None and not (processor and placed.tier is Tier.HOST):
+        if placed.cached is not None and not (processor and placed.tier is Tier.HOST):  # which needs none there
             # It has room for the rows of an update, whatever it was given.
             cached = min(rows, max(placed.cached, table.used))
             add_size(resting, "slot", Tier.DEVICE, cached * (table.width + states) * number)

@@ -15,7 +15,7 @@ from zeromesh import Environment, Settings, init_distributed
 from zeromesh.comm.agreement import world_group
 from zeromesh.comm.detect import is_launched
 from zeromesh.comm.environment import device_of_group
-from zeromesh.initialization.automatic import Automatic
+from zeromesh.initialization.automatic import asked_of_planner, filled_in, repeated
 from zeromesh.train.check import Job, build_model
 
 ROWS = 2  # samples of the forward that the planner traces first
@@ -26,15 +26,15 @@ def planned(config: Path, overrides: Sequence[str], settings: Settings) -> Setti
 
     A run that is resumed on as many ranks keeps what it had.
     """
-    automatic = Automatic(config, overrides)
-    if not automatic:
+    asked = asked_of_planner(config, overrides)
+    if not asked:
         return settings
     job = Job.of(settings)
     launched = is_launched()
     ranks = job.run.ranks
     environment = Environment.detect() if launched else Environment(world_size=ranks, local_world_size=ranks)
     if job.run.resume and job.folder.config.is_file():
-        previous = automatic.repeat(settings, job.folder.settings(), environment.world_size)
+        previous = repeated(settings, asked, job.folder.settings(), environment.world_size)
         if previous is not None:
             return previous
 
@@ -45,9 +45,9 @@ def planned(config: Path, overrides: Sequence[str], settings: Settings) -> Setti
     shared = 1 if launched or "OMP_NUM_THREADS" in os.environ else ranks
     with _threads(job.run.threads or max(1, torch.get_num_threads() // shared)):
         if not launched:
-            return automatic.fill(settings, example, environment, None)
+            return filled_in(settings, asked, example, environment, None)
         world = world_group(device_of_group(init_distributed()))
-        return automatic.fill(settings, example, environment, world)
+        return filled_in(settings, asked, example, environment, world)
 
 
 @contextmanager

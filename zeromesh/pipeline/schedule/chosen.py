@@ -13,15 +13,7 @@ from zeromesh.pipeline.schedule.validate import validate
 
 
 class ChosenSchedule:
-    """The schedule of a configuration, with its messages, for any number of micro-batches.
-
-    Args:
-        schedule: name, or the path of a file.
-        ranks: of the pipeline.
-        microbatches: of a step.
-        chunks: stages per rank; None: the schedule's own number.
-        costs: file of measured times by which actions are ordered; None: all take the same time.
-        recompute: recompute activations in idle time.
+    """The schedule of a configuration, by name or path, with its messages, for any number of micro-batches.
 
     Attributes:
         name: of the schedule, or the path of its file.
@@ -33,14 +25,9 @@ class ChosenSchedule:
     """
 
     def __init__(
-        self,
-        schedule: str | Path,
-        ranks: int,
-        microbatches: int,
-        chunks: int | None = None,
-        costs: str | None = None,
+        self, schedule: str | Path, ranks: int, microbatches: int, chunks: int | None = None, costs: str | None = None,
         recompute: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._ranks, self._chunks, self._costs_file, self._recompute = ranks, chunks, costs, recompute
         self.name = str(schedule)
         self._read = self._from_file(schedule) if isinstance(schedule, Path) else None
