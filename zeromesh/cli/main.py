@@ -68,25 +68,6 @@ def train(
 
 
 @app.command()
-def replay(
-    run: Annotated[Path, typer.Argument(help="The output folder of a run, finished or not.")],
-    step: Annotated[int, typer.Option("--step", min=1, help="The last step to take again.")],
-    one_process: Annotated[
-        bool, typer.Option("--one-process", help="On one process, instead of in the run's own layout.")
-    ] = False,
-    samples: Annotated[bool, typer.Option("--samples", help="Print the beginnings of the step's samples.")] = False,
-) -> None:
-    """Take steps of a run again, twice, and compare them with its record."""
-    with _errors():
-        from zeromesh.train.replay import replay as again
-        from zeromesh.train.screen import make_console
-
-        equal = again(run, step, one_process, samples, make_console())
-    if not equal:
-        raise typer.Exit(FAILED)
-
-
-@app.command()
 def report(run: Annotated[Path, typer.Argument(help="The output folder of a run, finished or not.")]) -> None:
     """Write the page of a run: its attempts, curves, and the ranks' work and hardware over time."""
     with _errors():

@@ -51,21 +51,8 @@ FREE = frozenset(
 )
 """Keys and sections that may change when a run is resumed: its result does not depend on them."""
 
-WATCHING = frozenset(
-    {
-        "run", "checkpoint", "steps_per_print", "wall_clock_breakdown", "profile", "flops_profiler", "tensorboard",
-        "wandb", "csv_monitor",
-    }
-)  # fmt: skip
-"""Those of them that change no bit of an update."""
-
 # The elastic solution changes these with the number of ranks, and keeps the samples of a step.
 MICRO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
-def changeable(settings: Settings) -> dict[str, Any]:
-    """Return the settings of layout and spikes, which may be others when a run is resumed, for its checkpoints."""
-    return {key: value for key, value in settings.model_dump(mode="json").items() if key in FREE - WATCHING}
 
 
 @dataclass(frozen=True)

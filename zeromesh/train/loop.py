@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from zeromesh.config.keys import SPIKE_LIMITS
 from zeromesh.observe.machine import peak_bytes, peak_flops
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display, Figures
-from zeromesh.train.check import Job, changeable
+from zeromesh.train.check import Job
 from zeromesh.train.data.loader import Batch, Share
 from zeromesh.train.goodput import Spent, TimeLog
 from zeromesh.train.loss import HeldOut, Score, weighted
@@ -267,14 +267,7 @@ class Loop:
 
     def _client_state(self, progress: Progress) -> dict[str, Any]:
         """Return what a resumed run needs beside the engine's state."""
-        return {
-            "samples": progress.samples, "seconds": progress.seconds, "origins": self.job.origins,
-            "settings": self._changeable,
-        }  # fmt: skip
-
-    @cached_property
-    def _changeable(self) -> dict[str, Any]:
-        return changeable(self.engine.config)
+        return {"samples": progress.samples, "seconds": progress.seconds, "origins": self.job.origins}
 
     def _save(self, progress: Progress, last: bool = False) -> bool:
         """Write a checkpoint, or begin to (``checkpoint.asynchronous``), and return whether this succeeded."""
