@@ -1,6 +1,5 @@
 import io
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from rich.console import Console
 
 from zeromesh.observe import machine
 from zeromesh.observe.machine import measured_flops, peak_flops
-from zeromesh.observe.metrics import MetricsLog, loss_picture, read_metrics
+from zeromesh.observe.metrics import MetricsLog, read_metrics
 from zeromesh.observe.progress import Display, Figures
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
 
@@ -78,15 +77,6 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
             display.step(figures(step))
     assert "step 50/50" in output.getvalue()
     assert output.getvalue().count("\n") < 5
-
-
-def test_the_picture_is_drawn_where_matplotlib_is_and_left_out_where_it_is_not(tmp_path, monkeypatch) -> None:
-    pytest.importorskip("matplotlib")
-    assert loss_picture(tmp_path / "loss.png", [(1, 3.0), (2, 2.0)], [(2, 2.5)])
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not loss_picture(tmp_path / "other.png", [], [])
-    assert not (tmp_path / "other.png").exists()
 
 
 def test_peak_operations_are_measured_where_no_table_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:

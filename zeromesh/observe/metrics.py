@@ -1,9 +1,9 @@
-"""Metrics as JSON lines, one record per line, and a picture of them."""
+"""Metrics as JSON lines, one record per line."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -30,9 +30,6 @@ _OTHER: Form = TypeAdapter(record_type(_RECORD))
 def form_of(line: dict[str, Any]) -> Form:
     """Return the form of a record of metrics."""
     return _FORMS.get(line.get("kind", ""), _OTHER)
-
-
-Curve = Sequence[tuple[int, float]]  # steps and values
 
 
 class MetricsLog:
@@ -98,27 +95,3 @@ def read_records(path: Path, form_of: Callable[[dict[str, Any]], Form]) -> tuple
         except (ValueError, TypeError, AttributeError, RecursionError):
             others += 1
     return records, others
-
-
-def loss_picture(path: Path, training: Curve, validation: Curve) -> bool:
-    """Draw the loss in nats per token over the steps; return False if matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    # Not through pyplot, which keeps figures and chooses a backend for screens.
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    if training:
-        axes.plot(*zip(*training, strict=True), linewidth=1, label="training")
-    if validation:
-        axes.plot(*zip(*validation, strict=True), marker="o", markersize=3, label="validation")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per token")
-    axes.grid(alpha=0.3)
-    if training or validation:
-        axes.legend()
-    figure.savefig(path, dpi=120)
-    return True

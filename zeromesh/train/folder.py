@@ -29,8 +29,8 @@ class RunFolder:
         self.text = path / "text"  # token files
         self.tokenizer = self.text / TOKENIZER_FOLDER
         self.metrics = path / "metrics.jsonl"
-        self.picture = path / "loss.png"
-        self.times = path / "time.jsonl"  # by kind of work; the same name with .png is a picture
+        self.picture = path / "report.png"
+        self.times = path / "time.jsonl"  # by kind of work
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"  # weights, or adapters, at the end of the run
         self.report = path / "report.json"  # for programs; the same name with .md is for people

@@ -204,7 +204,3 @@ def totals(attempts: list[Attempt]) -> dict[Spent, float]:
         for kind, seconds in stretch.seconds.items():
             seconds_of[kind] += seconds
     return seconds_of
-
-
-COLOURS = ("#009E73", "#999933", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#0072B2", "#F0E442", "#000000", "#BBBBBB")
-"""Colours of Okabe and Ito, and one more, by kind in order."""

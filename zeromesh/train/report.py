@@ -8,7 +8,7 @@ import os
 import re
 import time
 import tokenize
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -20,14 +20,14 @@ from zeromesh.config.errors import counted
 from zeromesh.config.keys import MACHINE
 from zeromesh.model.files import write_text
 from zeromesh.observe.machine import peak_bytes
-from zeromesh.observe.metrics import loss_picture, read_metrics
+from zeromesh.observe.metrics import read_metrics
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
 from zeromesh.train.check import Job
 from zeromesh.train.data.store import PreparedData
 from zeromesh.train.goodput import Spent, read_attempts, totals
 from zeromesh.train.loop import Loop, Progress
 from zeromesh.train.model import Transformer
-from zeromesh.train.page import SPIKE_COLUMNS, spike_rows, write_page
+from zeromesh.train.run_picture import write_picture
 from zeromesh.train.sample import load_writer
 
 SMALLEST_SHARE = 0.005  # of a step's time; resources below it get no row
@@ -79,12 +79,7 @@ def close(
     if isinstance(job.language, Transformer):
         job.folder.copy_tokenizer(job.folder.model)
     records = read_metrics(job.folder.metrics)
-    steps, validations, spikes = (
-        [record for record in records if record["kind"] == kind] for kind in ("train", "validation", "spike")
-    )
-    curves = ([(record["step"], record["loss"]) for record in kind] for kind in (steps, validations))
-    if not loss_picture(job.folder.picture, *curves):
-        console.print(f"no {job.folder.picture.name}: drawing it needs matplotlib, pip install 'zeromesh[plots]'")
+    steps, spikes = ([record for record in records if record["kind"] == kind] for kind in ("train", "spike"))
     prediction = None
     if reached.seconds >= WORTH or os.environ.get(MACHINE):
         rows = engine.train_micro_batch_size_per_gpu()
@@ -124,9 +119,9 @@ def close(
     text = markdown(report)
     write_text(job.folder.report.with_suffix(".md"), text)
     try:
-        write_page(job.folder.path)
+        write_picture(job.folder.path)
     except (OSError, ValueError) as error:  # the run has succeeded; a full disk may have left no times
-        console.print(f"no page of the run was written: {error}")
+        console.print(f"no {job.folder.picture.name} was written: {error}")
     console.print(Markdown(text))
     console.print(f"the report, the weights and the checkpoints are in {job.folder.path}")
 
@@ -149,7 +144,7 @@ def markdown(report: Report) -> str:
         _table(("what", "value"), _summary(report)),
         "## Time of all attempts",
         _table(("work", "time", "share"), _times(report)),
-        *(["## Spikes", _table(SPIKE_COLUMNS, spike_rows(report["spikes"]))] if report["spikes"] else []),
+        *(["## Spikes", _table(SPIKE_COLUMNS, _spikes(report))] if report["spikes"] else []),
         "## Memory of the first rank",
         _table(("state", "tier", "bytes"), _memory(report["memory"])),
         "## Prediction for the first rank",
@@ -213,6 +208,16 @@ def _times(report: Report) -> list[tuple[str, str, str]]:
             share = seconds / total
             rows.append((str(kind), f"{seconds:.1f} s", f"{share:.0%} {'█' * round(BAR * share)}".rstrip()))
     return rows
+
+
+SPIKE_COLUMNS = ("step", "of", "value", "median before", "what was done")
+
+
+def _spikes(report: Report) -> Iterator[tuple[str, ...]]:
+    for spike in report["spikes"]:
+        done = "left out" if spike["skipped"] else "logged"
+        done += f"; the run went back to {spike['back']}" if spike["back"] else ""
+        yield str(spike["step"]), spike["name"], f"{spike['value']:.4g}", f"{spike['usual']:.4g}", done
 
 
 def _memory(memory: dict[str, Any]) -> list[tuple[str, str, str]]:
