@@ -17,7 +17,6 @@ from zeromesh.train.data.prepare import Changed, prepare, sample_texts
 from zeromesh.train.data.sources import find_documents, is_text, split_documents
 from zeromesh.train.data.store import TokenSet
 from zeromesh.train.data.tokenizer import END_OF_TEXT, load_tokenizer, stream_text, train_tokenizer
-from zeromesh.train.report import count_lines
 
 TEXTS = [f"def function_{n}(value):\n    return value + {n}  # naïve ✓ {END_OF_TEXT}\n" * 5 for n in range(12)]
 
@@ -326,13 +325,6 @@ def test_validation_files_that_are_named_are_not_trained_on(folder: Path, tmp_pa
     prepared = prepare(data, tmp_path / "text")
     assert prepared.validation[0].bytes == len(TEXTS[1].encode())
     assert prepared.train[0].documents == len(TEXTS) - 1
-
-
-def test_lines_are_python_if_each_tokenizes_by_itself() -> None:
-    good = ["def f(a, b=1):", "    return [x for x in a]", "'text'", "# anything: $?"]
-    bad = ["x = 'open", "call(", "a $ b"]
-    counted = count_lines(["\n".join([*good, *bad, "", "cut of"]), "x = 1\n"])
-    assert counted == {"lines": 8, "tokenizing": 5}
 
 
 @pytest.mark.some(1)

@@ -98,9 +98,7 @@ def test_a_run_leaves_its_config_metrics_weights_picture_and_report(finished: Pa
     assert 0 < report["time"]["steps"] + report["time"]["data"] <= report["training_seconds"] + 0.01
     assert min(report["time"][kind] for kind in ("start", "checkpoints", "evaluation")) > 0
     assert report["time"]["redone"] == report["time"]["down"] == report["time"]["compilation"] == 0
-    assert report["lines"].keys() == {"lines", "tokenizing"}
     assert [text[:5] for text in report["samples"]] == ["def f", "class"]
-    assert "gzip -9 on the same bytes" in (finished / "report.md").read_text("utf-8")
     settings = Settings.load(finished / "config.json")
     assert (settings.model.vocab_size, settings.gradient_accumulation_steps) == (270, 4)
     pytest.importorskip("matplotlib")

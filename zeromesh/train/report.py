@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import time
-import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
@@ -23,7 +21,6 @@ from zeromesh.observe.machine import peak_bytes
 from zeromesh.observe.metrics import read_metrics
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
 from zeromesh.train.check import Job
-from zeromesh.train.data.store import PreparedData
 from zeromesh.train.goodput import Spent, read_attempts, totals
 from zeromesh.train.loop import Loop, Progress
 from zeromesh.train.model import Transformer
@@ -38,24 +35,8 @@ Report = dict[str, Any]
 """Result of a run, as in report.json; losses are in nats per token."""
 
 
-def count_lines(texts: list[str]) -> dict[str, int]:
-    """Count the lines that are complete and not blank, and those that Python's ``tokenize`` module reads."""
-    # Each line is read alone, so one that leaves a bracket or a string open does not count: the standard library itself
-    # has a share of about 0.86.
-    lines = [line for text in texts for line in text.split("\n")[:-1] if line.strip()]
-    return {"lines": len(lines), "tokenizing": sum(map(_tokenizes, lines))}
-
-
-def _tokenizes(line: str) -> bool:
-    try:
-        types = [token.type for token in tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline)]
-    except (tokenize.TokenError, SyntaxError):
-        return False
-    return tokenize.ERRORTOKEN not in types
-
-
 def close(
-    loop: Loop, prepared: PreparedData, began: float, start: Progress, reached: Progress, console: Console
+    loop: Loop, began: float, start: Progress, reached: Progress, console: Console
 ) -> None:
     """Evaluate, and write the weights and the report of a loop at its end. Collective; the first rank writes."""
     engine, job = loop.engine, loop.job
@@ -105,7 +86,6 @@ def close(
         "training_loss": steps[-1]["loss"],
         "validation_loss": score.loss if score else None,  # of all held-out text
         "bits_per_byte": score.bits_per_byte if score else None,
-        "gzip_bits_per_byte": prepared.gzip_bits_per_byte if score else None,
         "peak_memory": peaks,  # by rank; all below is of the first rank
         "memory": memory,
         "prediction": prediction,  # null after a short run
@@ -113,7 +93,6 @@ def close(
         "traffic_steps": reached.step - start.step,  # the traffic has evaluations between them, too
         "bounds": bounds,  # null after too few steps
         "samples": samples,
-        "lines": count_lines(samples) if prepared.python else None,
     }
     write_text(job.folder.report, json.dumps(report, indent=2))
     text = markdown(report)
@@ -188,16 +167,9 @@ def _summary(report: Report) -> list[tuple[str, str]]:
     ]
     if report["validation_loss"] is not None:
         rows.append(("validation loss", f"{report['validation_loss']:.3f} nats per token"))
-    if report["bits_per_byte"] is not None and report["gzip_bits_per_byte"] is not None:
-        ratio = report["bits_per_byte"] / report["gzip_bits_per_byte"]
+    if report["bits_per_byte"] is not None:
         rows.append(("held-out bits per byte", f"{report['bits_per_byte']:.3f}"))
-        rows.append(
-            ("gzip -9 on the same bytes", f"{report['gzip_bits_per_byte']:.3f}; the model needs {ratio:.2f} x that")
-        )
     rows.append(("peak memory by rank", ", ".join(map(bytes_text, report["peak_memory"]))))
-    if report["lines"] is not None and (lines := report["lines"]["lines"]):
-        good = report["lines"]["tokenizing"]
-        rows.append(("sampled lines that tokenize as Python", f"{good / lines:.0%} ({good} of {lines})"))
     return rows
 
 

@@ -187,7 +187,7 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
             length, seed = job.language.sequence_length, job.settings.seed
             with forward_signals(engine):
                 reached = loop.run(partial(training_batches, prepared, length, loop.share, seed), start)
-        close(loop, prepared, began, start, reached, console)
+        close(loop, began, start, reached, console)
     finally:
         engine.destroy()
 
