@@ -99,7 +99,7 @@ REACHED = (
     "observe.metrics",
     "observe.operations",
     "observe.progress",
-    "observe.svg",
+    "observe.drawing",
     "observe.units",
     "pretrained",
     "quantized",

@@ -6,8 +6,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from zeromesh.kernels.measure import product_speed
 from zeromesh.observe import machine
-from zeromesh.observe.machine import measured_flops, peak_flops
+from zeromesh.observe.machine import peak_flops
 from zeromesh.observe.metrics import MetricsLog, read_metrics
 from zeromesh.observe.progress import Display, Figures
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
@@ -81,7 +82,7 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
 
 def test_peak_operations_are_measured_where_no_table_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    assert 1e8 < measured_flops(cpu, torch.float32, seconds=0.05) < 1e14
+    assert 1e8 < product_speed(cpu, torch.float32, seconds=0.05) < 1e14
     assert peak_flops(cpu, torch.float32) > 1e8
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
     assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == 1513e12 / 2  # the data sheet's is with sparsity
@@ -105,7 +106,7 @@ def test_a_momentary_disturbance_does_not_spoil_the_measurement(monkeypatch) -> 
 
     monkeypatch.setattr(machine, "time", Clock())
     operations = 2.0 * (512 * math.isqrt(torch.get_num_threads())) ** 3
-    assert measured_flops(torch.device("cpu"), torch.float32, seconds=0.05) == pytest.approx(operations / 0.001)
+    assert product_speed(torch.device("cpu"), torch.float32, seconds=0.05) == pytest.approx(operations / 0.001)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.environment import Environment
 from zeromesh.comm.mesh import Mesh
+from zeromesh.kernels.measure import seconds_of, synchronize
 
 # Bytes per rank of the all-gathers that are timed, ascending; a slow link does not get to the last.
 SIZES = tuple(1 << power for power in (10, 14, 18, 20, 22, 24, 26))
@@ -58,15 +59,10 @@ def _axis(mesh: Mesh, group: Group, node_of: list[int], seconds: float) -> dict[
 
         def gather(full: torch.Tensor = full, shard: torch.Tensor = shard) -> None:
             group.all_gather(full, shard, 0).wait()
-            synchronize(mesh.device)
 
         gather()  # the first one takes longer: with nccl it connects the ranks
-        best, start = float("inf"), time.perf_counter()
-        for _ in range(REPEATS):
-            synchronize(mesh.device)
-            begin = time.perf_counter()
-            gather()
-            best = min(best, time.perf_counter() - begin)
+        start = time.perf_counter()
+        best = min(seconds_of(gather, mesh.device) for _ in range(REPEATS))
         own = torch.tensor([best, time.perf_counter() - start], dtype=torch.float64)
         best, took = mesh.group("world").exchange(own).amax(0).tolist()
         times.append({"bytes": size, "seconds": best})
@@ -132,9 +128,3 @@ def _pair(mesh: Mesh, first: int, second: int, seconds: float) -> tuple[float, f
                 best = min(best, (time.perf_counter() - start) / 2)
         latency, bandwidth = latency or best, size / best
     return latency, bandwidth
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for all that an accelerator has been given to do."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
