@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from mutations import mutated
 from zeromesh.cli.main import app
-from zeromesh.observe.drawing import Panel
+from zeromesh.observe.drawing import ChartPanel
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.train import run_picture
 from zeromesh.train.goodput import read_times
@@ -43,7 +43,7 @@ def run_of(folder: Path) -> Path:
         {"kind": "train", "step": step, "loss": 5 - step / 10, "gradient_norm": 1.0, "tokens_per_second": 1e3 * step}
         for step in range(1, 21)
     ]
-    spike = {"name": "loss", "value": 9.0, "usual": 3.0, "skipped": True, "back": "<global_step5>"}
+    spike = {"name": "loss", "value": 9.0, "usual": 3.0, "skipped": True}
     records += [{"kind": "validation", "step": 10, "loss": 4.0}, {"kind": "spike", "step": 7, **spike}]
     for name, lines in (("time.jsonl", times), ("metrics.jsonl", records)):
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -56,7 +56,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     figure_of = pytest.importorskip("matplotlib.figure").Figure
     pictures: list[tuple[str, dict[str, Any]]] = []
 
-    def draw(path: Path, title: str, panels: list[Panel]) -> None:
+    def draw(path: Path, title: str, panels: list[ChartPanel]) -> None:
         axes = {panel.title: figure_of().subplots() for panel in panels}
         for panel in panels:
             panel.draw(axes[panel.title])

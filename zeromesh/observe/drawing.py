@@ -10,7 +10,7 @@ WIDTH = 12.0  # inches
 MOST_NAMES = 48  # beside a map, which can be read
 
 
-class Panel(NamedTuple):
+class ChartPanel(NamedTuple):
     """One part of a picture; the parts stand below each other."""
 
     title: str
@@ -27,7 +27,7 @@ def require_matplotlib() -> Any:
     return Figure
 
 
-def draw_panels(path: Path, title: str, panels: Sequence[Panel]) -> None:
+def draw_panels(path: Path, title: str, panels: Sequence[ChartPanel]) -> None:
     """Write a picture, in the format of the end of its name; raise ValueError without matplotlib or for another end."""
     figure = require_matplotlib()(figsize=(WIDTH, 0.5 + sum(panel.height for panel in panels)), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", parse_math=False)
@@ -46,7 +46,7 @@ def draw_bars(axes: Any, rows: Sequence[str], bars: Mapping[str, Sequence[tuple[
     for number, (kind, places) in enumerate(bars.items()):
         for row in sorted({row for row, _, _ in places}):
             spans = [(start, length) for place, start, length in places if place == row]
-            axes.broken_barh(spans, (row - 0.4, 0.8), color=colormaps["tab20"](number % 20), label=kind)
+            axes.broken_barh(spans, (row - 0.4, 0.8), color=colormaps["tab10"](number % 10), label=kind)
             kind = ""  # named once
     axes.set_yticks(range(len(rows)), rows, fontsize="small")
     axes.invert_yaxis()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.config.written import row_name
-from zeromesh.observe.drawing import Panel, draw_bars, draw_panels
+from zeromesh.observe.drawing import ChartPanel, draw_bars, draw_panels
 from zeromesh.observe.units import bytes_text
 from zeromesh.plan.answer import PlanAnswer, fullest_text, layout_text, seconds_text
 from zeromesh.plan.bounds import least_memory
@@ -31,19 +31,19 @@ def write_picture(told: PlanAnswer, path: Path) -> None:
     draw_panels(path, title, [*_panels(told.result, best)])
 
 
-def _panels(result: PlanResult, best: PlanCandidate | None) -> Iterator[Panel]:
+def _panels(result: PlanResult, best: PlanCandidate | None) -> Iterator[ChartPanel]:
     request = result.request
     if best is not None:
         peak = f"most, at the {best.fullest.peak.label}, on {fullest_text(best)}"
-        yield Panel(f"device memory, GB: {peak}; red: the limit", 3.0, partial(_memory, best))
+        yield ChartPanel(f"device memory, GB: {peak}; red: the limit", 3.0, partial(_memory, best))
         step = best.time
         if not step.intervals:
             step = time_of(request.source, request.sequence, best.layout, best.machine, intervals=True)
         lanes = {(interval.rank, interval.resource) for interval in step.intervals}
-        yield Panel("a step, seconds", min(6.0, 1.8 + 0.2 * len(lanes)), partial(_step, step))
+        yield ChartPanel("a step, seconds", min(6.0, 1.8 + 0.2 * len(lanes)), partial(_step, step))
     if result.cells:
         rows = len({row for row, _ in result.cells})
-        yield Panel("layouts by tensor x context x pipeline; red: lacks", 1.0 + 0.3 * rows, partial(_map, result))
+        yield ChartPanel("layouts by tensor x context x pipeline; red: lacks", 1.0 + 0.3 * rows, partial(_map, result))
 
 
 def _memory(candidate: PlanCandidate, axes: Any) -> None:

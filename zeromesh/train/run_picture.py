@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from zeromesh.config.errors import counted
-from zeromesh.observe.drawing import Panel, draw_bars, draw_map, draw_panels
+from zeromesh.observe.drawing import ChartPanel, draw_bars, draw_map, draw_panels
 from zeromesh.observe.metrics import form_of, read_records
 from zeromesh.observe.units import duration_text
 from zeromesh.train.folder import RunFolder
@@ -46,23 +46,23 @@ def write_picture(run: Path) -> Path:
 
 def _panels(
     attempts: Sequence[Attempt], records: Sequence[dict[str, Any]], times: Sequence[dict[str, Any]]
-) -> Iterator[Panel]:
-    yield Panel("attempts, seconds by kind of work", max(1.8, 0.3 * len(attempts)), partial(_timeline, attempts))
+) -> Iterator[ChartPanel]:
+    yield ChartPanel("attempts, seconds by kind of work", max(1.8, 0.3 * len(attempts)), partial(_timeline, attempts))
     by_kind: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for record in records:
         by_kind[record["kind"]].append(record)
     spikes = [record["step"] for record in by_kind["spike"]]
     losses = {"training": by_kind["train"], "held out": by_kind["validation"]}
-    yield Panel("loss, nats per token", 2.2, partial(_curves, losses, "loss", spikes))
+    yield ChartPanel("loss, nats per token", 2.2, partial(_curves, losses, "loss", spikes))
     for key in ("gradient_norm", "tokens_per_second"):
-        yield Panel(key.replace("_", " "), 1.6, partial(_curves, {"": by_kind["train"]}, key, spikes))
+        yield ChartPanel(key.replace("_", " "), 1.6, partial(_curves, {"": by_kind["train"]}, key, spikes))
     work, hardware = _work_of_ranks(times), _slowness_of_hardware(times)
     for name, rows in (
         ("work of the ranks beside the median of the others", work),
         ("hardware: usual / now", hardware),
     ):
         if len(rows) > 1:
-            yield Panel(name, min(6.0, max(1.2, 0.18 * len(rows))), partial(draw_map, rows=rows))
+            yield ChartPanel(name, min(6.0, max(1.2, 0.18 * len(rows))), partial(draw_map, rows=rows))
 
 
 def _timeline(attempts: Sequence[Attempt], axes: Any) -> None:
