@@ -253,11 +253,6 @@ class RunSettings(Section):
     )
     ranks: PositiveInt = key(1, "Number of ranks to start. Ignored under a launcher.")
     threads: PositiveInt | None = key(None, "Threads per rank. Null: the cores divided by the ranks.")
-    roll_back: CountInt | None = key(
-        None,
-        "After an update that `spikes` leaves out: go back to the last checkpoint that is at least so many updates "
-        "older, and leave out the samples since. Null: go on with the next samples.",
-    )
     check_every: CountInt = key(
         0, "Steps between checks of all ranks' processors, memory and links. 0: only at a signal (SIGUSR2)."
     )

@@ -35,9 +35,7 @@ Report = dict[str, Any]
 """Result of a run, as in report.json; losses are in nats per token."""
 
 
-def close(
-    loop: Loop, began: float, start: Progress, reached: Progress, console: Console
-) -> None:
+def close(loop: Loop, began: float, start: Progress, reached: Progress, console: Console) -> None:
     """Evaluate, and write the weights and the report of a loop at its end. Collective; the first rank writes."""
     engine, job = loop.engine, loop.job
     with loop.times.spend(Spent.EVALUATION):
@@ -78,9 +76,7 @@ def close(
         "training_seconds": reached.seconds,  # in steps, of the whole run also if it was resumed
         "attempts": len(attempts),  # commands and restarts; the times are those of all
         "time": {kind.name.lower(): round(seconds, 3) for kind, seconds in times.items()},
-        "spikes": [
-            {key: spike[key] for key in ("step", "name", "value", "usual", "skipped", "back")} for spike in spikes
-        ],
+        "spikes": [{key: spike[key] for key in ("step", "name", "value", "usual", "skipped")} for spike in spikes],
         "goodput": times[Spent.STEPS] / (sum(times.values()) or 1.0),  # 0 where no time could be written
         "utilization": fmean(record.get("utilization", 0.0) for record in steps),  # share of the peak
         "training_loss": steps[-1]["loss"],
@@ -188,7 +184,6 @@ SPIKE_COLUMNS = ("step", "of", "value", "median before", "what was done")
 def _spikes(report: Report) -> Iterator[tuple[str, ...]]:
     for spike in report["spikes"]:
         done = "left out" if spike["skipped"] else "logged"
-        done += f"; the run went back to {spike['back']}" if spike["back"] else ""
         yield str(spike["step"]), spike["name"], f"{spike['value']:.4g}", f"{spike['usual']:.4g}", done
 
 

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -185,8 +184,9 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
                 ),
             )  # fmt: skip
             length, seed = job.language.sequence_length, job.settings.seed
+            batches = training_batches(prepared, length, loop.share, seed, start.samples)
             with forward_signals(engine):
-                reached = loop.run(partial(training_batches, prepared, length, loop.share, seed), start)
+                reached = loop.run(batches, start)
         close(loop, began, start, reached, console)
     finally:
         engine.destroy()
