@@ -144,7 +144,7 @@ def interrupted(finished: Path, copy: Path) -> None:
 
 def test_a_resumed_run_is_bit_identical_to_an_undisturbed_one(finished: Path, corpus: Path, tmp_path: Path) -> None:
     interrupted(finished, tmp_path / "run")
-    result = call("train", config(corpus, tmp_path), "--resume")
+    result = call("train", config(corpus, tmp_path), "--auto-resume")
     assert result.exit_code == 0, result.output
     assert numbers(tmp_path / "run") == numbers(finished)
     report = json.loads((tmp_path / "run" / "report.json").read_text())
