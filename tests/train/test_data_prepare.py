@@ -217,7 +217,6 @@ def test_with_a_tokenizer_the_bytes_of_megatrons_tokens_are_known(tmp_path: Path
     again = prepare(data, tmp_path / "again" / "text")
     sizes = [(source / f"{number}.txt").stat().st_size for number in sorted(range(20), key=str)]
     assert again.held_out_bytes == sum(sizes[number] for number in again.validation[0].numbers)
-    assert again.gzip_bytes > 0
 
 
 def test_our_own_records_are_records_again(tmp_path: Path) -> None:
