@@ -27,7 +27,6 @@ from zeromesh.train.model import Transformer
 from zeromesh.train.run_picture import write_picture
 from zeromesh.train.sample import load_writer
 
-SMALLEST_SHARE = 0.005  # of a step's time; resources below it get no row
 WORTH = 30.0  # seconds of all steps from which the few seconds of a prediction are spent
 BAR = 20  # characters of a bar for the whole step
 
@@ -120,15 +119,7 @@ def markdown(report: Report) -> str:
         "## Time of all attempts",
         _table(("work", "time", "share"), _times(report)),
         *(["## Spikes", _table(SPIKE_COLUMNS, _spikes(report))] if report["spikes"] else []),
-        "## Memory of the first rank",
-        _table(("state", "tier", "bytes"), _memory(report["memory"])),
-        "## Prediction for the first rank",
-        *_prediction(report["prediction"]),
-        "## Traffic of the first rank",
-        _table(("collective", "axis", "calls", "sent", "sent per step", "to other nodes"), _traffic(report)),
     ]
-    if report["bounds"] is not None:
-        parts += ["## What bounded the first rank", *_bounds(report["bounds"])]
     if report["samples"]:
         parts += ["## Samples", *map(_block, report["samples"])]
     return "\n\n".join(parts) + "\n"
@@ -166,7 +157,7 @@ def _summary(report: Report) -> list[tuple[str, str]]:
     if report["bits_per_byte"] is not None:
         rows.append(("held-out bits per byte", f"{report['bits_per_byte']:.3f}"))
     rows.append(("peak memory by rank", ", ".join(map(bytes_text, report["peak_memory"]))))
-    return rows
+    return [*rows, *_first_rank(report)]
 
 
 def _times(report: Report) -> list[tuple[str, str, str]]:
@@ -187,52 +178,20 @@ def _spikes(report: Report) -> Iterator[tuple[str, ...]]:
         yield str(spike["step"]), spike["name"], f"{spike['value']:.4g}", f"{spike['usual']:.4g}", done
 
 
-def _memory(memory: dict[str, Any]) -> list[tuple[str, str, str]]:
-    rows = []
-    for state, tiers in memory.items():
-        if isinstance(tiers, dict):
-            rows += [(state, tier, bytes_text(size)) for tier, size in tiers.items() if size]
-        else:
-            rows.append((state, "", bytes_text(tiers)))
-    return rows
-
-
-def _prediction(prediction: dict[str, Any] | None) -> list[str]:
+def _first_rank(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield what bounded the first rank, what it sent, and how it was predicted; report.json has all figures."""
+    bounds, prediction, steps = report["bounds"], report["prediction"], report["traffic_steps"]
+    if bounds is not None:
+        yield "a step", f"most of its {1e3 * bounds['seconds']:.0f} ms goes to {bounds['bound']}: {bounds['advice']}"
+    sent = sum(use["bytes"] for use in report["traffic"].values())
+    yield "sent by the first rank", bytes_text(sent) + (f", {bytes_text(sent / steps)} per step" if steps else "")
     if prediction is None:
-        return [
-            f"None was made, as the steps took less than {WORTH:.0f} s: it takes a few seconds; {MACHINE}, with a file "
-            "of zeromesh doctor --save, makes one in any case."
-        ]
-    memory = "memory" if prediction["host"] is None else "memory of the device"
-    rows = []
-    for name, what in (("device", memory), ("host", "memory of the host"), ("step", "time of a step")):
+        yield "prediction", f"none, as the steps took less than {WORTH:.0f} s; with {MACHINE} there is one in any case"
+        return
+    for name, what in (("device", "memory of the device"), ("host", "memory of the host"), ("step", "time of a step")):
         entry, text = prediction[name], (lambda seconds: f"{1e3 * seconds:.1f} ms") if name == "step" else bytes_text
-        if entry is None:
-            continue
-        values = ["" if entry[key] is None else text(entry[key]) for key in ("predicted", "measured")]
-        rows.append((what, *values, "" if entry["difference"] is None else f"{entry['difference']:+.0%}"))
-    return [_table(("what", "predicted", "measured", "difference"), rows), *prediction["notes"]]
-
-
-def _bounds(bounds: dict[str, Any]) -> tuple[str, str]:
-    rows = []
-    for name, use in bounds["uses"].items():
-        if use["share"] < SMALLEST_SHARE and use["amount"] is None:
-            continue
-        unit = "FLOP" if name == "compute" else "B"
-        amount = "" if use["amount"] is None else scaled_text(use["amount"], unit)
-        limit = "" if use["of_limit"] is None else f"{use['of_limit']:.0%} of {scaled_text(use['limit'], unit)}/s"
-        bar = "█" * round(BAR * use["share"])
-        rows.append((name, f"{1e3 * use['seconds']:.1f}", f"{use['share']:.0%} {bar}".rstrip(), amount, limit))
-    sentence = f"Most of a step's {1e3 * bounds['seconds']:.0f} ms goes to {bounds['bound']}: {bounds['advice']}."
-    return sentence, _table(("resource", "ms", "share", "per step", "of its limit"), rows)
-
-
-def _traffic(report: Report) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for key, use in report["traffic"].items():
-        collective, _, axis = key.partition("/")
-        per_step = bytes_text(use["bytes"] / report["traffic_steps"]) if report["traffic_steps"] else ""
-        across = bytes_text(use["across_nodes"]) if use["across_nodes"] else ""
-        rows.append((collective, axis, str(use["calls"]), bytes_text(use["bytes"]), per_step, across))
-    return rows
+        if entry is not None and entry["predicted"] is not None:
+            measured = "" if entry["measured"] is None else f", measured {text(entry['measured'])}"
+            difference = "" if entry["difference"] is None else f" ({entry['difference']:+.0%})"
+            yield f"predicted {what}", text(entry["predicted"]) + measured + difference
+    yield from (("prediction", note) for note in prediction["notes"])
