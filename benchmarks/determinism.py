@@ -192,7 +192,7 @@ The bits depend on more than the seed:
 - **The layout**: axes, micro-batch size and number of ranks give sums another order.
 - **The text**: sample *i* depends on `seed` and *i* alone. So a run on other ranks sees the same samples in each step.
 - **Kernels**: on CPUs those used here are deterministic. On GPUs `torch.use_deterministic_algorithms(True)` makes
-  torch's so, or raises where there is none. `zeromesh replay` shows whether a step of a run has the same bits again
+  torch's so, or raises where there is none. A copy of a run shows whether its steps have the same bits again
   ([training.md](training.md#take-steps-again)).
 - **Versions and hardware**: other versions of torch, other processors and other numbers of threads may round otherwise.
 """

@@ -30,9 +30,10 @@ from zeromesh.comm.environment import device_of_group, init_distributed, shutdow
 from zeromesh.comm.launchers import TORCHRUN
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import ModelShape
+from zeromesh.kernels.measure import synchronize
 from zeromesh.launcher.launch import launch
 from zeromesh.model.placement import Tier
-from zeromesh.observe.machine import inventory, synchronize
+from zeromesh.observe.machine import inventory
 from zeromesh.shard import sharded
 from zeromesh.tiers.link import Copy, CopyStreams, Link
 from zeromesh.tiers.memory import empty_on

@@ -22,9 +22,10 @@ from torch.profiler import profile, record_function
 import zeromesh
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import ModelShape
+from zeromesh.kernels.measure import synchronize
 from zeromesh.kernels.native import library
 from zeromesh.observe.breakdown import Timer
-from zeromesh.observe.machine import memory, peak_bytes, synchronize
+from zeromesh.observe.machine import memory, peak_bytes
 from zeromesh.observe.spans import PREFIX
 from zeromesh.observe.units import bytes_text
 from zeromesh.plan.convert import layout_from

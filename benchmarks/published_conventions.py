@@ -14,6 +14,7 @@ from zeromesh.shard.sizes import RankStates, Resting, UnitElements, Widths, add_
 
 MIB = 2.0**20
 
+
 @dataclass(frozen=True)
 class Published(Convention):
     """Amounts of each state that one framework, or a paper, keeps."""

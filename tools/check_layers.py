@@ -96,7 +96,7 @@ REACHED = (
     "observe.machine",
     "observe.operations",
     "observe.progress",
-    "observe.svg",
+    "observe.drawing",
     "observe.units",
     "pretrained",
     "quantized",

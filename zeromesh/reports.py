@@ -18,9 +18,10 @@ from zeromesh.comm.traffic import Traffic
 from zeromesh.config import keys
 from zeromesh.config.settings import Resolved
 from zeromesh.initialization.widths import tables_of, widths_of
+from zeromesh.kernels.measure import best_seconds
 from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.observe.bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, Bounds, bounds
-from zeromesh.observe.machine import best_seconds, live_bytes, memory_bandwidth, peak_bytes, peak_flops
+from zeromesh.observe.machine import live_bytes, memory_bandwidth, peak_bytes, peak_flops
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.units import bytes_text
 from zeromesh.shard.accounting import allocations

@@ -25,7 +25,7 @@ def call(*arguments: str) -> Result:
 
 
 def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
-    found = call(*SMALL, "--html", "page.html")
+    found = call(*SMALL, "--picture", "plan.png")
     assert found.exit_code == 0, found.output
     lines = found.stdout.splitlines()
     command = next(line for line in lines if line.startswith("  zeromesh launch"))
@@ -34,7 +34,7 @@ def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
     assert max(len(line) for line in lines if line is not command) <= 80
     settings = Settings.load(tmp_path / "plan" / "config.json")
     assert settings.resolve(2).train_batch_size == 16
-    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_json_has_the_same_layouts() -> None:

@@ -1,15 +1,15 @@
 import io
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+from zeromesh.kernels.measure import product_speed
 from zeromesh.observe import machine
-from zeromesh.observe.machine import measured_flops, peak_flops
-from zeromesh.observe.metrics import MetricsLog, loss_picture, read_metrics
+from zeromesh.observe.machine import peak_flops
+from zeromesh.observe.metrics import MetricsLog, read_metrics
 from zeromesh.observe.progress import Display, Figures
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
 
@@ -80,18 +80,9 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
     assert output.getvalue().count("\n") < 5
 
 
-def test_the_picture_is_drawn_where_matplotlib_is_and_left_out_where_it_is_not(tmp_path, monkeypatch) -> None:
-    pytest.importorskip("matplotlib")
-    assert loss_picture(tmp_path / "loss.png", [(1, 3.0), (2, 2.0)], [(2, 2.5)])
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not loss_picture(tmp_path / "other.png", [], [])
-    assert not (tmp_path / "other.png").exists()
-
-
 def test_peak_operations_are_measured_where_no_table_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    assert 1e8 < measured_flops(cpu, torch.float32, seconds=0.05) < 1e14
+    assert 1e8 < product_speed(cpu, torch.float32, seconds=0.05) < 1e14
     assert peak_flops(cpu, torch.float32) > 1e8
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
     assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == 1513e12 / 2  # the data sheet's is with sparsity
@@ -115,7 +106,7 @@ def test_a_momentary_disturbance_does_not_spoil_the_measurement(monkeypatch) -> 
 
     monkeypatch.setattr(machine, "time", Clock())
     operations = 2.0 * (512 * math.isqrt(torch.get_num_threads())) ** 3
-    assert measured_flops(torch.device("cpu"), torch.float32, seconds=0.05) == pytest.approx(operations / 0.001)
+    assert product_speed(torch.device("cpu"), torch.float32, seconds=0.05) == pytest.approx(operations / 0.001)
 
 
 @pytest.mark.parametrize(

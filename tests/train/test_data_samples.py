@@ -39,7 +39,7 @@ def prepared(*train: TokenSet, validation: tuple[TokenSet, ...] = (), **more: ob
     weights = more.pop("weights", (1.0,))
     return PreparedData(
         key="", train=train, validation=validation, vocabulary=8000, pad=PAD, capped=False, skipped=0, dropped=0,
-        gzip_bytes=0, python=False, tokenizer=None, weights=weights, **more,
+        tokenizer=None, weights=weights, **more,
     )  # fmt: skip
 
 

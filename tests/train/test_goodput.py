@@ -46,20 +46,6 @@ def test_all_time_of_all_attempts_is_accounted_for(tmp_path: Path) -> None:
     assert sum(found.values()) == (170 - 100) + (1010 - 1000)
 
 
-def test_steps_that_a_run_goes_back_behind_are_lost_whichever_attempt_took_them(tmp_path: Path) -> None:
-    records = (
-        {"began": 0.0, "step": 0},
-        at(10.0, 100, STEPS=10.0),
-        at(20.0, 200, STEPS=20.0),
-        {"began": 20.0, "step": 200},
-        at(25.0, 205, STEPS=5.0),
-        {"back": 100},
-        at(45.0, 250, ends=True, STEPS=25.0),
-    )
-    found = totals(read_attempts(lines(tmp_path / "time.jsonl", *records)))
-    assert (found[Spent.STEPS], found[Spent.REDONE]) == (10 + 20, 10 + 5)
-
-
 def test_a_file_that_was_cut_off_and_an_attempt_without_records_are_read(tmp_path: Path) -> None:
     path = lines(tmp_path / "time.jsonl", *THREE[:2], {"began": 140.0, "step": 0}, {"began": 150.0, "step": 0})
     path.write_text('{"at": 99.0, "st\n' + path.read_text() + '{"at": 151.0, "st')

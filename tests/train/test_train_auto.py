@@ -98,7 +98,7 @@ def test_a_run_whose_layout_is_planned_is_that_with_the_layout_written_out(
     assert losses(tmp_path / "auto" / "run") == losses(written)
     # Without a file the machine would have to be measured, for longer than the run took.
     assert json.loads((written / "report.json").read_text())["prediction"] is None
-    assert f"None was made, as the steps took less than {WORTH:.0f} s" in (written / "report.md").read_text()
+    assert f"none, as the steps took less than {WORTH:.0f} s" in (written / "report.md").read_text()
 
 
 @pytest.mark.full
@@ -140,7 +140,7 @@ def test_the_report_shows_what_was_foreseen_beside_what_was_measured(
             assert one["difference"] == one["predicted"] / one["measured"] - 1
     assert found["step"]["measured"] > 0
     page = (tmp_path / "run" / "report.md").read_text()
-    assert f"| time of a step | {1e3 * found['step']['predicted']:.1f} ms | " in page
+    assert f"| predicted time of a step | {1e3 * found['step']['predicted']:.1f} ms, measured " in page
 
 
 def test_a_report_says_in_a_line_why_nothing_was_foreseen(corpus: Path, tmp_path: Path) -> None:

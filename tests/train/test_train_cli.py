@@ -98,14 +98,11 @@ def test_a_run_leaves_its_config_metrics_weights_picture_and_report(finished: Pa
     assert 0 < report["time"]["steps"] + report["time"]["data"] <= report["training_seconds"] + 0.01
     assert min(report["time"][kind] for kind in ("start", "checkpoints", "evaluation")) > 0
     assert report["time"]["redone"] == report["time"]["down"] == report["time"]["compilation"] == 0
-    assert report["lines"].keys() == {"lines", "tokenizing"}
     assert [text[:5] for text in report["samples"]] == ["def f", "class"]
-    assert "gzip -9 on the same bytes" in (finished / "report.md").read_text("utf-8")
     settings = Settings.load(finished / "config.json")
     assert (settings.model.vocab_size, settings.gradient_accumulation_steps) == (270, 4)
     pytest.importorskip("matplotlib")
-    assert (finished / "loss.png").is_file()
-    assert (finished / "report.html").is_file()
+    assert (finished / "report.png").is_file()
 
 
 def test_the_learning_rate_in_the_log_is_that_of_the_step(finished: Path) -> None:
@@ -134,7 +131,6 @@ def test_bits_per_byte_are_those_of_all_held_out_bytes(finished: Path) -> None:
     report = json.loads((finished / "report.json").read_text())
     # The first token is not predicted; it counts as one that costs as much as the others do.
     assert report["bits_per_byte"] == pytest.approx(bits / (len(tokens) - 1) * len(tokens) / held.bytes, rel=1e-5)
-    assert report["gzip_bits_per_byte"] == 8 * prepared.gzip_bytes / held.bytes
 
 
 def interrupted(finished: Path, copy: Path) -> None:
@@ -147,7 +143,7 @@ def interrupted(finished: Path, copy: Path) -> None:
 
 def test_a_resumed_run_is_bit_identical_to_an_undisturbed_one(finished: Path, corpus: Path, tmp_path: Path) -> None:
     interrupted(finished, tmp_path / "run")
-    result = call("train", config(corpus, tmp_path), "--resume")
+    result = call("train", config(corpus, tmp_path), "--auto-resume")
     assert result.exit_code == 0, result.output
     assert numbers(tmp_path / "run") == numbers(finished)
     report = json.loads((tmp_path / "run" / "report.json").read_text())

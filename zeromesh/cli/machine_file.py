@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zeromesh.comm.collectives import Group
+from zeromesh.kernels.measure import best_seconds
 from zeromesh.observe.speed import measure_speeds
 from zeromesh.plan.measured import NodeFacts, measured_machine
 from zeromesh.tiers.bandwidth import measure_bandwidth
@@ -78,10 +79,7 @@ def _busy_latency(world: Group, meet: Callable[[float], float]) -> float:
 
 def _seconds_of_product(factors: Sequence[torch.Tensor]) -> float:
     # A processor without instructions for bf16 takes 50 times as long in bf16, and nobody trains in it there.
-    torch.mm(*factors)
-    start = time.perf_counter()
-    torch.mm(*factors)
-    return time.perf_counter() - start
+    return best_seconds(lambda: torch.mm(*factors), factors[0].device, tries=1)
 
 
 def save_machine(

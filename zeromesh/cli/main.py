@@ -68,31 +68,12 @@ def train(
 
 
 @app.command()
-def replay(
-    run: Annotated[Path, typer.Argument(help="The output folder of a run, finished or not.")],
-    step: Annotated[int, typer.Option("--step", min=1, help="The last step to take again.")],
-    one_process: Annotated[
-        bool, typer.Option("--one-process", help="On one process, instead of in the run's own layout.")
-    ] = False,
-    samples: Annotated[bool, typer.Option("--samples", help="Print the beginnings of the step's samples.")] = False,
-) -> None:
-    """Take steps of a run again, twice, and compare them with its record."""
-    with _errors():
-        from zeromesh.train.replay import replay as again
-        from zeromesh.train.screen import make_console
-
-        equal = again(run, step, one_process, samples, make_console())
-    if not equal:
-        raise typer.Exit(FAILED)
-
-
-@app.command()
 def report(run: Annotated[Path, typer.Argument(help="The output folder of a run, finished or not.")]) -> None:
-    """Write the page of a run: its attempts, curves, and the ranks' work and hardware over time."""
+    """Draw a run: its attempts, curves, and the ranks' work and hardware over time."""
     with _errors():
-        from zeromesh.train.page import write_page
+        from zeromesh.train.run_picture import write_picture
 
-        typer.echo(f"wrote {write_page(run)}")
+        typer.echo(f"wrote {write_picture(run)}")
 
 
 @app.command()
@@ -321,7 +302,9 @@ def plan(
         str, typer.Option(help="Smallest of: time of a step, memory of a device, cost of a token.")
     ] = "time",
     layouts: Annotated[int, typer.Option(min=1, max=8, help="Layouts to show.")] = 8,
-    html: Annotated[Path | None, typer.Option(help="Write a page with pictures into this file.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw memory, the step and all layouts into this PNG.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the configuration that is written.")] = Path("plan"),
     explain: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="Judge the layout of this configuration instead.")
@@ -333,7 +316,7 @@ def plan(
         from zeromesh.cli import plan as plans
 
         target = plans.machine_of(machine, gpu, gpus, nodes, node, inside, between, host_memory, price)
-        question = plans.PlanQuestion(model, batch, sequence, goal, layouts, html, out, explain, as_json)
+        question = plans.PlanQuestion(model, batch, sequence, goal, layouts, picture, out, explain, as_json)
         fits = plans.plan(question, target)
     if not fits:
         raise typer.Exit(WRONG_INPUT)

@@ -15,6 +15,7 @@ from typing import Any
 from zeromesh.cli.plan_model import SCRIPT, AskedModel, asked_model
 from zeromesh.config.settings import Settings
 from zeromesh.initialization.widths import PRECISIONS
+from zeromesh.observe.drawing import require_matplotlib
 from zeromesh.observe.units import bytes_text, counted, scaled_text
 from zeromesh.plan.answer import PlanAnswer, answer, layout_text, reason_of, seconds_text, sentences
 from zeromesh.plan.bounds import least_memory, slowest
@@ -22,7 +23,7 @@ from zeromesh.plan.convert import document_for, launch_command, layout_from, pre
 from zeromesh.plan.fit import host_bytes
 from zeromesh.plan.judge import judge
 from zeromesh.plan.machine import Machine
-from zeromesh.plan.page import page
+from zeromesh.plan.plan_picture import write_picture
 from zeromesh.plan.presets import cluster
 from zeromesh.plan.search import PlanCandidate, PlanResult, search
 from zeromesh.plan.space import PlanRequest
@@ -42,7 +43,7 @@ class PlanQuestion:
     sequence: int | None
     goal: str = "time"
     layouts: int = 8
-    html: Path | None = None
+    picture: Path | None = None
     out: Path = Path("plan")
     explain: Path | None = None
     as_json: bool = False
@@ -69,6 +70,8 @@ def machine_of(
 
 def plan(question: PlanQuestion, machine: Machine) -> bool:
     """Print the plan, and write its files; return whether anything fits."""
+    if question.picture is not None:
+        require_matplotlib()  # before the work
     precision = precision_for(slowest(machine))
     asked = asked_model(question.model, precision)
     if question.explain is not None:
@@ -94,10 +97,10 @@ def plan(question: PlanQuestion, machine: Machine) -> bool:
             note = f" ({asked.program} is your script)" if asked.program == SCRIPT else ""
             _paragraphs([f"The layout is in {config}. Start it{where} with{note}:"])
             write(f"  {command}\n")
-    if question.html is not None:
-        question.html.write_text(page(told), encoding="utf-8")
+    if question.picture is not None:
+        write_picture(told, question.picture)
         if not question.as_json:
-            _paragraphs([f"The pictures are in {question.html}."])
+            _paragraphs([f"The picture is {question.picture}."])
     return result.best is not None
 
 

@@ -14,11 +14,12 @@ from torch import nn
 
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import ModelShape
+from zeromesh.observe.drawing import require_matplotlib
 from zeromesh.train.model import Transformer
 from zeromesh.train.planned import planned
 from zeromesh.train.screen import is_first, make_console, write
 from zeromesh.verification.layout import small_layout
-from zeromesh.verification.report import Report, Verdict, require_matplotlib
+from zeromesh.verification.report import Report, Verdict
 from zeromesh.verification.run import TIMEOUT, verify
 from zeromesh.verification.shrink import HEAD, LENGTH, VOCABULARY, fewest_blocks, subject_of
 

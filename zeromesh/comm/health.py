@@ -18,7 +18,7 @@ import torch
 
 from zeromesh.comm.agreement import agree_run
 from zeromesh.comm.mesh import Mesh
-from zeromesh.observe.machine import best_seconds, synchronize
+from zeromesh.kernels.measure import best_seconds, copy_speed, synchronize
 
 SLOW = 0.5  # of what is usual
 LEAST_CHECKS = 3  # of a thing, from which on its own median counts
@@ -81,12 +81,12 @@ class Health:
             time.sleep(PAUSE)
             # What another program has held up for a moment is fast now. All ranks have the same numbers.
             rows = [[max(pair) for pair in zip(*both, strict=True)] for both in zip(rows, self._measure(), strict=True)]
-        found = [*self._slow(step, rows), *self._wrong(step, [bool(row[1]) for row in rows])]
-        self._remember(found, rows)
+        findings = [*self._slow(step, rows), *self._wrong(step, [bool(row[1]) for row in rows])]
+        self._remember(findings, rows)
         return {
             "products": [row[0] for row in rows], "memory": [row[2] for row in rows],
             "links": [[before, after, speed] for before, after, speed in self._by_link(rows)],
-            "slow": [vars(one) for one in found],
+            "slow": [vars(finding) for finding in findings],
         }  # fmt: skip
 
     def _measure(self) -> list[list[float]]:
@@ -94,9 +94,9 @@ class Health:
         kind = "cuda" if self._device.type == "cuda" else "cpu"
         self._meet()
         product = agree_run(self._world, WHAT, lambda: self._product(WIDTH[kind]))
-        memory = agree_run(self._world, WHAT, lambda: self._memory(MEMORY_BYTES[kind]))
-        own = [*product, memory, *map(self._link, self._strides)]
-        rows: list[list[float]] = self._world.exchange(torch.tensor(own, dtype=torch.float64, device="cpu")).tolist()
+        memory = agree_run(self._world, WHAT, lambda: copy_speed(self._device, MEMORY_BYTES[kind], REPEATS))
+        speeds = [*product, memory, *map(self._link, self._strides)]
+        rows: list[list[float]] = self._world.exchange(torch.tensor(speeds, dtype=torch.float64, device="cpu")).tolist()
         return rows
 
     def _meet(self) -> None:
@@ -113,20 +113,15 @@ class Health:
         # Of whole numbers so small that no sum is rounded, in TF32 neither: then every order has the same bits.
         if self._task is None:
             draw = torch.Generator().manual_seed(0)
-            whole = torch.randint(8, (width, width), generator=draw, dtype=torch.float32, device="cpu")
+            factor = torch.randint(8, (width, width), generator=draw, dtype=torch.float32, device="cpu")
             vector = torch.randint(1, 8, (width, 1), generator=draw, dtype=torch.float64, device="cpu")
             # Freivalds' test, exact in fp64: each wrong element changes the result for a vector without zeros.
-            self._task = whole, vector, whole.double() @ (whole.double() @ vector)
-        whole, vector, right = self._task
-        matrix = whole.to(self._device)
+            self._task = factor, vector, factor.double() @ (factor.double() @ vector)
+        factor, vector, right = self._task
+        matrix = factor.to(self._device)
         product = torch.empty_like(matrix)
         best = best_seconds(lambda: torch.mm(matrix, matrix, out=product), self._device, REPEATS)
         return 2.0 * width**3 / best, float(not torch.equal(product.cpu().double() @ vector, right))
-
-    def _memory(self, nbytes: int) -> float:
-        source = torch.ones(nbytes, dtype=torch.uint8, device=self._device)
-        target = torch.empty_like(source)
-        return 2 * nbytes / best_seconds(lambda: target.copy_(source), self._device, REPEATS)
 
     def _link(self, stride: int) -> float:
         """Return the bytes per second from the rank ``stride`` before this one, while all ranks send to the next."""
@@ -165,13 +160,13 @@ class Health:
             else:  # as many messages share each node's port, or the links are not compared with each other
                 far[number // len(rows) if even else -number][name] = speed
         yield BYTES, near
-        yield from ((BYTES, one) for one in far.values())
+        yield from ((BYTES, links) for links in far.values())
 
     def _slow(self, step: int, rows: list[list[float]]) -> Iterator[Slow]:
         """Yield what is below a part of its own median so far, or of that of its kind now."""
         for unit, things in self._things(rows):
             for name, value in things.items():
-                past, others = self._past[name], [one for other, one in things.items() if other != name]
+                past, others = self._past[name], [speed for other, speed in things.items() if other != name]
                 usual = max(
                     median(past) if len(past) >= LEAST_CHECKS else 0.0,
                     median(others) if len(others) >= LEAST_OTHERS else 0.0,
@@ -180,20 +175,20 @@ class Health:
                     yield Slow(name, self._since.get(name, step), value, usual, unit)
 
     def _wrong(self, step: int, wrong: list[bool]) -> Iterator[Slow]:
-        for rank in (rank for rank, one in enumerate(wrong) if one):
+        for rank in (rank for rank, is_wrong in enumerate(wrong) if is_wrong):
             name = f"a product on rank {rank}"
             yield Slow(name, self._since.get(name, step), 0.0, 0.0)
 
-    def _remember(self, found: list[Slow], rows: list[list[float]]) -> None:
+    def _remember(self, findings: list[Slow], rows: list[list[float]]) -> None:
         """Keep the speeds of what is not slow, and log on the first rank what is new, and what is over."""
-        names = {one.name: one.since for one in found}
+        names = {finding.name: finding.since for finding in findings}
         for _, things in self._things(rows):
             for name, value in things.items():
                 if name not in names:  # or slow values would become usual
                     self._past[name].append(value)
         if self._mesh.rank == 0:
-            for one in found:
-                _log.warning("%s", one)
+            for finding in findings:
+                _log.warning("%s", finding)
             for name in self._since.keys() - names.keys():
                 _log.info("%s is as usual again; it was not since update %d", name, self._since[name])
         self._since = names

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.environment import Environment
 from zeromesh.comm.mesh import Mesh
-from zeromesh.observe.machine import synchronize
+from zeromesh.kernels.measure import seconds_of, synchronize
 
 # Bytes per rank of the all-gathers that are timed, ascending; a slow link does not get to the last.
 SIZES = tuple(1 << power for power in (10, 14, 18, 20, 22, 24, 26))
@@ -27,9 +27,9 @@ REPEATS = 5
 
 def mesh_of_nodes(environment: Environment, device: torch.device) -> Mesh:
     """Return a mesh with ``data`` within nodes and ``replicate`` across them; one axis if nodes differ. Collective."""
-    own = torch.tensor([environment.node_rank, environment.local_rank, environment.local_world_size], device=device)
-    rows = [torch.empty_like(own) for _ in range(environment.world_size)]
-    dist.all_gather(rows, own)
+    place = torch.tensor([environment.node_rank, environment.local_rank, environment.local_world_size], device=device)
+    rows = [torch.empty_like(place) for _ in range(environment.world_size)]
+    dist.all_gather(rows, place)
     local = environment.local_world_size
     even = all(row.tolist() == [rank // local, rank % local, local] for rank, row in enumerate(rows))
     nodes = environment.world_size // local if even else 1
@@ -44,9 +44,9 @@ def measure(mesh: Mesh, node_of: list[int], seconds: float = SECONDS) -> dict[st
     second in any; of each pair latency and bandwidth one way.
     """
     axes = [axis for axis, size in mesh.sizes.items() if size > 1]
-    found = [_axis(mesh, mesh.group(axis), node_of, seconds / 2 / len(axes)) for axis in axes]
+    axis_speeds = [_axis(mesh, mesh.group(axis), node_of, seconds / 2 / len(axes)) for axis in axes]
     pairs = _pairs(mesh, node_of, seconds / 2)
-    return {"axes": found, "pairs": pairs, "slowest_pair": min(pairs, key=lambda pair: pair[SPEED], default=None)}
+    return {"axes": axis_speeds, "pairs": pairs, "slowest_pair": min(pairs, key=lambda pair: pair[SPEED], default=None)}
 
 
 def _axis(mesh: Mesh, group: Group, node_of: list[int], seconds: float) -> dict[str, Any]:
@@ -59,17 +59,12 @@ def _axis(mesh: Mesh, group: Group, node_of: list[int], seconds: float) -> dict[
 
         def gather(full: torch.Tensor = full, shard: torch.Tensor = shard) -> None:
             group.all_gather(full, shard, 0).wait()
-            synchronize(mesh.device)
 
         gather()  # the first one takes longer: with nccl it connects the ranks
-        best, start = float("inf"), time.perf_counter()
-        for _ in range(REPEATS):
-            synchronize(mesh.device)
-            begin = time.perf_counter()
-            gather()
-            best = min(best, time.perf_counter() - begin)
-        own = torch.tensor([best, time.perf_counter() - start], dtype=torch.float64)
-        best, took = mesh.group("world").exchange(own).amax(0).tolist()
+        start = time.perf_counter()
+        best = min(seconds_of(gather, mesh.device) for _ in range(REPEATS))
+        times_here = torch.tensor([best, time.perf_counter() - start], dtype=torch.float64)
+        best, took = mesh.group("world").exchange(times_here).amax(0).tolist()
         times.append({"bytes": size, "seconds": best})
         spent += took
         # All ranks have the same numbers, those of the slowest, and so decide alike.
@@ -92,14 +87,14 @@ def _pairs(mesh: Mesh, node_of: list[int], seconds: float) -> list[dict[str, Any
     if len(pairs) > MOST_PAIRS:  # some neighbours only
         step = -(-mesh.world_size // MOST_PAIRS)
         pairs = [(rank, (rank + step) % mesh.world_size) for rank in range(0, mesh.world_size, step)]
-    own = torch.zeros(len(pairs) * 2, dtype=torch.float64)
+    speeds_here = torch.zeros(len(pairs) * 2, dtype=torch.float64)
     for number, pair in enumerate(pairs):
         if mesh.rank in pair:
             latency, bandwidth = _pair(mesh, *pair, seconds / len(pairs))
             if mesh.rank == pair[0]:
-                own[2 * number : 2 * number + 2] = torch.tensor([latency, bandwidth], dtype=torch.float64)
+                speeds_here[2 * number : 2 * number + 2] = torch.tensor([latency, bandwidth], dtype=torch.float64)
         mesh.group("world").exchange(torch.zeros(1))  # one pair at a time
-    values = mesh.group("world").exchange(own).sum(0).tolist()  # each number is 0 on all ranks but one
+    values = mesh.group("world").exchange(speeds_here).sum(0).tolist()  # each number is 0 on all ranks but one
     return [
         {
             "ranks": [first, second],

@@ -266,6 +266,7 @@ GONE: dict[str, str] = {
     "zero_optimization.offload_optimizer.inexact_delay_after": "use update_during_backward",
     "zero_optimization.offload_optimizer.states_in_8_bits": "use split_master, or device = nvme, for less host memory",
     "data.workers": "set RAYON_NUM_THREADS, the number of threads of the tokenizers library",
+    "run.roll_back": 'set spikes.action to "skip", or resume a copy of the run from an earlier checkpoint',
     "vocabulary_size": "set data.vocabulary_size or model.vocab_size for zeromesh train; remove it for initialize",
 }
 """Keys of DeepSpeed, or of earlier versions, that are refused unless they are switched off, and what to do instead."""

@@ -64,10 +64,10 @@ class Quantization(Section):
 
     @model_validator(mode="after")
     def _library_has_it(self) -> Self:
-        given = [name for name in ("type", "double") if getattr(self, name) is not None]
-        if given and (self.library, self.bits) != ("bitsandbytes", 4):
+        chosen = [name for name in ("type", "double") if getattr(self, name) is not None]
+        if chosen and (self.library, self.bits) != ("bitsandbytes", 4):
             raise ValueError(
-                f"{' and '.join(given)} is for 4 bits of bitsandbytes, and this is {self.bits} bits of {self.library}; "
+                f"{' and '.join(chosen)} is for 4 bits of bitsandbytes, and this is {self.bits} bits of {self.library}; "
                 "leave it out"
             )
         return self
@@ -111,18 +111,18 @@ class Lora(Section):
 
 def problems_of_quantization(lora: Lora | None, tensor_ranks: int) -> list[str]:
     """Return what keeps quantized weights from being trained on."""
-    found = []
+    problems = []
     if lora is None:
-        found.append(
+        problems.append(
             "huggingface.quantization freezes the weights, and without lora nothing would be trained; add a section "
             "lora, or leave quantization out to train all weights"
         )
     if tensor_ranks > 1:
-        found.append(
+        problems.append(
             "huggingface.quantization: blocks of quantized weights cannot be split along mesh.tensor = "
             f"{tensor_ranks}; set it to 1, and zero_optimization.stage to 3, which shards them"
         )
-    return found
+    return problems
 
 
 # Schedules with rates of their own, which are the same for all groups of parameters.
@@ -131,15 +131,15 @@ ONE_RATE = ("warmuplr", "warmupdecaylr", "onecycle", "lrrangetest")
 
 def problems_of_rates(optimizer: Any, scheduler: Any) -> list[str]:
     """Return what keeps adapters' A and B from having learning rates of their own."""
-    found = []
+    problems = []
     if optimizer is None or not isinstance(optimizer.params.get("lr"), int | float):
-        found.append("lora.plus_ratio multiplies optimizer.params.lr, which is not set; set it to a number")
+        problems.append("lora.plus_ratio multiplies optimizer.params.lr, which is not set; set it to a number")
     if scheduler is not None and scheduler.type.lower() in ONE_RATE:
-        found.append(
+        problems.append(
             f"scheduler.type = {scheduler.type} gives all parameters one learning rate, against lora.plus_ratio; use "
             "WarmupCosineLR or WSD, which multiply each group's own"
         )
-    return found
+    return problems
 
 
 class WeightedSource(Section):
@@ -253,11 +253,6 @@ class RunSettings(Section):
     )
     ranks: PositiveInt = key(1, "Number of ranks to start. Ignored under a launcher.")
     threads: PositiveInt | None = key(None, "Threads per rank. Null: the cores divided by the ranks.")
-    roll_back: CountInt | None = key(
-        None,
-        "After an update that `spikes` leaves out: go back to the last checkpoint that is at least so many updates "
-        "older, and leave out the samples since. Null: go on with the next samples.",
-    )
     check_every: CountInt = key(
         0, "Steps between checks of all ranks' processors, memory and links. 0: only at a signal (SIGUSR2)."
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import mmap
 import os
 import platform
@@ -12,8 +11,7 @@ import socket
 import sys
 import tempfile
 import time
-import timeit
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from typing import Any
 import torch
 
 from zeromesh.config.version import VERSION
+from zeromesh.kernels.measure import copy_speed, product_speed
 from zeromesh.kernels.native import examine
 from zeromesh.observe.devices import find_accelerator
 from zeromesh.observe.units import counted
@@ -42,9 +41,6 @@ INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd
 DISK_BYTES = 64 << 20
 DISK_SECONDS = 2.0
 MEMORY_BYTES = 256 << 20  # larger than most caches
-
-BURSTS = 5
-PAUSE_SECONDS = 0.1
 
 
 def installed(package: str) -> str | None:
@@ -124,12 +120,9 @@ def memory_bandwidth(threads: int) -> float:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        source = torch.ones(count, dtype=torch.uint8)
-        target = torch.zeros_like(source)
-        best = min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=5))
+        return copy_speed(torch.device("cpu"), count)
     finally:
         torch.set_num_threads(before)
-    return 2 * count / best
 
 
 def disk(folder: Path) -> dict[str, Any]:
@@ -244,47 +237,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         flops = accelerator.flops.get("bf16" if dtype is torch.bfloat16 else "fp16") if accelerator else None
         if flops is not None:
             return flops
-    return measured_flops(device, dtype)
-
-
-def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """Return the operations per second of the best of products of square matrices, repeated for ``seconds``."""
-    # On a CPU a product takes a few milliseconds, and they come in bursts with pauses in between, so that one of them
-    # is likely to run undisturbed on a busy machine. It need not: a run may turn out to be faster.
-    size = 512 * math.isqrt(torch.get_num_threads()) if device.type == "cpu" else 8192
-    matrix = torch.ones(size, size, device=device, dtype=dtype)
-    matrix @ matrix  # the first use of a library takes longer
-    best = float("inf")
-    for burst in range(BURSTS):
-        if burst:
-            time.sleep(PAUSE_SECONDS)
-        end = time.perf_counter() + seconds / BURSTS
-        while time.perf_counter() < end:
-            synchronize(device)
-            start = time.perf_counter()
-            matrix @ matrix
-            synchronize(device)
-            best = min(best, time.perf_counter() - start)
-    return 2.0 * size**3 / best
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for all that an accelerator has been given to do."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def best_seconds(run: Callable[[], object], device: torch.device, runs: int) -> float:
-    """Return the seconds of the fastest of some runs, after one that is not counted."""
-    # The first run takes memory, and makes connections.
-    times = []
-    for _ in range(1 + runs):
-        synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return product_speed(device, dtype)
 
 
 def live_bytes(device: torch.device) -> int:

@@ -1,9 +1,9 @@
-"""Metrics as JSON lines, one record per line, and a picture of them."""
+"""Metrics as JSON lines, one record per line."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -11,17 +11,14 @@ from pydantic import TypeAdapter
 
 from zeromesh.model.files import LARGEST_RECORD, Count, Form, Number, added_to, read_text, record_type, write_text
 
-_RECORD = {"kind": str, "step": Count, "noted": NotRequired[bool]}
+_RECORD = {"kind": str, "step": Count}
 _FIELDS: dict[str, dict[str, Any]] = {
     "train": {
         "loss": Number, "gradient_norm": NotRequired[Number | None], "tokens_per_second": NotRequired[Number | None],
         "utilization": NotRequired[Number], "samples": NotRequired[Count],
     },
     "validation": {"loss": Number},
-    "spike": {
-        "name": str, "value": Number, "usual": Number, "skipped": bool, "back": str | None,
-        "mark": NotRequired[str | None], "samples": NotRequired[Count],
-    },
+    "spike": {"name": str, "value": Number, "usual": Number, "skipped": bool, "samples": NotRequired[Count]},
 }  # fmt: skip
 _FORMS: dict[str, Form] = {kind: TypeAdapter(record_type(_RECORD | fields)) for kind, fields in _FIELDS.items()}
 _OTHER: Form = TypeAdapter(record_type(_RECORD))
@@ -32,35 +29,15 @@ def form_of(line: dict[str, Any]) -> Form:
     return _FORMS.get(line.get("kind", ""), _OTHER)
 
 
-Curve = Sequence[tuple[int, float]]  # steps and values
-
-
 class MetricsLog:
     """Append records to a file; the run continues after ``last_step``."""
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
-        self._path = path
-        self._open(last_step)
-
-    def _open(self, last_step: int) -> None:
         # What lies beyond are steps that were taken after the last checkpoint, and are taken again.
-        lines = [line for line in read_metrics(self._path) if line["step"] <= last_step or line.get("noted")]
-        write_text(self._path, "".join(json.dumps(line) + "\n" for line in lines))  # whole, whenever it is killed
+        lines = [line for line in read_metrics(path) if line["step"] <= last_step]
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))  # whole, whenever it is killed
         self._written = {(line["kind"], line["step"]) for line in lines}
-        self._file = added_to(self._path)
-
-    def forget(self, last_step: int) -> None:
-        """Leave out the records of steps beyond ``last_step``, which are taken again, but not notes."""
-        self._file.close()
-        self._open(last_step)
-
-    def note(self, kind: str, step: int, **values: Any) -> None:
-        """Append the record of an event, which is kept whatever becomes of its step, unless it is there."""
-        line = {"kind": kind, "step": step, "noted": True, **values}
-        if any({**before, **line} == before for before in self.notes(kind)):
-            return
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._file = added_to(path)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append the record of a kind, such as "train" or "validation", for a step, unless it is there."""
@@ -69,10 +46,6 @@ class MetricsLog:
         self._written.add((kind, step))
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()  # who looks at a run, or kills it, has all
-
-    def notes(self, kind: str) -> list[dict[str, Any]]:
-        """Return the records of events of a kind so far."""
-        return [line for line in read_metrics(self._path) if line["kind"] == kind and line.get("noted")]
 
     def close(self) -> None:
         """Close the file."""
@@ -98,27 +71,3 @@ def read_records(path: Path, form_of: Callable[[dict[str, Any]], Form]) -> tuple
         except (ValueError, TypeError, AttributeError, RecursionError):
             others += 1
     return records, others
-
-
-def loss_picture(path: Path, training: Curve, validation: Curve) -> bool:
-    """Draw the loss in nats per token over the steps; return False if matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    # Not through pyplot, which keeps figures and chooses a backend for screens.
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    if training:
-        axes.plot(*zip(*training, strict=True), linewidth=1, label="training")
-    if validation:
-        axes.plot(*zip(*validation, strict=True), marker="o", markersize=3, label="validation")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per token")
-    axes.grid(alpha=0.3)
-    if training or validation:
-        axes.legend()
-    figure.savefig(path, dpi=120)
-    return True

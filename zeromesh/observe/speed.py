@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from zeromesh.observe.machine import live_bytes, processor, read_lines, synchronize
+from zeromesh.kernels.measure import seconds_of
+from zeromesh.observe.machine import live_bytes, processor, read_lines
 
 Shape = tuple[int, int, int]
 
@@ -215,15 +216,8 @@ def _chain(device: torch.device) -> Callable[[], float]:
     return lambda: _timed(run, device) / (2 * CHAIN)
 
 
-def _timed(run: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of a run; on an accelerator the mean of several, whose launches overlap with kernels."""
-    repeats = 1 if device.type == "cpu" else 10
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    synchronize(device)
-    return (time.perf_counter() - start) / repeats
+def _timed(work: Callable[[], Any], device: torch.device) -> float:
+    return seconds_of(work, device, repeats=1 if device.type == "cpu" else 10)
 
 
 def _context(device: torch.device) -> int:

@@ -22,7 +22,6 @@ from zeromesh.plan.memory import RankMemory
 from zeromesh.plan.search import ALIKE, PlanCandidate, PlanResult, SearchEffort, search
 from zeromesh.plan.space import LayoutSpace, PlanRequest
 
-FACTORS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)  # by which a link is changed to see whether another layout wins
 LEAST_GAIN = 0.02  # share of a step that is worth saying
 SHORTEST = 128  # tokens of a sequence that is still proposed
 ROUNDED = 64  # bytes that a device reads and writes to round and restore an element, in sixteen passes over fp32
@@ -81,9 +80,7 @@ class PlanAnswer:
 
     result: PlanResult
     gains: tuple[Gain, ...] = ()
-    turns: str = ""  # what would make the runner-up win
     largest: Largest | None = None
-    leanest: tuple[ParallelLayout, Largest] | None = None
     remedies: tuple[Remedy, ...] = ()
     lacks: tuple[ParallelLayout, tuple[RankMemory, ...], dict[str, float]] | None = None
 
@@ -96,14 +93,7 @@ def answer(result: PlanResult) -> PlanAnswer:
         lacks = layout, ranks, lacking(ranks, layout, request.machine)
         return PlanAnswer(result, remedies=tuple(_remedies(request)), lacks=lacks)
     best = result.best
-    gains = tuple(_gains(request, best))
-    rival = next(iter(result.shown[1:]), None)
-    turns = _turn(request, best, rival) if rival is not None and request.goal == "time" else ""
-    lean = search(replace(request, goal="memory"), SearchEffort(1, 1, 60, 1)).best
-    leanest = None
-    if lean is not None and lean.layout != best.layout:
-        leanest = lean.layout, largest_of(request, lean.layout, lean.machine)
-    return PlanAnswer(result, gains, turns, largest_of(request, best.layout, best.machine), leanest)
+    return PlanAnswer(result, tuple(_gains(request, best)), largest_of(request, best.layout, best.machine))
 
 
 # What the best layout is bound by.
@@ -186,14 +176,9 @@ def _best(told: PlanAnswer) -> Iterator[str]:
     rival = next(iter(result.shown[1:]), None)
     if rival is not None:
         beside = _beside(result.request.goal, best, rival)
-        behind = rival.score(result.request.goal) > best.score(result.request.goal)
-        turns = f" {told.turns}" if behind and told.turns else ""
-        yield f"Runner-up: {layout_text(rival.layout)}, {beside}.{turns}"
+        yield f"Runner-up: {layout_text(rival.layout)}, {beside}."
     if told.largest is not None:
         yield f"With this layout there is room for {_room(told.largest)}."
-    if told.leanest is not None and told.largest is not None and told.leanest[1].blocks > told.largest.blocks:
-        lean, room = told.leanest
-        yield f"The layout with the least memory, {layout_text(lean)}, has room for {_room(room)}."
     gains = [
         f"{gain.change} would save {gain.share:.0%} of the time" for gain in told.gains if gain.share >= LEAST_GAIN
     ]
@@ -281,15 +266,14 @@ def changed(machine: Machine, what: str, factor: float) -> Machine:
     return replace(machine, nodes=tuple((of(node), count) for node, count in machine.nodes))
 
 
-def _links(machine: Machine, *layouts: ParallelLayout) -> list[tuple[str, str]]:
-    """Return links that layouts may use, and their names for people."""
+def _links(machine: Machine, layout: ParallelLayout) -> list[tuple[str, str]]:
+    """Return links that a layout may use, and their names for people."""
     links = []
     if devices_of_a_node(machine) > 1:
         links.append(("inside", "links inside a node"))
     if sum(count for _, count in machine.nodes) > 1:
         links.append(("between", "links between nodes"))
-    tiers = {tier for layout in layouts for tier in (layout.row.optimizer_tier, layout.row.parameter_tier)}
-    if tiers != {Tier.DEVICE} or any(layout.activations_on_host for layout in layouts):
+    if {layout.row.optimizer_tier, layout.row.parameter_tier} != {Tier.DEVICE} or layout.activations_on_host:
         links.append(("host", "links to host memory"))
     return links
 
@@ -326,25 +310,6 @@ def rounding_factor(layout: ParallelLayout, machine: Machine) -> float:
     device = slowest(machine)
     passes = (device.memory_seconds(ROUNDED) - device.memory_seconds(0.0)) * wire(machine.between).bandwidth
     return max(1.0, layout.widths.wire / (FORMATS["8bit"].bytes_for(BLOCK) / BLOCK + passes))
-
-
-def _turn(request: PlanRequest, best: PlanCandidate, rival: PlanCandidate) -> str:
-    """Return the least change of a link after which the runner-up is faster."""
-
-    def wins(what: str, factor: float) -> bool:
-        machine = changed(request.machine, what, factor)
-        return request.time_on(machine, rival.layout).seconds < request.time_on(machine, best.layout).seconds
-
-    changes = []
-    for what, name in _links(best.machine, best.layout, rival.layout):
-        for power, word in ((1, "faster"), (-1, "slower")):
-            # If the largest change does not do, none that is smaller is looked for.
-            if wins(what, FACTORS[-1] ** power):
-                factor = next(f for f in FACTORS if wins(what, f**power))
-                changes.append((factor, f"It would win with {name} {factor:g} times {word}."))
-    if changes:
-        return min(changes)[1]
-    return f"No link that is up to {FACTORS[-1]:g} times faster or slower makes it win."
 
 
 # What else fits.

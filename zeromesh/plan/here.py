@@ -15,7 +15,8 @@ from torch import nn
 
 from zeromesh.config.keys import MACHINE
 from zeromesh.config.settings import Settings
-from zeromesh.observe.machine import devices, measured_flops, memory, memory_bandwidth, processor
+from zeromesh.kernels.measure import product_speed
+from zeromesh.observe.machine import devices, memory, memory_bandwidth, processor
 from zeromesh.observe.units import counted
 from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
 from zeromesh.plan.passes import Inputs, Loss, TraceOptions
@@ -99,7 +100,7 @@ def _measured(ranks: int, nodes: int) -> Machine:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     cores = processor()["cores"]
     host_memory, bandwidth = _free(USUAL_MEMORY), memory_bandwidth(cores)
-    flops = {name: measured_flops(device, dtype, 0.1) for name, dtype in DTYPES.items()}
+    flops = {name: product_speed(device, dtype, 0.1) for name, dtype in DTYPES.items()}
     accelerators = devices()
     memory = float(accelerators[0]["memory_bytes"] or host_memory) if accelerators else host_memory / ranks
     copies = LinkSpeed(bandwidth / 4, 1e-4, shared=ranks)  # two copies of each message, through the host's memory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +50,8 @@ FREE = frozenset(
 )
 """Keys and sections that may change when a run is resumed: its result does not depend on them."""
 
-WATCHING = frozenset(
-    {
-        "run", "checkpoint", "steps_per_print", "wall_clock_breakdown", "profile", "flops_profiler", "tensorboard",
-        "wandb", "csv_monitor",
-    }
-)  # fmt: skip
-"""Those of them that change no bit of an update."""
-
 # The elastic solution changes these with the number of ranks, and keeps the samples of a step.
 MICRO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
-def changeable(settings: Settings) -> dict[str, Any]:
-    """Return the settings of layout and spikes, which may be others when a run is resumed, for its checkpoints."""
-    return {key: value for key, value in settings.model_dump(mode="json").items() if key in FREE - WATCHING}
 
 
 @dataclass(frozen=True)
@@ -126,29 +112,12 @@ def check(settings: Settings) -> Job:
     resolved = _resolved(job)
     if job.run.resume and job.folder.config.is_file():
         job.folder.require_base()  # before the model is built from that folder
-    _require_checkpoints_to_go_back_to(settings, job.run)
     # The model has no memory here, and a rank is started only if everything fits together.
     try_out(build_model(job), resolved, sizes)
     job.folder.check(bool(job.run.resume))
     if job.run.resume:
         require_unchanged(job.folder, resolved)
     return job
-
-
-def _require_checkpoints_to_go_back_to(settings: Settings, run: RunSettings) -> None:
-    if run.roll_back is None:
-        return
-    if settings.spikes.action != "skip" or not run.save_every:
-        raise ValueError(
-            f"{keys.ROLL_BACK} = {run.roll_back} goes back to a checkpoint after an update that was left out; set "
-            f'{keys.SPIKES_ACTION} to "skip", and {keys.SAVE_EVERY} to a number, or leave {keys.ROLL_BACK} out'
-        )
-    keep_last, needed = settings.checkpoint.keep_last, 1 + ceil(run.roll_back / run.save_every)
-    if keep_last is not None and keep_last < needed:
-        raise ValueError(
-            f"{keys.KEEP_LAST} = {keep_last}: the last checkpoint that is {keys.ROLL_BACK} = {run.roll_back} updates "
-            f"older is deleted, as one is saved every {run.save_every}; keep {needed}, or leave one of them out"
-        )
 
 
 def _mesh(job: Job) -> dict[str, int]:

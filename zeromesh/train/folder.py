@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.folder import has_checkpoints, latest, locate, remove, tags_by_step, write_latest
+from zeromesh.checkpoint.folder import has_checkpoints, latest
 from zeromesh.checkpoint.memory_files import marked
 from zeromesh.config.keys import MODEL_FOLDER, OTHER_OUTPUT, OUTPUT
 from zeromesh.config.settings import Resolved
@@ -29,8 +28,8 @@ class RunFolder:
         self.text = path / "text"  # token files
         self.tokenizer = self.text / TOKENIZER_FOLDER
         self.metrics = path / "metrics.jsonl"
-        self.picture = path / "loss.png"
-        self.times = path / "time.jsonl"  # by kind of work; the same name with .png is a picture
+        self.picture = path / "report.png"
+        self.times = path / "time.jsonl"  # by kind of work
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"  # weights, or adapters, at the end of the run
         self.report = path / "report.json"  # for programs; the same name with .md is for people
@@ -55,21 +54,6 @@ class RunFolder:
     def is_copied(self) -> bool:
         """True if the run has copies in memory, of which some may be lost."""
         return marked(self.checkpoints) is not None
-
-    def tags(self) -> dict[int, str]:
-        """Return the tags of the run's checkpoints by their steps, in order."""
-        return {step: tag for tag, step in tags_by_step(self.checkpoints).items()}
-
-    def mark(self, tag: str) -> str:
-        """Return what tells a checkpoint from another that was written with the same tag later."""
-        return Reader(locate(self.checkpoints, tag)).digest
-
-    def go_back(self, tag: str, step: int) -> None:
-        """Let the run be resumed from a checkpoint at ``step``, and delete those of later steps, which it gave up."""
-        write_latest(self.checkpoints, tag)
-        for saved, other in self.tags().items():
-            if saved > step:
-                remove(locate(self.checkpoints, other))
 
     def settings(self) -> Resolved:
         """Return the settings of the run; raise ValueError if no run wrote the file."""

@@ -92,10 +92,6 @@ class TimeLog:
         """Write what was seen of the ranks at a step: ``work``, their seconds in an update, or ``health``, a check."""
         self._append({"seen": time.time(), "step": step, **values})
 
-    def go_back(self, back: int) -> None:
-        """Write that the run goes on from ``back``, and takes the steps from there to the last record's again."""
-        self._append({"back": back})
-
     def _switch(self, kind: Spent) -> Spent:
         now, before = time.monotonic(), self._kind
         self._seconds[before] += now - self._since
@@ -162,7 +158,6 @@ _CHECK = record_type({
 })  # fmt: skip
 _FORMS: dict[str, Form] = {
     "began": TypeAdapter(record_type({"began": Moment, "step": Count})),
-    "back": TypeAdapter(record_type({"back": Count})),
     "seconds": TypeAdapter(record_type({"at": Moment, "step": Count, "seconds": dict[str, Seconds], "ends": bool})),
     "work": TypeAdapter(record_type({"step": Count, "work": list[Seconds], "usual": NotRequired[list[Seconds]]})),
     "health": TypeAdapter(record_type({"step": Count, "health": _CHECK})),
@@ -184,9 +179,6 @@ def read_attempts(path: Path) -> list[Attempt]:
         if "began" in record:
             before = {}
             attempts.append(Attempt(max(record["began"], attempts[-1].last if attempts else 0.0), record["step"]))
-        elif attempts and "back" in record:
-            for attempt in attempts:
-                attempt.take_again(record["back"])
         elif attempts and "seconds" in record:
             before = attempts[-1].add(record, before)
     for attempt, later in pairwise(attempts):
@@ -204,7 +196,3 @@ def totals(attempts: list[Attempt]) -> dict[Spent, float]:
         for kind, seconds in stretch.seconds.items():
             seconds_of[kind] += seconds
     return seconds_of
-
-
-COLOURS = ("#009E73", "#999933", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#0072B2", "#F0E442", "#000000", "#BBBBBB")
-"""Colours of Okabe and Ito, and one more, by kind in order."""

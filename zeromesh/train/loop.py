@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 
 from zeromesh import Engine
-from zeromesh.comm.agreement import agree_run, texts
-from zeromesh.config.keys import SPIKE_LIMITS
 from zeromesh.observe.machine import peak_bytes, peak_flops
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display, Figures
-from zeromesh.observe.units import counted
-from zeromesh.train.check import Job, changeable
+from zeromesh.train.check import Job
 from zeromesh.train.data.loader import Batch, Share
 from zeromesh.train.goodput import Spent, TimeLog
 from zeromesh.train.loss import HeldOut, Score, weighted
 from zeromesh.train.signals import Ended, Request, mark_saved
-
-MOST_ROLLBACKS = 3  # to one checkpoint; the samples between it and a spike are others each time
 
 _log = logging.getLogger("zeromesh")
 
@@ -53,12 +47,8 @@ class Loop:
     display: Display
     times: TimeLog
 
-    def run(self, batches_from: Callable[[int], Iterator[Batch]], start: Progress) -> Progress:
-        """Train from ``start`` to the last step, and save the last state. Collective.
-
-        ``batches_from`` returns this rank's micro-batches from a number of samples on.
-        """
-        batches = batches_from(start.samples)
+    def run(self, batches: Iterator[Batch], start: Progress) -> Progress:
+        """Train from ``start`` on this rank's micro-batches to the last step, and save the last state. Collective."""
         dtype = self.engine.config.precision.compute or self.engine.config.precision.autocast or torch.float32
         # Measured on all ranks at the same time, which may share cores or the power of a machine.
         local_peak = torch.tensor([peak_flops(self.engine.device, dtype)], dtype=torch.float64)
@@ -71,16 +61,13 @@ class Loop:
                 loss = self._step(batches)
             seconds = progress.seconds + (time.perf_counter() - began)
             progress = Progress(progress.step + 1, progress.samples + self.share.global_batch, seconds)
-            if (back := self._after_spike(progress)) is not None:
-                progress = logged = back
-                batches, saved = batches_from(back.samples), False
-            else:
-                if progress.step in (1, self.job.run.steps) or self._due(progress, self.job.run.log_every):
-                    peak = self._log(progress, logged, loss, rate, peak)
-                    logged = progress
-                saved = self._between_steps(progress)
-                if self._due(progress, self.job.run.copy_every) and progress.step < self.job.run.steps:
-                    self._copy(progress)
+            self._note_spike(progress)
+            if progress.step in (1, self.job.run.steps) or self._due(progress, self.job.run.log_every):
+                peak = self._log(progress, logged, loss, rate, peak)
+                logged = progress
+            saved = self._between_steps(progress)
+            if self._due(progress, self.job.run.copy_every) and progress.step < self.job.run.steps:
+                self._copy(progress)
             # The engine has agreed with all ranks on the signal, so all save at the same step.
             if self._due(progress, self.job.run.check_every) or self.engine.asked & Request.CHECK:
                 self._check(progress)
@@ -111,64 +98,13 @@ class Loop:
         assert loss is not None
         return loss
 
-    def _after_spike(self, progress: Progress) -> Progress | None:
-        """Record a step that is a spike. Go back to a checkpoint if the run does so; return where it goes on then."""
-        spike, world = self.engine.spikes.last, self.engine.mesh.group("world")
-        if spike is None:
-            return None
-        back = self._checkpoint_before(progress.step) if spike.skipped and self.job.run.roll_back is not None else {}
-        if self.metrics is not None:
-            values = {"name": spike.name, "value": spike.value, "usual": spike.usual, "skipped": spike.skipped}
-            where = {"back": back.get("tag"), "mark": back.get("mark")}
-            self.metrics.note("spike", progress.step, samples=progress.samples, **where, **values)
-        if not back:
-            return None
-        with self.times.spend(Spent.CHECKPOINTS):
-            self.engine.load_checkpoint(self.job.folder.checkpoints, tag=back["tag"])
-        reached = Progress(self.engine.global_steps, progress.samples, progress.seconds)
-
-        def forget() -> None:
-            if self.metrics is not None:
-                self.metrics.forget(reached.step)
-                self.job.folder.go_back(back["tag"], reached.step)
-
-        agree_run(world, "go back to a checkpoint", forget)
-        self._record(progress)
-        self.times.go_back(reached.step)
-        self.display.line(f"{spike}; the run goes back to {back['tag']}, and on with sample {progress.samples}")
-        return reached
-
-    def _checkpoint_before(self, step: int) -> dict[str, Any]:
-        """Return the checkpoint to go back to, its tag and mark, the same on all ranks; {} if none is old enough.
-
-        Raises:
-            FloatingPointError: the run has gone back to it too often.
-        """
-        older, spike, world = self.job.run.roll_back or 0, self.engine.spikes.last, self.engine.mesh.group("world")
-        self._complete_save(Progress(step))
-
-        def choose() -> dict[str, Any]:
-            fits = [tag for saved, tag in self.job.folder.tags().items() if saved <= step - older]
-            if self.metrics is None or not fits:
-                return {}
-            mark = self.job.folder.mark(fits[-1])
-            before = [
-                note for note in self.metrics.notes("spike") if (note["back"], note.get("mark")) == (fits[-1], mark)
-            ]
-            return {"tag": fits[-1], "mark": mark, "times": len(before)}
-
-        # One rank chooses: files of another node may be older.
-        checkpoint: dict[str, Any] = json.loads(
-            texts(world, json.dumps(agree_run(world, "choose a checkpoint", choose)))[0]
-        )
-        if not checkpoint:
-            _log.warning("%s; the run goes on, as no checkpoint is at least %s older", spike, counted(older, "update"))
-        elif checkpoint["times"] >= MOST_ROLLBACKS:
-            raise FloatingPointError(
-                f"{spike}; the run went back to {checkpoint['tag']} {counted(checkpoint['times'], 'time')} before; "
-                f"raise {SPIKE_LIMITS} and resume, or start a run with a lower learning rate"
-            )
-        return checkpoint
+    def _note_spike(self, progress: Progress) -> None:
+        """Record a step that is a spike."""
+        if (spike := self.engine.spikes.last) is not None and self.metrics is not None:
+            self.metrics.write(
+                "spike", progress.step, samples=progress.samples, name=spike.name, value=spike.value,
+                usual=spike.usual, skipped=spike.skipped,
+            )  # fmt: skip
 
     def _due(self, progress: Progress, every: int) -> bool:
         """Return whether the step is a multiple of ``every``; 0 means never."""
@@ -267,14 +203,7 @@ class Loop:
 
     def _client_state(self, progress: Progress) -> dict[str, Any]:
         """Return what a resumed run needs beside the engine's state."""
-        return {
-            "samples": progress.samples, "seconds": progress.seconds, "origins": self.job.origins,
-            "settings": self._changeable,
-        }  # fmt: skip
-
-    @cached_property
-    def _changeable(self) -> dict[str, Any]:
-        return changeable(self.engine.config)
+        return {"samples": progress.samples, "seconds": progress.seconds, "origins": self.job.origins}
 
     def _save(self, progress: Progress, last: bool = False) -> bool:
         """Write a checkpoint, or begin to (``checkpoint.asynchronous``), and return whether this succeeded."""

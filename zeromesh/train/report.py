@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import time
-import tokenize
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -19,17 +17,15 @@ from rich.markdown import Markdown
 from zeromesh.config.keys import MACHINE
 from zeromesh.model.files import write_text
 from zeromesh.observe.machine import peak_bytes
-from zeromesh.observe.metrics import loss_picture, read_metrics
+from zeromesh.observe.metrics import read_metrics
 from zeromesh.observe.units import bytes_text, counted, duration_text, scaled_text
 from zeromesh.train.check import Job
-from zeromesh.train.data.store import PreparedData
 from zeromesh.train.goodput import Spent, read_attempts, totals
 from zeromesh.train.loop import Loop, Progress
 from zeromesh.train.model import Transformer
-from zeromesh.train.page import SPIKE_COLUMNS, spike_rows, write_page
+from zeromesh.train.run_picture import write_picture
 from zeromesh.train.sample import load_writer
 
-SMALLEST_SHARE = 0.005  # of a step's time; resources below it get no row
 WORTH = 30.0  # seconds of all steps from which the few seconds of a prediction are spent
 BAR = 20  # characters of a bar for the whole step
 
@@ -37,25 +33,7 @@ Report = dict[str, Any]
 """Result of a run, as in report.json; losses are in nats per token."""
 
 
-def count_lines(texts: list[str]) -> dict[str, int]:
-    """Count the lines that are complete and not blank, and those that Python's ``tokenize`` module reads."""
-    # Each line is read alone, so one that leaves a bracket or a string open does not count: the standard library itself
-    # has a share of about 0.86.
-    lines = [line for text in texts for line in text.split("\n")[:-1] if line.strip()]
-    return {"lines": len(lines), "tokenizing": sum(map(_tokenizes, lines))}
-
-
-def _tokenizes(line: str) -> bool:
-    try:
-        types = [token.type for token in tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline)]
-    except (tokenize.TokenError, SyntaxError):
-        return False
-    return tokenize.ERRORTOKEN not in types
-
-
-def close(
-    loop: Loop, prepared: PreparedData, began: float, start: Progress, reached: Progress, console: Console
-) -> None:
+def close(loop: Loop, began: float, start: Progress, reached: Progress, console: Console) -> None:
     """Evaluate, and write the weights and the report of a loop at its end. Collective; the first rank writes."""
     engine, job = loop.engine, loop.job
     with loop.times.spend(Spent.EVALUATION):
@@ -78,12 +56,7 @@ def close(
     if isinstance(job.language, Transformer):
         job.folder.copy_tokenizer(job.folder.model)
     records = read_metrics(job.folder.metrics)
-    steps, validations, spikes = (
-        [record for record in records if record["kind"] == kind] for kind in ("train", "validation", "spike")
-    )
-    curves = ([(record["step"], record["loss"]) for record in kind] for kind in (steps, validations))
-    if not loss_picture(job.folder.picture, *curves):
-        console.print(f"no {job.folder.picture.name}: drawing it needs matplotlib, pip install 'zeromesh[plots]'")
+    steps, spikes = ([record for record in records if record["kind"] == kind] for kind in ("train", "spike"))
     prediction = None
     if reached.seconds >= WORTH or os.environ.get(MACHINE):
         rows = engine.train_micro_batch_size_per_gpu()
@@ -101,15 +74,12 @@ def close(
         "training_seconds": reached.seconds,  # in steps, of the whole run also if it was resumed
         "attempts": len(attempts),  # commands and restarts; the times are those of all
         "time": {kind.name.lower(): round(seconds, 3) for kind, seconds in times.items()},
-        "spikes": [
-            {key: spike[key] for key in ("step", "name", "value", "usual", "skipped", "back")} for spike in spikes
-        ],
+        "spikes": [{key: spike[key] for key in ("step", "name", "value", "usual", "skipped")} for spike in spikes],
         "goodput": times[Spent.STEPS] / (sum(times.values()) or 1.0),  # 0 where no time could be written
         "utilization": fmean(record.get("utilization", 0.0) for record in steps),  # share of the peak
         "training_loss": steps[-1]["loss"],
         "validation_loss": score.loss if score else None,  # of all held-out text
         "bits_per_byte": score.bits_per_byte if score else None,
-        "gzip_bits_per_byte": prepared.gzip_bits_per_byte if score else None,
         "peak_memory": peaks,  # by rank; all below is of the first rank
         "memory": memory,
         "prediction": prediction,  # null after a short run
@@ -117,15 +87,14 @@ def close(
         "traffic_steps": reached.step - start.step,  # the traffic has evaluations between them, too
         "bounds": bounds,  # null after too few steps
         "samples": samples,
-        "lines": count_lines(samples) if prepared.python else None,
     }
     write_text(job.folder.report, json.dumps(report, indent=2))
     text = markdown(report)
     write_text(job.folder.report.with_suffix(".md"), text)
     try:
-        write_page(job.folder.path)
+        write_picture(job.folder.path)
     except (OSError, ValueError) as error:  # the run has succeeded; a full disk may have left no times
-        console.print(f"no page of the run was written: {error}")
+        console.print(f"no {job.folder.picture.name} was written: {error}")
     console.print(Markdown(text))
     console.print(f"the report, the weights and the checkpoints are in {job.folder.path}")
 
@@ -148,16 +117,8 @@ def markdown(report: Report) -> str:
         _table(("what", "value"), _summary(report)),
         "## Time of all attempts",
         _table(("work", "time", "share"), _times(report)),
-        *(["## Spikes", _table(SPIKE_COLUMNS, spike_rows(report["spikes"]))] if report["spikes"] else []),
-        "## Memory of the first rank",
-        _table(("state", "tier", "bytes"), _memory(report["memory"])),
-        "## Prediction for the first rank",
-        *_prediction(report["prediction"]),
-        "## Traffic of the first rank",
-        _table(("collective", "axis", "calls", "sent", "sent per step", "to other nodes"), _traffic(report)),
+        *(["## Spikes", _table(SPIKE_COLUMNS, _spikes(report))] if report["spikes"] else []),
     ]
-    if report["bounds"] is not None:
-        parts += ["## What bounded the first rank", *_bounds(report["bounds"])]
     if report["samples"]:
         parts += ["## Samples", *map(_block, report["samples"])]
     return "\n\n".join(parts) + "\n"
@@ -192,17 +153,10 @@ def _summary(report: Report) -> list[tuple[str, str]]:
     ]
     if report["validation_loss"] is not None:
         rows.append(("validation loss", f"{report['validation_loss']:.3f} nats per token"))
-    if report["bits_per_byte"] is not None and report["gzip_bits_per_byte"] is not None:
-        ratio = report["bits_per_byte"] / report["gzip_bits_per_byte"]
+    if report["bits_per_byte"] is not None:
         rows.append(("held-out bits per byte", f"{report['bits_per_byte']:.3f}"))
-        rows.append(
-            ("gzip -9 on the same bytes", f"{report['gzip_bits_per_byte']:.3f}; the model needs {ratio:.2f} x that")
-        )
     rows.append(("peak memory by rank", ", ".join(map(bytes_text, report["peak_memory"]))))
-    if report["lines"] is not None and (lines := report["lines"]["lines"]):
-        good = report["lines"]["tokenizing"]
-        rows.append(("sampled lines that tokenize as Python", f"{good / lines:.0%} ({good} of {lines})"))
-    return rows
+    return [*rows, *_first_rank(report)]
 
 
 def _times(report: Report) -> list[tuple[str, str, str]]:
@@ -214,52 +168,29 @@ def _times(report: Report) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _memory(memory: dict[str, Any]) -> list[tuple[str, str, str]]:
-    rows = []
-    for state, tiers in memory.items():
-        if isinstance(tiers, dict):
-            rows += [(state, tier, bytes_text(size)) for tier, size in tiers.items() if size]
-        else:
-            rows.append((state, "", bytes_text(tiers)))
-    return rows
+SPIKE_COLUMNS = ("step", "of", "value", "median before", "what was done")
 
 
-def _prediction(prediction: dict[str, Any] | None) -> list[str]:
+def _spikes(report: Report) -> Iterator[tuple[str, ...]]:
+    for spike in report["spikes"]:
+        done = "left out" if spike["skipped"] else "logged"
+        yield str(spike["step"]), spike["name"], f"{spike['value']:.4g}", f"{spike['usual']:.4g}", done
+
+
+def _first_rank(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield what bounded the first rank, what it sent, and how it was predicted; report.json has all figures."""
+    bounds, prediction, steps = report["bounds"], report["prediction"], report["traffic_steps"]
+    if bounds is not None:
+        yield "a step", f"most of its {1e3 * bounds['seconds']:.0f} ms goes to {bounds['bound']}: {bounds['advice']}"
+    sent = sum(use["bytes"] for use in report["traffic"].values())
+    yield "sent by the first rank", bytes_text(sent) + (f", {bytes_text(sent / steps)} per step" if steps else "")
     if prediction is None:
-        return [
-            f"None was made, as the steps took less than {WORTH:.0f} s: it takes a few seconds; {MACHINE}, with a file "
-            "of zeromesh doctor --save, makes one in any case."
-        ]
-    memory = "memory" if prediction["host"] is None else "memory of the device"
-    rows = []
-    for name, what in (("device", memory), ("host", "memory of the host"), ("step", "time of a step")):
+        yield "prediction", f"none, as the steps took less than {WORTH:.0f} s; with {MACHINE} there is one in any case"
+        return
+    for name, what in (("device", "memory of the device"), ("host", "memory of the host"), ("step", "time of a step")):
         entry, text = prediction[name], (lambda seconds: f"{1e3 * seconds:.1f} ms") if name == "step" else bytes_text
-        if entry is None:
-            continue
-        values = ["" if entry[key] is None else text(entry[key]) for key in ("predicted", "measured")]
-        rows.append((what, *values, "" if entry["difference"] is None else f"{entry['difference']:+.0%}"))
-    return [_table(("what", "predicted", "measured", "difference"), rows), *prediction["notes"]]
-
-
-def _bounds(bounds: dict[str, Any]) -> tuple[str, str]:
-    rows = []
-    for name, use in bounds["uses"].items():
-        if use["share"] < SMALLEST_SHARE and use["amount"] is None:
-            continue
-        unit = "FLOP" if name == "compute" else "B"
-        amount = "" if use["amount"] is None else scaled_text(use["amount"], unit)
-        limit = "" if use["of_limit"] is None else f"{use['of_limit']:.0%} of {scaled_text(use['limit'], unit)}/s"
-        bar = "█" * round(BAR * use["share"])
-        rows.append((name, f"{1e3 * use['seconds']:.1f}", f"{use['share']:.0%} {bar}".rstrip(), amount, limit))
-    sentence = f"Most of a step's {1e3 * bounds['seconds']:.0f} ms goes to {bounds['bound']}: {bounds['advice']}."
-    return sentence, _table(("resource", "ms", "share", "per step", "of its limit"), rows)
-
-
-def _traffic(report: Report) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for key, use in report["traffic"].items():
-        collective, _, axis = key.partition("/")
-        per_step = bytes_text(use["bytes"] / report["traffic_steps"]) if report["traffic_steps"] else ""
-        across = bytes_text(use["across_nodes"]) if use["across_nodes"] else ""
-        rows.append((collective, axis, str(use["calls"]), bytes_text(use["bytes"]), per_step, across))
-    return rows
+        if entry is not None and entry["predicted"] is not None:
+            measured = "" if entry["measured"] is None else f", measured {text(entry['measured'])}"
+            difference = "" if entry["difference"] is None else f" ({entry['difference']:+.0%})"
+            yield f"predicted {what}", text(entry["predicted"]) + measured + difference
+    yield from (("prediction", note) for note in prediction["notes"])

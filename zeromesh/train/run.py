@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +20,7 @@ from zeromesh.comm.agreement import agree_run, world_group
 from zeromesh.comm.detect import may_restart
 from zeromesh.comm.environment import device_of_group, shutdown
 from zeromesh.comm.failure import RankFailure
+from zeromesh.config.document import whole_document
 from zeromesh.config.keys import PEER_COPIES, RESUME, SAVE_EVERY
 from zeromesh.config.printing import refuse_unfilled, tell_unset
 from zeromesh.model.files import write_text
@@ -48,7 +48,9 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
     overrides = [*overrides, *([f"{RESUME}={json.dumps(resume)}"] if resume else [])]
     loaded = Settings.load(config, overrides)
     refuse_unfilled(config, loaded, overrides)
-    settings = planned(config, overrides, _decided(loaded))
+    # In the settings "auto" is what a key without a value has, and here it says more.
+    is_auto = whole_document(config, overrides).get("run", {}).get("resume") == "auto"
+    settings = planned(config, overrides, _decided(loaded, is_auto or may_restart()))
     if is_first():
         tell_unset(config, settings, {}, overrides)
     # Everything that can be refused is refused here, before the text is read and a rank is started.
@@ -64,11 +66,11 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
         raise
 
 
-def _decided(settings: Settings) -> Settings:
-    """Return the settings with ``run.resume`` true or false."""
+def _decided(settings: Settings, is_auto: bool) -> Settings:
+    """Return the settings with ``run.resume`` true or false; ``is_auto`` says that the run is to go on if it can."""
     run = settings.run
     # A launcher that restarts ranks repeats the first command, which must then go on. All ranks see the same folder.
-    if run is None or run.resume is True or (run.resume is False and not may_restart()):
+    if run is None or run.resume is True or not is_auto:
         return settings
     folder = RunFolder(Path(run.output))
     resume = folder.last_checkpoint is not None or folder.is_copied
@@ -184,9 +186,10 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
                 ),
             )  # fmt: skip
             length, seed = job.language.sequence_length, job.settings.seed
+            batches = training_batches(prepared, length, loop.share, seed, start.samples)
             with forward_signals(engine):
-                reached = loop.run(partial(training_batches, prepared, length, loop.share, seed), start)
-        close(loop, prepared, began, start, reached, console)
+                reached = loop.run(batches, start)
+        close(loop, began, start, reached, console)
     finally:
         engine.destroy()
 

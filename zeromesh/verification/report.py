@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from zeromesh.observe.drawing import require_matplotlib
 from zeromesh.observe.units import counted
 from zeromesh.verification.cause import where
 from zeromesh.verification.plain import PlainStep
@@ -214,15 +215,6 @@ class Report:
         figure.colorbar(image, ax=list(axes), label="largest relative difference")
         figure.suptitle(f"{self.model}, {self.layout}: {self.verdict.name.lower()}")
         figure.savefig(file, dpi=120)
-
-
-def require_matplotlib() -> Any:
-    """Return matplotlib's class of figures, which leaves the user's backend alone; raise ValueError without it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(f"--picture needs matplotlib ({error}); pip install 'zeromesh[plots]'") from None
-    return Figure
 
 
 def described(finding: Finding) -> str:

@@ -26,7 +26,6 @@ from zeromesh.train.data.store import (
     PreparedData,
     TokenSet,
     divide,
-    gzip_size,
     load_summary,
     save_summary,
     scan_documents,
@@ -198,8 +197,6 @@ def _make(
         capped=tokenizer is not None and data.tokenizer is None and tokenizer.size < data.vocabulary_size,
         skipped=len(skipped),
         dropped=dropped,
-        gzip_bytes=gzip_size(validation, tokenizer),
-        python=all(file.path.suffix == ".py" for documents in files for file in documents),
         tokenizer=folder / TOKENIZER_FOLDER if tokenizer else None,
     )
 

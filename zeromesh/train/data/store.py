@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
@@ -69,8 +68,6 @@ class PreparedData:
     capped: bool  # the text gives fewer entries than the default size of the vocabulary
     skipped: int  # documents that are empty, cannot be read, or are not UTF-8
     dropped: int  # records that were longer than a sample
-    gzip_bytes: int  # of the held-out text after gzip -9, the documents one after the other
-    python: bool  # the names of all documents end in .py
     tokenizer: Path | None  # folder; None for sources of tokens without a tokenizer in the settings
     weights: tuple[float, ...] = (1.0,)  # share of each part of the blend; their sum is 1
     packing: str = "pack"
@@ -81,11 +78,6 @@ class PreparedData:
         """Bytes of text that the held-out labels stand for; 0 if unknown for some of them."""
         sizes = [token_set.bytes for token_set in self.validation]
         return sum(sizes) if all(sizes) else 0
-
-    @property
-    def gzip_bits_per_byte(self) -> float | None:
-        """Bits per byte that ``gzip -9`` reaches on the held-out text; None if its bytes are unknown or zero."""
-        return 8 * self.gzip_bytes / self.held_out_bytes if self.held_out_bytes else None
 
     def sampled(self, data: TextData) -> PreparedData:
         """Return the same data with the settings of samples, on which the files do not depend."""
@@ -114,9 +106,11 @@ def load_summary(path: Path) -> PreparedData | None:
         values = json.loads(read_text(path))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
-    # Of another version, with other fields: the files are made again.
-    if not isinstance(values, dict) or values.keys() != {field.name for field in fields(PreparedData)}:
+    # Of another version, which lacks fields: the files are made again.
+    names = {field.name for field in fields(PreparedData)}
+    if not isinstance(values, dict) or not names <= values.keys():
         return None
+    values = {name: values[name] for name in names}
 
     def here(name: str | None) -> Path | None:
         return None if name is None else path.parent / name
@@ -242,16 +236,6 @@ def divide(
     if not sides[1].bytes and tokenizer is not None:
         sides[1] = replace(sides[1], bytes=sum(len(text) for text in label_texts(sides[1], tokenizer)))
     return sides[0], sides[1]
-
-
-def gzip_size(sets: Iterable[TokenSet], tokenizer: TextTokenizer | None) -> int:
-    """Return the size of the text of all labels after ``gzip -9``."""
-    compressor = zlib.compressobj(9, wbits=16 + zlib.MAX_WBITS)  # 16: with the header of gzip
-    written = 0
-    for token_set in sets:
-        if tokenizer is not None:
-            written += sum(len(compressor.compress(text)) for text in label_texts(token_set, tokenizer))
-    return written + len(compressor.flush())
 
 
 def label_texts(token_set: TokenSet, tokenizer: TextTokenizer) -> Iterator[bytes]:
