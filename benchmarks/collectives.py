@@ -30,6 +30,7 @@ from page import link
 from ranks import mpiexec, variables
 from zeromesh.comm import local
 from zeromesh.comm.collectives import Group
+from zeromesh.comm.environment import init_distributed
 from zeromesh.comm.mpi import backend as mpi
 from zeromesh.comm.traffic import Traffic
 
@@ -40,15 +41,15 @@ Table = dict[tuple[str, str, str], Callable[[], Any]]
 """By collective, backend and who makes the call."""
 
 
-def table(groups: dict[str, Any], size: int) -> Table:
+def table(group: Any, size: int) -> Table:
     """What is measured with full buffers of ``size`` bytes of fp32; each call has buffers that are touched before."""
     ranks = dist.get_world_size()
     full, other = torch.ones(size // 4), torch.ones(size // 4)
     part, total = torch.ones(size // 4 // ranks), torch.ones(size // 4 // ranks)
     found: Table = {}
-    ours = {backend: Group("world", group, CPU, Traffic()) for backend, group in groups.items()}
-    reached = local.LocalGroup.of(local.transport(required=True), groups[GLOO])
-    ours[MEMORY] = Group("world", groups[GLOO], CPU, Traffic(), local=reached)
+    memory = local.LocalGroup.of(local.transport(required=True), group)
+    carriers = {GLOO: None, MPI: mpi.group_of(group), MEMORY: memory}
+    ours = {name: Group("world", group, CPU, Traffic(), carrier=carrier) for name, carrier in carriers.items()}
     for backend, point in ours.items():
         received = torch.ones(point.receive_elements(part.numel()))
         found |= {
@@ -57,25 +58,20 @@ def table(groups: dict[str, Any], size: int) -> Table:
                 other, r, total, False, 5
             ).wait(),
         }
-    for backend, group in groups.items():
-        found |= {
-            ("all-gather", backend, OWN): lambda g=group: dist.all_gather_into_tensor(full, part, group=g),
-            ("reduce-scatter", backend, OWN): lambda g=group: dist.reduce_scatter_tensor(total, other, group=g),
-            ("all-to-all", backend, OWN): lambda g=group: dist.all_to_all_single(full, other, group=g),
-            ("all-reduce", backend, OWN): lambda g=group: dist.all_reduce(full.fill_(1), group=g),
-        }
-    return found
+    return found | {
+        ("all-gather", GLOO, OWN): lambda: dist.all_gather_into_tensor(full, part),
+        ("reduce-scatter", GLOO, OWN): lambda: dist.reduce_scatter_tensor(total, other),
+        ("all-to-all", GLOO, OWN): lambda: dist.all_to_all_single(full, other),
+        ("all-reduce", GLOO, OWN): lambda: dist.all_reduce(full.fill_(1)),
+    }
 
 
 def measure(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
     """On every rank: one row for each size, collective, backend and caller, with milliseconds of each round."""
-    mpi.install()
-    dist.init_process_group("mpi")
-    mpi.store()  # with which gloo finds its peers
-    groups = {GLOO: dist.new_group(backend="gloo"), MPI: dist.group.WORLD}
+    init_distributed("mpi")
     rows = []
     for size in sizes:
-        calls = table(groups, size)
+        calls = table(dist.group.WORLD, size)
         times: dict[tuple[str, str, str], list[float]] = {name: [] for name in calls}
         repeat = 1 if size > 1 << 20 else 10
         for index in range(rounds * repeat + 2):

@@ -118,10 +118,9 @@ def measure(job: Job) -> Figures:
     if job["backend"] == "mpi":
         rank, size = mpi.rank_and_size()
         os.environ.update(variables(size, rank, 0))
-        mpi.install()
     environment = init_distributed(job["backend"])
     case = CASES[job["case"]]
-    backend = dist.get_backend()
+    backend = job["backend"] or dist.get_backend()
     device = device_for(environment, backend)
     replaced = case.bf16 and products.needed(device)
     if replaced:

@@ -184,10 +184,8 @@ class Saving(EngineState):
         # With the parameters themselves, so that those that are sharded can be found by identity.
         state = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
         copies: dict[int, torch.Tensor] = {}
-        for unit in self.sharded.parts:
-            members = [parameter for flat in unit.flats for parameter in flat.parameters]
-            with self.sharded.gathered([unit]):
-                copies |= {id(parameter): parameter.detach().clone() for parameter in members}
+        for members in whole.whole_units(self.sharded, of_first=False):
+            copies |= {id(parameter): parameter.detach().clone() for parameter in members}
         state = {key: copies.get(id(value), value) for key, value in state.items()}
         return whole.add_stages(self.sharded, state, kwargs.get("prefix", ""))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from zeromesh.checkpoint.contents import buffers
-from zeromesh.checkpoint.whole import file_names, on_every_rank, on_first_rank, shows, tensor_states
+from zeromesh.checkpoint.whole import file_names, on_every_rank, on_first_rank, shows, tensor_states, whole_units
 from zeromesh.comm.agreement import agree_run, agree_success, catch, texts
 from zeromesh.model.quantized import change, dense, is_quantized, is_transposed, parts, stored, weight_of
 from zeromesh.pretrained import first_names
@@ -180,25 +181,21 @@ def _unit_tensors(sharded: ShardedModel) -> Iterator[dict[str, torch.Tensor]]:
     model = sharded.model
     written = written_names(model)
     owners = {id(part): (written[name], p) for name, p in model.named_parameters() for _, part in parts(p)}
-    for unit in sharded.parts:
-        members: dict[str, torch.Tensor] = {
-            name: owners[id(p)][1]
-            for flat in filter(sharded.is_first, unit.flats)
-            for p in flat.parameters
-            for name in owners[id(p)][0]
-        }
-        # Merging a layer needs its adapters, which may be in other units.
-        with sharded.gathered(_with_adapters(sharded, unit, members)):
-            yield members
+    # Merging a layer needs its adapters, which may be in other units.
+    for members in whole_units(sharded, partial(_with_adapters, sharded)):
+        yield {name: owners[id(p)][1] for p in members for name in owners[id(p)][0]}
     # The state dict may name them otherwise, as wrappers and the model's hooks do.
     yield {name: buffer for name, buffer in buffers(sharded) if name not in sharded.idle}
 
 
-def _with_adapters(sharded: ShardedModel, unit: Unit | Table, names: Iterable[str]) -> list[Unit | Table]:
+def _with_adapters(sharded: ShardedModel, unit: Unit | Table) -> list[Unit | Table]:
     """Return the unit, and those that hold the other parameters of its adapted layers."""
     if not is_adapted(sharded.model):
         return [unit]
     owners = {id(p): owner for owner in sharded.parts for flat in owner.flats for p in flat.parameters}
+    inside = {id(p) for flat in unit.flats for p in flat.parameters}
+    every = sharded.model.named_parameters(remove_duplicate=False)
+    names = [name for name, parameter in every if any(id(part) in inside for _, part in parts(parameter))]
     paths = {path for name in names if (path := _adapted_path(sharded.model, name)) is not None}
     units = {unit, *(owners[id(p)] for path in paths for _, p in stored(sharded.model.get_submodule(path)))}
     # All ranks gather in one order.

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import zeromesh.horovod as hvd
-from harness import on_ranks, run_mpi_ranks, run_ranks, spawn_ranks
+from harness import on_ranks, run_ranks, spawn_ranks
 from zeromesh.horovod import world as worlds
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -77,10 +77,6 @@ def test_operations_of_every_dtype_equal_those_on_all_ranks_tensors() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_operations_of_every_dtype_on_other_numbers_of_ranks(ranks: int) -> None:
     run_ranks(moves_of_every_dtype, ranks)
-
-
-def test_operations_over_mpi_equal_those_on_all_ranks_tensors() -> None:
-    run_mpi_ranks(moves_of_every_dtype, 2)
 
 
 @on_ranks(3)

@@ -496,7 +496,7 @@ def on_ranks(world_size: int | str, timeout: float = 180) -> Callable[[Callable[
 def run_mpi_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180, **kwargs: Any
 ) -> list[Any]:
-    """As ``run_ranks``, on ranks that ``mpiexec`` started, in a process group of the backend mpi."""
+    """As ``run_ranks``, on ranks that ``mpiexec`` started, whose engines send their messages over MPI."""
     __tracebackhide__ = True
     return _values(fn, mpi_pool(world_size).run(fn, world_size, args, kwargs, timeout))
 

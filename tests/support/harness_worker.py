@@ -89,12 +89,6 @@ def answer(request: dict[str, Any], rank: int, backend: str) -> Any:
     os.environ.update(request["variables"])
     one_host = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
     timeout = timedelta(seconds=request["timeout"] + 30)
-    if backend == "mpi":
-        from zeromesh.comm.mpi import backend as mpi
-
-        mpi.install(timeout)
-        dist.init_process_group("mpi")
-        return function(*args, **kwargs)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{request['store']}" if one_host else "env://",
@@ -102,6 +96,10 @@ def answer(request: dict[str, Any], rank: int, backend: str) -> Any:
         world_size=world_size,
         timeout=timeout,
     )
+    if backend == "mpi":
+        from zeromesh.comm.mpi import backend as mpi
+
+        mpi.carry(timeout)
     return function(*args, **kwargs)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.model.buffers import is_extra
 from zeromesh.observe.units import some
 from zeromesh.shard.sharded import ShardedModel
+from zeromesh.shard.table.table import Table
+from zeromesh.shard.unit import Unit
 
 _log = logging.getLogger(__name__)
 
@@ -151,6 +154,21 @@ def _parts(value: torch.Tensor) -> Iterable[torch.Tensor]:
     return value.view(-1).view(torch.uint8).split(PART) if value.numel() else ()
 
 
+def whole_units(
+    sharded: ShardedModel, together: Callable[[Unit | Table], Sequence[Unit | Table]] = lambda unit: [unit],
+    of_first: bool = True,
+) -> Iterator[list[torch.Tensor]]:  # fmt: skip
+    """Yield the parameters of each unit, whole until the next unit is taken. All ranks go through it to its end.
+
+    ``together`` gives the units that are whole at once; ``of_first`` leaves out what an earlier stage has, too.
+    """
+    # One at a time, so that no rank holds the whole model on its device.
+    for unit in sharded.parts:
+        with sharded.gathered(together(unit)):
+            flats = [flat for flat in unit.flats if not of_first or sharded.is_first(flat)]
+            yield [parameter for flat in flats for parameter in flat.parameters]
+
+
 def keys_of(model: nn.Module) -> tuple[dict[int, list[str]], dict[str, Any]]:
     """Return the keys of the model's state dict by ``id`` of the tensor, and what it has beside parameters and buffers.
 
@@ -213,16 +231,9 @@ def gathered_state_dict(sharded: ShardedModel) -> State:
 def _shown(sharded: ShardedModel, keys: Mapping[int, list[str]]) -> Iterator[State]:
     """Yield the tensors of this rank's stage, by their first ``keys``, on the ranks that show them."""
     shown = shows(sharded.mesh)
-    # One at a time, so that no rank holds the whole model on its device.
-    for unit in sharded.parts:
-        with sharded.gathered([unit]):
-            flats = filter(sharded.is_first, unit.flats) if shown else ()
-            members = [parameter for flat in flats for parameter in flat.parameters]
-            state = {keys[id(one)][0]: one.detach().cpu().clone() for one in members if id(one) in keys}
-        if state or not members:
-            yield state
-    held = [one for _, one in own_buffers(sharded) if shown and id(one) in keys]
-    yield {keys[id(one)][0]: one.detach().cpu().clone() for one in held}
+    for members in chain(whole_units(sharded), [[buffer for _, buffer in own_buffers(sharded)]]):
+        chosen = [tensor for tensor in members if shown and id(tensor) in keys]
+        yield {keys[id(tensor)][0]: tensor.detach().to("cpu", copy=True) for tensor in chosen}
 
 
 def add_stages(sharded: ShardedModel, state: dict[str, Any], prefix: str = "") -> dict[str, Any]:

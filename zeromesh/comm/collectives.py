@@ -83,12 +83,12 @@ class Group:
         node_of: the node of each group rank; None if all are on one.
         hierarchical: True for two-step collectives between nodes; None chooses them where all nodes have as many ranks
             and the backend does not know the nodes itself.
-        local: carries messages to ranks of the same machine; None if the backend carries them.
+        carrier: carries messages in place of the backend: through memory, or over MPI.
     """
 
     def __init__(
         self, axis: str, process_group: Any, device: torch.device, traffic: Traffic, watchdog: Watchdog | None = None,
-        node_of: Sequence[int] | None = None, hierarchical: bool | None = None, local: LocalGroup | None = None,
+        node_of: Sequence[int] | None = None, hierarchical: bool | None = None, carrier: LocalGroup | None = None,
     ) -> None:  # fmt: skip
         self.axis = axis
         self.process_group = process_group
@@ -110,13 +110,13 @@ class Group:
         # Messages to each rank of exactly what it is owed are posted at once and progress on gloo's own thread, which
         # is what overlaps them with compute.
         self._point_to_point = self._hosted or bool(self.topology.across)
-        self._local = local
+        self._carrier = carrier
         # Messages go out of host memory only: tensors of an accelerator pass through a host copy.
         self._through_host = self._hosted and device.type != "cpu"
         # Adds up messages without a buffer for them.
-        whole = local is not None and local.complete and not (self.topology.across or self._through_host)
-        self._adder = local if whole else None
-        self.sums = SumPlace.MEMORY if whole else SumPlace.MESSAGES if self._point_to_point else SumPlace.COLLECTIVE
+        adds = carrier is not None and carrier.complete and not (self.topology.across or self._through_host)
+        self._adder = carrier if adds else None
+        self.sums = SumPlace.MEMORY if adds else SumPlace.MESSAGES if self._point_to_point else SumPlace.COLLECTIVE
         self._second_steps = SecondSteps(torch.device("cpu") if self._hosted else device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
@@ -319,8 +319,8 @@ class Group:
         self, receives: Iterable[tuple[int, torch.Tensor]], sends: Iterable[tuple[int, torch.Tensor]], tag: int
     ) -> list[Any]:  # fmt: skip
         """Start messages from and to group ranks; between two ranks they arrive in the order in which they are sent."""
-        if self._local is not None:
-            return self._local.post(receives, sends, tag)
+        if self._carrier is not None:
+            return self._carrier.post(receives, sends, tag)
         group = self.process_group
         if not self._hosted:  # nccl starts them together: one after the other, two ranks would wait for each other
             group._start_coalescing(self.device)

@@ -77,7 +77,7 @@ def device_for(environment: Environment, backend: str) -> torch.device:
 def device_of_group(environment: Environment) -> torch.device:
     """Return the device of this rank's tensors in the process group that has been started."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    backend = None if accelerator is None else backends().get(accelerator.type)
+    backend = None if accelerator is None or mpi.carries() else backends().get(accelerator.type)
     return torch.device("cpu") if backend is None else device_for(environment, backend)
 
 
@@ -150,6 +150,8 @@ def init_distributed(
     problem, device = None, torch.device("cpu")
     try:  # what is wrong here is raised only after the others know of it: they would wait for this rank
         require_backend(backend)
+        if backend == "mpi" and not dist.is_mpi_available() and (stranger := _other_mpi(found)):
+            raise StartError(stranger)
         device = device_for(found, backend)
         if device.type != "cpu":
             torch.accelerator.set_device_index(device.index)
@@ -181,13 +183,15 @@ def _start(
     environment: Environment, backend: str, device: torch.device, timeout: timedelta | None, limit: timedelta,
     problem: Exception | None,
 ) -> None:  # fmt: skip
-    if problem is not None and (backend == "mpi" or environment.world_size == 1):
-        raise problem  # nobody waits for this rank, or MPI ends the others
-    if backend == "mpi":
-        mpi.install(timeout)
+    several, carried = environment.world_size > 1, backend == "mpi"
+    if problem is not None and not several:
+        raise problem  # nobody waits for this rank
+    if carried and dist.is_mpi_available():  # torch was built with it, and MPI ends the others
+        if problem is not None:
+            raise problem
         dist.init_process_group("mpi", timeout=timeout)
         return
-    several = environment.world_size > 1
+    backend = "gloo" if carried else backend
     began = time.monotonic()
     store: Any = join_rendezvous(environment, limit, problem) if several else dist.HashStore()  # type: ignore[attr-defined]
     # gloo connects all ranks now, which must not take as long as a collective may. The store has that limit, too.
@@ -221,6 +225,8 @@ def _start(
             one.set_timeout(timeout or dist.default_pg_timeout)
     if connects:
         dist.distributed_c10d._set_pg_timeout(timeout or dist.default_pg_timeout)
+    if carried:
+        mpi.carry(timeout)
 
 
 def _checked(environment: Environment, backend: str, device: torch.device) -> Environment:
@@ -261,7 +267,8 @@ def _variables(env: Mapping[str, str], init_method: str | None, rank: int, world
 
 def _with_master(environment: Environment, backend: str, port: int | None) -> Environment:
     """Return the environment with the address and the port of the rendezvous."""
-    if environment.world_size == 1 or backend == "mpi" or environment.launcher == TORCHRUN.name:
+    own = backend == "mpi" and dist.is_mpi_available()  # which needs no address
+    if environment.world_size == 1 or own or environment.launcher == TORCHRUN.name:
         return environment
     if port is not None and not os.environ.get("MASTER_PORT"):
         environment = replace(environment, master_port=port)

@@ -74,12 +74,13 @@ class Mesh:
         backend = backend_for(device)
         self._watchdog = None
         # nccl's waits are the device's, and an MPI that torch was built with has no store to say them in.
-        if self.world_size > 1 and (backend == "gloo" or (backend == "mpi" and mpi.is_ours())):
+        if self.world_size > 1 and backend == "gloo":
             self._watchdog = watchdog.Watchdog(self.store, self.rank, self.world_size, watchdog.PATIENCE)
+        self._over_mpi = self.world_size > 1 and mpi.carries() and self.links.local is not True
         self._local = None
         # With an accelerator, host memory may be of a kind that other processes cannot read.
         through_memory = device.type == "cpu" if self.links.local is None else self.links.local
-        if self.world_size > 1 and backend == "gloo" and through_memory:
+        if self.world_size > 1 and backend == "gloo" and through_memory and not self._over_mpi:
             self._local = local.transport(required=self.links.local is True)
         self.node_of = [0] * self.world_size  # by rank
         if self.links.node is not None:
@@ -90,11 +91,7 @@ class Mesh:
     @property
     def store(self) -> Any:
         """Key-value store of all ranks; None for one rank, and with an MPI that torch was built with."""
-        if self.world_size == 1:
-            return None
-        if backend_for(self.device) != "mpi":
-            return trust.shared_store()
-        return mpi.store() if mpi.is_ours() else None
+        return None if self.world_size == 1 or backend_for(self.device) == "mpi" else trust.shared_store()
 
     def _make_groups(self) -> dict[str, Group]:
         axes = [axis for axis in AXES if self.sizes[axis] > 1]
@@ -136,8 +133,10 @@ class Mesh:
         hierarchical = self.links.hierarchical
         if hierarchical is None and (self.links.gather or self.links.reduce):
             hierarchical = True  # it is the step between nodes that is written in fewer bits
-        reached = None if group is None or self._local is None else local.LocalGroup.of(self._local, group)
-        return Group(axis, group, self.device, self.traffic, self._watchdog, nodes, hierarchical, reached)
+        carrier = None if group is None or self._local is None else local.LocalGroup.of(self._local, group)
+        if group is not None and self._over_mpi:
+            carrier = mpi.group_of(group)
+        return Group(axis, group, self.device, self.traffic, self._watchdog, nodes, hierarchical, carrier)
 
     def group(self, axis: str) -> Group:
         """Return the ranks that differ from this one along ``axis`` only, or those of ``"world"`` or ``"stage"``."""

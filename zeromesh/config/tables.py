@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from zeromesh.observe.units import show
@@ -78,131 +80,10 @@ RENAMED: dict[str, str] = {
 }
 """Other names of a key, to the one that is used here."""
 
-_UNITS = "units are gathered whole; slots sets how many are in memory"
-_ALWAYS = "always on"
-_HOST_UPDATE = "the host always updates with all threads of torch, as early as possible"
-
 WITHOUT_EFFECT: dict[str, str] = {
-    "sparse_gradients": "embeddings with sparse=True always have sparse gradients",
-    "zero_force_ds_cpu_optimizer": "there is no separate optimizer for the host",
-    "checkpoint.tag_validation": "all ranks must pass the same tag; only zeromesh.deepspeed reads this key",
-    "seq_parallel_communication_data_type": "communication_data_type sets the dtype of messages",
-    "disable_allgather": "the ZeRO stage decides what is gathered",
-    "dump_state": "zeromesh train writes the resolved configuration for every run",
-    "disable_python_gc": "ZeroMesh does not change Python's garbage collector",
-    "memory_breakdown": "call engine.memory_report() instead",
-    "use_data_before_expert_parallelism": "the order of the mesh axes is fixed",
-    "log_level": 'set the level of logging.getLogger("zeromesh") instead',
-    "allgather_size": _UNITS,
-    "timers": "throughput is always measured with the clock of the host",
-    "comet": "there is no monitor for Comet",
-    "flops_profiler.recompute_fwd_factor": "recomputed operations are counted when they run",
-    "comms_logger": "call engine.traffic_report() instead",
-    **{
-        f"aio.{name}": "each of queue_depth requests has its own thread"
-        for name in ("intra_op_parallelism", "single_submit", "overlap_events", "thread_count")
-    },
-    # Whole sections, in which anything may stand, and keys of sections that are read.
-    "autotuning": "there is no search for settings; zeromesh plan chooses a layout",
-    "hybrid_engine": "there is no separate engine for generation",
-    **{
-        f"compile.{name}": "DeepSpeed's compiler passes do not exist; compile.enabled compiles the model's blocks"
-        for name in (
-            "free_activation",
-            "free_activation_threshold",
-            "offload_activation",
-            "offload_opt_states",
-            "offload_parameters",
-            "double_buffer",
-            "symmetric_memory",
-            "debug_log",
-            "dump_graphs",
-            "passes",
-            "sync_before_reduce",
-            "sync_after_reduce",
-            "sync_before_allgather",
-            "sync_after_allgather",
-            "keep_int_input_tensors",
-            "keep_all_input_tensors",
-            "autoep_non_moe",
-        )
-    },
-    # Keys of earlier versions of DeepSpeed.
-    "compile.disable": "compile.enabled decides",
-    "compile.fullgraph": "what torch cannot compile of a block is computed as before",
-    "compile.dynamic": "torch decides, by the shapes that it meets",
-    "compile.options": "torch's defaults are used; engine.compile takes options",
-    "data_efficiency": "samples come in the order of the loader; only a curriculum over their length is supported",
-    "expert_parallel": "expert parallelism does not exist yet",
-    "tensor_parallel.dtype": "the model keeps its dtype",
-    "tensor_parallel.tp_overlap_comm": "communication always overlaps with computation if the backend can",
-    "tensor_parallel.vocab_parallel_lm_head": "embeddings and heads are always split by vocabulary",
-    "tensor_parallel.vocab_parallel_ce_backend": "there is one cross entropy",
-    "tensor_parallel.tensor_parallel.tp_grain_size": "attention heads stay whole; other dimensions are split evenly",
-    "tensor_parallel.tensor_parallel.mpu": "the section mesh defines the groups of ranks",
-    "tensor_parallel.tensor_parallel.tp_group": "the section mesh defines the groups of ranks",
-    "tensor_parallel.injection_policy_tuple": "tensor_parallel.plan chooses the layers to split",
-    "tensor_parallel.partition_config": "tensor_parallel.plan chooses the layers to split, and how",
-    "tensor_parallel.preset_model": "a plan is derived for every model; tensor_parallel.plan changes it",
-    "tensor_parallel.keep_module_on_host": "each rank keeps only its own part",
-    "tensor_parallel.replace_with_kernel_inject": "there are no inference kernels",
-    "pipeline.seed_layers": "initial values depend on the name of each parameter",
-    "pipeline.pipe_partitioned": "activations are sent whole",
-    "pipeline.grad_partitioned": "gradients of activations are sent whole",
-    "pipeline.use_reentrant": "the section activation_checkpointing decides",
-    "weight_quantization": "weights are not quantized",
-    "datastates_ckpt": "checkpoints have one writer",
-    "optimizer.legacy_fusion": "torch's fused updates are used where they exist",
-    "torch_autocast.lower_precision_safe_modules": "communication_data_type sets the dtype of messages",
-    "bf16.immediate_grad_update": "gradients are accumulated as soon as they are computed",
-    "activation_checkpointing.number_checkpoints": "targets selects the modules to recompute",
-    "activation_checkpointing.contiguous_memory_optimization": "torch's allocator manages activations",
-    "activation_checkpointing.synchronize_checkpoint_boundary": "no synchronization is needed",
-    "activation_checkpointing.profile": "the section profile records a trace",
-    "checkpoint.use_node_local_storage": "every rank writes to the folder passed to save_checkpoint",
-    "checkpoint.parallel_write": "all ranks always write in parallel",
-    "checkpoint.checkpoint_serialization": "checkpoints have one format",
-    "checkpoint.writer": "checkpoints have one writer",
-    # From here on DeepSpeed's choices of how to move states, which follow from units, slots and placement here.
-    "zero_optimization.mics_hierarchical_params_gather": "communication.hierarchical decides",
-    **{
-        f"zero_optimization.offload_optimizer.{name}": "NVMe reads and writes always overlap with the update"
-        for name in ("pipeline_read", "pipeline_write", "fast_init")
-    },
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _HOST_UPDATE,
-    "zero_optimization.offload_param.buffer_size": "the largest unit sets the size of buffers",
-    "zero_optimization.offload_param.max_in_cpu": "device sets the memory of all parameters",
-    "zero_optimization.overlap_comm": "communication always overlaps with computation if the backend can",
-    "zero_optimization.contiguous_gradients": _ALWAYS,
-    "zero_optimization.reduce_scatter": "the ZeRO stage decides what is reduced, and how",
-    "zero_optimization.reduce_bucket_size": "gradients are reduced unit by unit",
-    "zero_optimization.use_multi_rank_bucket_allreduce": "gradients are reduced unit by unit",
-    "zero_optimization.allgather_partitions": _ALWAYS,
-    "zero_optimization.allgather_bucket_size": _UNITS,
-    "zero_optimization.compute_grad_norm": _ALWAYS,
-    "zero_optimization.load_from_fp32_weights": "master weights are always made from the unrounded weights",
-    "zero_optimization.elastic_checkpoint": "checkpoints have one format",
-    "zero_optimization.sub_group_size": "the update works on whole units",
-    "zero_optimization.stage3_prefetch_bucket_size": _UNITS,
-    "zero_optimization.stage3_param_persistence_threshold": _UNITS,
-    "zero_optimization.stage3_model_persistence_threshold": _UNITS,
-    "zero_optimization.stage3_max_live_parameters": _UNITS,
-    "zero_optimization.stage3_max_reuse_distance": _UNITS,
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "save_16bit_model always gathers the weights",
-    "zero_optimization.stage3_module_granularity_threshold": _UNITS,
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params": _UNITS,
-    "zero_optimization.stage3_allgather_sequential": _UNITS,
-    "zero_optimization.ignore_unused_parameters": "parameters without a gradient on any rank are skipped",
-    "zero_optimization.legacy_stage1": "there is one engine for all stages",
-    "zero_optimization.round_robin_gradients": "each rank copies only its own shard to the host",
-    "zero_optimization.parameter_alignment": "parameters are always aligned",
-    "zero_optimization.memory_efficient_linear": "ZeroMesh does not change torch.nn.functional.linear",
-    "zero_optimization.pipeline_loading_checkpoint": "each rank reads only its own part",
-    "zero_optimization.override_module_apply": "ZeroMesh does not change torch.nn.Module.apply",
-    "zero_optimization.log_trace_cache_warnings": "units may be used in any order",
-    "zero_optimization.enable_sanity_checks": "the engine always guards against stale memory",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon is not updated from NVMe",
-    "zero_optimization.leaf_module": "units names the modules that are gathered as a whole",
+    key: reason
+    for reason, keys in json.loads(Path(__file__).with_name("without_effect.json").read_text()).items()
+    for key in keys.split()
 }
 """Keys that are accepted and change nothing, and why. Nothing reads their values, so these are not checked."""
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zeromesh import build, owners
+from zeromesh.checkpoint.whole import whole_units
 from zeromesh.comm.environment import Environment
 from zeromesh.config import keys
 from zeromesh.config.adopt import adopt, share_layers, warn_of
@@ -23,7 +24,6 @@ from zeromesh.config.engine_answers import Asked, answer
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
 from zeromesh.deepspeed.configuration import clip_by_default
-from zeromesh.deepspeed.elastic import ElasticityConfigError, elasticity_enabled
 from zeromesh.deepspeed.engine import DeepSpeedEngine
 from zeromesh.deepspeed.group import init_distributed
 from zeromesh.deepspeed.lr_schedules import configured
@@ -73,10 +73,7 @@ def initialize(
         require_supported(optimizer, asked, updates)
         answer("checkpoint_tag_validation_fail", asked)  # an unknown value is refused now, not at the first save
     except ConfigError as error:
-        kind = (
-            ElasticBatchError if isinstance(document, dict) and elasticity_enabled(document) else DeepSpeedConfigError
-        )
-        raise kind(error.problems, error.source) from None
+        raise DeepSpeedConfigError(error.problems, error.source) from None
     if lr_scheduler is None and (optimizer is not None or asked.settings.optimizer is not None):
         # As one of DeepSpeed's classes, which programs ask for ``get_lr`` and the schedule's values.
         lr_scheduler = configured(written)
@@ -109,10 +106,6 @@ class DeepSpeedConfigError(ConfigError, AssertionError):
     """Error of a configuration: for some of them DeepSpeed raises AssertionError, for others its own."""
 
 
-class ElasticBatchError(DeepSpeedConfigError, ElasticityConfigError):
-    """Error of a configuration that asks for an elastic batch, which an engine does not take."""
-
-
 def _release(model: nn.Module) -> nn.Module:
     """Return a model, freed from the engine that this module's ``initialize`` made of it. Collective at stage 3.
 
@@ -124,13 +117,14 @@ def _release(model: nn.Module) -> nn.Module:
         if owner is not None:
             _log.warning("initialize was given a model that an engine has: that engine cannot train it any more")
         owned = [weight for weight in model.parameters() if sharded.sharded and owners.sharded_of(weight) is sharded]
-        with sharded.gathered(sharded.parts if owned else ()):
-            values = [parameter.detach().clone() for parameter in owned]
+        values: dict[int, torch.Tensor] = {}
+        for members in whole_units(sharded, of_first=False) if owned else ():
+            values |= {id(parameter): parameter.detach().clone() for parameter in members}
         (sharded.close if owner is None else owner.destroy)()
-        for parameter, value in zip(owned, values, strict=True):
+        for parameter in owned:
             change_class(parameter, getattr(type(parameter), OWN_CLASS, type(parameter)))
             with torch.no_grad():
-                parameter.set_(value)  # type: ignore[call-overload]
+                parameter.set_(values[id(parameter)])  # type: ignore[call-overload]
     return model
 
 

@@ -105,9 +105,9 @@ gloo_enabled = _enabled("gloo_enabled", "gloo")
 
 
 def mpi_threads_supported() -> bool:
-    """Return True under MPI, which is started for many threads; raise ValueError where it is not in use."""
+    """Return True over a torch that was built with MPI; raise ValueError where MPI is not in use."""
     if not mpi_enabled():
-        raise ValueError("MPI is not in use; start the ranks with mpiexec, with zeromesh[mpi] installed")
+        raise ValueError("MPI is not in use: tensors go over gloo or nccl; leave the call out")
     return True
 
 

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from zeromesh.comm.environment import Environment, backends, init_distributed
 from zeromesh.comm.environment import shutdown as end_group
 from zeromesh.comm.messages import gather_json
-from zeromesh.comm.mpi import backend as mpi
 from zeromesh.comm.trust import SealedStore, connect_again, prove, shared_key, shared_store
 from zeromesh.comm.watchdog import PLACE
 from zeromesh.horovod import moves
@@ -320,8 +319,7 @@ def _zeros(like: Request) -> list[torch.Tensor]:
 
 def _store(environment: Environment) -> Any:
     """Return a key-value store with queues that all ranks share, with keys of this world alone. Collective."""
-    ours = "mpi" in backends().values() and mpi.is_ours()
-    found: Any = mpi.store() if ours else shared_store()
+    found: Any = shared_store()
     agreed, server = ("", 0), None
     if environment.rank == 0:
         try:

@@ -1,1 +1,1 @@
-"""MPI as a backend of torch.distributed."""
+"""MPI below the engine's collectives."""

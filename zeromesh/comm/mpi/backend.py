@@ -1,4 +1,4 @@
-"""MPI as a backend of ``torch.distributed`` where torch was built without it, as the wheels of pip are."""
+"""MPI below the backend ``mpi``: its start and end, and what ranks tell each other before they have a process group."""
 
 # Imports of mpi4py, and of modules that import it, are inside functions: nothing here needs MPI before it is asked for.
 
@@ -18,27 +18,20 @@ from datetime import timedelta
 from importlib.util import find_spec
 from itertools import accumulate
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from zeromesh.comm.interface import own_address
-from zeromesh.comm.trust import TOKEN, SealedStore, adopt
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from zeromesh.comm.mpi.group import MpiGroup
+from zeromesh.comm.trust import TOKEN
 
 REMEDY = "pip install 'zeromesh[mpi]'"
 
 READERS = 1.0  # seconds that a rank which ends all others gives mpiexec to read what it said
 
-_timeout: timedelta = c10d.default_pg_timeout
-_store: Any = None
-_parts: dict[int, SealedStore] = {}  # of it, by number of the world; torch refers to them from C++
-_worlds = 0  # groups of all ranks so far; each has keys of its own in the store
+_carried: WeakKeyDictionary[Any, WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
+"""Groups whose messages MPI carries, by torch's, for each process group of all ranks."""
 
 
 def missing() -> str:
@@ -53,29 +46,32 @@ def missing() -> str:
     return ""
 
 
-def is_ours() -> bool:
-    """Return whether torch's ``mpi`` backend is the one of this package."""
-    return isinstance(getattr(c10d, "ProcessGroupMPI", None), _Factory)
+def carry(timeout: timedelta | None = None) -> None:
+    """Let MPI carry the messages of engines in the process group of all ranks. Collective.
 
-
-def install(timeout: timedelta | None = None) -> None:
-    """Make the backend ``mpi`` known to torch, and start MPI; on all ranks.
-
-    From then on a process that ends because of an exception ends all the others. ``timeout`` is that of a wait for a
-    collective; None is torch's default, 30 minutes. Raise RuntimeError if MPI is missing, or takes calls from the main
-    thread only.
+    From now on a process that ends because of an exception ends all the others. ``timeout`` is that of a message; None
+    is torch's default, 30 minutes. Raise RuntimeError if MPI takes calls from the main thread only.
     """
-    global _timeout
-    if c10d._MPI_AVAILABLE and not is_ours():  # torch was built with MPI
-        return
-    problem = missing()
-    if problem:
-        raise RuntimeError(f"the backend mpi cannot be used: {problem}")
-    _timeout = c10d.default_pg_timeout if timeout is None else timeout
     _start()
-    # The place that torch leaves for MPI, so that ``init_process_group("mpi")`` and all that follows take its own path.
-    c10d.ProcessGroupMPI = _Factory()  # type: ignore[misc,assignment]
-    c10d._MPI_AVAILABLE = True
+    from zeromesh.comm.mpi.messages import runtime
+
+    runtime.timeout = (timeout or dist.default_pg_timeout).total_seconds()
+    _carried[dist.group.WORLD] = WeakKeyDictionary()
+
+
+def carries() -> bool:
+    """Return whether MPI carries the messages of engines."""
+    return dist.group.WORLD is not None and dist.group.WORLD in _carried
+
+
+def group_of(group: Any) -> Any:
+    """Return the ``MpiGroup`` of a process group of torch. The first call for a group is collective."""
+    from zeromesh.comm.mpi.messages import MpiGroup
+
+    groups = _carried[dist.group.WORLD]
+    if group not in groups:
+        groups[group] = MpiGroup(group)
+    return groups[group]
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -92,7 +88,7 @@ def hosts() -> list[str]:
 def _gathered(value: Any) -> list[Any]:
     """Return every rank's value, which JSON holds, by rank. Collective."""
     # Methods of mpi4py in lower case unpickle what other ranks send.
-    from zeromesh.comm.mpi.work import runtime
+    from zeromesh.comm.mpi.messages import runtime
 
     data, comm = json.dumps(value).encode(), runtime.notes
     lengths = array("q", bytes(8 * comm.Get_size()))
@@ -118,27 +114,6 @@ def agree_on_master() -> tuple[str, int]:
     address, port, token = _gathered(found)[0]
     os.environ.setdefault(TOKEN, token)
     return address, port
-
-
-def store() -> Any:
-    """Return a key-value store of all ranks, which rank 0 hosts. The first call is collective."""
-    global _store
-    if _store is None:
-        names = hosts()
-        rank, size = rank_and_size()
-        address, key = _gathered((_own_address(names), token_hex()) if rank == 0 else None)[0]
-        server = dist.TCPStore(address, 0, size, True, wait_for_workers=False) if rank == 0 else None  # type: ignore[attr-defined]
-        port = _gathered(None if server is None else server.port)[0]
-        raw = server or dist.TCPStore(address, port, size, False)  # type: ignore[attr-defined]
-        _store = SealedStore(raw, bytes.fromhex(key), f"{address}:{port}")
-    found = _parts.setdefault(_worlds, _store.part(f"world {_worlds}"))
-    from zeromesh.comm.mpi.group import MpiGroup
-
-    if dist.is_initialized() and isinstance(world := c10d._get_default_group(), MpiGroup):
-        # torch's groups over MPI have no store, and with one, groups of other backends can be made beside them.
-        c10d._world.pg_map[world] = (c10d._world.pg_map[world][0], found)
-        adopt(found)
-    return found
 
 
 def _own_address(names: Sequence[str]) -> str:
@@ -169,7 +144,7 @@ def _load() -> Any:
 def _start() -> Any:
     """Start MPI, with the thread that drives it, unless it is; return mpi4py's module."""
     mpi = _load()
-    from zeromesh.comm.mpi.work import runtime
+    from zeromesh.comm.mpi.messages import runtime
 
     if runtime.notes == mpi.COMM_NULL:
         atexit.register(_leave, runtime.start())
@@ -193,7 +168,7 @@ def await_readers(streams: Sequence[int] = (1, 2)) -> None:
 
 def _leave(ours: bool) -> None:
     """End the other ranks after an exception, else tell them, and end MPI. Runs as the process ends."""
-    from zeromesh.comm.mpi.work import runtime
+    from zeromesh.comm.mpi.messages import runtime
 
     mpi = _load()
     if mpi.Is_finalized():
@@ -210,24 +185,3 @@ def _leave(ours: bool) -> None:
         mpi.COMM_WORLD.Abort(1)
     if ours:
         mpi.Finalize()
-
-
-class _Factory:
-    """Stand-in for torch's class of MPI process groups."""
-
-    def create(self, ranks: Sequence[int]) -> MpiGroup | None:
-        """Return the group of some ranks, of all if none are named; None if this rank is not in it."""
-        from zeromesh.comm.mpi.group import MpiGroup
-
-        mpi = _start()
-        world: MPI.Intracomm = mpi.COMM_WORLD
-        if not ranks:
-            global _worlds
-            _worlds += 1
-            return MpiGroup(world.Dup(), range(world.Get_size()), _timeout)
-        if world.Get_rank() not in ranks:
-            return None
-        members = world.Get_group().Incl(list(ranks))
-        comm = world.Create_group(members)  # collective over the members alone: the others have returned
-        members.Free()
-        return MpiGroup(comm, ranks, _timeout)
