@@ -44,7 +44,7 @@ class MemoryBudget:
         form = StateForm(split=row.split)
         for flat in flats:
             layout, elements = flat.layout, flat.own.stop - flat.own.start
-            dtype = flat.master_dtype(mixed)
+            dtype = flat.layout.master_dtype(mixed)
             if flat.sharded and flat.parameter_tier is Tier.HOST:
                 parameter += layout.shard_size * layout.dtype.itemsize
             if flat.optimizer_tier is Tier.NVME and layout.trainable:
@@ -55,7 +55,7 @@ class MemoryBudget:
                 master += elements * dtype.itemsize if flat.apart or dtype != layout.dtype else 0
                 pieces = layout.owned(flat.own.start, flat.own.stop)  # states have no padding
                 per_state += sum(stop - start for _, start, stop in pieces) * dtype.itemsize
-        first = {flat: flat.master_dtype(mixed) for flat in reversed(early)}
+        first = {flat: flat.layout.master_dtype(mixed) for flat in reversed(early)}
         stored = [flat for flat in flats if flat.parameter_tier is Tier.NVME]
         return cls(files, parameter, gradient, master, per_state, first, stored, packed, form)
 
