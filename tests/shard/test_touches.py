@@ -199,6 +199,12 @@ def test_a_module_may_be_called_outside_of_a_sharded_model_on_one_rank() -> None
     train("penalty of all", 3, "ct tt", loss=outside_on_all)
 
 
+@on_ranks(2)
+def test_ranks_may_call_blocks_in_opposite_orders_and_outside_of_the_model() -> None:
+    for stage in (0, 2, 3):
+        train("in opposite orders", stage, "tt ct tc", loss=outside)
+
+
 @on_ranks(3)
 def test_of_three_ranks_one_uses_what_the_others_do_not() -> None:
     train("call first or touch last", 3, "ttt ctt tct ccc")

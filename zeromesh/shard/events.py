@@ -84,7 +84,7 @@ class Events:
             self.begin()
         elif computing_backward():
             self.backward.recomputes(unit)
-        elif self._is_shared(unit, foreseen=bool(self._depth) and self.order.foresees(unit.index)):
+        elif self._is_shared(unit, foreseen=self.order.foresees(unit.index, again=unit.sharded)):
             if unit.flats:
                 self._join(self.order.use(unit.index))
             self.order.begin_inside(self._inside[unit])
@@ -235,7 +235,7 @@ class Events:
             )
         if self._gathering or computing_backward() or (self._depth and unit is self._root):
             self._residency.touch(unit)
-        elif self._is_shared(unit, foreseen=bool(self._depth) and not self.order.has_seen(unit.index)):
+        elif self._is_shared(unit, foreseen=self.order.foresees(unit.index, again=False)):
             if unit is self._root:
                 self._residency.touch(unit)
                 return
@@ -255,18 +255,18 @@ class Events:
         """
         if unit in self._residency.lending:
             return False
-        alone = any(other in self._residency.lending for other in self._entered)
-        if self._one_sided is None or not unit.sharded or self._gathering or (foreseen and not alone):
+        alone = not self._depth or any(other in self._residency.lending for other in self._entered)
+        if self._gathering or (foreseen and not alone) or (unit.sharded and self._one_sided is None):
             return True
-        resting = unit.state is State.AT_REST
-        if resting and self._one_sided.is_shared(unit):
+        resting = unit.sharded and unit.state is State.AT_REST
+        if resting and self._one_sided is not None and self._one_sided.is_shared(unit):
             self.order.advance()
             return True
         # No step of the order, and no message of the others where they do not use it: its gradient may be late.
-        self._residency.lend(unit, self._one_sided.read(unit) if resting else None)
+        self._residency.lend(unit, self._one_sided.read(unit) if resting and self._one_sided is not None else None)
         if self._depth:
             self.order.meet(unit.index)
-        if torch.is_grad_enabled() and not self._depth and not self.saved.entered:
+        elif unit.sharded and torch.is_grad_enabled() and not self.saved.entered:
             self.saved.enter()
         return False
 

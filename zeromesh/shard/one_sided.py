@@ -46,7 +46,7 @@ class OneSided:
         name = f"zeromesh/one-sided/{self._ranks[0]}"
         # All ranks make their engines in one order, and none makes the next before all have this one.
         self._base = f"{name}/{(self._store.add(name, 1) - 1) // len(self._ranks)}"
-        self._asked: tuple[Place, int] | None = None  # the last question to all ranks, and the unit
+        self._asked: tuple[Place, str] | None = None  # the last question to all ranks, and of what use
         self._alone: Place | None = None  # where the answer was that not all ranks fetch the same
         self._keys: list[str] = []  # of questions to which some rank may still come
         self._reads = 0
@@ -78,8 +78,9 @@ class OneSided:
         if place == self._alone:
             return False
         question = f"{self._base}/at {place[0]}.{place[1]}"
-        count, answer = f"{question}/{unit.index}", f"{question}/answer"
-        self._asked = place, unit.index
+        use = f"{unit.index} {torch.is_grad_enabled()}"  # a backward must come on all ranks, or on none
+        count, answer = f"{question}/{use}", f"{question}/answer"
+        self._asked = place, use
         if self._store.add(count, 1) == len(self._ranks):
             self._store.compare_set(answer, "", TOGETHER)
         due, pause = time.monotonic() + PATIENCE, PAUSE
@@ -88,7 +89,7 @@ class OneSided:
             pause = min(2 * pause, LONGEST_PAUSE)
             if time.monotonic() > due:
                 self._store.compare_set(answer, "", ALONE)
-            self._ask({"answer": answer, "place": place, "unit": unit.index})
+            self._ask({"answer": answer, "place": place, "use": use})
         together = bool(self._store.get(answer) == TOGETHER)
         if together or (self._alone or place)[0] != place[0]:  # all ranks are past what was asked before
             for key in self._keys:
@@ -133,13 +134,12 @@ class OneSided:
 
     def answer(self, message: dict[str, Any], store: Any) -> bool:
         """Send another rank this rank's shard, or tell it that this rank is elsewhere; False if it is too early."""
-        unit = self._units[message["unit"]]
         if "answer" in message:
             place, asked = tuple(message["place"]), self._asked
-            if self._place() > place or (asked is not None and asked[0] == place and asked[1] != unit.index):
+            if self._place() > place or (asked is not None and asked[0] == place and asked[1] != message["use"]):
                 store.compare_set(message["answer"], "", ALONE)
             return True
-        stamp = tuple(message["stamp"])
+        unit, stamp = self._units[message["unit"]], tuple(message["stamp"])
         if stamp > self._stamp:
             return False  # here the update still runs, or the forward that may have written to parameters
         written, current = self._written.get(stamp), stamp[0] == self._stamp[0]

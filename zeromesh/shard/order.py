@@ -124,13 +124,9 @@ class Order:
             self._before, self.current = self.current, Pass(self._passes)
             self._passes += 1
 
-    def has_seen(self, index: int) -> bool:
-        """Return whether the forward that runs has used or passed the unit."""
-        return index in self._seen
-
-    def foresees(self, index: int) -> bool:
-        """Return whether a call of the unit is in the order: its place has not passed, or it is called again."""
-        return index not in self._seen or index in self._used
+    def foresees(self, index: int, again: bool) -> bool:
+        """Return whether a use of the unit is in the order: its place has not passed, or it is used ``again``."""
+        return index not in self._seen or (again and index in self._used)
 
     def advance(self) -> None:
         """Count an event that all ranks take part in."""

@@ -83,7 +83,8 @@ class Residency:
         units = [*(self.lending if units is None else units)]
         self.lending.difference_update(units)
         for unit in units:
-            unit.take_back()
+            if unit.lent is not None:
+                unit.take_back()
             if unit.state is State.AT_REST:
                 self._on_change(unit, False)
             else:
