@@ -18,7 +18,7 @@ from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout, Segment
 from zeromesh.shard.narrow import NarrowGather
 from zeromesh.tiers.link import DONE, Copy, Link
-from zeromesh.tiers.memory import zeros_on
+from zeromesh.tiers.memory import is_unloaded, zeros_on
 
 VALUES_TAG = 11  # tag on the pipeline axis of the values of parameters that several stages have
 
@@ -345,6 +345,7 @@ class Flat:
 
 def _take_pieces(flat: Flat) -> None:
     """Take what others gave to the optimizer's pieces by ``piece.data = ...`` into the master."""
+    is_unloaded(flat.master)  # raises if somebody has written to it
     for _, local, piece in flat.pieces:
         value = piece.parameter.detach()
         if value.data_ptr() == flat.master.data_ptr() + local.start * flat.master.stride(0) * value.itemsize:
