@@ -276,3 +276,24 @@ def test_what_is_set_between_backward_and_step_undoes_early_updates(tmp_path: Pa
 @on_ranks(2)
 def test_what_is_set_between_backward_and_step_counts_wherever_states_rest(place: str, tmp_path: Path) -> None:
     try_setters(place, tmp_path)
+
+
+def write_element(tensor: torch.Tensor) -> None:
+    tensor.detach().view(-1)[0] = 1.0
+
+
+@pytest.mark.parametrize("of", ["states", "pieces"])
+@on_ranks(1)
+def test_writes_in_place_to_what_rests_on_disk_are_refused(of: str, tmp_path: Path) -> None:
+    place = next(name for name in PLACES if "nvme" in name)
+    for write, error in ((halve_by_numpy, "numpy"), (halve_in_place, "single memory location"), (write_element, "lost")):
+        program = Mesh(PLACES[place], tmp_path)
+        for number in range(2):
+            program.backward(number)
+            program.step()
+        with pytest.raises(RuntimeError, match=error):
+            for tensor in getattr(program, of):
+                write(tensor)
+            program.backward(2)
+            program.step()
+        program.engine.destroy()

@@ -19,10 +19,9 @@ from zeromesh.shard.layout import Layout, Segment
 from zeromesh.shard.narrow import NarrowGather
 from zeromesh.shard.sizes import is_apart, rests_in_master
 from zeromesh.tiers.link import DONE, Copy, Link
-from zeromesh.tiers.memory import zeros_on
+from zeromesh.tiers.memory import is_unloaded, zeros_on
 
 VALUES_TAG = 11  # tag on the pipeline axis of the values of parameters that several stages have
-SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 # Function of a parameter's name and the parameter: gives it its value if it has none, or returns its source.
 Materialise = Callable[[str, nn.Parameter], Source | None]
@@ -111,6 +110,11 @@ class Flat:
     def shard(self) -> torch.Tensor:
         """This rank's parameters at rest, after any copy to or from them; see ``settle``."""
         self.settle()
+        return self._shard
+
+    @property
+    def at_rest(self) -> torch.Tensor:
+        """The same for any thread, which waits for copies by itself."""
         return self._shard
 
     def bind_shard(self, shard: torch.Tensor) -> None:
@@ -224,7 +228,7 @@ class Flat:
         self.store = store
         self.keeps_states, self.splits = store.form(self)
         layout, sharded = self.layout, row.parameter is Placement.SHARDED
-        dtype, elements = self.master_dtype(mixed), self.own.stop - self.own.start
+        dtype, elements = layout.master_dtype(mixed), self.own.stop - self.own.start
         if not sharded:
             self._shard = self.full[self.own]
         elif self.parameter_tier is Tier.NVME:
@@ -271,18 +275,10 @@ class Flat:
             piece = Piece(segment.name, segment.held, start, start + here, nn.Parameter(master[local]), by_row=True)
             self.pieces = ((0, local, piece),)
 
-    def master_dtype(self, mixed: bool) -> torch.dtype:
-        """Return the dtype of the master; ``mixed`` as for ``fill``."""
-        return (
-            torch.float32 if mixed and self.layout.trainable and self.layout.dtype in SIXTEEN_BIT else self.layout.dtype
-        )
-
     def bind(self, storage: torch.UntypedStorage, offset: int) -> None:
         """Lay ``full`` and the views of it into a storage, which has memory, from this byte on."""
-        layout = self.layout
-        empty = torch.empty(0, dtype=layout.dtype, device=storage.device)
-        self.full = empty.set_(storage, offset // layout.dtype.itemsize, (layout.size,), (1,))
-        self.views = tuple(self.full[s.start : s.stop].view(s.shape) for s in layout.segments)
+        self.full = self.layout.full_in(storage, offset)
+        self.views = self.layout.views_of(self.full)
 
     def watch(self) -> None:
         """Notice what others do to the parameters from here on."""
@@ -347,6 +343,7 @@ class Flat:
 
 def _take_pieces(flat: Flat) -> None:
     """Take what others gave to the optimizer's pieces by ``piece.data = ...`` into the master."""
+    is_unloaded(flat.master)  # raises if somebody has written to it
     for _, local, piece in flat.pieces:
         value = piece.parameter.detach()
         if value.data_ptr() == flat.master.data_ptr() + local.start * flat.master.stride(0) * value.itemsize:

@@ -103,16 +103,29 @@ def lock_pages(storage: torch.UntypedStorage) -> None:
 
 def unloaded(like: torch.Tensor) -> torch.Tensor:
     """NaN (of whole numbers: 0) of the same shape and dtype, in the memory of one number; nobody can write to it."""
-    # NaN rather than no elements: code that looks at shapes goes on, and whoever computes with it notices.
-    value = torch.nan if like.is_floating_point() or like.is_complex() else 0
-    tensor = torch.full((), value, dtype=like.dtype).expand(like.shape)
+    # NaN rather than no elements: code that looks at shapes goes on, and whoever computes with it notices. As the
+    # negative of NaN, of which torch gives no numpy array, which could be written to.
+    tensor = torch.full((), torch.nan if _has_nan(like) else 0, dtype=like.dtype).expand(like.shape)
+    tensor = torch._neg_view(tensor) if _has_nan(like) else tensor
     setattr(tensor, _UNLOADED, True)
     return tensor
 
 
 def is_unloaded(value: torch.Tensor) -> bool:
-    """Return whether it is from ``unloaded``."""
-    return hasattr(value, _UNLOADED)
+    """Return whether it is from ``unloaded``; raise RuntimeError if somebody has written to it through a view."""
+    if not hasattr(value, _UNLOADED):
+        return False
+    if _has_nan(value) and value.numel() and not bool(value.as_strided((), ()).isnan()):
+        raise RuntimeError(
+            f"a master or an optimizer state of shape {tuple(value.shape)} that rests on NVMe or in halves was written "
+            "to through a view of it, and what was written is lost: between updates its tensor holds no values; set it "
+            "by safe_set_full_optimizer_state or safe_set_full_fp32_param, or assign optimizer.state[piece][name]"
+        )
+    return True
+
+
+def _has_nan(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 _UNLOADED = "_rests_elsewhere"
