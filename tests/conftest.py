@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -16,11 +17,12 @@ from zlib import crc32
 
 import pytest
 
-from harness import close_pools
+from harness import STARTED, close_pools
 
 # Before torch is imported: references in the pytest process and ranks in the workers add up in the same order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a wrong folder may look like a name on the Hub
+os.environ["PYTHONPATH"] = os.pathsep.join([STARTED, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -144,6 +146,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set(items) - set(wanted)
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = wanted
+
+
+def pytest_collection_finish() -> None:
+    """Spare further collections of garbage all that the test modules have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def outcomes(record: Path) -> list[dict[str, Any]]:

@@ -410,6 +410,8 @@ def test_a_function_alone_equals_the_same_on_all_ranks_tensors(name: str, ranks:
     run_ranks(run_cases, ranks, [name])
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_functions_over_mpi_equal_the_same_on_all_ranks_tensors(ranks: int) -> None:
-    run_mpi_ranks(run_cases, ranks, [*CASES])
+@pytest.mark.parametrize(
+    ("ranks", "stride"), [(2, 4), *(pytest.param(ranks, 1, marks=pytest.mark.full) for ranks in (2, 3))]
+)
+def test_functions_over_mpi_equal_the_same_on_all_ranks_tensors(ranks: int, stride: int) -> None:
+    run_mpi_ranks(run_cases, ranks, [*CASES][::stride])

@@ -35,10 +35,17 @@ FOLDERS = sorted(
     {str(file.parent) for folder in ("tests", "benchmarks", "tools") for file in (ROOT / folder).rglob("*.py")}
 )
 """Folders of the modules that tests import, for the module path of programs that tests start."""
+STARTED = str(Path(__file__).parent / "started")
+"""Folder whose sitecustomize.py programs that tests start run first."""
 START_LIMIT = 120.0
 """Seconds that importing torch may take on a busy machine."""
 HEAVY = ("transformers.modeling_utils", "transformers.models.llama.modeling_llama")
 """Modules that ranks are forked with where the pytest process has imported them too."""
+READ_LATER = (
+    "PYTEST_", "ZEROMESH_", "HOROVOD_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "GLOO_", "NCCL_",
+    "TORCHINDUCTOR_CACHE_DIR",
+)  # fmt: skip
+"""Beginnings of variables that are read when they are needed. Some are set by what tests call in the pytest process."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +159,7 @@ class ForkedProcess:
 
 def inherited() -> tuple[list[str], dict[str, str]]:
     """Return what a process takes over at its start: the module path, and variables that libraries read once."""
-    return list(sys.path), {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return list(sys.path), {name: value for name, value in os.environ.items() if not name.startswith(READ_LATER)}
 
 
 @functools.cache
@@ -383,7 +390,8 @@ class MpiPool(Pool):
             return
         address, said = str(self._folder / f"{time.monotonic_ns()}.socket"), self._folder / "mpiexec.out"
         script = Path(__file__).with_name("harness_worker.py")
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        paths = [STARTED, *(path or os.getcwd() for path in sys.path)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         command = [mpiexec(), "-n", str(world_size), sys.executable, "-u", script, "mpi", address, str(os.getpid())]
         with Listener(address, "AF_UNIX") as listener, said.open("wb") as file:
             self._launcher = subprocess.Popen(

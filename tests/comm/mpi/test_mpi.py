@@ -28,6 +28,7 @@ REAL = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 DTYPES = [
     *REAL, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool,
 ]  # fmt: skip
+USUAL = [torch.float32, torch.bfloat16, torch.complex64, torch.bool]
 SMALL, LARGE = 24, 3 * 4 * 20_011
 """Elements: of an all-reduce of one stage, and of one of several, with an odd number for each rank."""
 
@@ -78,9 +79,9 @@ def groups() -> list[tuple[Any, list[int]]]:
     return [(group, ranks) for group, ranks in made if dist.get_rank() in ranks]
 
 
-def every_reduction() -> int:
+def every_reduction(dtypes: Sequence[torch.dtype]) -> int:
     done = 0
-    for (group, ranks), dtype, elements in product(groups(), DTYPES, (0, 1, SMALL, LARGE)):
+    for (group, ranks), dtype, elements in product(groups(), dtypes, (0, 1, SMALL, LARGE)):
         if elements in (0, 1) and dtype not in (torch.float32, torch.bool):
             continue
         for name in operations(dtype) if (elements, len(ranks)) == (SMALL, 4) else ["SUM"]:
@@ -110,8 +111,11 @@ def bounds(elements: int, ranks: int, rank: int) -> tuple[int, int]:
     return elements // ranks * rank, elements // ranks * (rank + 1)
 
 
-def test_every_reduction_is_the_one_of_one_process_bit_for_bit() -> None:
-    assert min(run_mpi_ranks(every_reduction, 4)) > 60
+@pytest.mark.parametrize(
+    ("dtypes", "least"), [(USUAL, 20), pytest.param(DTYPES, 60, marks=pytest.mark.full)], ids=["usual", "all"]
+)
+def test_every_reduction_is_the_one_of_one_process_bit_for_bit(dtypes: Sequence[torch.dtype], least: int) -> None:
+    assert min(run_mpi_ranks(every_reduction, 4, dtypes)) > least
 
 
 def every_movement() -> int:
