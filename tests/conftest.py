@@ -22,7 +22,6 @@ from harness import STARTED, close_pools
 # Before torch is imported: references in the pytest process and ranks in the workers add up in the same order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a wrong folder may look like a name on the Hub
-os.environ["PYTHONPATH"] = os.pathsep.join([STARTED, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -149,9 +148,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Spare further collections of garbage all that the test modules have imported."""
+    """Spare collections of garbage all that has been imported, and programs an import; workers of xdist are none."""
     gc.collect()
     gc.freeze()
+    os.environ["PYTHONPATH"] = os.pathsep.join([STARTED, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def outcomes(record: Path) -> list[dict[str, Any]]:
