@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -16,7 +17,7 @@ from zlib import crc32
 
 import pytest
 
-from harness import close_pools
+from harness import STARTED, close_pools
 
 # Before torch is imported: references in the pytest process and ranks in the workers add up in the same order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -144,6 +145,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set(items) - set(wanted)
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = wanted
+
+
+def pytest_collection_finish() -> None:
+    """Spare collections of garbage all that has been imported, and programs an import; workers of xdist are none."""
+    gc.collect()
+    gc.freeze()
+    os.environ["PYTHONPATH"] = os.pathsep.join([STARTED, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def outcomes(record: Path) -> list[dict[str, Any]]:

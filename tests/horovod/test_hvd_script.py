@@ -18,7 +18,7 @@ LAUNCH = [sys.executable, "-m", "zeromesh", "launch", "-np", "2"]
 
 
 def test_a_horovod_script_trains_as_one_process_on_the_joint_batch(tmp_path: Path) -> None:
-    done = run_command([*LAUNCH, FOLDER / "hvd_digits.py", "--output", tmp_path / "out.pt"])
+    done = run_command([*LAUNCH, FOLDER / "hvd_digits.py", "--batch-size", "32", "--output", tmp_path / "out.pt"])
     assert done.returncode == 0, done.stdout
     assert "trained on 2 ranks" in done.stdout
     found = torch.load(tmp_path / "out.pt")
@@ -31,8 +31,8 @@ def test_a_horovod_script_trains_as_one_process_on_the_joint_batch(tmp_path: Pat
         for sampler in samplers:
             sampler.set_epoch(epoch)
         orders = [list(sampler) for sampler in samplers]
-        for start in range(0, len(orders[0]), 8):
-            images, labels = data[[sample for order in orders for sample in order[start : start + 8]]]
+        for start in range(0, len(orders[0]), 32):
+            images, labels = data[[sample for order in orders for sample in order[start : start + 32]]]
             optimizer.zero_grad()
             loss = F.nll_loss(model(images), labels)
             loss.backward()

@@ -35,10 +35,17 @@ FOLDERS = sorted(
     {str(file.parent) for folder in ("tests", "benchmarks", "tools") for file in (ROOT / folder).rglob("*.py")}
 )
 """Folders of the modules that tests import, for the module path of programs that tests start."""
+STARTED = str(Path(__file__).parent / "started")
+"""Folder whose sitecustomize.py programs that tests start run first."""
 START_LIMIT = 120.0
 """Seconds that importing torch may take on a busy machine."""
 HEAVY = ("transformers.modeling_utils", "transformers.models.llama.modeling_llama")
 """Modules that ranks are forked with where the pytest process has imported them too."""
+READ_LATER = (
+    "PYTEST_", "ZEROMESH_", "HOROVOD_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "GLOO_", "NCCL_",
+    "TORCHINDUCTOR_CACHE_DIR",
+)  # fmt: skip
+"""Beginnings of variables that are read when they are needed. Some are set by what tests call in the pytest process."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +157,18 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
 
-def inherited() -> tuple[list[str], dict[str, str]]:
-    """Return what a process takes over at its start: the module path, and variables that libraries read once."""
-    return list(sys.path), {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+def inherited() -> dict[str, str]:
+    """Return what a process takes over at its start: the variables that libraries read once."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(READ_LATER)}
+
+
+def module_path() -> str:
+    """Return this process's module path for a program, which sitecustomize.py begins."""
+    return os.pathsep.join([STARTED, *(path or os.getcwd() for path in sys.path)])
 
 
 @functools.cache
-def nursery() -> tuple[ForkServerContext, tuple[list[str], dict[str, str]]]:
+def nursery() -> tuple[ForkServerContext, dict[str, str]]:
     """Start a process that has imported torch and ZeroMesh, and forks ranks in hundredths of a second.
 
     Returns:
@@ -164,7 +176,7 @@ def nursery() -> tuple[ForkServerContext, tuple[list[str], dict[str, str]]]:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*(name for name in HEAVY if name in sys.modules), "nursery"])
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path)):
+    with patch.dict(os.environ, PYTHONPATH=module_path().removeprefix(STARTED + os.pathsep)):
         forkserver.ensure_running()
     return context, inherited()
 
@@ -306,8 +318,7 @@ class Pool:
         output, stacks = stem.with_suffix(".out"), stem.with_suffix(".stacks")
         output.touch()
         place = self._place(rank)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        environment |= {"RANK": str(rank), **place.variables}
+        environment = os.environ | {"PYTHONPATH": module_path(), "RANK": str(rank), **place.variables}
         context, given = nursery()
         if not place.prefix and given == inherited():
             own, other = context.Pipe()
@@ -383,7 +394,7 @@ class MpiPool(Pool):
             return
         address, said = str(self._folder / f"{time.monotonic_ns()}.socket"), self._folder / "mpiexec.out"
         script = Path(__file__).with_name("harness_worker.py")
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        environment = os.environ | {"PYTHONPATH": module_path()}
         command = [mpiexec(), "-n", str(world_size), sys.executable, "-u", script, "mpi", address, str(os.getpid())]
         with Listener(address, "AF_UNIX") as listener, said.open("wb") as file:
             self._launcher = subprocess.Popen(

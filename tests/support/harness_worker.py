@@ -157,6 +157,7 @@ def forked(connection: Connection, output: str, stacks: str, environment: dict[s
         setattr(sys, name, io.TextIOWrapper(io.FileIO(descriptor, "w", closefd=False), write_through=True))
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:] = environment["PYTHONPATH"].split(os.pathsep)
     pytest = multiprocessing.parent_process()
     assert pytest is not None
     leave_when(lambda: not pytest.is_alive())

@@ -18,6 +18,7 @@ from harness import (
     Pool,
     RankFailure,
     mpi_pool,
+    nursery,
     on_ranks,
     run_command,
     run_mpi_ranks,
@@ -203,8 +204,10 @@ def test_fresh_ranks_give_an_outcome_each() -> None:
 
 @pytest.mark.full
 def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nursery()
     (tmp_path / "torch.py").write_text("raise ImportError('a torch that does not load')")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "false")  # which is read once: the worker is not forked
     with Pool() as pool, pytest.raises(RuntimeError, match="a torch that does not load"):
         pool.run(random_number, 1)
 
