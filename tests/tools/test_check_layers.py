@@ -167,11 +167,10 @@ LARGE = {
     "shard__a": "class Twice:\n    pass\n",
     "shard__b": "class Twice:\n    pass\n",
     "shard__long": "x = 1\n" * 451,
-    "shard__uncommented": "x = 1\n" * 95 + "x = 1  # of a reason\n" * 5,
     "shard__many": "class Many:\n" + "".join(f"    def m{n}(self):\n        pass\n" for n in range(26)),
     "shard__arguments": f"class Wide:\n    def __init__(self, {', '.join('abcdefghi')}):\n        pass\n",
     "shard__riddle": '"""What it is."""\n',
-    "shard__keys": "'Text on mesh.data.'\nx = 'set mesh.data to 1'\ny = 'at stage 3'\nz = 'offload_param.device'\n",
+    "shard__keys": "x = 'set mesh.dat to 1'\n",
     "shard__trusting": "def f(lib):\n    return lib.AutoModel.from_pretrained('x')  # as an example\n",
     "shard__writes": "def f(x):\n" + "".join(f"    x.a{n} = 1\n" for n in range(300)),
 }
@@ -185,10 +184,9 @@ LARGE = {
         ("shard__many", "shard/many.py:Many: 26 methods of a class; at most 25"),
         ("shard__arguments", "shard/arguments.py:Wide: 9 arguments of a constructor; at most 8"),
         ("shard__riddle", "zeromesh/shard/riddle.py:1: 'What it is.' opens as a fragment"),
-        ("shard__keys", "shard: 3 names of keys; at most 0"),
-        ("shard__uncommented", "5 comments in 100 lines; at least 6%"),
+        ("shard__keys", "zeromesh/shard/keys.py:1: mesh.dat is no key of the configuration"),
         ("shard__trusting", "zeromesh/shard/trusting.py:2: needs trust_remote_code=False"),
-        ("shard__writes", "300 writes to attributes of other objects; at most"),
+        ("shard__writes", "300 writes to attributes of objects that the function has not made; at most"),
     ],
 )
 def test_a_broken_limit_is_reported(key: str, reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +194,6 @@ def test_a_broken_limit_is_reported(key: str, reported: str, tmp_path: Path, mon
     import check_structure
 
     monkeypatch.setattr(check_structure, "ABOVE", {})
-    monkeypatch.setattr(check_structure, "NAMED_ELSEWHERE", {})
     others = {"shard__b": LARGE["shard__b"]} if key == "shard__a" else {}
     problems = check_structure.check(tree(tmp_path, **{key: LARGE[key], **others}))
     assert any(problem.startswith(reported) for problem in problems), problems

@@ -69,6 +69,73 @@ def test_names_that_say_nothing_may_not_become_more(
     tool: ModuleType, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert problems_of(tool, tmp_path, text) == []
-    monkeypatch.setattr(tool, "MOST_EMPTY_NAMES", 0)
+    monkeypatch.setitem(tool.MOST, "names that do not say what they hold", 0)
     (line,) = problems_of(tool, tmp_path, text)
     assert "does not say what it holds" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("'set zero_optimization.stag to 2'", "zero_optimization.stag"),
+        ("f'set offload_optimizer.devices to {cpu}'", "offload_optimizer.devices"),
+        ("'run.output is a folder, and run.outputs is none'", "run.outputs"),
+    ],
+)
+def test_a_key_that_a_text_names_must_exist(tool: ModuleType, tmp_path: Path, text: str, key: str) -> None:
+    (line,) = problems_of(tool, tmp_path, f"print({text})")
+    assert f"{key} is no key of the configuration" in line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "'set zero_optimization.stage to 2'",
+        "'set offload_param.device, or optimizer.params.anything'",
+        "'see data.json, model.layers.0 and checkpoint.save()'",
+    ],
+)
+def test_keys_files_modules_and_calls_are_no_unknown_keys(tool: ModuleType, tmp_path: Path, text: str) -> None:
+    assert problems_of(tool, tmp_path, f"print({text})") == []
+
+
+def package(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        file = root / "zeromesh" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+def methods(first: int, last: int) -> str:
+    return "".join(f"    def m{number}(self): ...\n" for number in range(first, last))
+
+
+def test_methods_count_with_those_that_a_class_inherits(tool: ModuleType, tmp_path: Path) -> None:
+    files = {"base.py": f"class Base:\n{methods(0, 20)}", "heir.py": f"class Heir(Base):\n{methods(15, 26)}"}
+    lines = tool.check(package(tmp_path, files))
+    assert "heir.py:Heir: 26 methods of a class; at most 25" in lines
+    assert not [line for line in lines if "base.py:Base" in line]
+
+
+@pytest.mark.parametrize(("lines", "refused"), [(450, False), (451, True)])
+def test_a_file_of_functions_has_450_lines_at_most(tool: ModuleType, tmp_path: Path, lines: int, refused: bool) -> None:
+    root = package(tmp_path, {"file.py": "def f(): ...\n" * lines})
+    assert any("file.py" in line for line in tool.check(root)) == refused
+
+
+@pytest.mark.parametrize(("lines", "refused"), [(700, False), (701, True)])
+@pytest.mark.parametrize("text", ["class Only:\n{}", "TABLE = (\n{})\n"])
+def test_a_file_of_one_class_or_one_table_has_700_lines_at_most(
+    tool: ModuleType, tmp_path: Path, text: str, lines: int, refused: bool
+) -> None:
+    body = "    1,\n" * (lines - text.count("\n"))
+    root = package(tmp_path, {"file.py": text.format(body)})
+    assert any("file.py" in line for line in tool.check(root)) == refused
+
+
+def test_files_may_not_share_more_names(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = package(tmp_path, {"a/trace.py": "", "b/trace.py": "", "a/__init__.py": "", "b/__init__.py": ""})
+    assert not [line for line in tool.check(root) if "trace" in line]
+    monkeypatch.setitem(tool.MOST, "names of files that recur", 0)
+    assert "a/trace.py, b/trace.py: one name" in tool.check(root)
