@@ -20,7 +20,7 @@ from zeromesh.engine import Engine
 from zeromesh.keras.checks import check_model
 from zeromesh.keras.data import BatchRows, loader_of
 from zeromesh.keras.optimizer import KerasOptimizer, without_scaling
-from zeromesh.keras.probe import Probe, loss_function
+from zeromesh.keras.probe import Probe, copied, loss_function
 from zeromesh.keras.run import DistributedRun, kept
 from zeromesh.keras.statistics import JointBatch, JointMoments
 from zeromesh.model.keras_layers import expose_layers, layers_of
@@ -130,17 +130,13 @@ class Distributed:
             self.engine.step()
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=1)  # as Keras does
-        # A rank without rows of its own has nothing to count.
-        counts = self.compute_metrics if rows.count else lambda *_, **__: self.get_metrics_result()  # type: ignore[attr-defined]
-        return counts(x, y, y_pred, sample_weight=weights)
+        return self._metrics_here(rows, x, y, y_pred, weights)
 
     def test_step(self, data: Any) -> Any:
         """Compute this rank's rows of a batch, and return the joint metrics."""
         x, y, weights, rows = self._rows_here(data, "test")
         y_pred, _ = self._loss_here(x, y, weights, rows, training=False)
-        # A rank without rows of its own has nothing to count.
-        counts = self.compute_metrics if rows.count else lambda *_, **__: self.get_metrics_result()  # type: ignore[attr-defined]
-        return counts(x, y, y_pred, sample_weight=weights)
+        return self._metrics_here(rows, x, y, y_pred, weights)
 
     def predict_step(self, data: Any) -> Any:
         """Return the predictions for all rows of a batch."""
@@ -165,7 +161,8 @@ class Distributed:
     def _loss_here(self, x: Any, y: Any, weights: Any, rows: BatchRows, training: bool) -> tuple[Any, torch.Tensor]:
         """Return the output for these rows, and a loss whose mean over ranks is the joint one; count it."""
         y_pred = self._output_here(x, training)
-        values = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": weights, "training": training}
+        # Copies, or metrics would be weighed by what the mask of these rows has made of the weights.
+        values = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": copied(weights), "training": training}
         # Losses of several outputs have metrics, in which a rank without rows of its own counts nothing.
         with nullcontext() if rows.count else kept(self.metrics_variables):  # type: ignore[attr-defined]
             loss = loss_function(self)(**values)
@@ -173,6 +170,10 @@ class Distributed:
         # Sums over ranks are then those of the joint batch.
         self._loss_tracker.update_state(loss.detach() * factor, sample_weight=rows.total / rows.ranks)  # type: ignore[attr-defined]
         return y_pred, loss * factor
+
+    def _metrics_here(self, rows: BatchRows, *data: Any) -> Any:
+        """Count these rows, if there are any, and return the joint metrics."""
+        return self.compute_metrics(*data) if rows.count else self.get_metrics_result()  # type: ignore[attr-defined]
 
     def get_metrics_result(self) -> Any:
         """Return the metrics over all ranks, the same on each."""
