@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import torch
@@ -29,18 +29,10 @@ from zeromesh.shard.guard import change_class
 from zeromesh.zero import GatheredParameters
 
 
-class _Model(Protocol):
-    """Methods of the model that ``RankAgreement`` calls."""
-
-    def begin_epoch(self) -> None: ...
-
-    def agree_to_stop(self, each_batch: bool) -> None: ...
-
-
 class RankAgreement(keras.callbacks.Callback):  # type: ignore[misc]
     """Last of the callbacks: the order of samples, and the decision to stop, are the same on all ranks."""
 
-    model: _Model
+    model: Any
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Share the random state that orders samples."""
@@ -81,17 +73,18 @@ class Distributed:
         if chosen.get("validation_data") is not None:
             chosen["validation_data"] = loader_of(chosen["validation_data"])
         share_random_state(self.zeromesh.world)
-        return self._loop_on_ranks(super().fit, call)  # type: ignore[misc]
+        return self._loop_on_ranks(super().fit, *call.args, **call.kwargs)  # type: ignore[misc]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as in Keras; metrics are of the joint batches, and the same on all ranks."""
-        return self._loop_on_ranks(super().evaluate, inspect.signature(super().evaluate).bind(*args, **kwargs))  # type: ignore[misc]
+        return self._loop_on_ranks(super().evaluate, *args, **kwargs)  # type: ignore[misc]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as in Keras; every rank gets the predictions for whole batches (for its own with ``own_batches``)."""
-        return self._loop_on_ranks(super().predict, inspect.signature(super().predict).bind(*args, **kwargs))  # type: ignore[misc]
+        return self._loop_on_ranks(super().predict, *args, **kwargs)  # type: ignore[misc]
 
-    def _loop_on_ranks(self, method: Callable[..., Any], call: inspect.BoundArguments) -> Any:
+    def _loop_on_ranks(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(method).bind(*args, **kwargs)
         call.arguments["x"] = loader_of(call.arguments.get("x"))
         if self.engine.mesh.rank > 0:
             call.arguments["verbose"] = 0
