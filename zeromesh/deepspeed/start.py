@@ -91,7 +91,7 @@ def initialize(
         document,
         optimizer,
         model_parameters,
-        None if plateau else lr_scheduler,
+        None if plateau is not None else lr_scheduler,
         training_data,
         collate_fn,
         None,
@@ -102,7 +102,8 @@ def initialize(
     engine, *others = build.run_steps(chosen, start, kind=made)
     assert isinstance(engine, DeepSpeedEngine)
     _warn_of_forgotten(optimizer)
-    engine.lr_scheduler = plateau or engine.lr_scheduler
+    if plateau is not None:
+        vars(engine).update(lr_scheduler=plateau)
     return engine, *others[:2], engine.lr_scheduler
 
 

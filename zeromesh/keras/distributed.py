@@ -123,13 +123,13 @@ class Distributed:
             self.engine.step()
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=1)  # as Keras does
-        return self._metrics_here(rows, x, y, y_pred, weights)
+        return _joint_metrics(self, rows, x, y, y_pred, weights)
 
     def test_step(self, data: Any) -> Any:
         """Compute this rank's rows of a batch, and return the joint metrics."""
         x, y, weights, rows = self._rows_here(data, "test")
         y_pred, _ = self._loss_here(x, y, weights, rows, training=False)
-        return self._metrics_here(rows, x, y, y_pred, weights)
+        return _joint_metrics(self, rows, x, y, y_pred, weights)
 
     def predict_step(self, data: Any) -> Any:
         """Return the predictions for all rows of a batch."""
@@ -163,10 +163,6 @@ class Distributed:
         # Sums over ranks are then those of the joint batch.
         self._loss_tracker.update_state(loss.detach() * factor, sample_weight=rows.total / rows.ranks)  # type: ignore[attr-defined]
         return y_pred, loss * factor
-
-    def _metrics_here(self, rows: BatchRows, *data: Any) -> Any:
-        """Count these rows, if there are any, and return the joint metrics."""
-        return self.compute_metrics(*data) if rows.count else self.get_metrics_result()  # type: ignore[attr-defined]
 
     def get_metrics_result(self) -> Any:
         """Return the metrics over all ranks, the same on each."""
@@ -223,6 +219,11 @@ class Distributed:
         first = self.engine.mesh.rank == 0
         with GatheredParameters(self.parameters()), self.zeromesh.plain():  # type: ignore[attr-defined]
             agree_run(self.zeromesh.world, "write its model", action if first else lambda: None)
+
+
+def _joint_metrics(model: Any, rows: BatchRows, *data: Any) -> Any:
+    """Count the rows of this rank, if there are any, and return the metrics over all ranks."""
+    return model.compute_metrics(*data) if rows.count else model.get_metrics_result()
 
 
 def _require_own_optimizer(model: Any) -> None:
