@@ -1,6 +1,7 @@
 """Loaders of the drop-in have the order of torch's distributed sampler, as DeepSpeed's have; and idle keys, lines."""
 
 import logging
+import sys
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -54,3 +55,42 @@ def test_keys_without_effect_are_told_once(caplog: pytest.LogCaptureFixture) -> 
             model = torch.nn.Linear(2, 2)
         ds.initialize(model=model, model_parameters=model.parameters(), config=config)
     assert caplog.text.count("have no effect") == 1
+
+
+class Trainer:
+    """As transformers' is where its arguments name a configuration: it makes another optimizer than it was given."""
+
+    def __init__(self, optimizer: Any, uses: bool) -> None:
+        self.callback_handler = SimpleNamespace(optimizer=optimizer)
+        self.uses = uses
+
+    def prepare(self, model: torch.nn.Module) -> Any:
+        optimizer = self.callback_handler.optimizer if self.uses else torch.optim.AdamW(model.parameters())
+        config = {"train_micro_batch_size_per_gpu": 1}
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def test_an_optimizer_that_transformers_drops_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.trainer", SimpleNamespace(Trainer=Trainer))  # type: ignore[arg-type]
+    for uses in (True, False):
+        model = torch.nn.Linear(2, 2)
+        with caplog.at_level(logging.WARNING, "zeromesh"):
+            Trainer(torch.optim.SGD(model.parameters(), lr=0.1), uses).prepare(model)
+        assert ("transformers drops the SGD of Trainer(optimizers=...)" in caplog.text) is not uses
+
+
+def test_a_schedule_that_needs_a_metric_gets_it_with_the_step(one_rank: None) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    config = {"train_micro_batch_size_per_gpu": 1}
+    engine, _, _, schedule = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=plateau, config=config)
+    assert schedule is plateau is engine.lr_scheduler
+    rates = []
+    for metric in (1.0, 2.0):
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step(lr_kwargs={"metrics": metric})
+        rates += engine.get_lr()
+    assert rates == [1.0, 0.5]

@@ -72,3 +72,28 @@ def test_a_frozen_model_evaluates_and_fits_as_in_keras() -> None:
         return [history, model.evaluate(x, y, verbose=0), model.predict(x, verbose=0), model.get_weights()]
 
     assert_near(run(3), run(None), 1e-6)
+
+
+@on_ranks(2)
+def test_weighted_metrics_of_masked_outputs_count_by_the_weights_that_are_passed() -> None:
+    import zeromesh.keras
+    from keras_models import fresh, keras, layers, np
+
+    fresh()
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.Input((4,), dtype="int64"),
+            layers.Embedding(5, 3, mask_zero=True),
+            layers.LSTM(5, return_sequences=True),
+        ]
+    )
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), weighted_metrics=["accuracy"])
+    zeromesh.keras.distribute(model, config(3))
+    ids = np.random.default_rng(0).integers(0, 5, (12, 4))
+    ids[::2, 1:] = 0  # of which each rank has other numbers
+    weights = np.random.default_rng(1).random((12, 4)).astype("float32")
+    found = model.evaluate(ids, ids, sample_weight=weights, batch_size=6, verbose=0, return_dict=True)
+    counted = weights * (ids != 0)
+    right = model.predict(ids, verbose=0).argmax(-1) == ids
+    assert found["accuracy"] == pytest.approx(float((right * counted).sum() / counted.sum()), rel=1e-5)

@@ -481,3 +481,14 @@ def test_every_torch_optimizer_is_known_to_be_right_or_refused_on_shards():
 )
 def test_bytes_of_states_are_those_of_an_update(name: str, params: Mapping[str, Any], expected: int) -> None:
     assert factory.state_bytes(name, params) == expected
+
+
+def test_an_index_into_a_group_without_pieces_says_why() -> None:
+    piece = Piece("weight", Held((4,)), 0, 4, torch.nn.Parameter(torch.zeros(4)))
+    optimizer = build("adamw", {}, [ParameterGroup((piece,)), ParameterGroup(())], None, True)  # type: ignore[arg-type]
+    assert optimizer.param_groups[0]["params"][0] is piece.parameter
+    empty = optimizer.param_groups[1]["params"]
+    assert list(empty) == [] == empty[:1]
+    assert not empty
+    with pytest.raises(IndexError, match="updates no piece of this parameter group"):
+        empty[0]

@@ -192,3 +192,28 @@ def test_models_whose_blocks_are_no_chain_are_refused(fault: str, message: str, 
     finished = run_command([*LAUNCH, "--nproc", "2", script, fault], timeout=90)
     assert finished.returncode != 0
     assert message in finished.stdout
+
+
+def of_meta(custom: bool) -> Any:
+    with torch.device("meta"):
+        model = Branches() if custom else nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "mesh": {"pipeline": 2},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "pipeline": {"blocks": ["layers.*"]} if custom else {},
+    }
+    try:
+        engine = zeromesh.initialize(model=model, config=config, loss_fn=nn.functional.mse_loss)[0]
+    except ValueError as error:
+        return str(error)
+    return {name: float(value.std()) for name, value in engine.gathered_state_dict().items()}
+
+
+def test_a_model_on_the_meta_device_gets_its_values_in_stages_or_is_refused() -> None:
+    deviations = run_ranks(of_meta, 2, False)[0]
+    assert len(deviations) == 8
+    assert all(deviation == pytest.approx((64 * 3) ** -0.5, rel=0.3) for deviation in deviations.values())
+    for said in run_ranks(of_meta, 2, True):
+        assert "the meta device" in said
+        assert "zeromesh.zero.Init()" in said

@@ -176,6 +176,9 @@ def test_errors_name_the_remedy() -> None:
     assert (found.sizes["data"], found.sizes["tensor"]) == (2, 4)
     with pytest.raises(ValueError, match="no batch for Net"):
         zeromesh.verify(Net(), CONFIG)
+    model, batch = net_and_batch()
+    with pytest.raises(ValueError, match=r"of Net is on the meta device, without a value; build .*zero.Init"):
+        zeromesh.verify(model.to("meta"), CONFIG, batch)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from functools import partial
@@ -13,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zeromesh import build, owners
 from zeromesh.checkpoint.whole import whole_units
@@ -77,16 +79,29 @@ def initialize(
     if lr_scheduler is None and (optimizer is not None or asked.settings.optimizer is not None):
         # As one of DeepSpeed's classes, which programs ask for ``get_lr`` and the schedule's values.
         lr_scheduler = configured(written)
+    # The engine's ``step`` takes its metric in ``lr_kwargs``, and Lightning steps it without the engine.
+    plateau = lr_scheduler if isinstance(lr_scheduler, ReduceLROnPlateau) else None
     model = _release(model)  # not before the configuration is known to be right
     _align_local_rank(args)
     chosen = Arguments(
-        model, document, optimizer, model_parameters, lr_scheduler, training_data, collate_fn, None, data_seed(asked)
+        model,
+        document,
+        optimizer,
+        model_parameters,
+        None if plateau is not None else lr_scheduler,
+        training_data,
+        collate_fn,
+        None,
+        data_seed(asked),
     )
     start = partial(init_distributed, distributed_port=distributed_port, dist_init_required=dist_init_required)
     made = partial(make, document=written, mpu=mpu, users_optimizer=optimizer is not None)
     engine, *others = build.run_steps(chosen, start, kind=made)
     assert isinstance(engine, DeepSpeedEngine)
-    return engine, *others
+    _warn_of_forgotten(optimizer)
+    if plateau is not None:
+        vars(engine).update(lr_scheduler=plateau)
+    return engine, *others[:2], engine.lr_scheduler
 
 
 def _align_local_rank(args: Any) -> None:
@@ -104,6 +119,24 @@ def _align_local_rank(args: Any) -> None:
 
 class DeepSpeedConfigError(ConfigError, AssertionError):
     """Error of a configuration: for some of them DeepSpeed raises AssertionError, for others its own."""
+
+
+def _warn_of_forgotten(optimizer: Any) -> None:
+    """Warn where transformers' Trainer, which calls this, has dropped the optimizer of its ``optimizers=``."""
+    trainers, frame = sys.modules.get("transformers.trainer"), sys._getframe()
+    while trainers is not None and frame.f_back is not None:
+        frame = frame.f_back
+        trainer = frame.f_locals.get("self")
+        if isinstance(trainer, trainers.Trainer):
+            passed = trainer.callback_handler.optimizer  # what it was made with; after a first run, Accelerate's
+            if passed not in (None, optimizer) and not type(passed).__module__.startswith("accelerate."):
+                _log.warning(
+                    "transformers drops the %s of Trainer(optimizers=...) where its arguments name a configuration of "
+                    "DeepSpeed, and updates by another optimizer: use zeromesh.hf.Trainer(zeromesh=...) in its place, "
+                    "which takes yours, return it from create_optimizer, or name it in the configuration",
+                    type(passed).__name__,
+                )
+            return
 
 
 def _release(model: nn.Module) -> nn.Module:

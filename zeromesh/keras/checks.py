@@ -11,14 +11,7 @@ from zeromesh.config.settings import Settings
 from zeromesh.keras.optimizer import check_optimizer, check_variables, without_scaling
 from zeromesh.model.keras_layers import layers_of, refuse_other_backends
 
-_STEPS = (
-    "train_step",
-    "test_step",
-    "predict_step",
-    "make_train_function",
-    "make_test_function",
-    "make_predict_function",
-)
+_STEPS = [name.format(kind) for name in ("{}_step", "make_{}_function") for kind in ("train", "test", "predict")]
 _MEANS = ("sum_over_batch_size", "mean")
 _FIRST_RANK = ("CSVLogger", "RemoteMonitor", "TensorBoard")  # they write files or send what is the same on all ranks
 _CALLS_USER = ("LambdaCallback",)  # what it decides need not follow from metrics
@@ -105,11 +98,9 @@ def _check_settings(model: Any, settings: Settings) -> None:
 
 def check_callbacks(callbacks: Any) -> list[Any]:
     """Return the callbacks as a list; raise ValueError for those that cannot work on several ranks."""
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        given = list(callbacks.callbacks)
-    else:
-        given = list(callbacks) if isinstance(callbacks, list | tuple) else [] if callbacks is None else [callbacks]
-    for callback in given:
+    listed = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
+    every = [callback for callback in keras.tree.flatten(listed) if callback is not None]
+    for callback in every:
         for name in set(_names(callback)) & set(_REFUSED):
             raise ValueError(f"the callback {name} does not work on a distributed model: {_REFUSED[name]}")
         if "TensorBoard" in _names(callback) and (callback.histogram_freq or callback.embeddings_freq):
@@ -117,7 +108,7 @@ def check_callbacks(callbacks: Any) -> list[Any]:
                 f"TensorBoard has histogram_freq={callback.histogram_freq} and embeddings_freq="
                 f"{callback.embeddings_freq}, which read whole weights on the first rank alone: leave them out"
             )
-    return given
+    return every
 
 
 def of_rank(callbacks: list[Any], rank: int) -> list[Any]:

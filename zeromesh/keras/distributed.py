@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import torch
@@ -20,7 +20,7 @@ from zeromesh.engine import Engine
 from zeromesh.keras.checks import check_model
 from zeromesh.keras.data import BatchRows, loader_of
 from zeromesh.keras.optimizer import KerasOptimizer, without_scaling
-from zeromesh.keras.probe import Probe, loss_function
+from zeromesh.keras.probe import Probe, copied, loss_function
 from zeromesh.keras.run import DistributedRun, kept
 from zeromesh.keras.statistics import JointBatch, JointMoments
 from zeromesh.model.keras_layers import expose_layers, layers_of
@@ -29,18 +29,10 @@ from zeromesh.shard.guard import change_class
 from zeromesh.zero import GatheredParameters
 
 
-class _Model(Protocol):
-    """Methods of the model that ``RankAgreement`` calls."""
-
-    def begin_epoch(self) -> None: ...
-
-    def agree_to_stop(self, each_batch: bool) -> None: ...
-
-
 class RankAgreement(keras.callbacks.Callback):  # type: ignore[misc]
     """Last of the callbacks: the order of samples, and the decision to stop, are the same on all ranks."""
 
-    model: _Model
+    model: Any
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Share the random state that orders samples."""
@@ -81,17 +73,18 @@ class Distributed:
         if chosen.get("validation_data") is not None:
             chosen["validation_data"] = loader_of(chosen["validation_data"])
         share_random_state(self.zeromesh.world)
-        return self._loop_on_ranks(super().fit, call)  # type: ignore[misc]
+        return self._loop_on_ranks(super().fit, *call.args, **call.kwargs)  # type: ignore[misc]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as in Keras; metrics are of the joint batches, and the same on all ranks."""
-        return self._loop_on_ranks(super().evaluate, inspect.signature(super().evaluate).bind(*args, **kwargs))  # type: ignore[misc]
+        return self._loop_on_ranks(super().evaluate, *args, **kwargs)  # type: ignore[misc]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as in Keras; every rank gets the predictions for whole batches (for its own with ``own_batches``)."""
-        return self._loop_on_ranks(super().predict, inspect.signature(super().predict).bind(*args, **kwargs))  # type: ignore[misc]
+        return self._loop_on_ranks(super().predict, *args, **kwargs)  # type: ignore[misc]
 
-    def _loop_on_ranks(self, method: Callable[..., Any], call: inspect.BoundArguments) -> Any:
+    def _loop_on_ranks(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(method).bind(*args, **kwargs)
         call.arguments["x"] = loader_of(call.arguments.get("x"))
         if self.engine.mesh.rank > 0:
             call.arguments["verbose"] = 0
@@ -130,17 +123,13 @@ class Distributed:
             self.engine.step()
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=1)  # as Keras does
-        # A rank without rows of its own has nothing to count.
-        counts = self.compute_metrics if rows.count else lambda *_, **__: self.get_metrics_result()  # type: ignore[attr-defined]
-        return counts(x, y, y_pred, sample_weight=weights)
+        return _joint_metrics(self, rows, x, y, y_pred, weights)
 
     def test_step(self, data: Any) -> Any:
         """Compute this rank's rows of a batch, and return the joint metrics."""
         x, y, weights, rows = self._rows_here(data, "test")
         y_pred, _ = self._loss_here(x, y, weights, rows, training=False)
-        # A rank without rows of its own has nothing to count.
-        counts = self.compute_metrics if rows.count else lambda *_, **__: self.get_metrics_result()  # type: ignore[attr-defined]
-        return counts(x, y, y_pred, sample_weight=weights)
+        return _joint_metrics(self, rows, x, y, y_pred, weights)
 
     def predict_step(self, data: Any) -> Any:
         """Return the predictions for all rows of a batch."""
@@ -165,7 +154,8 @@ class Distributed:
     def _loss_here(self, x: Any, y: Any, weights: Any, rows: BatchRows, training: bool) -> tuple[Any, torch.Tensor]:
         """Return the output for these rows, and a loss whose mean over ranks is the joint one; count it."""
         y_pred = self._output_here(x, training)
-        values = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": weights, "training": training}
+        # Copies, or metrics would be weighed by what the mask of these rows has made of the weights.
+        values = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": copied(weights), "training": training}
         # Losses of several outputs have metrics, in which a rank without rows of its own counts nothing.
         with nullcontext() if rows.count else kept(self.metrics_variables):  # type: ignore[attr-defined]
             loss = loss_function(self)(**values)
@@ -229,6 +219,11 @@ class Distributed:
         first = self.engine.mesh.rank == 0
         with GatheredParameters(self.parameters()), self.zeromesh.plain():  # type: ignore[attr-defined]
             agree_run(self.zeromesh.world, "write its model", action if first else lambda: None)
+
+
+def _joint_metrics(model: Any, rows: BatchRows, *data: Any) -> Any:
+    """Count the rows of this rank, if there are any, and return the metrics over all ranks."""
+    return model.compute_metrics(*data) if rows.count else model.get_metrics_result()
 
 
 def _require_own_optimizer(model: Any) -> None:

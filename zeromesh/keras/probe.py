@@ -85,7 +85,7 @@ class Probe:
         return self._model._output_here(x, self._training)
 
     def _loss(self, x: Any, y: Any, y_pred: Any, weights: Any) -> float:
-        values = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": weights, "training": self._training}
+        values = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": copied(weights), "training": self._training}
         return float(loss_function(self._model)(**values))
 
     def _check_rows(self, x: Any, first: int, losses: bool) -> Any:
@@ -201,6 +201,11 @@ def loss_function(model: Any) -> Callable[..., Any]:
     """Return the function that computes a distributed model's loss; regularizers read parameters, which it fetches."""
     found: Callable[..., Any] = model.engine._compute_loss if _reads(model) else model._compute_loss
     return found
+
+
+def copied(tree: Any) -> Any:
+    """Return a copy of all tensors: Keras multiplies weights of samples in place by the mask of the output."""
+    return keras.tree.map_structure(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, tree)
 
 
 def _reads(model: Any) -> bool:

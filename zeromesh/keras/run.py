@@ -33,6 +33,11 @@ def kept(variables: Iterable[Any]) -> Iterator[list[torch.Tensor]]:
             variable.assign(value)
 
 
+def _masks(y_pred: Any) -> list[Any]:
+    """Return the mask of each output, or None."""
+    return [getattr(output, "_keras_mask", None) for output in keras.tree.flatten(y_pred)]
+
+
 @dataclass
 class DistributedRun:
     """State of a distributed model beside what Keras has.
@@ -74,10 +79,8 @@ class DistributedRun:
 
     def share(self, y_pred: Any, rows: int) -> float:
         """Return the weight of a loss of some rows in a mean: their number, or that of elements without a mask."""
-        masks: list[Any] = [getattr(one, "_keras_mask", None) for one in keras.tree.flatten(y_pred)]
-        return (
-            float(rows) if all(mask is None for mask in masks) else float(sum(m.sum() for m in masks if m is not None))
-        )
+        masks = [mask for mask in _masks(y_pred) if mask is not None]
+        return float(sum(mask.sum() for mask in masks)) if masks else float(rows)
 
     @contextmanager
     def finding_shapes(self) -> Iterator[None]:
@@ -136,7 +139,7 @@ class DistributedRun:
 
     def factor(self, y_pred: Any, rows: BatchRows) -> float:
         """Return the factor of this rank's loss that makes its mean over ranks the joint loss."""
-        masks: list[Any] = [getattr(one, "_keras_mask", None) for one in keras.tree.flatten(y_pred)]
+        masks = _masks(y_pred)
         if all(mask is None for mask in masks):
             return rows.weight
         if len(masks) > 1:

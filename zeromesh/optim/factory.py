@@ -135,7 +135,7 @@ def build(
         optimizer: Optimizer = cls(param_groups, **(context if cls in _EXCHANGING else {}), **arguments)
     except (TypeError, ValueError) as error:
         raise ValueError(f"optimizer {type} with {OPTIMIZER_PARAMS} = {without_auto(params)}: {error}") from error
-    _fuse(optimizer)
+    _finish(optimizer)
     return optimizer
 
 
@@ -218,7 +218,7 @@ def adopt(
             group["param_names"] = [piece.name for _, piece in kept]
     if isinstance(optimizer, Lamb) and exchange is not None:
         optimizer.spread([piece for piece in pieces_by_parameter.values() if piece is not None], exchange)
-    _fuse(optimizer)
+    _finish(optimizer)
 
 
 def _accept(name: str, given: Mapping[str, Any], accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
@@ -298,10 +298,25 @@ def _give_shapes(pieces: Iterable[Piece]) -> None:
         piece.parameter.data = piece.parameter.data.view(piece.shape)
 
 
-def _fuse(optimizer: Optimizer) -> None:
-    """Switch on the fused update in groups whose user did not choose, where the device and dtype have one."""
+class NoPieces(list[nn.Parameter]):
+    """Parameters of a group of which this rank updates nothing."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """Raise IndexError, which says why there is none."""
+        if isinstance(index, slice):
+            return NoPieces()
+        raise IndexError(
+            "this rank updates no piece of this parameter group, which is sharded over the ranks: test "
+            'group["params"] before an index, loop over it, or take the parameters of the model itself; with '
+            f"{UNSHARDED} every rank has all"
+        )
+
+
+def _finish(optimizer: Optimizer) -> None:
+    """Explain empty groups; switch on the fused update where the user did not choose, and device and dtype have one."""
     devices = _FUSED.get(update_class(optimizer), frozenset())
     for group in optimizer.param_groups:
+        group["params"] = group["params"] or NoPieces()
         undecided = group.get("fused", False) is None and group["foreach"] is None and not group["differentiable"]
         if undecided and all(p.device.type in devices and p.is_floating_point() for p in group["params"]):
             group["fused"] = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,8 @@ import torch
 from torch import nn
 
 from zeromesh.shard.deferred import Source, is_deferred, replayed, source_of
+
+_log = logging.getLogger("zeromesh")
 
 _REMEDY = (
     "build the model under zeromesh.zero.Init() instead of torch.device('meta'), or make it real, with its values, "
@@ -28,6 +31,12 @@ def materialiser(model: nn.Module, seed: int = 0) -> Callable[[str, nn.Parameter
         ValueError: a parameter or buffer is left without a value.
     """
     without = _without_parameters(model)
+    if unmade := names_without_values(model):
+        _log.warning(
+            "%d parameters and buffers are on the meta device, %s among them: their first values are drawn anew by "
+            "torch's own rules or those of transformers; load a checkpoint, or %s",
+            len(unmade), unmade[0], _REMEDY,
+        )  # fmt: skip
     with torch.no_grad():
         for prefix, module in model.named_modules():
             _materialise_buffers(without, prefix, module, seed)
@@ -51,6 +60,18 @@ def materialiser(model: nn.Module, seed: int = 0) -> Callable[[str, nn.Parameter
     return materialise
 
 
+def names_without_values(model: nn.Module) -> list[str]:
+    """Return the names of parameters and buffers on the meta device whose construction was not recorded."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return [name for name, tensor in named if tensor.is_meta and not is_deferred(tensor)]
+
+
+def refuse_without_values(model: nn.Module) -> None:
+    """Raise ValueError if a parameter or buffer has no value."""
+    if unmade := names_without_values(model):
+        raise ValueError(f"{unmade[0]} of {type(model).__name__} is on the meta device, without a value; {_REMEDY}")
+
+
 def replace(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Give a parameter a value, whatever its device is: the object stays the same."""
     # Not torch.utils.swap_tensors: it refuses where something refers to the parameter weakly, as an LSTM does.
@@ -59,10 +80,13 @@ def replace(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 def _without_parameters(model: nn.Module) -> nn.Module:
     """Return a copy whose parameters are on the meta device: initialisers of a module reach for those of its parts."""
-    if not any(tensor.is_meta and not is_deferred(tensor) for tensor in (*model.parameters(), *model.buffers())):
+    if not names_without_values(model):
         return model
+    # What is no parameter stays the same object: stand-ins of other stages, and results of autograd, have no copies.
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    memo = {id(value): value for value in attributes if isinstance(value, torch.Tensor)}
     tensors = [*model.parameters(), *filter(is_deferred, model.buffers())]
-    memo = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors}
+    memo |= {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors}
     return copy.deepcopy(model, memo)
 
 

@@ -18,6 +18,7 @@ from zeromesh.config.settings import Settings
 from zeromesh.model.hub import model_folder
 from zeromesh.plan.source import class_of, inputs_of
 from zeromesh.pretrained import configuration
+from zeromesh.shard.materialise import refuse_without_values
 
 HEAD = 16  # width of a head
 VOCABULARY = 96
@@ -97,6 +98,7 @@ def subject_of(
                 "the model and a batch"
             )
         batch, ids = default_batch(type(source), config, lcm(2 * sizes["context"], sizes["tensor"])), 0
+    refuse_without_values(source)
     return Subject(source, batch, changes, ids)
 
 
