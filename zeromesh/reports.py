@@ -24,19 +24,9 @@ from zeromesh.observe.bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, 
 from zeromesh.observe.machine import live_bytes, memory_bandwidth, peak_bytes, peak_flops
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.units import bytes_text
+from zeromesh.shard import sizes
 from zeromesh.shard.accounting import allocations
 from zeromesh.shard.sharded import ShardedModel
-from zeromesh.shard.sizes import (
-    RankStates,
-    Sharing,
-    StateLayout,
-    TableLayout,
-    TableShape,
-    UnitElements,
-    Widths,
-    state_sizes,
-    table_sizes,
-)
 from zeromesh.tiers.bandwidth import measure_bandwidth
 from zeromesh.tiers.link import Link
 from zeromesh.tiers.memory import empty_on
@@ -202,7 +192,7 @@ def explained(explain: Callable[[], str]) -> Iterator[None]:
 
 def explain(report: dict[str, Any], sharded: ShardedModel, optimizer: Optimizer | None, settings: Resolved) -> str:
     """Return the planned and the used memory (see ``memory``), by state and tier, and remedies with numbers."""
-    layout = StateLayout(
+    layout = sizes.StateLayout(
         row=settings.row,
         widths=replace(widths_of(settings), states=_state_width(optimizer)),
         parameter_slots=settings.slots.parameter or 2,
@@ -244,36 +234,36 @@ def _state_width(optimizer: Optimizer | None) -> int:
 
 
 def planned_states(
-    sharded: ShardedModel, layout: StateLayout, tables: TableLayout, ranks: int | None = None
+    sharded: ShardedModel, layout: sizes.StateLayout, tables: sizes.TableLayout, ranks: int | None = None
 ) -> dict[tuple[str, str], float]:
     """Return the bytes of this rank's states by state and tier in a layout, on these or on so many shard ranks."""
     mesh = sharded.mesh
     steps = sharded.accumulation.steps
-    sharing = Sharing(ranks or mesh.shard.size, mesh.replicate.size, steps > 1, mesh.shard.sums)
+    sharing = sizes.Sharing(ranks or mesh.shard.size, mesh.replicate.size, steps > 1, mesh.shard.sums)
 
-    def states_with(trained: set[bool], widths: Widths) -> RankStates:
+    def states_with(trained: set[bool], widths: sizes.Widths) -> sizes.RankStates:
         units = []
         for unit in sharded.units:
             layouts = [flat.layout for flat in unit.flats if flat.layout.trainable in trained]
             single = len(layouts) == 1 and layouts[0].whole
-            units.append(UnitElements(sum(part.elements for part in layouts), 1, single))
-        return state_sizes(units, replace(layout, widths=widths), sharing)
+            units.append(sizes.UnitElements(sum(part.elements for part in layouts), 1, single))
+        return sizes.state_sizes(units, replace(layout, widths=widths), sharing)
 
     trained = states_with({True}, layout.widths)
-    frozen = states_with({False}, Widths(layout.widths.parameter, 0, 0, 0, 0))
-    sizes: dict[tuple[str, str], float] = defaultdict(float)
-    shapes = [TableShape(table.count, table.width) for table in sharded.tables]
+    frozen = states_with({False}, sizes.Widths(layout.widths.parameter, 0, 0, 0, 0))
+    planned: dict[tuple[str, str], float] = defaultdict(float)
+    shapes = [sizes.TableShape(table.count, table.width) for table in sharded.tables]
     number = layout.widths.master or layout.widths.parameter
-    resting = table_sizes(shapes, tables, sharing.ranks, number, mesh.device.type == "cpu")
+    resting = sizes.table_sizes(shapes, tables, sharing.ranks, number, mesh.device.type == "cpu")
     for key, size in (*trained.resting.items(), *frozen.resting.items(), *resting.items()):
-        sizes[key] += size
+        planned[key] += size
     # A unit has one slot for all that it gathers.
-    sizes["slot", Tier.DEVICE.value] += states_with({True, False}, layout.widths).gathered + trained.working
-    return {key: size for key, size in sizes.items() if size}
+    planned["slot", Tier.DEVICE.value] += states_with({True, False}, layout.widths).gathered + trained.working
+    return {key: size for key, size in planned.items() if size}
 
 
 def _remedies(
-    sharded: ShardedModel, settings: Resolved, layout: StateLayout, tables: TableLayout, rest: int
+    sharded: ShardedModel, settings: Resolved, layout: sizes.StateLayout, tables: sizes.TableLayout, rest: int
 ) -> Iterator[str]:
     row, ranks = layout.row, sharded.mesh.shard.size
 

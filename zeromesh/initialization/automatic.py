@@ -61,18 +61,9 @@ def filled_in(
     settings: Settings, asked: frozenset[str], example: Example, environment: Environment, world: Group | None,
     own_batches: bool = True,
 ) -> Settings:  # fmt: skip
-    """Return the settings with what is asked filled in by the planner.
+    """Return the settings with what is asked filled in by the planner, from an example; raise as ``choose_layout``.
 
-    Args:
-        settings: with defaults for what is asked.
-        asked: see ``asked_of_planner``.
-        example: called where the plan is made.
-        environment: ranks of the run.
-        world: all ranks, which call this together; None: this process will start them.
-        own_batches: the run's batches are made by ZeroMesh, so that layers may be split over ranks.
-
-    Raises:
-        ValueError: as ``choose_layout``.
+    Without ``world`` this process will start the ranks. Only with ``own_batches`` may ranks share layers.
     """
     if not asked:
         return settings

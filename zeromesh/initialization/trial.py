@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 def try_out(model: nn.Module, settings: Resolved, sizes: Mapping[str, int]) -> None:
     """Find the units, split the layers, cut the stages, and build the optimizer and the schedule, as the run will.
 
-    Args:
-        model: model on the meta device.
-        settings: settings with the sizes that follow from the number of ranks.
-        sizes: number of ranks per axis of the mesh.
-
-    Raises:
-        ValueError: one of these is not possible.
+    The model is on the meta device. Raise ValueError if one of these is not possible with these sizes of axes.
     """
     for targets in (settings.units, settings.activation_checkpointing.targets):
         find_units(model, targets)

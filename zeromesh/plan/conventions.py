@@ -42,7 +42,7 @@ PLAIN = ActivationRule(source="Korthikanti et al., 2022, with a fused attention;
 
 @dataclass(frozen=True)
 class Convention:
-    """What is kept of states and activations, by default as ZeroMesh does; subclasses are of other frameworks."""
+    """Convention for states and activations: that of ZeroMesh, of which those of other frameworks are subclasses."""
 
     name: str = "ZeroMesh"
     widths: Widths = field(default_factory=Widths)

@@ -35,11 +35,7 @@ def cost_here(
 ) -> tuple[TracedCost, int]:
     """Return the cost of a run's model, and the length of its sequences; 1 where it has none.
 
-    Args:
-        model: as it is before an engine changes it, on any device, meta included; or a function that makes it.
-        inputs: keyword arguments of its forward for one micro-batch.
-        loss: computes the loss from its output; see ``trace``.
-        settings: of the run.
+    The model, or what makes it, is as before an engine changes it, on any device; see ``trace`` for inputs and loss.
     """
     kernels = "cuda" if torch.cuda.is_available() else "cpu"
     tables = settings.embedding_tables.modules

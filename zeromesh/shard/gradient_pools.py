@@ -67,28 +67,30 @@ class GradientPools(NamedTuple):
 
 def gradient_pools(gradients: Iterable[FullGradient], rules: PoolRules) -> GradientPools:
     """Return the buffers that are had at a time; in each pool the largest gradients fit at once."""
-    known = [*gradients]
-    number = sum(gradient.number for gradient in known)
+    members = [*gradients]
+    number = sum(gradient.number for gradient in members)
     count, limit = rules.count(number), rules.limit(number)
     return GradientPools(
-        slots=largest(((one.full, one.number) for one in known if not one.adopted), count),
-        adopted=largest(((one.full, one.number) for one in known if one.adopted), limit if rules.sharded else number),
+        slots=largest(((each.full, each.number) for each in members if not each.adopted), count),
+        adopted=largest(
+            ((each.full, each.number) for each in members if each.adopted), limit if rules.sharded else number
+        ),
         # A sum that is sent to all ranks stays in its buffer while the next ones are made.
-        wires=largest(((one.wire, one.number) for one in known), limit if rules.owned else limit + 1),
-        receives=largest(((one.receive, one.number) for one in known), limit),
-        landings=largest(((one.landing, one.number) for one in known), limit),
+        wires=largest(((each.wire, each.number) for each in members), limit if rules.owned else limit + 1),
+        receives=largest(((each.receive, each.number) for each in members), limit),
+        landings=largest(((each.landing, each.number) for each in members), limit),
     )
 
 
 def largest(sizes: Iterable[tuple[float, int]], count: int) -> Sizes:
     """Return the ``count`` largest of the buffers, those without bytes left out."""
-    found = []
+    buffers = []
     for size, number in sorted(sizes, reverse=True):
         if count <= 0 or size <= 0:
             break
-        found.append((size, min(number, count)))
+        buffers.append((size, min(number, count)))
         count -= number
-    return found
+    return buffers
 
 
 def bytes_of(sizes: Sizes) -> float:

@@ -89,7 +89,7 @@ class RankStates:
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayout:
-    """Where states rest, and their widths."""
+    """Placement and widths of states, and buffers of those that are gathered."""
 
     row: PlacementRow = field(default_factory=lambda: ROWS[0])
     widths: Widths = field(default_factory=Widths)
