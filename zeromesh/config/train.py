@@ -67,8 +67,8 @@ class Quantization(Section):
         chosen = [name for name in ("type", "double") if getattr(self, name) is not None]
         if chosen and (self.library, self.bits) != ("bitsandbytes", 4):
             raise ValueError(
-                f"{' and '.join(chosen)} is for 4 bits of bitsandbytes, and this is {self.bits} bits of {self.library}; "
-                "leave it out"
+                f"{' and '.join(chosen)} is for 4 bits of bitsandbytes, and this is {self.bits} bits of {self.library}; leave "
+                "it out"
             )
         return self
 
