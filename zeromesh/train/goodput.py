@@ -125,6 +125,11 @@ class Attempt:
     stretches: list[Stretch] = field(default_factory=list)
     ends: bool = False
 
+    def add(self, end: float, step: int, seconds: dict[Spent, float], ends: bool) -> None:
+        """Take in the seconds since the last record."""
+        self.stretches.append(Stretch(self.last, end, step, seconds))
+        self.ends = ends
+
     def take_again(self, step: int) -> None:
         """Count the steps beyond ``step`` as lost."""
         for stretch in self.stretches:
@@ -171,12 +176,12 @@ def read_attempts(path: Path) -> list[Attempt]:
             before = {}
             attempts.append(Attempt(max(record["began"], attempts[-1].last if attempts else 0.0), record["step"]))
         elif attempts and "seconds" in record:
-            attempt, now = attempts[-1], dict.fromkeys(Spent, 0.0)
+            now = dict.fromkeys(Spent, 0.0)
             for kind, seconds in record["seconds"].items():
                 now[KINDS.get(kind, Spent.OTHER)] += seconds  # other versions may know other kinds
             spent = {kind: seconds - before.get(kind, 0.0) for kind, seconds in now.items()}
-            attempt.stretches.append(Stretch(attempt.last, record["at"], record["step"], spent))
-            attempt.ends, before = record["ends"], now
+            attempts[-1].add(record["at"], record["step"], spent, record["ends"])
+            before = now
     for attempt, later in pairwise(attempts):
         attempt.take_again(later.step)
         if not attempt.ends:
