@@ -304,6 +304,10 @@ def test_a_dtype_has_one_name_however_it_is_written(name: object) -> None:
     assert settings.precision.communicate is torch.bfloat16
 
 
+REQUIRED: dict[str, dict[str, Any]] = {"data": {"train": "a"}, "run": {"steps": 1}}
+"""Keys that sections must have, beside those that are gone."""
+
+
 @pytest.mark.parametrize(
     ("section", "value"),
     [
@@ -315,16 +319,19 @@ def test_a_dtype_has_one_name_however_it_is_written(name: object) -> None:
 def test_sections_that_are_gone_may_stand_there_switched_off(section: str, value: Any) -> None:
     parent = section.rpartition(".")[0]
     around = nested(parent, {}) if parent.count(".") else {}  # a section that is given may have defaults of its own
-    if section.startswith("data."):
-        around = nested("data.train", ["a"])
+    name = section.partition(".")[0]
+    if name in REQUIRED:
+        around = {name: REQUIRED[name]}
     document = {**around, **nested(section, value)}
-    document.get("data", {}).update(around.get("data", {}))
+    if name in REQUIRED:
+        document[name] |= REQUIRED[name]
     assert Settings.load(document) == Settings.load(around)
 
 
 @pytest.mark.parametrize("section", GONE)
 def test_sections_that_are_gone_are_refused_with_a_remedy(section: str) -> None:
-    required = ["data.train=a"] if section.startswith("data.") else []
+    name = section.partition(".")[0]
+    required = [f"{name}.{key}={value}" for key, value in REQUIRED.get(name, {}).items()]
     (problem,) = problems(nested(section, {"enabled": True}), *required)
     assert problem == f"{section} is not available; {GONE[section]}"
 

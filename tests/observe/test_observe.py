@@ -6,6 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from zeromesh.kernels import measure
 from zeromesh.kernels.measure import product_speed
 from zeromesh.observe import machine
 from zeromesh.observe.machine import peak_flops
@@ -104,7 +105,7 @@ def test_a_momentary_disturbance_does_not_spoil_the_measurement(monkeypatch) -> 
             nonlocal now
             now += seconds
 
-    monkeypatch.setattr(machine, "time", Clock())
+    monkeypatch.setattr(measure, "time", Clock())
     operations = 2.0 * (512 * math.isqrt(torch.get_num_threads())) ** 3
     assert product_speed(torch.device("cpu"), torch.float32, seconds=0.05) == pytest.approx(operations / 0.001)
 

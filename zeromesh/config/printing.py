@@ -81,6 +81,11 @@ def autos(source: str | Path | Mapping[str, Any] | Section, overrides: Sequence[
     ]
 
 
+def is_auto(source: str | Path | Mapping[str, Any], overrides: Sequence[str], path: str) -> bool:
+    """Return whether a key is "auto", as one of ``DOCUMENTED``, where this says more than a key without a value."""
+    return is_unset(dict(leaves_of(whole_document(source, overrides))).get(path))
+
+
 def refuse_unfilled(
     source: str | Path | Mapping[str, Any] | Section, settings: Section, overrides: Sequence[str] = (),
     given: Set[str] = frozenset(),

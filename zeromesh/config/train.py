@@ -64,10 +64,10 @@ class Quantization(Section):
 
     @model_validator(mode="after")
     def _library_has_it(self) -> Self:
-        chosen = [name for name in ("type", "double") if getattr(self, name) is not None]
-        if chosen and (self.library, self.bits) != ("bitsandbytes", 4):
+        names = [name for name in ("type", "double") if getattr(self, name) is not None]
+        if names and (self.library, self.bits) != ("bitsandbytes", 4):
             raise ValueError(
-                f"{' and '.join(chosen)} is for 4 bits of bitsandbytes, and this is {self.bits} bits of {self.library}; "
+                f"{' and '.join(names)} is for 4 bits of bitsandbytes, and this is {self.bits} bits of {self.library}; "
                 "leave it out"
             )
         return self

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -99,10 +99,11 @@ class TimeLog:
         return before
 
     def _append(self, record: dict[str, object]) -> None:
+        if self._path is None:
+            return
         # A full disk ends no run: what is not written here counts as other work, or as down.
-        with suppress(OSError), added_to(self._path) if self._path else nullcontext() as file:
-            if file is not None:
-                file.write("\n" + json.dumps(record) + "\n")  # after half a line that a full disk may have left
+        with suppress(OSError), added_to(self._path) as file:
+            file.write("\n" + json.dumps(record) + "\n")  # after half a line that a full disk may have left
 
 
 @dataclass
@@ -124,15 +125,10 @@ class Attempt:
     stretches: list[Stretch] = field(default_factory=list)
     ends: bool = False
 
-    def add(self, record: dict[str, Any], before: dict[Spent, float]) -> dict[Spent, float]:
-        """Take in a record after one with the times ``before``; return its own."""
-        now = dict.fromkeys(Spent, 0.0)
-        for kind, seconds in record["seconds"].items():
-            now[KINDS.get(kind, Spent.OTHER)] += seconds  # other versions may know other kinds
-        spent = {kind: seconds - before.get(kind, 0.0) for kind, seconds in now.items()}
-        self.stretches.append(Stretch(self.last, record["at"], record["step"], spent))
-        self.ends = record["ends"]
-        return now
+    def add(self, end: float, step: int, seconds: dict[Spent, float], ends: bool) -> None:
+        """Take in the seconds since the last record."""
+        self.stretches.append(Stretch(self.last, end, step, seconds))
+        self.ends = ends
 
     def take_again(self, step: int) -> None:
         """Count the steps beyond ``step`` as lost."""
@@ -180,7 +176,12 @@ def read_attempts(path: Path) -> list[Attempt]:
             before = {}
             attempts.append(Attempt(max(record["began"], attempts[-1].last if attempts else 0.0), record["step"]))
         elif attempts and "seconds" in record:
-            before = attempts[-1].add(record, before)
+            now = dict.fromkeys(Spent, 0.0)
+            for kind, seconds in record["seconds"].items():
+                now[KINDS.get(kind, Spent.OTHER)] += seconds  # other versions may know other kinds
+            spent = {kind: seconds - before.get(kind, 0.0) for kind, seconds in now.items()}
+            attempts[-1].add(record["at"], record["step"], spent, record["ends"])
+            before = now
     for attempt, later in pairwise(attempts):
         attempt.take_again(later.step)
         if not attempt.ends:

@@ -143,32 +143,21 @@ class Loop:
         peak = torch.tensor([float(peak_bytes(self.engine.device))], dtype=torch.float64)
         norm = self.engine.get_global_grad_norm()
         assert norm is not None
-        figures = Figures(
-            step=progress.step,
-            loss=loss,
-            learning_rate=rate,
-            gradient_norm=norm,
-            tokens_per_second=speed,
-            utilization=achieved / peak_speed,
-            memory=int(self.engine.mesh.group("world").exchange(peak).max()),
-            seconds_left=(self.job.run.steps - progress.step) * self.tokens_per_step / speed,
-        )
-        self.display.step(figures)
+        figures: dict[str, Any] = {
+            "loss": loss,
+            "learning_rate": rate,
+            "gradient_norm": norm,
+            "tokens_per_second": round(speed, 1),
+            "utilization": round(achieved / peak_speed, 4),
+            "memory": int(self.engine.mesh.group("world").exchange(peak).max()),
+        }
+        seconds_left = (self.job.run.steps - progress.step) * self.tokens_per_step / speed
+        self.display.step(Figures(progress.step, seconds_left=seconds_left, **figures))
         self._record(progress)
         if self.metrics is not None:
-            self.metrics.write(
-                "train",
-                progress.step,
-                samples=progress.samples,
-                tokens=progress.samples * self.job.language.sequence_length,
-                loss=figures.loss,
-                learning_rate=figures.learning_rate,
-                gradient_norm=figures.gradient_norm,
-                tokens_per_second=round(figures.tokens_per_second, 1),
-                utilization=round(figures.utilization, 4),
-                memory=figures.memory,
-                seconds=round(progress.seconds, 3),
-            )
+            taken = {"samples": progress.samples, "tokens": progress.samples * self.job.language.sequence_length}
+            seconds = round(progress.seconds, 3)
+            self.metrics.write("train", progress.step, **taken, **figures, seconds=seconds)
         return peak_speed
 
     def _record(self, progress: Progress, ends: bool = False) -> None:

@@ -21,8 +21,9 @@ from zeromesh.comm.detect import may_restart
 from zeromesh.comm.environment import device_of_group, shutdown
 from zeromesh.comm.failure import RankFailure
 from zeromesh.config.document import whole_document
+from zeromesh.config.errors import counted
 from zeromesh.config.keys import PEER_COPIES, RESUME, SAVE_EVERY
-from zeromesh.config.printing import refuse_unfilled, tell_unset
+from zeromesh.config.printing import is_auto, refuse_unfilled, tell_unset
 from zeromesh.model.files import write_text
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display
@@ -48,9 +49,8 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
     overrides = [*overrides, *([f"{RESUME}={json.dumps(resume)}"] if resume else [])]
     loaded = Settings.load(config, overrides)
     refuse_unfilled(config, loaded, overrides)
-    # In the settings "auto" is what a key without a value has, and here it says more.
-    is_auto = whole_document(config, overrides).get("run", {}).get("resume") == "auto"
-    settings = planned(config, overrides, _decided(loaded, is_auto or may_restart()))
+    goes_on = is_auto(config, overrides, RESUME) or may_restart()
+    settings = planned(config, overrides, _decided(loaded, goes_on))
     if is_first():
         tell_unset(config, settings, {}, overrides)
     # Everything that can be refused is refused here, before the text is read and a rank is started.
@@ -66,11 +66,11 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
         raise
 
 
-def _decided(settings: Settings, is_auto: bool) -> Settings:
-    """Return the settings with ``run.resume`` true or false; ``is_auto`` says that the run is to go on if it can."""
+def _decided(settings: Settings, goes_on: bool) -> Settings:
+    """Return the settings with ``run.resume`` true or false; ``goes_on`` says that the run goes on if it can."""
     run = settings.run
     # A launcher that restarts ranks repeats the first command, which must then go on. All ranks see the same folder.
-    if run is None or run.resume is True or not is_auto:
+    if run is None or run.resume is True or not goes_on:
         return settings
     folder = RunFolder(Path(run.output))
     resume = folder.last_checkpoint is not None or folder.is_copied
