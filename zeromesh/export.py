@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from itertools import chain
@@ -24,9 +24,6 @@ from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shard.table.table import Table
 from zeromesh.shard.unit import Unit
 from zeromesh.weight_files import ExportFiles
-
-# Bytes of tensors in one file, and so what the first rank holds at most, beside the largest unit.
-LARGEST_FILE = 4 * 10**9
 
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # files that PEFT writes
 
@@ -58,20 +55,19 @@ def save_model(
         _save_adapters(sharded, folder, taken)
         return
     first = sharded.mesh.rank == 0
-    files, failure = catch(lambda: ExportFiles(folder, filename, LARGEST_FILE) if first else None)
+    files, failure = catch(lambda: ExportFiles(folder, filename) if first else None)
     # After a failure the other ranks go on to gather: they hear of it at the end, and would wait otherwise.
     failures = [failure]
     for state in on_first_rank(sharded.mesh, _plain_states(sharded, failures, exclude_frozen)):
         if files is not None and not any(failures):
-            failures.append(catch(lambda: _add(files, model, state))[1])  # noqa: B023
+            failures.append(catch(lambda: files.add(_published(model, state)))[1])  # noqa: B023
     world = sharded.mesh.group("world")
-    try:
-        agree_success(world, "write the model", next(filter(None, failures), None))
-        agree_run(world, "write the model", lambda: None if files is None else _finish(files, folder, model))
-    except BaseException:
+    with ExitStack() as stack:
         if files is not None:
-            files.discard()
-        raise
+            stack.callback(files.discard)  # which leaves what is finished
+        agree_success(world, "write the model", next(filter(None, failures), None))
+        agree_run(world, "write the model", lambda: None if files is None else files.finish())
+    agree_run(world, "write the model", lambda: _describe(folder, model) if first else None)
 
 
 def full_weights(sharded: ShardedModel, dtype: torch.dtype | None, only_first_rank: bool) -> Iterator[Weight]:
@@ -108,14 +104,10 @@ def _published_states(sharded: ShardedModel, dtype: torch.dtype | None) -> Itera
 
 def write_model(model: nn.Module, states: Iterable[State], folder: Path, filename: str) -> None:
     """Write a model whose plain state comes in parts, by one process."""
-    files = ExportFiles(folder, filename, LARGEST_FILE)
-    try:
+    with ExportFiles(folder, filename) as files:
         for state in states:
-            _add(files, model, state)
-        _finish(files, folder, model)
-    except BaseException:
-        files.discard()
-        raise
+            files.add(_published(model, state))
+    _describe(folder, model)
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -304,10 +296,6 @@ def computed_dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _add(files: ExportFiles, model: nn.Module, state: State) -> None:
-    files.add(_published(model, state))
-
-
 def _published(model: nn.Module, state: State) -> State:
     """Return tensors under the names, and in the parts, in which the model's checkpoints are published."""
     named, model = file_names(model, hooks=not is_adapted(model)), plain_model(model)
@@ -329,8 +317,8 @@ def _refuse_prompts(model: Any) -> None:
         )
 
 
-def _finish(files: ExportFiles, folder: Path, model: nn.Module) -> None:
-    files.finish()
+def _describe(folder: Path, model: nn.Module) -> None:
+    """Write what the model's library needs beside the weights."""
     for name in ADAPTERS:  # they would be added to the model once more
         (folder / name).unlink(missing_ok=True)
     write_configuration(folder, model)

@@ -21,6 +21,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 OPEN_FILES = 64
 
+# Bytes of tensors in one file that is written, which wait in memory until then.
+LARGEST_FILE = 4 * 10**9
+
 
 @dataclass(frozen=True)
 class FileTensor:
@@ -136,15 +139,16 @@ def _handle(file: Path, *state: int) -> Any:
 class ExportFiles:
     """Files of weights in a folder, which appear under their names when all are complete.
 
-    The end of ``name`` says of which kind: ``.safetensors``, or ``.bin``, which is torch's pickle.
+    A context in which they are written: without an error it finishes them, else it removes what there is of them. The
+    end of ``name`` says of which kind: ``.safetensors``, or ``.bin``, which is torch's pickle.
     """
 
-    def __init__(self, folder: Path, name: str, largest: int) -> None:
+    def __init__(self, folder: Path, name: str, largest: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for part in _named(folder, rf"{re.escape(name)}\.\d{{5}}\.part"):
             part.unlink()  # of a process that was killed
         # Of one file, if that is enough for the largest number of bytes; else they are numbered, with an index.
-        self._folder, self._name, self._largest = folder, name, largest
+        self._folder, self._name, self._largest = folder, name, largest or LARGEST_FILE
         self._state: dict[str, torch.Tensor] = {}
         self._written: list[tuple[Path, list[str]]] = []
         self._bytes = self._held = 0  # of all files, and of the tensors that wait for the next one
@@ -185,6 +189,16 @@ class ExportFiles:
         """Remove the files written so far."""
         for part, _ in self._written:
             part.unlink(missing_ok=True)
+
+    def __enter__(self) -> ExportFiles:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self.discard()
 
     def _flush(self) -> None:
         from safetensors import SafetensorError

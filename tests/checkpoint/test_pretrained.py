@@ -18,7 +18,7 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
-from zeromesh import export, pretrained, weight_files
+from zeromesh import pretrained, weight_files
 from zeromesh.shard import deferred
 from zeromesh.shard.deferred import source_of
 from zeromesh.weight_files import INDEX, SINGLE, FileTensor
@@ -75,7 +75,7 @@ def read_and_write(name: str, folder: Path, output: Path, row: int, largest: int
         buffers = sum(b.numel() for b in model.buffers() if isinstance(source_of(b), FileTensor))
         read.clear()
         engine = start(model, row)
-    with patch.object(export, "LARGEST_FILE", largest):
+    with patch.object(weight_files, "LARGEST_FILE", largest):
         engine.save_16bit_model(output)
     return {"state": engine.state_dict(), "read": sum(read), "from_files": sum(from_files.values()), "buffers": buffers}
 

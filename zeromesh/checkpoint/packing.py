@@ -6,7 +6,7 @@ import base64
 import io
 import json
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date, datetime, time, timedelta
 from math import isfinite
 from pathlib import Path
@@ -28,6 +28,10 @@ class _Kind(NamedTuple):
     to: Callable[[Any], Any]
     back: Callable[[Any], Any]
 
+
+PART = 1 << 28  # bytes of one message: some backends count those in 32 bits
+
+Move = Callable[[torch.Tensor], object]
 
 KINDS = (
     _Kind(
@@ -138,8 +142,8 @@ def is_like(present: Any, saved: Any) -> bool:
         return isinstance(saved, int | float | torch.Tensor)
     if isinstance(present, list | tuple):
         alike = isinstance(saved, list | tuple)
-        numbers = any(isinstance(one, int | float | torch.Tensor) for one in present)
-        return alike and (not numbers or all(isinstance(one, int | float | torch.Tensor) for one in saved))
+        numbers = any(isinstance(item, int | float | torch.Tensor) for item in present)
+        return alike and (not numbers or all(isinstance(item, int | float | torch.Tensor) for item in saved))
     return isinstance(saved, dict if isinstance(present, dict) else type(present))
 
 
@@ -180,25 +184,41 @@ def share_value(
         ValueError: on every rank, if a checkpoint could not hold it.
     """
     apart: dict[str, torch.Tensor] = {}
-    text = ""
+    text = None
     if is_source:
         try:
-            packed = pack(value, name, apart)
-            text = json.dumps([packed, {key: [dtype_name(part.dtype), part.numel()] for key, part in apart.items()}])
+            text = json.dumps(pack(value, name, apart))
         except TypeError as error:
             text = f"!{error}"
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    broadcast(size := torch.tensor([data.numel()], device=device))
-    broadcast(data := data if is_source else data.new_empty(int(size)))
-    text = data.cpu().numpy().tobytes().decode()
+    text = move_text(broadcast, device, text)
     if text.startswith("!"):
         raise ValueError(f"{name} cannot be sent: {text[1:]}")
-    packed, layout = json.loads(text)
-    received: dict[str, torch.Tensor] = {}
-    for key, (dtype, elements) in layout.items():
-        flat = torch.empty(elements, dtype=getattr(torch, dtype), device=device)
-        if is_source:
-            flat.copy_(apart[key].reshape(-1))
-        broadcast(flat.view(torch.uint8))
-        received[key] = flat
-    return unpack(packed, received.__getitem__)
+    # Copies, so that no rank has memory of the value that was given.
+    sent = {key: part.clone() for key, part in apart.items()} if is_source else None
+    return unpack(json.loads(text), dict(move_tensors(broadcast, device, sent)).__getitem__)
+
+
+def move_text(move: Move, device: torch.device, text: str | None) -> str:
+    """Send a text, or receive one for None, and return it; ``move`` sends or receives tensors of one size in place."""
+    # The receiver knows nothing of what comes: first the length.
+    data = torch.empty(0) if text is None else torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    move(length := torch.tensor([data.numel()], device=device))
+    move(data := torch.empty(int(length), dtype=torch.uint8, device=device) if text is None else data)
+    return data.cpu().numpy().tobytes().decode()
+
+
+def move_tensors(
+    move: Move, device: torch.device, tensors: Mapping[str, torch.Tensor] | None
+) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+    """Send tensors, or receive some for None, and yield them by name, on the device, one at a time."""
+    forms = {name: [dtype_name(value.dtype), *value.shape] for name, value in (tensors or {}).items()}
+    text = move_text(move, device, None if tensors is None else json.dumps(forms))
+    for name, (dtype, *shape) in json.loads(text).items():
+        if tensors is None:
+            value = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        else:
+            value = tensors[name].detach().contiguous().to(device)
+        # Bytes, as the backends do not know every dtype.
+        for part in value.view(-1).view(torch.uint8).split(PART) if value.numel() else ():
+            move(part)
+        yield name, value

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from zeromesh.checkpoint.contents import extra_modules, own_buffers, plain_names
-from zeromesh.checkpoint.manifest import dtype_name
-from zeromesh.checkpoint.packing import broadcast_value
+from zeromesh.checkpoint.packing import Move, broadcast_value, move_tensors
 from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
@@ -30,24 +29,22 @@ State = dict[str, torch.Tensor]
 
 STATE_TAG = 12  # tag on the pipeline axis of tensors that are shown or saved whole
 
-PART = 1 << 28  # bytes of one message: some backends count those in 32 bits
 
-
-def of_all_stages(mesh: Mesh, own: Mapping[str, Any]) -> dict[str, Any]:
+def of_all_stages(mesh: Mesh, values: Mapping[str, Any]) -> dict[str, Any]:
     """Merge JSON values by name over all stages; the first stage that has a name counts. Collective."""
     if mesh.sizes["pipeline"] == 1:
-        return dict(own)
-    found: dict[str, Any] = {}
-    for text in texts(mesh.group("pipeline"), json.dumps(own)):
+        return dict(values)
+    merged: dict[str, Any] = {}
+    for text in texts(mesh.group("pipeline"), json.dumps(values)):
         # Tied tensors are on several stages.
-        found = found | {name: value for name, value in json.loads(text).items() if name not in found}
-    return found
+        merged = merged | {name: value for name, value in json.loads(text).items() if name not in merged}
+    return merged
 
 
-def on_all_ranks(mesh: Mesh, own: State) -> State:
+def on_all_ranks(mesh: Mesh, stage_state: State) -> State:
     """Return the tensors of all stages, copies of those of others; the first stage with a name counts. Collective."""
     state = State()
-    for part in on_every_rank(mesh, [own]):
+    for part in on_every_rank(mesh, [stage_state]):
         state |= part | state
     return state
 
@@ -81,7 +78,7 @@ def on_first_rank(mesh: Mesh, states: Iterable[State]) -> Iterator[State]:
         if place == first:
             yield from states
             continue
-        while state := _receive(partial(_point_to_point, group, place, False), mesh.device):
+        while state := dict(move_tensors(partial(_point_to_point, group, place, False), mesh.device, None)):
             yield {name: value.cpu() for name, value in state.items()}
 
 
@@ -94,7 +91,7 @@ def on_every_rank(mesh: Mesh, states: Iterable[State]) -> Iterator[State]:
     for place in range(group.size):
         move = partial(group.broadcast, root=place)
         if place != group.rank:
-            while state := _receive(move, mesh.device):
+            while state := dict(move_tensors(move, mesh.device, None)):
                 yield state
             continue
         for state in filter(None, states):
@@ -116,42 +113,10 @@ def _point_to_point(group: Group, peer: int, sends: bool, message: torch.Tensor)
     group.send_and_receive(sent, received, STATE_TAG, "whole tensors").wait()
 
 
-def _send(move: Callable[[torch.Tensor], None], device: torch.device, state: State) -> None:
+def _send(move: Move, device: torch.device, state: State) -> None:
     """Send tensors to other ranks of the pipeline; an empty state ends the series."""
-    header = torch.frombuffer(bytearray(_forms(state).encode()), dtype=torch.uint8).to(device)
-    length = torch.tensor([header.numel()], device=device)
-    move(length)
-    move(header)
-    for value in state.values():
-        for part in _parts(value.detach().contiguous().to(device)):
-            move(part)
-
-
-def _receive(move: Callable[[torch.Tensor], None], device: torch.device) -> State:
-    """Receive tensors that ``_send`` sends; they are on the device."""
-    # The receiver knows nothing of what comes: first the length of the header, then the header, then the tensors.
-    move(length := torch.empty(1, dtype=torch.int64, device=device))
-    move(header := torch.empty(int(length), dtype=torch.uint8, device=device))
-    found = State()
-    for name, form in json.loads(bytes(header.tolist())).items():
-        found[name] = _empty(form, device)
-        for part in _parts(found[name]):
-            move(part)
-    return found
-
-
-def _forms(state: State) -> str:
-    return json.dumps({name: [dtype_name(v.dtype), *v.shape] for name, v in state.items()})
-
-
-def _empty(form: list[Any], device: torch.device) -> torch.Tensor:
-    return torch.empty(form[1:], dtype=getattr(torch, form[0]), device=device)
-
-
-def _parts(value: torch.Tensor) -> Iterable[torch.Tensor]:
-    """Return a tensor's bytes in parts."""
-    # Bytes, as the backends do not know every dtype.
-    return value.view(-1).view(torch.uint8).split(PART) if value.numel() else ()
+    for _ in move_tensors(move, device, state):
+        pass
 
 
 def whole_units(
@@ -174,7 +139,7 @@ def keys_of(model: nn.Module) -> tuple[dict[int, list[str]], dict[str, Any]]:
 
     Hooks of modules rename some and leave out others.
     """
-    members = {id(one) for one in (*model.parameters(), *model.buffers())}
+    members = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     keys: dict[int, list[str]] = {}
     others = {}
     for key, value in model.state_dict(keep_vars=True).items():
@@ -189,11 +154,11 @@ def file_names(model: nn.Module, hooks: bool = True) -> Callable[[str], str | No
     """Return a function of a tensor's name in the model that returns its name in files; None for one without."""
     plain, keys = plain_names(model), keys_of(model)[0] if hooks else {}
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    choices = {name: keys.get(id(one), []) for name, one in tensors} if hooks else {}
+    choices = {name: keys.get(id(tensor), []) for name, tensor in tensors} if hooks else {}
 
     def named(name: str) -> str | None:
-        known = choices.get(name, [name])
-        return plain(name if name in known else known[0]) if known else None  # of tied ones, the name stays
+        choice = choices.get(name, [name])
+        return plain(name if name in choice else choice[0]) if choice else None  # of tied ones, the name stays
 
     return named
 
@@ -207,25 +172,25 @@ def tensor_states(sharded: ShardedModel) -> State:
     return {name: state for name, state in states.items() if name not in others}
 
 
-def extra_of_all_stages(mesh: Mesh, own: Mapping[str, Any]) -> dict[str, Any]:
+def extra_of_all_stages(mesh: Mesh, states: Mapping[str, Any]) -> dict[str, Any]:
     """Return the extra state of modules of all stages, by name. Collective."""
     if mesh.sizes["pipeline"] == 1:
-        return dict(own)
+        return dict(states)
     extra: dict[str, Any] = {}
     for place in range(mesh.sizes["pipeline"]):
-        extra = broadcast_value(own, place, mesh.group("pipeline")) | extra  # the first stage with a name counts
+        extra = broadcast_value(states, place, mesh.group("pipeline")) | extra  # the first stage with a name counts
     return extra
 
 
 def gathered_state_dict(sharded: ShardedModel) -> State:
     """Return whole parameters and buffers as CPU tensors, and extra state, on rank 0, {} elsewhere."""
-    found = State()
+    state = State()
     keys, others = keys_of(sharded.model)
-    for state in on_first_rank(sharded.mesh, _shown(sharded, keys)):
-        found |= state
+    for part in on_first_rank(sharded.mesh, _shown(sharded, keys)):
+        state |= part
     names = of_all_stages(sharded.mesh, {name: some[0] for some in keys.values() for name in some[1:]})
     extra = extra_of_all_stages(sharded.mesh, {k: value for k, value in others.items() if k not in sharded.idle})
-    return found | {name: found[own] for name, own in names.items()} | extra if found else found
+    return state | {name: state[saved_name] for name, saved_name in names.items()} | extra if state else state
 
 
 def _shown(sharded: ShardedModel, keys: Mapping[int, list[str]]) -> Iterator[State]:
@@ -238,14 +203,14 @@ def _shown(sharded: ShardedModel, keys: Mapping[int, list[str]]) -> Iterator[Sta
 
 def add_stages(sharded: ShardedModel, state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return this rank's state dict with the tensors of the other stages. Collective."""
-    own = {
+    tensors = {
         name: value
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and name.removeprefix(prefix) not in sharded.idle and not is_extra(name)
     }
     here = {name: v for name, v in state.items() if is_extra(name) and name.removeprefix(prefix) not in sharded.idle}
     extra = extra_of_all_stages(sharded.mesh, here)
-    return state | on_all_ranks(sharded.mesh, own) | extra
+    return state | on_all_ranks(sharded.mesh, tensors) | extra
 
 
 def load_here(sharded: ShardedModel, state: Mapping[str, Any], strict: bool) -> Any:

@@ -411,10 +411,10 @@ class Group:
 
 def backend_for(device: torch.device, process_group: Any = None) -> str:
     """Return the backend that carries a device's tensors; raise ValueError if the process group has none."""
-    known = backends(process_group)
-    if device.type not in known:
+    backend_names = backends(process_group)
+    if device.type not in backend_names:
         raise ValueError(
-            f"the process group has no backend for tensors on {device.type}, only for {', '.join(known)}; start it "
-            "with one, or let zeromesh start it"
+            f"the process group has no backend for tensors on {device.type}, only for {', '.join(backend_names)}; "
+            "start it with one, or let zeromesh start it"
         )
-    return known[device.type]
+    return backend_names[device.type]

@@ -61,9 +61,9 @@ def device_for(environment: Environment, backend: str) -> torch.device:
         return torch.device("cpu")
     devices = torch.accelerator.device_count()
     # A rank that Slurm or MPI started may see no device but its own.
-    own = devices == 1 and environment.launcher not in ("torchrun", "single") and "CUDA_VISIBLE_DEVICES" in os.environ
+    started_apart = environment.launcher not in ("torchrun", "single") and "CUDA_VISIBLE_DEVICES" in os.environ
     # All ranks of the node raise, not only those that get no device: the others would wait for them.
-    if environment.local_world_size > devices and backend != "gloo" and not own:
+    if environment.local_world_size > devices and backend != "gloo" and not (devices == 1 and started_apart):
         row = names_of(environment.launcher)
         raise ValueError(
             f"{row.local_rank[0]} is {environment.local_rank}, but this node has "
@@ -135,41 +135,41 @@ def init_distributed(
             "torch.distributed.init_process_group before, or leave the argument out"
         )
     limit = start_limit(start_timeout)
-    found = environment or Environment.detect(_variables(os.environ, init_method, rank, world_size))
-    if not auto_mpi_discovery and found.launcher in MPI:
+    process = environment or Environment.detect(_variables(os.environ, init_method, rank, world_size))
+    if not auto_mpi_discovery and process.launcher in MPI:
         raise ValueError(
-            f"auto_mpi_discovery is False, but {names_of(found.launcher).command} started this process, and nothing "
+            f"auto_mpi_discovery is False, but {names_of(process.launcher).command} started this process, and nothing "
             "else says which rank it is; leave it True, or set torchrun's variables"
         )
-    backend = default_backend(found) if dist_backend in (None, "auto") else str(dist_backend)
+    backend = default_backend(process) if dist_backend in (None, "auto") else str(dist_backend)
     if backend not in dist.Backend.backend_list:
         raise ValueError(
             f"dist_backend is {backend!r}, but torch knows {', '.join(available_backends())}; use one of them, or auto"
         )
-    found = _with_master(found, backend, distributed_port)
+    process = _with_master(process, backend, distributed_port)
     problem, device = None, torch.device("cpu")
     try:  # what is wrong here is raised only after the others know of it: they would wait for this rank
         require_backend(backend)
-        if backend == "mpi" and not dist.is_mpi_available() and (stranger := _other_mpi(found)):
+        if backend == "mpi" and not dist.is_mpi_available() and (stranger := _other_mpi(process)):
             raise StartError(stranger)
-        device = device_for(found, backend)
+        device = device_for(process, backend)
         if device.type != "cpu":
             torch.accelerator.set_device_index(device.index)
     except (ValueError, RuntimeError) as error:
         problem = error
-    if found.one_node:
+    if process.one_node:
         interface.stay_on_loopback()
-    elif (name := interface.interface_to(found.master_address, found.master_port)) is not None:
+    elif (name := interface.interface_to(process.master_address, process.master_port)) is not None:
         # Left alone gloo looks up the machine's own name, which may be that of loopback or of another network.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    _start(found, backend, device, timeout, limit, problem)
-    found = _checked(found, backend, device)
-    if verbose and found.rank == 0:
+    _start(process, backend, device, timeout, limit, problem)
+    process = _checked(process, backend, device)
+    if verbose and process.rank == 0:
         _log.info(
             "%s on %s, started by %s, backend %s",
-            counted(found.world_size, "rank"), counted(found.node_count, "node"), found.launcher, backend,
+            counted(process.world_size, "rank"), counted(process.node_count, "node"), process.launcher, backend,
         )  # fmt: skip
-    return found
+    return process
 
 
 def shutdown() -> None:
@@ -221,8 +221,8 @@ def _start(
             "firewall is between them"
         ) from error
     if several:
-        for one in (store, store.raw):  # torch has one or the other
-            one.set_timeout(timeout or dist.default_pg_timeout)
+        for connection in (store, store.raw):  # torch has one or the other
+            connection.set_timeout(timeout or dist.default_pg_timeout)
     if connects:
         dist.distributed_c10d._set_pg_timeout(timeout or dist.default_pg_timeout)
     if carried:
@@ -237,12 +237,12 @@ def _checked(environment: Environment, backend: str, device: torch.device) -> En
         # Ranks of another MPI than mpi4py's each find themselves alone in its world.
         if (dist.get_rank(), dist.get_world_size()) != (environment.rank, environment.world_size):
             raise StartError(_other_mpi(environment))
-        found = peers.gather(torch.device("cpu") if backend in ("gloo", "mpi") else device)
-        peers.require_same_versions(found)
+        facts = peers.gather(torch.device("cpu") if backend in ("gloo", "mpi") else device)
+        peers.require_same_versions(facts)
     except BaseException:
         dist.destroy_process_group()
         raise
-    return peers.with_topology(environment, found) if environment.launcher in MPI else environment
+    return peers.with_topology(environment, facts) if environment.launcher in MPI else environment
 
 
 def _variables(env: Mapping[str, str], init_method: str | None, rank: int, world_size: int) -> dict[str, str]:
@@ -267,8 +267,8 @@ def _variables(env: Mapping[str, str], init_method: str | None, rank: int, world
 
 def _with_master(environment: Environment, backend: str, port: int | None) -> Environment:
     """Return the environment with the address and the port of the rendezvous."""
-    own = backend == "mpi" and dist.is_mpi_available()  # which needs no address
-    if environment.world_size == 1 or own or environment.launcher == TORCHRUN.name:
+    has_own_mpi = backend == "mpi" and dist.is_mpi_available()  # which needs no address
+    if environment.world_size == 1 or has_own_mpi or environment.launcher == TORCHRUN.name:
         return environment
     if port is not None and not os.environ.get("MASTER_PORT"):
         environment = replace(environment, master_port=port)
@@ -320,8 +320,8 @@ def require_backend(backend: str) -> None:
 
 def available_backends() -> list[str]:
     """Return the backends that this torch was built with."""
-    known = dist.Backend.backend_list
-    return [name for name in known if name not in ("undefined", "fake") and dist.is_backend_available(name)]
+    backend_names = dist.Backend.backend_list
+    return [name for name in backend_names if name not in ("undefined", "fake") and dist.is_backend_available(name)]
 
 
 def _environment_of_group() -> Environment:

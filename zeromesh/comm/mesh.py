@@ -145,8 +145,8 @@ class Mesh:
     def lines(self, axis: str) -> list[list[int]]:
         """Return all groups of ranks that differ along an axis only, each in the order of the axis."""
         ranks = torch.tensor(self._order, device="cpu").view([self.sizes[a] for a in AXES])
-        found: list[list[int]] = ranks.movedim(AXES.index(axis), -1).reshape(-1, self.sizes[axis]).tolist()
-        return found
+        rows: list[list[int]] = ranks.movedim(AXES.index(axis), -1).reshape(-1, self.sizes[axis]).tolist()
+        return rows
 
     def compare_calls(self) -> None:
         """Compare from now on the collectives that the program calls itself, over all ranks of their groups."""
@@ -217,12 +217,12 @@ def _groups_of(device_type: str, shape: _Shape, order: _Shape) -> list[dist.Proc
     """Return this rank's group along each of several axes. The first call for a shape and order is collective."""
     world = dist.group.WORLD
     assert world is not None
-    made = _made.setdefault(world, {})
-    if (device_type, shape, order) not in made:
+    groups = _made.setdefault(world, {})
+    if (device_type, shape, order) not in groups:
         # Imported here: a run along one axis, the usual one, need not pay for it.
         from torch.distributed.device_mesh import DeviceMesh
 
         # On the CPU, also where ``initialize`` was called under another default device.
         ranks = torch.tensor(order, device="cpu").view(shape)
-        made[device_type, shape, order] = [trust.prove(one) for one in DeviceMesh(device_type, ranks).get_all_groups()]
-    return made[device_type, shape, order]
+        groups[device_type, shape, order] = [*map(trust.prove, DeviceMesh(device_type, ranks).get_all_groups())]
+    return groups[device_type, shape, order]

@@ -166,18 +166,18 @@ def sections_of(path: str) -> set[str]:
     return {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
 
 
-def not_yet_problems(document: Mapping[str, Any], known: Sequence[str]) -> list[str]:
+def not_yet_problems(document: Mapping[str, Any], earlier: Sequence[str]) -> list[str]:
     """Return a sentence for each key whose value needs something that this version does not have."""
     problems = []
     # A word in the place of a section asks for what the section would switch on.
     for section in dict.fromkeys(path.rpartition(".")[0] for path in NOT_YET):
-        found, value = look_up(document, section)
-        if section in WITHOUT_EFFECT and found and not isinstance(value, Mapping) and value not in (None, False, UNSET):
+        there, value = look_up(document, section)
+        if section in WITHOUT_EFFECT and there and not isinstance(value, Mapping) and value not in (None, False, UNSET):
             problems.append(f"{section} = {show(value)}: must be an object; leave it out, or write {{ ... }}")
     for path, row in NOT_YET.items():
-        found, value = look_up(document, path)
+        there, value = look_up(document, path)
         # A key whose value is wrong anyway is in the list already, and is not named twice.
-        if found and value not in row.allowed and not any(problem.startswith(f"{path} = ") for problem in known):
+        if there and value not in row.allowed and not any(problem.startswith(f"{path} = ") for problem in earlier):
             allowed = " or ".join(show(option) for option in row.allowed)
             problem = f"{path} = {show(value)}: {row.what} is not in this version yet"
             problems.append(f"{problem}; leave the key out or set it to {allowed}")
@@ -193,21 +193,21 @@ _EFFICIENCY = {
 
 def efficiency_problems(document: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each part of ``data_efficiency`` that is on; none counts unless the section is."""
-    found = look_up(document, "data_efficiency")[1]
-    if not isinstance(found, Mapping):
-        return [f"data_efficiency = {show(found)}: must be an object; leave it out"] if found else []
-    if found.get("enabled") in (None, False):
+    section = look_up(document, "data_efficiency")[1]
+    if not isinstance(section, Mapping):
+        return [f"data_efficiency = {show(section)}: must be an object; leave it out"] if section else []
+    if section.get("enabled") in (None, False):
         return []
-    on = [name for name in _EFFICIENCY if enables(found.get(name))]
+    on = [name for name in _EFFICIENCY if enables(section.get(name))]
     return [f"data_efficiency.{name}: {_EFFICIENCY[name]}" for name in on]
 
 
 def gone_problems(document: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each key that is refused."""
-    found = {path: look_up(document, path) for path in GONE}
+    values = {path: look_up(document, path) for path in GONE}
     return [
         f"{path} is not available; {GONE[path]}"
-        for path, (there, value) in found.items()
+        for path, (there, value) in values.items()
         if there and not _switched_off(path, value)
     ]
 

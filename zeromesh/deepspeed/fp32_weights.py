@@ -99,18 +99,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         FileNotFoundError, ValueError: there is no such checkpoint, it is damaged, or the size is none.
         OSError: the files cannot be written.
     """
-    files = ExportFiles(Path(output_dir), NAMES[safe_serialization], _bytes(max_shard_size))
     seen: set[int] = set()
-    try:
+    with ExportFiles(Path(output_dir), NAMES[safe_serialization], _bytes(max_shard_size)) as files:
         for name, value in _tensors(checkpoint_dir, tag, exclude_frozen_parameters):
             # Safetensors refuses one tensor under two names; readers tie them again.
             if not (safe_serialization and value.numel() and value.data_ptr() in seen):
                 files.add({name: value})
             seen = {value.data_ptr()}
-        files.finish()
-    except BaseException:
-        files.discard()
-        raise
 
 
 def _bytes(size: str | int | None) -> int:

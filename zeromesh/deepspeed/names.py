@@ -65,8 +65,7 @@ _ROWS = (
     ("git_version_info", ".op_builder", "compatible_ops installed_ops=compatible_ops"),
     ("git_version_info", ".finder", "version=VERSION"),
     ("launcher.runner", ".utilities", "DEEPSPEED_ENVIRONMENT_NAME"),
-    ("moe.layer", ".experts", "MoE"),
-    ("moe.utils", ".experts",
+    ("moe.utils", ".utilities",
      "has_moe_layers is_moe_param is_moe_param_group=is_moe_param split_params_into_shared_and_expert_params "
      "split_params_into_different_moe_groups_for_optimizer"),
     ("monitor.config", ".reporting", "get_monitor_config"),
@@ -84,10 +83,6 @@ _ROWS = (
     ("runtime.pipe runtime.pipe.topology", ".topology", "ProcessTopology"),
     ("runtime.pipe.module runtime.pipe.topology", ".topology", "PipeDataParallelTopology PipelineParallelGrid"),
     ("runtime.pipe.topology", ".topology", "PipeModelDataParallelTopology _prime_factors"),
-    ("runtime.pipe.schedule", ".schedule",
-     "PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction BufferOpInstruction "
-     "OptimizerStep ReduceGrads ReduceTiedGrads LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation "
-     "SendGrad RecvGrad"),
     ("profiling.flops_profiler profiling.flops_profiler.profiler", ".reporting",
      "FlopsProfiler=OperationProfiler get_model_profile number_to_string flops_to_string macs_to_string "
      "params_to_string duration_to_string"),
@@ -173,7 +168,8 @@ REFUSED = {
     "ops.transformer": "use torch.nn.functional.scaled_dot_product_attention and torch.compile",
     "ops.sparse_attention": "use torch.nn.attention.flex_attention with a block mask",
     "linear": "use torch.nn.Linear, and peft or torchao for adapters and quantised weights",
-    "moe.sharded_moe": EXPERTS,
+    **dict.fromkeys(("moe.layer", "moe.sharded_moe"), EXPERTS),
+    "runtime.pipe.schedule": "engines run the schedule that the configuration names (docs/pipeline.md)",
     "runtime.data_pipeline.curriculum_scheduler": "write curriculum_learning into the configuration",
     "runtime.data_pipeline.data_sampling": "pass a sampler of your own to engine.deepspeed_io(data_sampler=...)",
     "runtime.data_pipeline.data_routing": "drop tokens in the model itself; its layers are not replaced here",
@@ -230,22 +226,22 @@ def resolve(module: str, name: str) -> Any:
 
     A name that DeepSpeed has there and that has no home is a stand-in, which raises when it is used.
     """
-    found, dotted = names(module), f"{module}.{name}".lstrip(".")
-    if name in found:
-        home, other = found[name]
+    homes, dotted = names(module), f"{module}.{name}".lstrip(".")
+    if name in homes:
+        home, other = homes[name]
         return getattr(import_module(home), other)
     if dotted in modules():
         return import_module(f"{OWN}.{dotted}")
     if name == "__all__":
-        return sorted(found)
+        return sorted(homes)
     if name.startswith("__"):
         raise AttributeError(f"module {OWN}.{module} has no attribute {name}")
     error = AttributeError(explain(dotted))
     if module in REST:
         try:
             return getattr(import_module(REST[module]), name)
-        except AttributeError as own:
-            error = own
+        except AttributeError as missing:
+            error = missing
     try:
         return stand_ins.look_up(module, name, lambda: _elsewhere(module, name, dotted))
     except KeyError:

@@ -95,8 +95,8 @@ def initialize(
         data_seed(asked),
     )
     start = partial(init_distributed, distributed_port=distributed_port, dist_init_required=dist_init_required)
-    made = partial(make, document=written, mpu=mpu, users_optimizer=optimizer is not None)
-    engine, *others = build.run_steps(chosen, start, kind=made)
+    make_engine = partial(make, document=written, mpu=mpu, users_optimizer=optimizer is not None)
+    engine, *others = build.run_steps(chosen, start, kind=make_engine)
     assert isinstance(engine, DeepSpeedEngine)
     _warn_of_forgotten(optimizer)
     if plateau is not None:
@@ -178,18 +178,18 @@ def _configuration(config: Any, config_params: Any, args: Any) -> tuple[dict[str
     if args is not None and getattr(args, "deepscale_config", None) is not None:
         args = Namespace(deepspeed_config=args.deepscale_config)  # the older name
     try:
-        given = build.only_configuration(config, config_params, args)
+        source = build.only_configuration(config, config_params, args)
     except ValueError as error:
         raise AssertionError(error) from None
-    if isinstance(given, Settings):
-        return json.loads(given.to_json()), given
-    if not isinstance(given, str | Path | Mapping):
-        raise DeepSpeedConfigError([f"it is a {type(given).__name__}; pass a path or a dict"], "the configuration")
-    document, changes = adopt(given)
+    if isinstance(source, Settings):
+        return json.loads(source.to_json()), source
+    if not isinstance(source, str | Path | Mapping):
+        raise DeepSpeedConfigError([f"it is a {type(source).__name__}; pass a path or a dict"], "the configuration")
+    document, changes = adopt(source)
     changes += clip_by_default(document)
     if Environment.detect().rank == 0:
         warn_of(changes)
-    return dict(given) if isinstance(given, Mapping) else read_object(Path(given)), document
+    return dict(source) if isinstance(source, Mapping) else read_object(Path(source)), document
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:

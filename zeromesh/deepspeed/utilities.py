@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate, chain
 from pathlib import Path
@@ -77,17 +77,17 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     """Log the memory in use on the first rank, if ``force``."""
     if force:
         names = "memory_allocated", "max_memory_allocated", "available_memory"
-        held, most, free = ((getattr(get_accelerator(), name)() or 0) / 2**30 for name in names)
-        log_dist(f"{message} | in use {held:.2f} GB, at most {most:.2f} GB, free {free:.2f} GB")
+        used, most, free = ((getattr(get_accelerator(), name)() or 0) / 2**30 for name in names)
+        log_dist(f"{message} | in use {used:.2f} GB, at most {most:.2f} GB, free {free:.2f} GB")
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
     """Clip gradients: those of an engine's parameters over all ranks, others as torch does. Return their norm."""
     refuse("clip_grad_norm_", "mpu", mpu, "leave it out; the engine knows which ranks share a model")
-    given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if any(owners.engine_of(one) is not None or owners.is_elsewhere(one) for one in given):
-        return zero.clip_grad_norm_(given, max_norm, norm_type)
-    return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+    tensors: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(owners.engine_of(tensor) is not None or owners.is_elsewhere(tensor) for tensor in tensors):
+        return zero.clip_grad_norm_(tensors, max_norm, norm_type)
+    return nn.utils.clip_grad_norm_(tensors, max_norm, norm_type)
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
@@ -109,18 +109,18 @@ def clip_tensors_by_global_norm(
     eps: float = 1e-6,
 ) -> Any:  # fmt: skip
     """Scale tensors in place where their norm is larger than ``max_norm``; return the norm."""
-    tensors = [one.detach() for one in input_tensors]
+    tensors = [tensor.detach() for tensor in input_tensors]
     norm = get_global_norm_of_tensors(tensors, mpu=mpu) if global_norm is None else global_norm
     factor = min(1.0, max_norm / (float(norm) + eps))
-    for one in tensors if factor < 1 else ():
-        one.mul_(factor)
+    for tensor in tensors if factor < 1 else ():
+        tensor.mul_(factor)
     return norm
 
 
 def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
     """Return the norm of all elements of parameters that are whole on this rank."""
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    return float(get_global_norm_of_tensors([one.detach() for one in given], norm_type, mpu))
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return float(get_global_norm_of_tensors([tensor.detach() for tensor in tensors], norm_type, mpu))
 
 
 def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
@@ -142,15 +142,15 @@ class CheckOverflow:
 
     def has_overflow(self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None) -> bool:
         """Return whether the gradient of one of these parameters has such an element, on any rank."""
-        found = torch.tensor([float(self.has_overflow_serial(params))])
+        overflows = torch.tensor([float(self.has_overflow_serial(params))])
         if dist.is_initialized() and dist.get_world_size() > 1:
-            found = found.to(get_accelerator().current_device_name())
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        return bool(found)
+            overflows = overflows.to(get_accelerator().current_device_name())
+            dist.all_reduce(overflows, dist.ReduceOp.MAX)
+        return bool(overflows)
 
     def has_overflow_serial(self, params: Iterable[nn.Parameter]) -> bool:
         """Return whether the gradient of one of these parameters has such an element, on this rank."""
-        return any(one.grad is not None and bool(has_inf_or_nan(one.grad)) for one in params)
+        return any(parameter.grad is not None and bool(has_inf_or_nan(parameter.grad)) for parameter in params)
 
     _has_inf_or_nan = staticmethod(lambda x, i: has_inf_or_nan(x))
 
@@ -164,10 +164,10 @@ class DummyOptim:
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
     """Return the item that all are equal to; RuntimeError if they are not."""
-    found = set(items)
-    if len(found) != 1:
-        raise RuntimeError(f"expected there to be only one unique element in {sorted(map(str, found))}")
-    return found.pop()
+    distinct = set(items)
+    if len(distinct) != 1:
+        raise RuntimeError(f"expected there to be only one unique element in {sorted(map(str, distinct))}")
+    return distinct.pop()
 
 
 def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
@@ -177,7 +177,7 @@ def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     """Return a call as text, such as ``f(1, a=2)``."""
-    return f"{base}({', '.join([*(repr(one) for one in args), *(f'{key}={kwargs[key]!r}' for key in kwargs)])})"
+    return f"{base}({', '.join([*(repr(value) for value in args), *(f'{key}={kwargs[key]!r}' for key in kwargs)])})"
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
@@ -203,6 +203,28 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     return [*partition(weights, num_parts), len(weights)]
 
 
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """Return whether a model has layers of experts, and the experts of each: it has none."""
+    return False, 0
+
+
+def is_moe_param(param: object) -> bool:
+    """Return whether a parameter, or a group of them, is an expert's: none is."""
+    return False
+
+
+def split_params_into_shared_and_expert_params(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Return all parameters, and no experts'."""
+    return list(params), []
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: Mapping[str, Any] | Iterable[Mapping[str, Any]], max_group_size: float = 178956971
+) -> list[dict[str, Any]]:
+    """Return the groups as they are."""
+    return [dict(group) for group in ([param_groups] if isinstance(param_groups, Mapping) else param_groups)]
+
+
 def ensure_directory_exists(filename: str) -> None:
     """Make the folder of a file."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
@@ -210,7 +232,9 @@ def ensure_directory_exists(filename: str) -> None:
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None) -> Any:
     """Return a copy of nested containers whose tensors are on a device, or those of a criterion are."""
-    return map_tensors(item, lambda one: one.to(device) if criterion_func is None or criterion_func(one) else one)
+    return map_tensors(
+        item, lambda value: value.to(device) if criterion_func is None or criterion_func(value) else value
+    )
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
@@ -218,7 +242,7 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
 
     A tensor that is a view is saved by torch with all of the memory that it is a view of; its clone is not.
     """
-    return map_tensors(item, lambda one: one.detach().to(device, copy=True))
+    return map_tensors(item, lambda tensor: tensor.detach().to(device, copy=True))
 
 
 def zero_wrapper_for_fp_tensor_constructor(
@@ -227,8 +251,8 @@ def zero_wrapper_for_fp_tensor_constructor(
     """Return a constructor of tensors on this process's device, whose floating-point ones have a dtype."""
 
     def construct(*args: Any, **kwargs: Any) -> torch.Tensor:
-        made = fn(*args, **{"device": get_accelerator().current_device_name(), **kwargs})
-        return made.to(target_fp_dtype) if made.is_floating_point() else made
+        tensor = fn(*args, **{"device": get_accelerator().current_device_name(), **kwargs})
+        return tensor.to(target_fp_dtype) if tensor.is_floating_point() else tensor
 
     return construct
 

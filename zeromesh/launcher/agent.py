@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from torch.distributed.elastic.multiprocessing import (
     Std,
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from zeromesh.comm.failure import HASTE, SAVED, SAVED_AND_ENDED, RankFailure, first_failure, grace
 from zeromesh.comm.interface import own_address
@@ -192,48 +192,29 @@ def _rendezvous(plan: LaunchPlan, local: str) -> elastic.RendezvousHandler:
     )
 
 
-class _Loopback(elastic.RendezvousHandler):
+class _Loopback(StaticTCPRendezvous):
     """Rendezvous of a single node. Each start of its ranks gets a new store on the loopback interface."""
 
     # torch's own for one node keeps pickled state in a store that takes connections from everybody.
 
     def __init__(self, timeout: float) -> None:
-        self._timeout = timedelta(seconds=timeout)
+        super().__init__("127.0.0.1", 0, 0, 1, RUN, max(1, int(timeout)))
         self._server: Any = None
-        self._closed = False
-
-    def get_backend(self) -> str:
-        return "loopback"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        """Make the store, and one of this process for the agent."""
+        listener = socket.create_server((self.master_addr, 0), backlog=2048)
         port = int(listener.getsockname()[1])
-        store: Any = dist.TCPStore  # type: ignore[attr-defined]
         # Kept here, as it ends with the object. The socket is made before, as TCPStore would listen on all interfaces.
-        self._server = store(
-            "127.0.0.1", port, None, True, self._timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        self._server = dist.TCPStore(  # type: ignore[attr-defined]
+            self.master_addr, port, None, True, self.timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        node_store: Any = dist.HashStore()  # type: ignore[attr-defined]
-        return RendezvousInfo(node_store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
-
-    def is_closed(self) -> bool:
-        return self._closed
-
-    def set_closed(self) -> None:
-        self._closed = True
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return RUN
+        store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self.master_addr, port))
 
     def shutdown(self) -> bool:
-        self._closed, self._server = True, None
+        """End the store."""
+        self._server = None
         return True
 
 

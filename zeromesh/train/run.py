@@ -20,8 +20,6 @@ from zeromesh.comm.agreement import agree_run, world_group
 from zeromesh.comm.detect import may_restart
 from zeromesh.comm.environment import device_of_group, shutdown
 from zeromesh.comm.failure import RankFailure
-from zeromesh.config.document import whole_document
-from zeromesh.config.errors import counted
 from zeromesh.config.keys import PEER_COPIES, RESUME, SAVE_EVERY
 from zeromesh.config.printing import is_auto, refuse_unfilled, tell_unset
 from zeromesh.model.files import write_text

@@ -13,8 +13,6 @@ from zeromesh.checkpoint.manifest import CODES
 from zeromesh.model.buffers import is_extra
 from zeromesh.weight_files import SINGLE, ExportFiles, checkpoint_tensors
 
-LARGEST_FILE = 4 * 10**9  # bytes of tensors in one file, which wait in memory to be written
-
 
 def read(folder: Path) -> Contents:
     """Return the weights of a folder; there is nothing else in it."""
@@ -41,13 +39,8 @@ def states(contents: Contents, advance: Callable[[int], None]) -> Iterator[dict[
 
 def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> Path:
     """Write the weights alone, under the names that they have."""
-    out = ExportFiles(folder, SINGLE, LARGEST_FILE)
-    try:
+    with ExportFiles(folder, SINGLE) as files:
         for state in states(contents, advance):
-            out.add(state)
-        out.add({name: value for name, value in contents.extra.items() if isinstance(value, torch.Tensor)})
-        out.finish()
-    except BaseException:
-        out.discard()
-        raise
+            files.add(state)
+        files.add({name: value for name, value in contents.extra.items() if isinstance(value, torch.Tensor)})
     return folder

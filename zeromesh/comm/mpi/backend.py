@@ -105,13 +105,13 @@ def agree_on_master() -> tuple[str, int]:
     The ranks get a token, too, by which they know each other there.
     """
     names = hosts()
-    found = None
+    master = None
     if rank_and_size()[0] == 0:
         address = _own_address(names)
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             probe.bind((address, 0))  # 0: the system chooses a free port
-            found = (address, int(probe.getsockname()[1]), token_hex())
-    address, port, token = _gathered(found)[0]
+            master = (address, int(probe.getsockname()[1]), token_hex())
+    address, port, token = _gathered(master)[0]
     os.environ.setdefault(TOKEN, token)
     return address, port
 
