@@ -45,6 +45,7 @@ SHAPES: dict[str, Callable[[P], P]] = {
 }
 VALUES: dict[str, Callable[[P], Any]] = {
     "sum": lambda p: p.detach().sum(),
+    "sum as a plain tensor": lambda p: p.as_subclass(torch.Tensor).sum(),
     "item": lambda p: p.data[0, 0].item(),
     "clone": lambda p: p.detach().clone(),
     "write": lambda p: p.data.zero_(),

@@ -282,18 +282,28 @@ def write_element(tensor: torch.Tensor) -> None:
     tensor.detach().view(-1)[0] = 1.0
 
 
+REFUSALS: dict[str, Callable[[torch.Tensor], object]] = {
+    "numpy": halve_by_numpy,
+    "single memory location": halve_in_place,
+    "what was written is lost": write_element,
+}
+
+
 @pytest.mark.parametrize("of", ["states", "pieces"])
 @on_ranks(1)
 def test_writes_in_place_to_what_rests_on_disk_are_refused(of: str, tmp_path: Path) -> None:
-    place = next(name for name in PLACES if "nvme" in name)
-    for write, error in ((halve_by_numpy, "numpy"), (halve_in_place, "single memory location"), (write_element, "lost")):
-        program = Mesh(PLACES[place], tmp_path)
-        for number in range(2):
-            program.backward(number)
-            program.step()
-        with pytest.raises(RuntimeError, match=error):
+    for error, write in REFUSALS.items():
+        program = Mesh(PLACES["nvme, early"], tmp_path)
+
+        def write_and_step(program: Mesh = program, write: Callable[[torch.Tensor], object] = write) -> None:
             for tensor in getattr(program, of):
                 write(tensor)
             program.backward(2)
             program.step()
+
+        for number in range(2):
+            program.backward(number)
+            program.step()
+        with pytest.raises(RuntimeError, match=error):
+            write_and_step()
         program.engine.destroy()

@@ -226,6 +226,9 @@ def unloaded_class(
                 raise
             return func(*args, **(kwargs or {}))
 
+        def as_subclass(self, cls: type[Any]) -> Any:  # of all methods, torch asks the class about this one alone not
+            return Unloaded.__torch_function__(torch.Tensor.as_subclass, (Unloaded,), (self, cls))
+
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             if id(self) not in memo:
                 self.data_ptr()  # loads it, and with it its own class, which is the copy's
