@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+import models
+
 WIDTH = 6
 RECOMPUTE = {"activation_checkpointing": {"enabled": True}}
 
@@ -124,16 +126,11 @@ class Table(dict[str, Case]):
         return put
 
 
-class Block(nn.Module):
+class Block(models.Block):
     """(batch, WIDTH) -> the same."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return x + self.down(torch.tanh(self.up(x)))
+        super().__init__(WIDTH)
 
 
 class Dropping(Block):
