@@ -4,8 +4,6 @@ A program runs one step of training on one rank. It talks to a ``Trainer``, behi
 or the engine; ``test_hard_cases.py`` compares what the two end up with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol

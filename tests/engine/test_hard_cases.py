@@ -1,7 +1,5 @@
 """Every hard case, under every row and budget of slots, against plain torch in one process on the same global batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
