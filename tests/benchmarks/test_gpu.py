@@ -1,7 +1,5 @@
 """``make gpu``: its steps end in time, resume and fail one by one; the rehearsal runs all of them on the CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import foreign_checkpoints as foreign
 import zeromesh
 from harness import FOLDERS, ROOT, on_ranks, run_command
+from malicious import Malicious
 from runs import assert_same
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.cli.main import app
@@ -363,16 +364,6 @@ def test_groups_of_parameters_are_kept_by_name(tmp_path: Path) -> None:
     path = engine.save_checkpoint(tmp_path)
     members = Reader(path).manifest["members"]
     assert members == {"embed.weight": 0, "one.weight": 0, "two.weight": 0, "one.bias": 1, "two.bias": 1}
-
-
-class Malicious:
-    """Object whose pickle runs a command when it is loaded without care."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
 
 
 FILES = {

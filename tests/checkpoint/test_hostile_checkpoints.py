@@ -1,7 +1,5 @@
 """Checkpoints that somebody else has made or altered: they are read as they are, or refused with nothing changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from harness import free_port, run_command
+from malicious import Malicious
 from zeromesh.launcher.rendezvous import read_secret
 
 LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch"]
@@ -56,14 +57,6 @@ def test_the_launcher_and_the_ranks_of_one_node_listen_on_loopback_only(tmp_path
     assert all(line.endswith("True") for line in found), finished.stdout
 
 
-class Touch:
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
-
-
 @pytest.mark.full
 def test_messages_of_strangers_to_the_rendezvous_are_not_unpickled(tmp_path: Path) -> None:
     port, mark, script = free_port(), tmp_path / "mark", tmp_path / "script.py"
@@ -75,7 +68,7 @@ def test_messages_of_strangers_to_the_rendezvous_are_not_unpickled(tmp_path: Pat
     )  # fmt: skip
     try:
         store = _store(port, process)
-        attack = base64.b64encode(b"0" * 32 + pickle.dumps(Touch(str(mark))))
+        attack = base64.b64encode(b"0" * 32 + pickle.dumps(Malicious(str(mark))))
         limit = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < limit:
             try:

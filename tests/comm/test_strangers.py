@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from harness import free_port, on_ranks, run_ranks
+from malicious import Malicious
 from zeromesh.comm import messages, trust
 from zeromesh.comm.environment import Environment, StartError, init_distributed
 from zeromesh.comm.messages import gather_json, gather_texts
@@ -21,14 +22,6 @@ from zeromesh.comm.trust import LASTING, SECRET, TOKEN, SealedStore, prove, requ
 
 LIMIT = timedelta(seconds=60)  # nobody waits for so long
 SHORT = timedelta(seconds=3)
-
-
-class Touch:
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
 
 
 def member(rank: int, port: int, world_size: int = 2) -> Environment:
@@ -62,7 +55,7 @@ def as_a_stranger(port: int, mark: str) -> None:
         if store.add(f"{stage}/count", 1) == 2:
             store.set(f"{stage}/go", "")
     dist.init_process_group("gloo", store=store, rank=1, world_size=2, timeout=SHORT / 3)
-    dist.all_gather_object([None, None], Touch(mark))
+    dist.all_gather_object([None, None], Malicious(mark))
 
 
 def victim_or_stranger(port: int, mark: str) -> str:

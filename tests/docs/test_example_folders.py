@@ -1,7 +1,5 @@
 """The examples in folders, shortened, in float64: ZeroMesh's losses and results equal those of plain torch."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

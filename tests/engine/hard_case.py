@@ -4,14 +4,14 @@ A program runs one step of training on one rank. It talks to a ``Trainer``, behi
 or the engine; ``test_hard_cases.py`` compares what the two end up with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+import models
 
 WIDTH = 6
 RECOMPUTE = {"activation_checkpointing": {"enabled": True}}
@@ -124,16 +124,11 @@ class Table(dict[str, Case]):
         return put
 
 
-class Block(nn.Module):
+class Block(models.Block):
     """(batch, WIDTH) -> the same."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return x + self.down(torch.tanh(self.up(x)))
+        super().__init__(WIDTH)
 
 
 class Dropping(Block):

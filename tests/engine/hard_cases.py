@@ -1,7 +1,5 @@
 """All hard cases: programs that naive hooks get wrong; each is a model, a step of training, and its settings."""
 
-from __future__ import annotations
-
 import hard_cases_blocks
 import hard_cases_errors
 import hard_cases_graph

@@ -1,7 +1,5 @@
 """Hard cases, what blocks may do: outputs of all kinds, in-place operations, stashes, other methods, many layers."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass

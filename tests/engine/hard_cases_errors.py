@@ -1,7 +1,5 @@
 """Hard cases: what is refused, or raises in the user's code; training goes on as if it had not happened."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hard cases: weights used in several places, several forwards and backwards, unusual call graphs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

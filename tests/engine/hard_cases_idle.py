@@ -1,7 +1,5 @@
 """Hard cases: parameters and units that get no gradient, never or now and then, on all ranks or on one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

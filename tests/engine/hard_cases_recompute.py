@@ -1,7 +1,5 @@
 """Hard cases: activations computed again, of one block or several, with and without reentrant autograd."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -17,6 +17,7 @@ from torch import nn
 import zeromesh
 from harness import on_ranks, run_ranks
 from heap import Heap
+from models import Block
 from wire import sent_by_this_process, sent_over_loopback
 
 linux = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 and Linux count")
@@ -24,21 +25,11 @@ WIDTH = 480
 STEPS = 2
 
 
-class Block(nn.Module):
-    def __init__(self, inner: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, inner)
-        self.down = nn.Linear(inner, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Net(nn.Module):  # 10 million parameters: a root with an embedding and a frozen head, and blocks that grow
     def __init__(self, growth: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(1500, WIDTH)
-        self.blocks = nn.ModuleList(Block(960 + growth * number) for number in range(8))
+        self.blocks = nn.ModuleList(Block(WIDTH, 960 + growth * number) for number in range(8))
         self.head = nn.Linear(WIDTH, 333).requires_grad_(False)
         self.register_buffer("mask", torch.ones(70, 500))
 

@@ -1,7 +1,5 @@
 """An engine of a model without trainable parameters evaluates at every stage: teachers, reward and reference models."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

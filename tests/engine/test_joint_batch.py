@@ -1,7 +1,5 @@
 """The gather with gradients and synchronised batch norm equal one process with the joint batch."""
 
-from __future__ import annotations
-
 import copy
 import re
 

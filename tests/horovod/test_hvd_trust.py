@@ -3,24 +3,16 @@
 import os
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import zeromesh.horovod as hvd
 from harness import on_ranks
+from malicious import Malicious
 from zeromesh.comm.trust import LASTING
 from zeromesh.horovod import elastic, functions
 from zeromesh.horovod import world as worlds
-
-
-class Touch:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
 
 
 @on_ranks(2)
@@ -29,7 +21,7 @@ def test_objects_that_no_rank_of_the_run_has_signed_are_refused() -> None:
     assert hvd.broadcast_object({"of": hvd.rank()}, 1) == {"of": 1}
     assert hvd.allgather_object(("of", hvd.rank())) == [("of", 0), ("of", 1)]
     mark = Path(f"unpickled-{os.getpid()}")
-    for forged in (pickle.dumps(Touch(mark)), b"0" * 32 + pickle.dumps(Touch(mark)), b""):
+    for forged in (pickle.dumps(Malicious(mark)), b"0" * 32 + pickle.dumps(Malicious(mark)), b""):
         with pytest.raises(ValueError, match="broadcast_object received what no rank of this run has sent"):
             functions._unpickled("broadcast_object", forged)
     assert not mark.exists()
@@ -85,7 +77,7 @@ def test_a_committed_state_comes_back_from_a_folder_of_its_own(state: Path, monk
 
 def test_states_that_the_run_has_not_committed_are_refused(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signed, target = state.read_bytes(), state.with_name("target")
-    forgeries = [pickle.dumps(Touch(state.with_name("mark"))), signed[:-1], b"", signed[:32] + b"Committed"]
+    forgeries = [pickle.dumps(Malicious(state.with_name("mark"))), signed[:-1], b"", signed[:32] + b"Committed"]
     for forged in forgeries:
         state.write_bytes(forged)
         with pytest.raises(ValueError, match="is not the state that this run has committed"):

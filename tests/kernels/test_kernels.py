@@ -31,6 +31,9 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], str, dict[str, Any]]] =
     "adagrad, maximized": (torch.optim.Adagrad, "adagrad", {"lr": 0.1, "maximize": True}),
 }
 TYPES = list(native.TYPES)
+PAIRS = [(given, wanted) for given in TYPES for wanted in (None, *TYPES)]
+"""Types of gradients, and of weights that are computed with."""
+USUAL = [*zip(TYPES, TYPES, strict=True), (torch.bfloat16, None), (torch.float32, torch.bfloat16)]
 EPSILON = torch.finfo(torch.float32).eps
 FACTOR = 0.37
 
@@ -114,11 +117,11 @@ def compare(name: str, elements: int, given: torch.dtype, wanted: torch.dtype | 
                 expected.copy_(state)
 
 
+@pytest.mark.parametrize("pairs", [USUAL, pytest.param(PAIRS, marks=pytest.mark.full)], ids=["usual", "all"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_is_torchs(name: str) -> None:
-    for given in TYPES:
-        for wanted in (None, *TYPES):
-            compare(name, 1003, given, wanted, 0, 3)
+def test_a_step_is_torchs(name: str, pairs: Sequence[tuple[torch.dtype, torch.dtype | None]]) -> None:
+    for given, wanted in pairs:
+        compare(name, 1003, given, wanted, 0, 3)
 
 
 @pytest.mark.parametrize("elements", [0, 1, 3, 7, 8, 15, 16, 17, 31, 65536, 65537])

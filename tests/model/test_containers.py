@@ -1,7 +1,5 @@
 """Tensors are found and replaced in all containers, in the same order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence

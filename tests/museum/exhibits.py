@@ -1,7 +1,5 @@
 """The museum's exhibits, and the table of them in the manual; run this file to write it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

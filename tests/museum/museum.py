@@ -1,7 +1,5 @@
 """Parts that the museum's tests share: starting an engine, its whole weights, and comparing right with wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

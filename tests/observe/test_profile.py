@@ -13,6 +13,7 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks, run_ranks
+from models import Block
 from zeromesh.config.train import ModelShape
 from zeromesh.model.files import free_path
 from zeromesh.observe.breakdown import MOST_PHASES, Sums, Timer
@@ -26,20 +27,10 @@ RANKS = 2
 WIDTH, BLOCKS, ROWS = 16, 3, 4
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(BLOCKS))
         self.blocks[0].requires_grad_(False)
         self.head = nn.Linear(WIDTH, 1)
 
@@ -441,7 +432,7 @@ def test_operations_of_a_model_of_transformers_are_the_same_without_its_values(n
 def test_recomputed_operations_count_apart(checkpointed: bool) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    block = Block()
+    block = Block(WIDTH)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with Operations(block) as counted:
         y = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)

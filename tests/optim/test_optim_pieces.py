@@ -1,7 +1,5 @@
 """A user's optimizer computes what it computes in torch, on pieces of parameters too, or is refused."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterable
 from functools import wraps

@@ -5,10 +5,10 @@ import gc
 
 import pytest
 import torch
-from torch import nn
 
 import zeromesh
 from heap import Heap
+from models import Stack
 from zeromesh.model.placement import ROWS
 from zeromesh.plan.convert import GRANULARITY
 from zeromesh.plan.cost import NONE, Divided, ModelCost, Recompute, UnitCost
@@ -18,28 +18,6 @@ from zeromesh.plan.memory import RankMemory, memory_of
 WIDTH, WORDS, DEPTH, TOKENS = 256, 512, 6, 2048
 STREAM = 2 * TOKENS * WIDTH  # bytes of activations between blocks
 AIM = 0.01  # the planner's error of the live heap
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x.float().square().mean()
 
 
 class Cost:
@@ -93,7 +71,7 @@ def test_the_heap_at_the_end_of_forwards(number: int, recompute: Recompute) -> N
     for _ in range(2):  # what libraries allocate once is there from the second on
         gc.collect()
         before, found = heap.live(), []
-        engine = zeromesh.initialize(model=Net(), config=config)[0]
+        engine = zeromesh.initialize(model=Stack(WORDS, WIDTH, [2 * WIDTH] * DEPTH, bias=False), config=config)[0]
         for _ in range(4):
             loss = engine(torch.randint(WORDS, (1, TOKENS)))
             found.append(heap.live() - before)

@@ -6,10 +6,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
 
 import zeromesh
 from harness import on_ranks
+from models import Stack
 from zeromesh.comm.sums import SumPlace
 from zeromesh.config.settings import Settings
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
@@ -21,29 +21,6 @@ from zeromesh.shard import sizes, swap
 from zeromesh.shard.sharded import ShardedModel
 
 WIDTH, WORDS, DEPTH = 64, 128, 5
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).float().square().mean()
 
 
 class Cost:
@@ -136,7 +113,7 @@ def configuration(zero: dict[str, Any], steps: int, folder: Path, more: dict[str
 def reported(config: dict[str, Any]) -> tuple[dict[tuple[str, str], int], SumPlace]:
     """Return the bytes of states by state and tier, and where gradients are summed."""
     steps = config["gradient_accumulation_steps"]
-    engine = zeromesh.initialize(model=Decoder(), config=config)[0]
+    engine = zeromesh.initialize(model=Stack(WORDS, WIDTH, [2 * WIDTH] * DEPTH, head=WORDS), config=config)[0]
     for _ in range(steps):
         engine.backward(engine(torch.arange(8).view(1, 8)))
         engine.step()

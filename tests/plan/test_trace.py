@@ -1,7 +1,5 @@
 """Traced costs are those of plain torch on real tensors."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Models of transformers can be planned for without memory: all causal ones, and published sizes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

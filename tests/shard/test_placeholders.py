@@ -1,7 +1,5 @@
 """Parameters that are not in memory answer what needs no values; values raise an error with the remedy."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

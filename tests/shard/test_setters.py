@@ -1,7 +1,5 @@
 """Values set between the backward and the step count in the step, wherever states rest, as in plain torch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path

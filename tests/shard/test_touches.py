@@ -1,7 +1,5 @@
 """Parameters, and modules, that ranks use outside of a module's forward, or at different places of the model's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import pytest

@@ -157,9 +157,9 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
 
-def inherited() -> dict[str, str]:
+def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what a process takes over at its start: the variables that libraries read once."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(READ_LATER)}
+    return {name: value for name, value in environment.items() if not name.startswith(READ_LATER)}
 
 
 def module_path() -> str:
@@ -178,7 +178,7 @@ def nursery() -> tuple[ForkServerContext, dict[str, str]]:
     context.set_forkserver_preload([*(name for name in HEAVY if name in sys.modules), "nursery"])
     with patch.dict(os.environ, PYTHONPATH=module_path().removeprefix(STARTED + os.pathsep)):
         forkserver.ensure_running()
-    return context, inherited()
+    return context, inherited(os.environ)
 
 
 def _forked(*arguments: Any) -> None:
@@ -249,6 +249,7 @@ class Pool:
         self._port = port
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._workers: list[Worker] = []
+        self._environment: dict[str, str] = {}  # of all workers, whatever variables the test has that needs another one
         self._calls = 0
 
     def __enter__(self) -> Pool:
@@ -302,6 +303,8 @@ class Pool:
     def _start(self, world_size: int) -> None:
         if any(worker.death() for worker in self._workers):
             self._kill()
+        if not self._workers:
+            self._environment = dict(os.environ)
         new = [self._launch(rank) for rank in range(len(self._workers), world_size)]
         self._workers += new
         limit = time.monotonic() + START_LIMIT
@@ -318,9 +321,9 @@ class Pool:
         output, stacks = stem.with_suffix(".out"), stem.with_suffix(".stacks")
         output.touch()
         place = self._place(rank)
-        environment = os.environ | {"PYTHONPATH": module_path(), "RANK": str(rank), **place.variables}
+        environment = self._environment | {"PYTHONPATH": module_path(), "RANK": str(rank), **place.variables}
         context, given = nursery()
-        if not place.prefix and given == inherited():
+        if not place.prefix and given == inherited(self._environment):
             own, other = context.Pipe()
             with other:
                 arguments = (other, str(output), str(stacks), environment)

@@ -9,11 +9,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
 
 import zeromesh
 from harness import on_ranks, run_ranks
 from late_copies import LateStreams
+from models import Stack
 from zeromesh.comm.collectives import Pending
 from zeromesh.shard import arrivals, flat, gradient_memory, sharded
 from zeromesh.shard.arrivals import HostSums
@@ -36,29 +36,6 @@ ZERO: dict[str, dict[str, Any]] = {
 OPTIMIZERS = {"native": {"type": "AdamW", "params": {"lr": 1e-2}}, "torch's": {"type": "Lamb", "params": {"lr": 1e-2}}}
 
 
-class Block(nn.Module):
-    def __init__(self, frozen: bool) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.up.bias.requires_grad_(not frozen)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self, frozen: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(16, WIDTH)
-        self.blocks = nn.ModuleList(Block(frozen) for _ in range(4))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x.float().square().mean()
-
-
 def start(zero: dict[str, Any], accumulation: int = 1, bf16: bool = False, **more: Any) -> zeromesh.Engine:
     torch.manual_seed(3)
     config = {
@@ -71,7 +48,10 @@ def start(zero: dict[str, Any], accumulation: int = 1, bf16: bool = False, **mor
         "units": ["Embedding", "Block"],
         **more,
     }
-    return zeromesh.initialize(model=Net("frozen" in zero), config={**config, "zero_optimization": _plain(zero)})[0]
+    model = Stack(16, WIDTH, [2 * WIDTH] * 4)
+    for block in model.blocks:
+        block.up.bias.requires_grad_("frozen" not in zero)
+    return zeromesh.initialize(model=model, config={**config, "zero_optimization": _plain(zero)})[0]
 
 
 def _plain(zero: dict[str, Any]) -> dict[str, Any]:

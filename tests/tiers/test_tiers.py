@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import zeromesh
 from harness import on_ranks, run_ranks
 from heap import Heap
+from models import Stack
 
 HOST = {"device": "cpu"}
 OFFLOADED: dict[str, dict[str, Any]] = {
@@ -26,28 +26,6 @@ OFFLOADED: dict[str, dict[str, Any]] = {
 WIDTH = 480
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(32, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x.float().square().mean()
-
-
 def start(zero: dict[str, Any], depth: int = 3, **more: Any) -> zeromesh.Engine:
     torch.manual_seed(3)
     config = {
@@ -58,7 +36,7 @@ def start(zero: dict[str, Any], depth: int = 3, **more: Any) -> zeromesh.Engine:
         "units": ["Block"],
         **more,
     }
-    return zeromesh.initialize(model=Net(depth), config=config)[0]
+    return zeromesh.initialize(model=Stack(32, WIDTH, [2 * WIDTH] * depth), config=config)[0]
 
 
 def update(engine: zeromesh.Engine, number: int = 0) -> float:
@@ -98,7 +76,7 @@ def test_the_report_by_tier_is_what_the_formulas_say_and_the_heap_holds() -> Non
         found[name] = engine.memory_report(), heap.live() - before
         engine.destroy()
         del engine
-    elements = sum(parameter.numel() for parameter in Net().parameters())
+    elements = sum(parameter.numel() for parameter in Stack(32, WIDTH, [2 * WIDTH] * 3).parameters())
     for name, (report, resting) in found.items():
         for state, tiers in in_parameters(name).items():
             assert set(tiers) <= set(report[state]), (name, state)

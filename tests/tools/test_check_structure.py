@@ -1,7 +1,5 @@
 """The check of the package's structure on small trees: what runs another's code is refused."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mistakes that are planted into the engine, and what ``zeromesh.verify`` has to say of each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

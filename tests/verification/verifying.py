@@ -1,7 +1,5 @@
 """Comparisons that tests run on the ranks at hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -63,7 +63,8 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def change(module: ModuleType) -> None:
             execute(module)
-            setattr(module, decorator, functools.partial(other, getattr(module, decorator)))
+            if hasattr(module, decorator):  # else torch is another, and imports it
+                setattr(module, decorator, functools.partial(other, getattr(module, decorator)))
 
         spec.loader.exec_module = change  # type: ignore[method-assign]
         return spec
