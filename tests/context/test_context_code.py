@@ -29,12 +29,13 @@ from token_programs import (
 )
 from zeromesh.config.keys import UNCHECKED
 from zeromesh.context import batch as batches
-from zeromesh.context.applied import Unsupported
-from zeromesh.context.apply import apply
+from zeromesh.context.applied import SpreadSequences, Unsupported
+from zeromesh.context.apply import TAG, apply
 from zeromesh.context.plain import require_apart
 from zeromesh.tensor.token_check import TokenCheck, alone
 
 RANKS = 2
+SPREAD = SpreadSequences("ring", fake(RANKS), TAG)
 MODELS: dict[str, tuple[Any, ...]] = {
     **{f"code: {name}": (name,) for name in APART},
     **{f"rotary: {name}": ("nothing", name) for name in ROTARY},
@@ -49,7 +50,7 @@ def check(model: nn.Module, given: dict[str, Tensor], unchecked: str = "") -> No
     if unchecked:
         made.replace(unchecked, alone)
     part = batches.split(given, fake(RANKS), "positions", shift=False)
-    require_apart("Decoder", made, part, RANKS)
+    require_apart("Decoder", made, part, SPREAD)
 
 
 @pytest.mark.parametrize("name", MIXES)
@@ -94,13 +95,13 @@ def test_each_state_of_a_model_and_each_way_to_call_it_is_checked() -> None:
     model = build(code).eval()
     made = TokenCheck(model, 2 * RANKS, True)
     part = batches.split(batch(), fake(RANKS), "positions", shift=False)
-    require_apart("Decoder", made, part, RANKS)
+    require_apart("Decoder", made, part, SPREAD)
     model.train()
     for _ in range(2):  # an error that was caught is raised again
         with pytest.raises(Unsupported, match="cumsum"):
-            require_apart("Decoder", made, part, RANKS)
+            require_apart("Decoder", made, part, SPREAD)
     model.eval()
-    require_apart("Decoder", made, part, RANKS)
+    require_apart("Decoder", made, part, SPREAD)
 
 
 def test_what_flags_switch_on_is_checked() -> None:
@@ -112,9 +113,9 @@ def test_what_flags_switch_on_is_checked() -> None:
     model = Smooth(APART["nothing"]).double()
     made = TokenCheck(model, 2 * RANKS, True)
     part = batches.split(batch(), fake(RANKS), "positions", shift=False)
-    require_apart("Smooth", made, part, RANKS)
+    require_apart("Smooth", made, part, SPREAD)
     with pytest.raises(Unsupported, match="sums over the tokens"):
-        require_apart("Smooth", made, {**part, "smooth": True}, RANKS)
+        require_apart("Smooth", made, {**part, "smooth": True}, SPREAD)
 
 
 def test_code_behind_a_loss_is_checked() -> None:
@@ -145,7 +146,7 @@ def test_a_module_that_is_said_to_compute_each_token_by_itself_is_not_checked(ca
     for name in ("blocks.0.inside", "blocks.1.inside"):
         made.replace(name, alone)
     with caplog.at_level(logging.WARNING, "zeromesh"):
-        require_apart("Decoder", made, batches.split(batch(), fake(RANKS), "positions", shift=False), RANKS)
+        require_apart("Decoder", made, batches.split(batch(), fake(RANKS), "positions", shift=False), SPREAD)
     assert not caplog.records
     with pytest.raises(ValueError, match=re.escape(f"{UNCHECKED} has 'blocks.*.moe', which is no module of Decoder")):
         apply(model, "ring", fake(RANKS), unchecked=["blocks.*.moe"])

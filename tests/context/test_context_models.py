@@ -5,6 +5,7 @@ import gc
 import re
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -310,17 +311,32 @@ def test_models_of_transformers_that_cannot_be_spread_are_refused(name: str) -> 
         apply(make(), "ring", fake(2))
 
 
-def test_classes_of_others_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+class Changed(Wrapper):
+    calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        y = super().forward(*args, **kwargs)
+        match self.change:
+            case "later":
+                return y.cumsum(1) if self.calls > 2 else y
+            case "length":
+                return y * y.shape[1]
+        return y.softmax(-1)
+
+
+@pytest.mark.parametrize("name", ["later", "length", "apart"])
+def test_code_of_others_in_a_model_of_transformers_is_checked(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = of("llama")
-    model.model.layers[0].mlp = Wrapper(model.model.layers[0].mlp)
-    with caplog.at_level("WARNING", "zeromesh"):
-        apply(of("llama"), "ring", fake(2))
-        assert not caplog.records
-        apply(model, "ring", fake(2))
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith(
-        "LlamaForCausalLM has classes that are not of transformers (Wrapper): it is not checked that "
-    )
+    layer = model.model.layers[0]
+    layer.mlp = Changed(layer.mlp)
+    layer.mlp.change = name
+    without_messages(apply(model, "ring", fake(2)))
+    refused = nullcontext() if name == "apart" else pytest.raises(Unsupported, match="name the module in")
+    with caplog.at_level("WARNING", "zeromesh"), refused:
+        for _ in range(4):
+            model(torch.arange(LENGTH)[None] % VOCABULARY)
+    assert not caplog.records
 
 
 def test_heads_are_checked_before_anything_runs() -> None:

@@ -6,18 +6,23 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import to_dlpack
 
 import zeromesh
 from harness import run_ranks
 from matrices import few
 from test_split_activation import X, on_ranks, part
+from zeromesh.model.worker import follow_threads
 from zeromesh.tensor.derive import derive
+from zeromesh.tensor.parts import guard_functions
 from zeromesh.tensor.plan import PlanRule
 from zeromesh.tensor.split_activation import NeedsWhole, Sealed, whole
 
@@ -53,7 +58,32 @@ def unasked(x: Tensor) -> Tensor:
         return x / x.norm()
 
 
+class OfAnotherClass(Tensor):
+    pass
+
+
+def in_a_thread(x: Tensor, code: Code) -> Any:
+    results: list[Any] = []
+
+    def run() -> None:
+        with suppress(ValueError):
+            results.append(code(x))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return results[0] if results else x
+
+
+POOL = ThreadPoolExecutor(1)
+POOL.submit(int).result()  # its thread has begun before any block runs
+
 REFUSED: dict[str, Code] = {
+    "class made of it": lambda x: Tensor._make_subclass(OfAnotherClass, x.detach()),
+    "old dlpack": lambda x: torch.from_dlpack(to_dlpack(x.detach())),
+    "thread": lambda x: in_a_thread(x, lambda one: torch.tensor(one.detach())),
+    "thread of a pool": lambda x: POOL.submit(torch.tensor, x.detach()).result(),
+    "messages of a thread": lambda x: POOL.submit(torch.softmax, x, -1).result(),
     "tensor": lambda x: torch.tensor(x.detach()),
     "Tensor": lambda x: torch.DoubleTensor(x.detach()),
     "memory that is set": lambda x: torch.empty(0, dtype=x.dtype).set_(x.detach()),
@@ -78,13 +108,35 @@ WHOLE: dict[str, Code] = {
     "pickle": lambda x: pickle.loads(pickle.dumps(x.detach())),
     "deep copy": lambda x: copy.deepcopy(x.detach()),
     "class": lambda x: x.as_subclass(Tensor),
+    "thread by rules": lambda x: in_a_thread(x, lambda one: 2 * one),
     "operator": lambda x: torch.ops.aten.softmax.int(x, -1),
     "compiled": torch.compile(lambda x: x / x.norm(), backend="eager"),
 }
 """Functions that are given the whole."""
 
 
-@pytest.mark.parametrize("name", few(REFUSED, "tensor", "vmap", "grad", "jvp", "functions switched off", "script"))
+@pytest.fixture(autouse=True, scope="module")
+def guarded() -> None:
+    follow_threads()
+    guard_functions({Model})
+
+
+@pytest.mark.parametrize(
+    "name",
+    few(
+        REFUSED,
+        "tensor",
+        "class made of it",
+        "old dlpack",
+        "thread",
+        "thread of a pool",
+        "vmap",
+        "grad",
+        "jvp",
+        "functions switched off",
+        "script",
+    ),
+)
 def test_code_outside_of_python_is_refused_with_the_layer(name: str) -> None:
     def run(group: Any) -> None:
         with pytest.raises(NeedsWhole, match=r"give blocks\.0\.up the style colwise_gather_output"), Sealed():
@@ -93,7 +145,7 @@ def test_code_outside_of_python_is_refused_with_the_layer(name: str) -> None:
     on_ranks(run)
 
 
-@pytest.mark.parametrize("name", few(WHOLE, "numpy", "class", "operator"))
+@pytest.mark.parametrize("name", few(WHOLE, "numpy", "class", "operator", "thread by rules"))
 def test_what_asks_is_given_the_whole(name: str) -> None:
     if name == "compiled":
         WHOLE[name](X)  # the compiler is not for several threads at a time
@@ -161,12 +213,12 @@ def losses(tensor: int, names: list[str], mode: str) -> list[list[Any]]:
 
 
 def test_code_that_runs_later_is_right_or_refused() -> None:
-    names = ["tensor", "grad", "numpy"]
+    names = ["tensor", "grad", "old dlpack", "thread", "numpy"]
     (want,) = run_ranks(losses, 1, 1, names, "later")
     for values in run_ranks(losses, 2, 2, names, "later"):
         for name, one, other in zip(names, values, want, strict=True):
             if name in REFUSED:
-                assert "code outside of Python" in one.pop(), name
+                assert "colwise_gather_output" in one.pop(), name
             assert one == pytest.approx(other[: len(one)], rel=1e-9), name
 
 

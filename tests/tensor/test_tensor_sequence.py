@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import zeromesh
 from harness import on_ranks, run_ranks
 from same_training import require_same_training, train_on_engine
 from token_programs import APART, MIXES, NOISE, OTHER_ATTENTION, Code, Inside
+from zeromesh.tensor.derive import derive
 from zeromesh.tensor.plan import parse, resolve
 from zeromesh.tensor.sequence import find_stacks
 from zeromesh.tensor.spread import Followed, _entered, check_of, check_tokens
@@ -267,3 +269,47 @@ def test_ways_and_hooks_of_blocks_are_followed(name: str) -> None:
             hooks.before(model, (x,), {})
             blocks[1](blocks[0](part))
             hooks.after(model, None, None)
+
+
+def watched_bert() -> Any:
+    """Return a BERT whose linear layers have hooks, so that none of them gives, or takes, plain parts."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = BertConfig(**sizes, intermediate_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = BertForMaskedLM(config).double()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda module, args, output: None)
+    return model
+
+
+def test_every_part_that_a_module_is_given_is_joined_where_it_has_whole_sequences() -> None:
+    model, ids = watched_bert(), torch.arange(16).view(2, 8)
+    plan = resolve(model, {}, derive(model, 2)[0], 0, 2)
+    check = check_of(model, plan, find_stacks(model, plan), 2)
+    check_tokens(check, model, (ids,), {"labels": ids})
+    residual = {name: places for name, places in check.also_spread.items() if places}
+    assert residual == {f"bert.encoder.layer.0.{name}": {1} for name in ("attention.output", "output")}
+
+
+def bert_losses(tensor: int) -> list[float]:
+    config: dict[str, Any] = {"train_batch_size": 2, "mesh": {"tensor": tensor}, "optimizer": {"type": "SGD"}}
+    if tensor > 1:
+        config["tensor_parallel"] = {"sequence": True}
+    engine = zeromesh.initialize(model=watched_bert(), config=config)[0]
+    losses = []
+    for step in range(2):
+        ids = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(step))
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.full
+def test_a_bert_with_hooks_on_all_layers_trains_as_in_one_process() -> None:
+    (want,) = run_ranks(bert_losses, 1, 1)
+    assert all(losses == pytest.approx(want, rel=1e-9) for losses in run_ranks(bert_losses, 2, 2))

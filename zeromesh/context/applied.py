@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
 from zeromesh.config.keys import ONE_CONTEXT_RANK
 from zeromesh.context import batch
 from zeromesh.context.attention import attend
+from zeromesh.model.worker import started_by_code
 
 
 class Unsupported(ValueError):
@@ -36,7 +38,7 @@ class SpreadSequences:
 
     def __init__(self, strategy: str, group: Group, tag: int) -> None:
         self.strategy, self.group, self.tag = strategy, group, tag
-        self.active = True
+        self.active, self._sends = True, True
         self._attentions = self.losses = 0
         # A compiler cannot follow messages between ranks, and would compile anew for each number of calls.
         self._uncompiled = torch.compiler.disable(self._attend)
@@ -56,21 +58,38 @@ class SpreadSequences:
         finally:
             self.active = before
 
+    @contextmanager
+    def without_messages(self) -> Iterator[None]:
+        """Compute with tensors without memory in this context, as in a check of the model's code."""
+        self._sends = False
+        try:
+            yield
+        finally:
+            self._sends = True
+
     def begin(self) -> None:
         """Count calls of attention and of the loss anew: a forward begins."""
         self._attentions = self.losses = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Compute causal attention of this rank's part of the sequence."""
+        if not self._sends:
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+            )
         out: Tensor = self._uncompiled(q, k, v, scale)
         return out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        if started_by_code.get():
+            raise refuse("attention", "it is called in a thread that the model's code has started", "call it in order")
         self._attentions += 1
         return attend(self.strategy, q, k, v, self.group, self.tag, scale)
 
     def mean_loss(self, loss: Tensor, labels: Tensor) -> Tensor:
         """See ``batch.mean_loss``."""
+        if not self._sends:
+            return loss
         self.losses += 1
         return batch.mean_loss(loss, labels, self.group, self.tag + 2)
 

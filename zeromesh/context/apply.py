@@ -25,8 +25,9 @@ def apply(
 
     The model is a causal decoder of transformers with the attention sdpa, or one inside of other modules; or a torch
     module that calls ``F.scaled_dot_product_attention(is_causal=True)``, takes the positions of its tokens, and whose
-    labels are those of the next tokens. Raise Unsupported for others, some only in a forward. A torch module's code is
-    checked, but for modules whose names fit a pattern in ``unchecked``: they compute each token by itself.
+    labels are those of the next tokens. Raise Unsupported for others, some only in a forward. Code that is not of
+    transformers is checked, but for modules whose names fit a pattern in ``unchecked``: they compute each token by
+    itself.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"the strategy is {strategy!r}, but it must be one of {', '.join(STRATEGIES)}")
@@ -37,7 +38,7 @@ def apply(
     utils = sys.modules.get("transformers.modeling_utils")
     models = [one for one in model.modules() if utils is not None and isinstance(one, utils.PreTrainedModel)]
     if models:
-        huggingface.install(models[0], applied)
+        huggingface.install(models[0], applied, unchecked)
     else:
         plain.install(model, applied, unchecked)
     return applied

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,9 +15,9 @@ from zeromesh.config.keys import ONE_CONTEXT_RANK
 from zeromesh.context import batch
 from zeromesh.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
 from zeromesh.context.attention import require_heads
-from zeromesh.context.plain import require_no_mixing, require_plain
+from zeromesh.context.plain import check_of, followed, require_no_mixing, require_plain
+from zeromesh.tensor.token_check import Following, TokenCheck
 
-_log = logging.getLogger(__name__)
 _numbers = itertools.count()
 
 _KNOWN = ("torch", "transformers", "peft", "bitsandbytes", "zeromesh")  # packages whose layers are known
@@ -35,21 +34,16 @@ _EXTRAS = {
 }
 
 
-def install(model: Any, applied: SpreadSequences) -> None:
-    """Change a model of transformers so that its sequences are spread over ranks. Raise Unsupported if it cannot."""
+def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ()) -> None:
+    """Change a model of transformers so that its sequences are spread over ranks. Raise Unsupported if it cannot.
+
+    Code of classes that are not of transformers is checked as that of other models is.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     require(model)
-    kinds = {type(module) for module in model.modules()}
-    others = sorted(kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN)
-    if others and applied.group.rank == 0:
-        _log.warning(
-            "%s has classes that are not of transformers (%s): it is not checked that their code leaves the tokens of "
-            "a sequence apart; compare its first losses with those of one process, as zeromesh verify does",
-            type(model).__name__, ", ".join(others),
-        )  # fmt: skip
     heads = getattr(model.config, "num_attention_heads", None)
     if applied.strategy == "ulysses" and heads is not None:
         require_heads(heads, applied.group.size)
@@ -65,6 +59,9 @@ def install(model: Any, applied: SpreadSequences) -> None:
     model.set_attn_implementation(name)
     if "labels" in parameters_of(type(model)):
         model.loss_function = partial(_loss, model.loss_function, applied)
+    if any(type(module).__module__.partition(".")[0] not in _KNOWN for module in model.modules()):
+        parts.check = check_of(model, applied, unchecked, trusted="transformers")
+        parts.check.install(model)
     replace_forward(model, parts.run)
 
 
@@ -154,6 +151,7 @@ class _Parts:
     def __init__(self, model: nn.Module, applied: SpreadSequences, attention: Any, mask: Any) -> None:
         self._kind, self._applied, self._sdpa, self._sdpa_mask = type(model), applied, attention, mask
         self._model = weakref.ref(model)  # the tables that hold this must not keep the model
+        self.check: TokenCheck | None = None
 
     def run(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         applied = self._applied
@@ -170,7 +168,11 @@ class _Parts:
             # A cache would have this rank's tokens only.
             part["use_cache"] = False
         applied.begin()
-        output = forward(**part)
+        if self.check is None:
+            output = forward(**part)
+        else:
+            with Following(self.check):
+                output = followed(name, self.check, part, applied, partial(forward, **part))
         applied.require_attention(name)
         # A loss that was computed otherwise would be the mean over this rank's tokens only.
         if "labels" in part and not applied.losses:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from zeromesh.config.keys import ONE_CONTEXT_RANK, UNCHECKED
 from zeromesh.context import batch
 from zeromesh.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
 from zeromesh.tensor.plan import matches
-from zeromesh.tensor.token_check import TokenCheck, alone
+from zeromesh.tensor.split_activation import SplitActivation
+from zeromesh.tensor.token_check import Following, TokenCheck, alone
 from zeromesh.tensor.tokens import MixesTokens, OfLabels
 
 # Layers of torch that mix positions in their own way.
@@ -41,19 +41,29 @@ def install(model: nn.Module, applied: SpreadSequences, unchecked: Sequence[str]
             f"add such an argument, int64 of shape (batch, sequence), or {ONE_CONTEXT_RANK}",
         )
     require_no_mixing(model)
-    check = TokenCheck(model, 2 * applied.group.size, True)  # a rank has two chunks, which are apart
-    for pattern in unchecked:
-        found = [path for path, _ in model.named_modules() if matches(path, pattern)]
-        if not found:
-            raise ValueError(f"{UNCHECKED} has {pattern!r}, which is no module of {name}; name modules of the model")
-        for path in found:
-            check.replace(path, alone, True)
+    check = check_of(model, applied, unchecked)
     # In all modules, not only the whole, as a checkpointed module runs again on its own in the backward.
     for path, module in model.named_modules():
         if not type(module).__module__.startswith("torch.nn"):
             replace_forward(module, _Interception(path or name, applied, check).run)
     check.install(model)
     replace_forward(model, partial(_run, type(model), positions, applied, check))
+
+
+def check_of(
+    model: nn.Module, applied: SpreadSequences, unchecked: Sequence[str], trusted: str | None = None
+) -> TokenCheck:  # fmt: skip
+    """Return the check of a model's code, but for modules that compute each token by themselves."""
+    check = TokenCheck(model, 2 * applied.group.size, True, trusted)  # a rank has two chunks, which are apart
+    for pattern in unchecked:
+        paths = [path for path, _ in model.named_modules() if matches(path, pattern)]
+        if not paths:
+            raise ValueError(
+                f"{UNCHECKED} has {pattern!r}, which is no module of {type(model).__name__}; name modules of the model"
+            )
+        for path in paths:
+            check.replace(path, alone, True)
+    return check
 
 
 def require_no_mixing(model: nn.Module) -> None:
@@ -81,7 +91,7 @@ def _run(
         return forward(*args, **kwargs)
     applied.begin()
     part = batch.split(named_arguments(kind, args, kwargs), applied.group, positions, shift=False)
-    output = followed(kind.__name__, check, part, applied.group.size, partial(forward, **part))
+    output = followed(kind.__name__, check, part, applied, partial(forward, **part))
     applied.require_attention(kind.__name__)
     if "labels" not in part:
         return output
@@ -94,7 +104,7 @@ def _run(
     return applied.mean_loss(output, part["labels"])
 
 
-def require_apart(name: str, check: TokenCheck, part: dict[str, Any], ranks: int) -> None:
+def require_apart(name: str, check: TokenCheck, part: dict[str, Any], applied: SpreadSequences) -> None:
     """Raise Unsupported if the model's code mixes tokens outside of attention; see ``TokenCheck.begin``."""
 
     def call(model: nn.Module, run: Any) -> None:
@@ -104,17 +114,20 @@ def require_apart(name: str, check: TokenCheck, part: dict[str, Any], ranks: int
                 given[key] = value
             if isinstance(value, Tensor) and value.ndim:
                 length = value.shape[1]
-                own = run.spread(value, 1, length * ranks, length)
+                own = run.spread(value, 1, length * applied.group.size, length)
                 given[key] = run.unsplit(own).as_subclass(OfLabels) if key in batch.LABELS else own
-        model(**given)
+        with applied.without_messages():
+            model(**given)
 
     with _refused(name):
         check.begin(part, call)
 
 
-def followed(name: str, check: TokenCheck, part: dict[str, Any], ranks: int, forward: Callable[[], Any]) -> Any:
+def followed(
+    name: str, check: TokenCheck, part: dict[str, Any], applied: SpreadSequences, forward: Callable[[], Any]
+) -> Any:  # fmt: skip
     """Return what a forward does whose code was checked. Raise Unsupported if it takes a way that mixes tokens."""
-    torch.compiler.disable(require_apart)(name, check, part, ranks)
+    torch.compiler.disable(require_apart)(name, check, part, applied)
     completed = False
     try:
         output = forward()
@@ -141,12 +154,12 @@ def _refused(name: str) -> Iterator[None]:
 _inside: ContextVar[_Interception | None] = ContextVar("the module whose attention is replaced", default=None)
 
 
-class _Interception(TorchFunctionMode):
+class _Interception(Following):
     """Replacement of the attention that one module calls."""
 
     def __init__(self, name: str, applied: SpreadSequences, check: TokenCheck) -> None:
-        super().__init__()
-        self._name, self._applied, self._check = name, applied, check
+        super().__init__(check)
+        self._name, self._applied = name, applied
 
     def run(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not self._applied.active:
@@ -163,15 +176,15 @@ class _Interception(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.compiler.is_compiling():
-            self._check.follow(func, args, kwargs, sys._getframe(1))
+            self.check.follow(func, args, kwargs, sys._getframe(1))
         if func is F.multi_head_attention_forward:
             raise refuse((_inside.get() or self)._name, "F.multi_head_attention_forward cannot be replaced")
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         # Parts of activations come back here as plain tensors, once it is known what heads they have.
-        if (kind := next((kind for kind in types if getattr(kind, "stands_for_whole", False)), None)) is not None:
+        if SplitActivation in types:
             with self:
-                return kind.__torch_function__(func, types, args, kwargs)
+                return SplitActivation.__torch_function__(func, types, args, kwargs)
         return (_inside.get() or self)._attend(*args, **(kwargs or {}))
 
     def _attend(

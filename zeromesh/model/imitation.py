@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import os
 import random
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import _lru_cache_wrapper
@@ -24,6 +26,7 @@ from zeromesh.model.substitution import KINDS, user_hooks
 from zeromesh.model.worker import Worker
 
 META = torch.device("meta")
+TORCH, OURS = (os.path.dirname(str(sys.modules[name].__file__)) + os.sep for name in ("torch", "zeromesh"))  # folders
 
 
 @contextmanager
@@ -47,12 +50,34 @@ def seed_all() -> None:
 
 
 class WithoutMemory(TorchDispatchMode):
-    """Context in which operators compute shapes and dtypes only, on the meta device."""
+    """Context in which operators compute shapes and dtypes only, on the meta device; heirs note what they see.
 
-    def __init__(self, guess: bool) -> None:
+    Attributes:
+        guessed: True once a value was asked for, which such tensors lack.
+        operators: number of operators called; one above ``limit`` raises RuntimeError.
+    """
+
+    def __init__(self, guess: bool, limit: float = float("inf")) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._guess = guess
-        self.guessed = False  # true once a value was asked for, which such tensors lack
+        self._guess, self._limit = guess, limit
+        self.guessed, self.operators = False, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute an operator; torch calls it for every one."""
+        self.operators += 1
+        if self.operators > self._limit:
+            raise RuntimeError(f"it takes more than {self._limit} operators")
+        return self.run_operator(func, args, kwargs or {})
+
+    def run_operator(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Note an operator, and compute it."""
+        for x in arg_tree_leaves(*args, **kwargs):
+            if isinstance(x, Tensor):
+                self.reads(x)
+        return self.compute(func, args, kwargs)
+
+    def reads(self, x: Tensor) -> None:
+        """Note that an operator reads a tensor."""
 
     def compute(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operator; a value that it reads is the guess."""
@@ -104,6 +129,25 @@ _OF_VALUES: dict[Any, Callable[[Tensor, bool], Any]] = {
 }
 
 
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of a model's first parameter with fractions."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def on_meta(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a tensor without memory, in another dtype if there is one and it has fractions."""
+    dtype = dtype if tensor.is_floating_point() else None
+    return torch.empty_like(tensor, device=META, dtype=dtype, requires_grad=tensor.requires_grad)
+
+
+@contextmanager
+def dry(model: nn.Module) -> Iterator[None]:
+    """Run copies of a model without memory in this context, of which nothing is left afterwards."""
+    with undisturbed(), warnings.catch_warnings(), left_as_they_are(model):
+        warnings.simplefilter("ignore")
+        yield
+
+
 def imitated(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
     """Return a copy whose tensors have no memory, and its tensors by the ``id`` of the model's own."""
     copies: dict[int, Any] = {}
@@ -144,11 +188,10 @@ def left_as_they_are(model: nn.Module) -> Iterator[None]:
     """Restore what the classes of the model, and the files that they are in, hold; clear caches of their functions."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     kinds = {kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
-    files = {sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules}
+    files = files_of(kinds)
     # Functions of other files that these use may keep tensors, too.
     used = {getattr(value, "__module__", None) for file in files for value in vars(file).values()}
     files |= {sys.modules[name] for name in used if name in sys.modules and name.partition(".")[0] != "torch"}
-    files |= {other for file in [*files] for other in imported(file)}
     restore = remembered(kinds, files)
     try:
         with _uncompiled():
@@ -200,15 +243,14 @@ def _uncompiled() -> Iterator[None]:
             torch.compiler.reset()
 
 
-def imported(file: ModuleType) -> list[ModuleType]:
-    """Return a user's modules that a module has imported."""
-    modules = [value for value in vars(file).values() if isinstance(value, ModuleType)]
-    paths = [str(getattr(module, "__file__", None) or sys.base_prefix) for module in modules]
-    return [
-        module
-        for module, path in zip(modules, paths, strict=True)
-        if "site-packages" not in path and not path.startswith(sys.base_prefix)
-    ]
+def files_of(kinds: Collection[type]) -> set[ModuleType]:
+    """Return the modules in which classes are written, and a user's modules that these have imported."""
+    files = {sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules}
+    imported = {value for file in files for value in vars(file).values() if isinstance(value, ModuleType)}
+    paths = {module: str(getattr(module, "__file__", None) or sys.base_prefix) for module in imported}
+    return files | {
+        m for m, path in paths.items() if "site-packages" not in path and not path.startswith(sys.base_prefix)
+    }
 
 
 def _identities(value: Any) -> Any:

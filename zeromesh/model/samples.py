@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, product
 from typing import Any
 
@@ -12,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.model.containers import map_tensors
+from zeromesh.model.imitation import on_meta
 from zeromesh.model.lengths import option, positions
 
 Inputs = dict[str, Any]
+
+_log = logging.getLogger(__name__)
 
 SAMPLES = 2  # batch norms need several
 LENGTH = 16  # tokens; some models go through a text in a loop of Python
@@ -31,9 +37,23 @@ class ModelInput:
     batch: Any
     call: Callable[[Any, Callable[..., Any]], Any]
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> ModelInput:
-        """Return the same with a function applied to each tensor."""
-        return ModelInput(map_tensors(self.batch, function), self.call)
+    def run_dry(self, model: Callable[..., Any], dtype: torch.dtype, context: AbstractContextManager[Any]) -> None:
+        """Call a model without memory, with fractions in its dtype, and a loss, whose own errors do not count."""
+        batch, has_ended = map_tensors(self.batch, partial(on_meta, dtype=dtype)), False
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_ended
+            output = model(*args, **kwargs)
+            has_ended = True
+            return output
+
+        try:
+            with context:
+                self.call(batch, forward)
+        except Exception:
+            if not has_ended:
+                raise
+            _log.debug("the loss of a model cannot be traced", exc_info=True)
 
 
 def _by_name(batch: Any, model: Callable[..., Any]) -> Any:
@@ -44,10 +64,8 @@ def _by_name(batch: Any, model: Callable[..., Any]) -> Any:
 
 def samples_of(model: nn.Module, length: int = LENGTH) -> Iterator[ModelInput]:
     """Yield samples to try one after the other, the most complete first; none if the inputs are unknown."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     # Models of transformers tell by their configuration and by the arguments of their forward, others by the latter.
-    samples = (ModelInput(inputs, _by_name) for inputs in _inputs_of(model, length))
-    return (one.map(lambda x: x.to(dtype) if x.is_floating_point() else x) for one in samples)
+    return (ModelInput(inputs, _by_name) for inputs in _inputs_of(model, length))
 
 
 def guesses_of(model: nn.Module) -> Iterator[ModelInput]:
@@ -71,14 +89,13 @@ def _by_place(batch: Any, model: Callable[..., Any]) -> Any:
 def _tensors_for(model: nn.Module) -> Iterator[Tensor]:
     modules = list(model.modules())
     widths = list(dict.fromkeys(m.in_features for m in modules if isinstance(m, nn.Linear)))[:3]
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     shapes: list[tuple[int, ...]] = []
     for channels in [m.in_channels for m in modules if isinstance(m, nn.Conv2d)][:1]:
         shapes += [(SAMPLES, channels, size, size) for size in SIZES]
     shapes += [(SAMPLES, LENGTH, width) for width in widths] + [(SAMPLES, width) for width in widths]
     if any(isinstance(m, nn.Embedding) for m in modules):
         yield torch.ones(SAMPLES, LENGTH, dtype=torch.long)
-    yield from (torch.zeros(shape, dtype=dtype) for shape in shapes)
+    yield from (torch.zeros(shape) for shape in shapes)
     yield torch.zeros(SAMPLES, dtype=torch.long)
 
 

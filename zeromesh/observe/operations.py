@@ -7,13 +7,14 @@ done element by element does not, as usual.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 Formula = Callable[..., int]
@@ -116,3 +117,13 @@ class Operations(TorchDispatchMode):
             self.recomputed += count
         else:
             self.backward += count
+
+
+def losses_of(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the loss in the output of a model; all tensors, if it has no loss."""
+    named = output if isinstance(output, Mapping) else {"loss": getattr(output, "loss", None)}
+    if isinstance(loss := named.get("loss"), torch.Tensor):
+        yield loss
+        return
+    parts = tuple(output.values()) if isinstance(output, Mapping) else output
+    yield from (x for x in tree_leaves(parts) if isinstance(x, torch.Tensor))

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
+from zeromesh.model.imitation import on_meta
+from zeromesh.observe.operations import losses_of
 from zeromesh.plan.casts import autocast_of
 from zeromesh.plan.cost import ALL_TRAINED, NONE, Divided, Frozen, KernelWork, Recompute, TableCost, WorkKind
 from zeromesh.plan.cuts import cuts_of
@@ -130,7 +132,7 @@ class _Trace:
         self.owned = assign(model, self.names)
         dtype = options.dtype
         self.state = {
-            name: _meta(tensor, dtype if isinstance(tensor, nn.Parameter) else None)
+            name: on_meta(tensor, dtype if isinstance(tensor, nn.Parameter) else None)
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         }
         for name, buffer in model.named_buffers():
@@ -188,7 +190,7 @@ class _Trace:
         with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.saves, lambda tensor: tensor):
             with autocast_of(self.options.kernels, autocast):
                 output = self.model(**values)
-                ends = [self.loss(output)] if self.loss is not None else list(_losses(output))
+                ends = [self.loss(output)] if self.loss is not None else list(losses_of(output))
             del output
             ends = [tensor for tensor in ends if tensor.requires_grad]
             if not ends:
@@ -393,15 +395,10 @@ def _sum(stored: Sequence[TracedStorage | TracedProduct]) -> Divided:
     return total
 
 
-def _meta(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    dtype = dtype if tensor.is_floating_point() else None
-    return torch.empty_like(tensor, device="meta", dtype=dtype, requires_grad=tensor.requires_grad)
-
-
 def _meta_input(name: str, value: Any, dtype: torch.dtype | None) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return give(_meta(value, dtype), invented(value, name) if value.is_meta else value)
+    return give(on_meta(value, dtype), invented(value, name) if value.is_meta else value)
 
 
 @contextmanager
@@ -421,15 +418,3 @@ def is_block(name: str, modules: Mapping[str, nn.Module]) -> bool:
     around = modules[name.rpartition(".")[0]]
     kinds = Counter(type(child) for child in around.children())
     return isinstance(around, CONTAINERS) and kinds[type(modules[name])] > 1
-
-
-def _losses(output: Any) -> Iterator[Tensor]:
-    """Yield the loss in the output of a model; all tensors, if it has no loss."""
-    named = output if isinstance(output, Mapping) else {"loss": getattr(output, "loss", None)}
-    if isinstance(loss := named.get("loss"), Tensor):
-        yield loss
-        return
-    several = output.values() if isinstance(output, Mapping) else output
-    yield from (
-        x for x in tree_leaves(tuple(several) if isinstance(output, Mapping) else several) if isinstance(x, Tensor)
-    )

@@ -104,7 +104,7 @@ def apply(
         model.register_forward_pre_hook(torch.compiler.disable(hooks.before), with_kwargs=True)
         model.register_forward_hook(torch.compiler.disable(hooks.after), always_call=True)
     for number, stack in enumerate(stacks):
-        spread(modules, stack, group, place.streams, tag + 4 * (number + 1), _eager)
+        spread(modules, stack, group, place.streams, tag + 4 * (number + 1), _eager, check)
     for name, heads in resolved.heads.items():
         take_part(modules[name], heads, group.size)
         if place.spreads(name):
@@ -236,7 +236,7 @@ def _linear(
         index = len(entrance.layers)
         entrance.layers.append(partial(columns_of, module))
         split = resolved.held_of(module, "weight").split
-        axis = TensorAxis(place.group, place.streams, tag + 2)
+        axis = TensorAxis(place.group, place.streams, tag + 2, member.name)
         leaves = None if style.after is None or split is None else LeavingParts(member, split, axis)
         forward: Any = _eager(_by_columns, module, name=member.name, entrance=entrance, index=index, leaves=leaves)
     elif style.after == "logits":
@@ -246,7 +246,7 @@ def _linear(
         forward = _eager(_by_vocabulary, module, vocabulary=vocabulary, tag=tag, using=place.using)
     elif style.cut == "inputs":
         split = resolved.held_of(module, "weight").split if style.before else None
-        axis = TensorAxis(place.group, place.streams, tag + 1)
+        axis = TensorAxis(place.group, place.streams, tag + 1, member.name)
         takes = None if split is None else TakingParts(member, split, axis)
         guard = None if style.before else SplitGuard(member, resolved, modules[""])
         spread = place.spreads(member.name)

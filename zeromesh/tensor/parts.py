@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from zeromesh.config.keys import TENSOR_PLAN
+from zeromesh.model.imitation import files_of, of_library
 from zeromesh.model.split import Split
+from zeromesh.model.worker import follow_threads
 from zeromesh.tensor import split_views as split_views  # which registers rules
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.plan import CONTAINERS, Member, SplitPlan
-from zeromesh.tensor.split_activation import Sealed, SplitActivation, SplitDim, TensorAxis, part_of, whole
+from zeromesh.tensor.split_activation import Sealed, SplitActivation, SplitDim, TensorAxis, part_of, refusing, whole
 from zeromesh.tensor.split_rules import as_split
 
 
@@ -75,6 +77,8 @@ def join_parts(
     layers = [member.name for member in resolved.members if member.style.after == "part"]
     if not layers:
         return
+    follow_threads()
+    guard_functions({type(module) for module in modules.values() if not of_library(module)})
     # Code outside of a pipeline's blocks hands its values to several stages.
     outside = [name for name in layers if blocks and not any(f"{name}.".startswith(f"{one}.") for one in blocks)]
     around = [_block_around(name, modules) for name in layers]
@@ -87,6 +91,18 @@ def join_parts(
     for member in resolved.members:
         if member.parameter is None and member.kind != "linear":
             member.module.register_forward_pre_hook(torch.compiler.disable(_whole_inputs), with_kwargs=True)
+
+
+def guard_functions(kinds: Collection[type]) -> None:
+    """Have functions of torch that ask nobody refuse parts, also where the files of some classes have imported them."""
+    setattr(torch.Tensor, "_make_subclass", staticmethod(_MAKE_SUBCLASS))  # noqa: B010
+    for file in (torch, torch._C, torch.utils.dlpack, *files_of(kinds)):
+        for name in [name for name, function in vars(file).items() if function is _TO_DLPACK.__wrapped__]:
+            setattr(file, name, _TO_DLPACK)
+
+
+_MAKE_SUBCLASS = refusing(torch.Tensor._make_subclass)
+_TO_DLPACK: Any = refusing(torch._C._to_dlpack)
 
 
 def _block_around(name: str, modules: dict[str, nn.Module]) -> str:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import wraps
 from types import FrameType
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from zeromesh.comm.collectives import Group
 from zeromesh.config.keys import TENSOR_PLAN
 from zeromesh.model.containers import map_tensors, tensors_of
+from zeromesh.model.imitation import OURS, TORCH
 from zeromesh.model.in_place import version, writes
+from zeromesh.model.worker import started_by_code
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.streams import RandomStreams
 
@@ -46,40 +47,54 @@ class SplitDim:
         return sum(self.sections)
 
 
-class Axis(Protocol):
+class Axis:
     """Messages between the ranks that hold the parts."""
 
     size: int
+    sums_sparse = False  # true if sparse gradients of what all ranks have whole are summed
 
     def gather(self, part: Tensor, split_dim: SplitDim) -> Tensor:
         """Return the whole, whose gradient is the same on all ranks."""
+        raise NotImplementedError
 
     def take(self, whole: Tensor, split_dim: SplitDim) -> Tensor:
         """Return this rank's part of what all ranks have whole; the gradient is gathered."""
+        raise NotImplementedError
 
     def copy(self, whole: Tensor) -> Tensor:
         """Return the same; the gradient is summed over the ranks, each of which has a share."""
+        raise NotImplementedError
 
     def sum(self, share: Tensor) -> Tensor:
         """Return the sum over the ranks; the gradient is that of each share."""
+        raise NotImplementedError
 
     def apart(self) -> AbstractContextManager[None]:
         """Let each rank draw its own random numbers in this context."""
+        return nullcontext()
 
     def wish(self, split_dim: SplitDim, lengths: list[int]) -> None:
         """Note that the dim would not have to be gathered here if its sections had these lengths."""
 
 
-class TensorAxis:
+class TensorAxis(Axis):
     """Messages over the tensor axis, with one tag: those of forwards and backwards follow one another."""
 
-    def __init__(self, group: Group, streams: RandomStreams, tag: int) -> None:
+    def __init__(self, group: Group, streams: RandomStreams, tag: int, layer: str) -> None:
         self.size, self.group, self.tag = group.size, group, tag
-        self._streams = streams
+        self._streams, self._layer = streams, layer
+
+    def _move(self, x: Tensor, name: str, dim: int = 0) -> Tensor:
+        if started_by_code.get():
+            why = "a thread that a block's code has started needs parts of other ranks, in any order"
+            raise NeedsWhole(why, frozenset([self._layer]))
+        if x.ndim == 0:
+            return move(x.reshape(1), name, self.group, self.tag).reshape(())
+        return move(x, name, self.group, self.tag, dim)
 
     def gather(self, part: Tensor, split_dim: SplitDim) -> Tensor:
         """Gather the parts, and put the sections in order."""
-        joined = move(part, "join", self.group, self.tag, split_dim.dim)
+        joined = self._move(part, "join", split_dim.dim)
         if len(split_dim.sections) == 1:
             return joined
         pieces = joined.split([section // self.size for section in split_dim.sections] * self.size, split_dim.dim)
@@ -96,26 +111,19 @@ class TensorAxis:
         if len(split_dim.sections) > 1:
             ordered = [piece for rank in range(self.size) for piece in pieces[rank :: self.size]]
             whole = torch.cat(ordered, split_dim.dim)
-        return move(whole, "split", self.group, self.tag, split_dim.dim)
+        return self._move(whole, "split", split_dim.dim)
 
     def copy(self, whole: Tensor) -> Tensor:
         """Sum the gradient."""
-        if whole.ndim == 0:
-            return move(whole.reshape(1), "copy", self.group, self.tag).reshape(())
-        return move(whole, "copy", self.group, self.tag)
+        return self._move(whole, "copy")
 
     def sum(self, share: Tensor) -> Tensor:
         """Sum the shares."""
-        if share.ndim == 0:
-            return move(share.reshape(1), "sum", self.group, self.tag).reshape(())
-        return move(share, "sum", self.group, self.tag)
+        return self._move(share, "sum")
 
     def apart(self) -> AbstractContextManager[None]:
         """Switch to this rank's stream of random numbers."""
         return self._streams.apart()
-
-    def wish(self, split_dim: SplitDim, lengths: list[int]) -> None:
-        """Do nothing: the layers are cut already."""
 
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -130,26 +138,25 @@ class Sealed(TorchDispatchMode):
     for the whole.
     """
 
-    current: ClassVar[_OfThread]
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._is_inside = False  # of another one
+        self._refused: NeedsWhole | None = None  # also in threads that have begun in the context
 
     def __enter__(self) -> Sealed:
         """Begin, unless it is in force already."""
-        if self.current.deepen(1) == 1:
+        self._is_inside = any(isinstance(mode, Sealed) for mode in _get_current_dispatch_mode_stack())
+        if not self._is_inside:
             super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """End where it began. Raise what was refused, which code may have caught, or put in other words."""
-        if self.current.deepen(-1):
+        if self._is_inside:
             return
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        refused = self.current.refused
-        self.current.refuse(None)
-        if refused is not None and error is not refused:
-            raise refused from error
+        if self._refused is not None and error is not self._refused:
+            raise self._refused from error
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute an operator."""
@@ -161,46 +168,28 @@ class Sealed(TorchDispatchMode):
                     try:
                         _refuse(f"code outside of Python, which calls {func},", [*leaks])
                     except NeedsWhole as error:
-                        self.current.refuse(self.current.refused or error)
+                        self._refused = self._refused or error
                         raise
         return func(*args, **(kwargs or {}))
 
 
 def _is_by_rule(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and frame.f_code.co_filename.startswith(TORCH):
         frame = frame.f_back
-    return frame is None or frame.f_code.co_filename.startswith(_OURS)
-
-
-_TORCH, _OURS = (os.path.dirname(str(sys.modules[name].__file__)) + os.sep for name in ("torch", "zeromesh"))
-
-
-class _OfThread(threading.local):
-    depth = 0
-    refused: NeedsWhole | None = None
-
-    def deepen(self, by: int) -> int:
-        self.depth += by
-        return self.depth
-
-    def refuse(self, error: NeedsWhole | None) -> None:
-        self.refused = error
-
-
-Sealed.current = _OfThread()
+    return frame is None or frame.f_code.co_filename.startswith(OURS)
 
 
 def unseen() -> AbstractContextManager[Any]:
     """Return a context for operators that are known not to be given parts by mistake, of which Python need not hear."""
     # Only where nothing else wants to hear of them, such as a recomputation that keeps some results.
-    is_alone = Sealed.current.depth and torch._C._len_torch_dispatch_stack() == 1
+    modes = _get_current_dispatch_mode_stack()
+    is_alone = len(modes) == 1 and isinstance(modes[0], Sealed)
     return torch._C._DisableTorchDispatch() if is_alone else nullcontext()
 
 
 class SplitActivation(Tensor):
     """Part of an activation, which answers as the whole: ``shape`` is that of the whole, and so are all results."""
 
-    stands_for_whole = True
     split_dim: SplitDim
     axis: Axis
 
@@ -296,10 +285,8 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     parts = tensors_of((args, kwargs))
     outputs = [one for one in tensors_of(kwargs.get("out")) if isinstance(one, SplitActivation)]
     if outputs:
-        raise ValueError(
-            f"{func.__name__} writes to {outputs[0]!r} by out=, of which each rank has a part; leave out= away, or in "
-            f"{TENSOR_PLAN} give {_named(outputs[0])} the style colwise_gather_output"
-        )
+        what = f"{func.__name__} writes to {outputs[0]!r} by out=, of which each rank has a part; leave out= away"
+        raise NeedsWhole(what, outputs[0].split_dim.sources)
     if func in _REFUSED or str(getattr(func, "__module__", "")).startswith("torch.distributed"):
         _refuse(func, parts)
     given, more = whole((args, kwargs))
@@ -329,11 +316,20 @@ def _refuse(func: Any, values: list[Tensor]) -> None:
     """Raise an error for a function that can neither compute on parts nor be given the whole."""
     found = [x for x in values if isinstance(x, SplitActivation)]
     sources = frozenset[str]().union(*(x.split_dim.sources for x in found))
-    raise NeedsWhole(
-        f"{getattr(func, '__name__', func)} was given an activation of which each rank has a part; in {TENSOR_PLAN} "
-        f"give {_named(tuple(found))} the style colwise_gather_output",
-        sources,
-    )
+    name = getattr(func, "__name__", func)
+    raise NeedsWhole(f"{name} was given an activation of which each rank has a part", sources)
+
+
+def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of torch that takes a part for the whole, and asks nobody, as one that refuses parts."""
+
+    @wraps(function)
+    def refuse_parts(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, SplitActivation) for x in (*args, *kwargs.values())):
+            _refuse(function, [*args, *kwargs.values()])
+        return function(*args, **kwargs)
+
+    return refuse_parts
 
 
 def _require_fresh(func: Any, values: Any, writes: bool = False) -> None:
@@ -344,8 +340,7 @@ def _require_fresh(func: Any, values: Any, writes: bool = False) -> None:
     sources = frozenset[str]().union(*(x.part.split_dim.sources for x in views))
     raise NeedsWhole(
         f"{getattr(func, '__name__', func)} was given a view that was gathered of an activation of which each rank has "
-        f"a part, and one of both is written to, which would not change the other; in {TENSOR_PLAN} give "
-        f"{' and '.join(sorted(sources))} the style colwise_gather_output",
+        "a part, and one of both is written to, which would not change the other",
         sources,
     )
 
@@ -398,11 +393,6 @@ class GatheredView(Tensor):
             return map_tensors(result, lambda x: _read_only(x, known))
 
 
-def _named(value: Any) -> str:
-    found = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, SplitActivation)]
-    return " and ".join(sorted(set().union(*(x.split_dim.sources for x in found)))) or "the layer it comes from"
-
-
 def _require_plain_code(values: list[Tensor]) -> None:
     """Refuse functions with a backward of their own, which would be given parts of gradients there."""
     found = next((x for x in values if isinstance(x, SplitActivation)), None)
@@ -412,8 +402,7 @@ def _require_plain_code(values: list[Tensor]) -> None:
             kind = frame.f_locals.get("cls", torch.autograd.Function)
             raise NeedsWhole(
                 f"{kind.__name__}.apply was given an activation of which each rank has a part, and its backward would "
-                f"be given a part of the gradient; in {TENSOR_PLAN} give {_named(found)} the style "
-                "colwise_gather_output",
+                "be given a part of the gradient",
                 found.split_dim.sources,
             )
         frame = frame.f_back
@@ -431,7 +420,7 @@ def _require_no_checkpoint(x: SplitActivation) -> None:
     if frame is not None and frame.f_code.co_name == "_infer_device_type" and x.split_dim.sources:
         raise NeedsWhole(
             "torch.utils.checkpoint was given an activation of which each rank has a part, and would compute again "
-            f"with the part alone; in {TENSOR_PLAN} give {_named(x)} the style colwise_gather_output",
+            "with the part alone",
             x.split_dim.sources,
         )
 
@@ -443,6 +432,7 @@ _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-de
 class NeedsWhole(ValueError):
     """Code does with an activation what can only be done with the whole."""
 
-    def __init__(self, message: str, sources: frozenset[str]) -> None:
-        super().__init__(message)
+    def __init__(self, what: str, sources: frozenset[str]) -> None:
+        layers = " and ".join(sorted(sources)) or "the layer it comes from"
+        super().__init__(f"{what}; in {TENSOR_PLAN} give {layers} the style colwise_gather_output")
         self.sources = sources

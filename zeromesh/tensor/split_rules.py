@@ -20,6 +20,7 @@ from zeromesh.tensor.split_activation import (
     RULES,
     Axis,
     Rule,
+    Sealed,
     SplitActivation,
     SplitDim,
     part_of,
@@ -157,7 +158,8 @@ def _hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
     split_dim, axis = x.split_dim, x.axis
 
     def on_gradient(gradient: Tensor) -> Tensor | None:
-        found = hook(as_split(gradient.view_as(gradient), split_dim, axis))
+        with Sealed():
+            found = hook(as_split(gradient.view_as(gradient), split_dim, axis))
         if found is None:
             return None
         same = isinstance(found, SplitActivation) and found.split_dim.sections == split_dim.sections

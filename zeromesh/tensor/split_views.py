@@ -10,51 +10,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeromesh.model.containers import map_tensors
 from zeromesh.tensor import split_products as split_products  # which registers rules
 from zeromesh.tensor.split_activation import Axis, SplitActivation, SplitDim, part_of, whole_shape
 from zeromesh.tensor.split_rules import Args, Kwargs, as_parts, beside, is_split, rule, same_dim
 
 MOST_SECTIONS = 4096  # of one dim
+_STRIDE = 1009
 
 
-@rule("reshape_as", "view_as", "expand_as")
-def _like(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    x, other = (*args, *kwargs.values())
-    shape = whole_shape(other) if isinstance(other, SplitActivation) else other.shape
-    if func is Tensor.expand_as:
-        return _expand(Tensor.expand, (x, *shape), {})
-    return _view(Tensor.view if func is Tensor.view_as else Tensor.reshape, (x, *shape), {})
+def _of_whole(func: Any, args: Args, kwargs: Kwargs) -> Tensor | None:
+    """Return what a function gives of wholes, without memory; None where that is for the whole to say."""
+
+    def plain(x: Tensor) -> Tensor:
+        return torch.empty(whole_shape(x) if isinstance(x, SplitActivation) else x.shape, dtype=x.dtype, device="meta")
+
+    try:
+        shown: Tensor = func(*map_tensors(args, plain), **map_tensors(kwargs, plain))
+    except (RuntimeError, TypeError):
+        return None
+    return shown if shown.dtype == args[0].dtype else None
 
 
-def _sizes(args: Args, kwargs: Kwargs, name: str) -> list[int] | None:
-    """Return sizes that are given one by one, or as one list; None for anything else, such as a dtype."""
-    given = args if args else tuple(kwargs[key] for key in (name, "shape", "size", "sizes") if key in kwargs)
-    if len(given) == 1 and isinstance(given[0], list | tuple):
-        given = tuple(given[0])
-    return list(given) if all(isinstance(one, int) for one in given) else None
-
-
-@rule("view", "reshape")
+@rule("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten")
 def _view(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    x, sizes = args[0], _sizes(args[1:], kwargs, "shape")
-    if not isinstance(x, SplitActivation) or sizes is None:
+    x, shown = args[0], _of_whole(func, args, kwargs)
+    if shown is None or min(shown.shape, default=0) < 1:
         return NotImplemented
-    old, split_dim = whole_shape(x), x.split_dim
-    if sizes.count(-1) == 1 and old.numel():
-        known = -prod(sizes)
-        sizes[sizes.index(-1)] = old.numel() // known if known else -1
-    if prod(sizes) != old.numel() or min(sizes, default=0) < 1:
-        return NotImplemented
-    moved = _reshaped(old, split_dim, sizes, x.axis)
+    moved = _reshaped(whole_shape(x), x.split_dim, shown.shape, x.axis)
     if moved is None:
         return NotImplemented
-    shape = [*sizes]
+    sizes = [*shown.shape]
     sizes[moved.dim] //= x.axis.size
+    views = func.__name__ in ("view", "view_as", "unflatten")
     try:
-        part = func(x, sizes)
+        part = (Tensor.view if views else Tensor.reshape)(x, sizes)
     except RuntimeError:  # strides of a part may not allow what those of the whole do
         part = x.reshape(sizes)
-    if func is not Tensor.view and part.data_ptr() == x.data_ptr() and copies(x, lambda whole: whole.reshape(shape)):
+    if not views and part.data_ptr() == x.data_ptr() and copies(x, lambda whole: whole.reshape(shown.shape)):
         part = part.clone()
     return as_parts(part, moved, x.axis)
 
@@ -110,41 +103,16 @@ def _scaled(sections: tuple[int, ...], here: int, size: int, ranks: int) -> tupl
     return tuple(section // each for section in sections)
 
 
-@rule("flatten")
-def _flatten(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    x = args[0]
-    start = kwargs.get("start_dim", args[1] if len(args) > 1 else 0)
-    end = kwargs.get("end_dim", args[2] if len(args) > 2 else -1)
-    if not (isinstance(start, int) and isinstance(end, int)) or "dims" in kwargs:
-        return NotImplemented
-    shape, start, end = whole_shape(x), start % x.ndim, end % x.ndim
-    return _view(Tensor.reshape, (x, [*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]]), {})
-
-
-@rule("unflatten")
-def _unflatten(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    x = args[0]
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    sizes = kwargs.get("sizes", args[2] if len(args) > 2 else None)
-    if not isinstance(dim, int) or not isinstance(sizes, list | tuple):
-        return NotImplemented
-    shape, dim = whole_shape(x), dim % x.ndim
-    sizes = [-shape[dim] // prod(sizes) if size == -1 else size for size in sizes]
-    return _view(Tensor.view, (x, [*shape[:dim], *sizes, *shape[dim + 1 :]]), {})
-
-
-@rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint", ".mT", ".T", ".mH", ".H")
+@rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint", ".mT", ".T", ".mH", ".H",
+    "unsqueeze", "select")  # fmt: skip
 def _permute(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
-    # The lengths of this tensor tell its dims.
-    shown = func(torch.empty([*range(1, x.ndim + 1)], device="meta"), *args[1:], **kwargs)
-    return as_parts(func(*args, **kwargs), replace(x.split_dim, dim=shown.shape.index(x.split_dim.dim + 1)), x.axis)
-
-
-@rule("unsqueeze")
-def _unsqueeze(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0) % (args[0].ndim + 1)
-    return as_parts(func(x, dim), replace(x.split_dim, dim=x.split_dim.dim + (dim <= x.split_dim.dim)), x.axis)
+    # The strides of this tensor tell its dims: only the one that is split has any.
+    strides = [_STRIDE * (dim == x.split_dim.dim) for dim in range(x.ndim)]
+    shown = func(torch.empty_strided(whole_shape(x), strides, device="meta"), *args[1:], **kwargs).stride()
+    if _STRIDE not in shown:
+        return NotImplemented
+    return as_parts(func(*args, **kwargs), replace(x.split_dim, dim=shown.index(_STRIDE)), x.axis)
 
 
 @rule("squeeze")
@@ -158,24 +126,15 @@ def _squeeze(func: Any, args: Args, kwargs: Kwargs) -> Any:
     )
 
 
-@rule("expand")
+@rule("expand", "expand_as", "repeat")
 def _expand(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    x, sizes = args[0], _sizes(args[1:], kwargs, "size")
-    if sizes is None:
+    x, shown = args[0], _of_whole(func, args, kwargs)
+    place = 0 if shown is None else x.split_dim.dim + shown.ndim - x.ndim
+    if shown is None or shown.shape[place] != x.split_dim.size:
         return NotImplemented
-    place = x.split_dim.dim + len(sizes) - x.ndim
-    if sizes[place] not in (-1, x.split_dim.size):
-        return NotImplemented
-    sizes[place] = -1
-    return as_parts(func(x, sizes), replace(x.split_dim, dim=place), x.axis)
-
-
-@rule("repeat")
-def _repeat(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    x, sizes = args[0], _sizes(args[1:], kwargs, "repeats")
-    if sizes is None or sizes[x.split_dim.dim + len(sizes) - x.ndim] != 1:
-        return NotImplemented
-    return as_parts(func(x, sizes), replace(x.split_dim, dim=x.split_dim.dim + len(sizes) - x.ndim), x.axis)
+    sizes = [size if dim != place else -1 for dim, size in enumerate(shown.shape)]
+    part = func(*args, **kwargs) if func is Tensor.repeat else x.expand(sizes)
+    return as_parts(part, replace(x.split_dim, dim=place), x.axis)
 
 
 @rule("repeat_interleave")
@@ -251,16 +210,6 @@ def _slice(x: SplitActivation, start: int, stop: int) -> Any:
     lengths = [start, stop - start, size - stop]
     pieces = _pieces(x, [length for length in lengths if length > 0])
     return NotImplemented if pieces is NotImplemented else pieces[start > 0]
-
-
-@rule("select")
-def _select(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if not isinstance(dim, int) or dim % x.ndim == x.split_dim.dim:
-        return NotImplemented
-    return as_parts(
-        func(*args, **kwargs), replace(x.split_dim, dim=x.split_dim.dim - (dim % x.ndim < x.split_dim.dim)), x.axis
-    )
 
 
 @rule("index_select", anywhere=True)
@@ -350,7 +299,7 @@ def _embedding(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, given = args[0], dict(zip(("num_classes",), args[1:2], strict=False)) | kwargs
     if func is torch.nn.functional.embedding:
         # These count, or write to, what the indices of all ranks pick, and an axis of ranks sums no sparse gradients.
-        sparse = kwargs.get("sparse") and torch.is_grad_enabled() and not getattr(x.axis, "sums_sparse", False)
+        sparse = kwargs.get("sparse") and torch.is_grad_enabled() and not x.axis.sums_sparse
         odd = len(args) > 3 or sparse or any(kwargs.get(name) for name in ("max_norm", "scale_grad_by_freq"))
     else:
         odd = given.get("num_classes", -1) < 0  # as many as the largest index says

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from zeromesh.comm.collectives import Group
 from zeromesh.config.keys import SEQUENCE, WHOLE_SEQUENCE
@@ -18,8 +18,10 @@ from zeromesh.tensor.operators import move
 from zeromesh.tensor.plan import SplitPlan
 from zeromesh.tensor.sequence import Stack
 from zeromesh.tensor.streams import RandomStreams
-from zeromesh.tensor.token_check import TokenCheck
+from zeromesh.tensor.token_check import Following, TokenCheck
 from zeromesh.tensor.tokens import MixesTokens
+
+Place = int | str  # of an argument: its number, or its name
 
 
 def sequence_dim(x: Tensor) -> int:
@@ -29,7 +31,7 @@ def sequence_dim(x: Tensor) -> int:
 
 def spread(
     modules: dict[str, nn.Module], stack: Stack, group: Group, streams: RandomStreams, tag: int,
-    eager: Callable[..., Callable[..., Any]],
+    eager: Callable[..., Callable[..., Any]], check: TokenCheck | None,
 ) -> None:  # fmt: skip
     """Spread the sequence over the ranks in a list of blocks; messages take four tags.
 
@@ -46,7 +48,8 @@ def spread(
     modules[stack.blocks[0]].register_forward_pre_hook(change, with_kwargs=True)
     for name in stack.whole:
         whole = modules[name]
-        gathers = eager(_change_input, name="join", group=group, tag=tag + 1, apart=Apart(name))
+        also = set() if check is None else check.also_spread[name]
+        gathers = eager(_change_input, name="join", group=group, tag=tag + 1, apart=Apart(name), also=also)
         whole.register_forward_pre_hook(gathers, with_kwargs=True)
         whole.register_forward_hook(eager(_change_output, name="split", group=group, tag=tag + 2))
     for number, name in enumerate(stack.blocks):
@@ -154,11 +157,11 @@ def check_of(model: nn.Module, resolved: SplitPlan, stacks: Sequence[Stack], ran
     check = TokenCheck(model, ranks, False)
     for stack in stacks:
         for name in (*stack.whole, *filter(stack.spreads, resolved.heads)):
-            check.replace(name, _with_whole if name in stack.whole else _opened, True)
+            check.replace(name, partial(_with_whole, check, name) if name in stack.whole else _opened, True)
         for member in resolved.members:
             if member.parameter is None and stack.spreads(member.name):
                 if member.rule.style == "heads":
-                    check.replace(member.name, _with_whole, True)
+                    check.replace(member.name, partial(_with_whole, check, member.name), True)
                 elif member.kind == "linear" and member.style.before == "enter":
                     check.replace(member.name, _opened)
                 elif member.kind == "linear" and member.style.cut == "inputs":
@@ -191,13 +194,28 @@ def _last(run: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return _of_first(forward(*args, **kwargs), run.join)
 
 
-def _with_whole(run: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _with_whole(
+    check: TokenCheck, name: str, run: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:  # fmt: skip
+    also = check.also_spread[name]
     if not _has_ids_only(args, kwargs):
         x = activation(args, kwargs)
-        args, kwargs = replaced(args, kwargs, x, run.join(x))
+        for place, value in _named(args, kwargs).items():
+            if isinstance(value, Tensor) and value is not x and run.is_spread(value) and not run.is_plain:
+                also.add(place)
+        for part in (x, *_at(also, args, kwargs)):
+            args, kwargs = replaced(args, kwargs, part, run.join(part))
     with run.with_whole():
         output = forward(*args, **kwargs)
     return _of_first(output, lambda x: _split(run, x))
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+    return {**dict(enumerate(args)), **kwargs}
+
+
+def _at(places: Collection[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return [value for place, value in _named(args, kwargs).items() if place in places and isinstance(value, Tensor)]
 
 
 def _opened(run: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -211,18 +229,18 @@ def _closed(run: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return _of_first(forward(*run.join(args), **kwargs), lambda x: _split(run, x))
 
 
-class Followed(TorchFunctionMode):
+class Followed(Following):
     """Hooks of a model whose code, where parts of sequences are, is checked in each forward."""
 
     def __init__(self, check: TokenCheck) -> None:
-        super().__init__()
-        self._check, self._is_on = check, False
+        super().__init__(check)
+        self._is_on = False
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check that the code leaves tokens apart. Raise ValueError if not."""
         if _recomputes():
             return
-        check_tokens(self._check, model, args, kwargs)
+        check_tokens(self.check, model, args, kwargs)
         self.__enter__()  # type: ignore[no-untyped-call]
         self._is_on = True
 
@@ -233,19 +251,14 @@ class Followed(TorchFunctionMode):
         self._is_on = False
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         with _refused():
-            self._check.end(sys.exception() is None)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not torch.compiler.is_compiling():
-            self._check.follow(func, args, kwargs, sys._getframe(1))
-        return func(*args, **(kwargs or {}))
+            self.check.end(sys.exception() is None)
 
 
 def check_tokens(check: TokenCheck, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Check that a model's code leaves tokens apart, where parts of sequences are. Raise ValueError if not."""
     given, more = check.without_memory((args, kwargs))
     with _refused():
-        check.begin({**dict(enumerate(args)), **kwargs}, lambda copied, _: copied(*given, **more))
+        check.begin(_named(args, kwargs), lambda copied, _: copied(*given, **more))
 
 
 @contextmanager
@@ -258,7 +271,7 @@ def _refused() -> Iterator[None]:
 
 def _change_input(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, group: Group, tag: int,
-    apart: Apart | None = None,
+    apart: Apart | None = None, also: Collection[Place] = (),
 ) -> Any:  # fmt: skip
     if name == "join" and _has_ids_only(args, kwargs):
         return None
@@ -272,14 +285,14 @@ def _change_input(
             f"{SEQUENCE} spreads sequences over {group.size} ranks, but one has {length} entries; pad it "
             f"to {near[1]}{f' or cut it to {near[0]}' if near[0] else ''}, or {WHOLE_SEQUENCE}"
         )
-    return replaced(args, kwargs, x, move(x, name, group, tag, sequence_dim(x)))
+    for part in (x, *_at(also, args, kwargs)):
+        args, kwargs = replaced(args, kwargs, part, move(part, name, group, tag, sequence_dim(part)))
+    return args, kwargs
 
 
 def _change_output(module: nn.Module, args: Any, output: Any, name: str, group: Group, tag: int) -> Any:
     """Return the activation, the first of several outputs."""
-    first = _first(output)
-    moved = move(first, name, group, tag, sequence_dim(first))
-    return moved if isinstance(output, Tensor) else (moved, *output[1:])
+    return _of_first(output, lambda x: move(x, name, group, tag, sequence_dim(x)))
 
 
 def _first(output: Any) -> Tensor:

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import sys
-import warnings
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from itertools import count
-from os.path import relpath
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.model.imitation import META, imitated, left_as_they_are, limited, seed_all, undisturbed
 from zeromesh.model.substitution import of_library
+from zeromesh.model.imitation import dry, dtype_of, imitated, limited, of_library, on_meta, seed_all
+from zeromesh.model.worker import follow_threads
 from zeromesh.tensor.backwards import Hooks, hooks_of
 from zeromesh.tensor.split_activation import SplitActivation
 from zeromesh.tensor.tokens import DependsOnLength, MixesTokens, TokenRun, WayNotChecked
@@ -48,21 +50,28 @@ def alone(run: TokenRun, forward: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 class TokenCheck:
-    """Check of one model's code, in a copy without memory that is made before the model is changed."""
+    """Check of one model's code, in a copy without memory that is made before the model is changed.
 
-    def __init__(self, model: nn.Module, parts: int, attends: bool) -> None:
+    Where code of the package ``trusted`` would be refused, it is only told that what follows was not checked.
+    """
+
+    def __init__(self, model: nn.Module, parts: int, attends: bool, trusted: str | None = None) -> None:
         self._parts, self._attends = parts, attends
+        self._trusted = None if trusted is None else os.path.dirname(str(sys.modules[trusted].__file__)) + os.sep
         self._name = type(model).__name__
         self._model: nn.Module | None = None
-        self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self._dtype = dtype_of(model)
         self._done: OrderedDict[Any, _Checked] = OrderedDict()
         self._original = weakref.ref(model)
         self._current: TokenRun | None = None
         self._forward: _Forward | None = None
         self._whole: list[str] = []  # names of modules whose code may compute over tokens
+        # By name of a module that is given whole sequences, the places of other arguments that are parts of one.
+        self.also_spread: dict[str, set[int | str]] = defaultdict(set)
         self._outside = 0  # how many of these run at present
         self._graphs = 0
         self._applied = ExitStack()
+        follow_threads()
         odd = next((name for name, module in model.named_modules() if "forward" in vars(module)), None)
         try:
             if odd is not None:
@@ -114,7 +123,7 @@ class TokenCheck:
 
     def without_memory(self, value: Any) -> Any:
         """Return arguments of the model without memory, in the dtype that its parameters had."""
-        return map_tensors(value, lambda x: x.detach().to(META, self._dtype if x.is_floating_point() else x.dtype))
+        return map_tensors(value, lambda x: on_meta(x.detach(), self._dtype))
 
     def begin(self, arguments: Mapping[Any, Any], call: Call) -> None:
         """Check what ``call`` runs, unless that was done for arguments alike; raise MixesTokens, also later.
@@ -179,8 +188,8 @@ class TokenCheck:
                 name = getattr(function, "__name__", str(function))
                 if name not in HARMLESS:
                     again.error = WayNotChecked(
-                        f"{name}, in {relpath(file)}:{line}, ran in this forward, and not when the code was checked, "
-                        "which was run with the same attributes of modules and the same random numbers"
+                        f"{name}, in {os.path.relpath(file)}:{line}, ran in this forward, and not when the code was "
+                        "checked, which was run with the same attributes of modules and the same random numbers"
                     )
                     break
         if again.error is not None:
@@ -193,8 +202,7 @@ class TokenCheck:
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
         engines = hooks is not None and of_library(hooks[0])
         unchanged = saved_tensors_hooks(_same, _same) if engines else nullcontext()
-        with undisturbed(), warnings.catch_warnings(), left_as_they_are(model), unchanged:
-            warnings.simplefilter("ignore")
+        with dry(model), unchanged:
             return replace(self._found(model, original, forward), hooks=forward.hooks)
 
     def _found(self, model: nn.Module, original: nn.Module, forward: _Forward) -> _Checked:
@@ -204,7 +212,7 @@ class TokenCheck:
             try:
                 self._call(model, original, forward, whole)
             except MixesTokens as error:
-                return _Checked(error, None)
+                return self._refused(error)
             except Exception as error:
                 _log.debug("the model cannot be checked", exc_info=True)
                 if guess:  # code need not run with other values
@@ -221,7 +229,7 @@ class TokenCheck:
                 except MixesTokens as error:
                     # A piece of a part may be shorter than what code takes together, as the whole run has seen.
                     if isinstance(error, DependsOnLength) or part.way not in whole.ways:
-                        return _Checked(error, None)
+                        return self._refused(error)
                     if not part.is_plain:
                         continue
                 except Exception:
@@ -233,13 +241,20 @@ class TokenCheck:
                 break
         return checked
 
+    def _refused(self, error: MixesTokens) -> _Checked:
+        if self._trusted is None or not os.path.abspath(error.place).startswith(self._trusted):
+            return _Checked(error, None)
+        self._tell(error)
+        return _Checked(None, None)
+
     def _compare(self, whole: TokenRun, part: TokenRun) -> None:
         for place in {**whole.seen, **part.seen}:
             if (of_whole := whole.seen.get(place)) != (of_part := part.seen.get(place)):
                 name, where = place
                 raise DependsOnLength(
                     f"{name}, in {where}, computes with numbers, or gives shapes, that depend on the length of the "
-                    f"sequence: {_told(of_whole)} for all of it, {_told(of_part)} for the part of a rank"
+                    f"sequence: {_told(of_whole)} for all of it, {_told(of_part)} for the part of a rank",
+                    where,
                 )
 
     def _call(self, model: nn.Module, original: nn.Module, forward: _Forward, run: TokenRun) -> None:
@@ -250,6 +265,19 @@ class TokenCheck:
         self._current = run
         with limited(SECONDS), run.watched():
             forward.call(copied, run)
+
+
+class Following(TorchFunctionMode):
+    """Context in which calls of torch's functions are told to a check, between its ``begin`` and ``end``."""
+
+    def __init__(self, check: TokenCheck) -> None:
+        super().__init__()
+        self.check = check
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not torch.compiler.is_compiling():
+            self.check.follow(func, args, kwargs, sys._getframe(1))
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass

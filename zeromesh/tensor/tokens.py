@@ -11,7 +11,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from numbers import Number
 from traceback import walk_tb
@@ -23,19 +23,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import arg_tree_leaves
 
 from zeromesh.model.containers import map_tensors, tensors_of
-from zeromesh.model.imitation import META, WithoutMemory
+from zeromesh.model.imitation import META, OURS, TORCH, WithoutMemory
 from zeromesh.model.in_place import version, writes, written
 from zeromesh.tensor import split_views as split_views  # which registers rules
 from zeromesh.tensor.backwards import Backwards, Hooks, OfSum
-from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation, SplitDim
+from zeromesh.tensor.split_activation import Axis, NeedsWhole, SplitActivation, SplitDim
 from zeromesh.tensor.split_rules import ENTRY_BY_ENTRY, as_split, entry_by_entry
-from zeromesh.tensor.ways import Way, answer, collect, way_of
+from zeromesh.tensor.ways import LOOKS_AT_IDS, Way, answer, collect, way_of
 
 MOST_OPERATORS = 300_000  # of a run
-FOREIGN = tuple(os.path.dirname(str(one.__file__)) + os.sep for one in (torch, sys.modules["zeromesh"]))
 
 # Random numbers for each entry are drawn for each token, as in dropout.
 DRAWS = {"rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_"}
@@ -49,7 +47,11 @@ NUMBERED = {*ENTRY_BY_ENTRY, "full_like"}
 
 
 class MixesTokens(ValueError):
-    """Code computes over tokens, of which a rank has a part."""
+    """Code computes over tokens, of which a rank has a part, at ``place``, file and line, if that is known."""
+
+    def __init__(self, message: str, place: str = "") -> None:
+        super().__init__(message)
+        self.place = place
 
 
 class DependsOnLength(MixesTokens):
@@ -86,7 +88,7 @@ class Constant(Tensor):
             return version(self) == self.known
 
 
-class TokenRun(WithoutMemory):
+class TokenRun(WithoutMemory, Axis):
     """One forward, as the axis over which sequences are split, and on which nothing is ever gathered.
 
     Attributes:
@@ -107,7 +109,7 @@ class TokenRun(WithoutMemory):
         self, parts: int, attends: bool, guess: bool, device: torch.device, other: TokenRun | None = None,
         attempt: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(guess)
+        super().__init__(guess, MOST_OPERATORS)
         self.device, self._attempt = device, attempt
         self.is_plain = False
         self.ways: set[Way] = set()
@@ -125,7 +127,6 @@ class TokenRun(WithoutMemory):
         # Tokens of the first sequence that is spread, of a rank's part of it, and of that which code is told of.
         self._whole = self._part = self._told = 0
         self._joined_dims: dict[tuple[int, int, int], SplitDim] = {}
-        self._left = MOST_OPERATORS
         self._watch = _Watch(self, attends)
 
     def prepare(self, model: nn.Module, hooks: Mapping[str, Hooks]) -> None:
@@ -226,17 +227,10 @@ class TokenRun(WithoutMemory):
                 return self.spread(x, dim, whole, whole * self._part // self._whole)
         return x
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute shapes; torch calls it for every operator."""
-        self._left -= 1
-        if self._left < 0:
-            raise RuntimeError("it takes too many operators")
-        kwargs = kwargs or {}
-        if torch._C._is_torch_function_enabled():
-            for x in arg_tree_leaves(*args, **kwargs):
-                if isinstance(x, SplitActivation):
-                    raise self.mixed("is code outside of Python, which cannot be followed")
-        return self.compute(func, args, kwargs)
+    def reads(self, x: Tensor) -> None:
+        """Refuse parts that are read without a rule."""
+        if isinstance(x, SplitActivation) and torch._C._is_torch_function_enabled():
+            raise self.mixed("is code outside of Python, which cannot be followed")
 
     def mixed(
         self, why: str, place: str = "", function: str = "", kind: type[MixesTokens] = MixesTokens
@@ -245,7 +239,7 @@ class TokenRun(WithoutMemory):
         where = place or place_of(_frames())
         inside = next((one for frame in _frames() if (one := self._names.get(id(frame.f_locals.get("self"))))), "")
         around = f", in {where}{inside and f' ({inside})'}," if where else ""
-        error = kind(f"{function or self._watch.function}{around} {why}")
+        error = kind(f"{function or self._watch.function}{around} {why}", where)
         self.refused = self.refused or error
         return error
 
@@ -276,13 +270,6 @@ class TokenRun(WithoutMemory):
             return share.as_subclass(OfSum)
         raise self.mixed("sums over the tokens")
 
-    def apart(self) -> AbstractContextManager[None]:
-        """Do nothing: there are no values."""
-        return nullcontext()
-
-    def wish(self, split_dim: SplitDim, lengths: list[int]) -> None:
-        """Do nothing: sequences are cut where they are."""
-
 
 class _Watch(TorchFunctionMode):
     """Context in which every call of a function of torch is seen, also of those that are given no part."""
@@ -296,6 +283,8 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute a function of torch by the rules, but for what is of this rank's tokens without one."""
         kwargs = dict(kwargs or {})
+        if sys._getframe(1).f_code.co_filename.endswith(LOOKS_AT_IDS):
+            return self._on_plain(func, args, kwargs, Tensor)
         self._run.note(func, args, kwargs, sys._getframe(1))
         name = self.function = getattr(func, "__name__", str(func))
         tensors = tensors_of((args, kwargs))
@@ -430,6 +419,6 @@ def place_of(frames: Iterable[FrameType]) -> str:
     """Return file and line of the first frame of code that is neither torch's nor of this package, or ''."""
     for frame in frames:
         file = frame.f_code.co_filename
-        if os.path.isabs(file) and not file.startswith(FOREIGN):
+        if os.path.isabs(file) and not file.startswith((TORCH, OURS)):
             return f"{os.path.relpath(file)}:{frame.f_lineno}"
     return ""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -13,22 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import arg_tree_leaves
 
-from zeromesh.model.imitation import (
-    META,
-    WithoutMemory,
-    imitated,
-    is_odd,
-    left_as_they_are,
-    limited,
-    seed_all,
-    undisturbed,
-)
+from zeromesh.model.imitation import WithoutMemory, dry, dtype_of, imitated, is_odd, limited, seed_all
 from zeromesh.model.samples import ModelInput, guesses_of, samples_of
 from zeromesh.tensor import split_views as split_views  # which registers rules
 from zeromesh.tensor.plan import PlanRule, pattern_of
-from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation, SplitDim, part_of, whole
+from zeromesh.tensor.split_activation import Axis, NeedsWhole, SplitActivation, SplitDim, part_of, whole
 from zeromesh.tensor.split_rules import as_split
 
 # A layer that is given a whole activation is split by columns, and its output stays a part as long as rules allow; one
@@ -102,8 +90,7 @@ def traced_plan(
     alike = {name: _alike(name, model.get_submodule(name)) for name in layers}
     runs = _Runs(copied, weights, dict(layers), alike, ranks, others)
     try:
-        with undisturbed(), warnings.catch_warnings(), left_as_they_are(model), limited(SECONDS):
-            warnings.simplefilter("ignore")
+        with dry(model), limited(SECONDS):
             found = runs.first(chain(filter(None, [sample()]), samples_of(model), guesses_of(model)))
     except Exception as error:
         return None, [_UNTRACED.format(_one_line(error))], set()
@@ -168,7 +155,7 @@ class _Runs:
         self.guessed = False  # true once code has asked for a value
         self._copied, self._weights, self._layers, self._ranks = copied, weights, layers, ranks
         self._alike = alike
-        self._dtype = next((p.dtype for p in copied.parameters() if p.is_floating_point()), torch.float32)
+        self._dtype = dtype_of(copied)
         self._left = MOST_OPERATORS
         self._run: _Run | None = None
         for name in (*layers, *others):
@@ -260,37 +247,25 @@ class _Runs:
 
     def _try(self, choices: Choices) -> Found:
         self._run = run = _Run(self._weights, self._layers, self._alike, self._ranks, choices, self._guess, self._left)
-        sample = self._sample.map(lambda x: x.to(META, self._dtype if x.is_floating_point() else x.dtype))
-        ended = False
         seed_all()
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal ended
-            output = whole(self._copied(*args, **kwargs))
-            ended = True
-            return output
-
         try:
-            with torch.enable_grad(), run:
-                sample.call(sample.batch, forward)
-        except Exception:
-            if not ended:  # else it was the loss, which is outside of the model
-                raise
+            with torch.enable_grad():
+                self._sample.run_dry(lambda *args, **kwargs: whole(self._copied(*args, **kwargs)), self._dtype, run)
         finally:
-            self.guessed, self._left = run.guessed, run.left
+            self.guessed = run.guessed
+            self._left -= run.operators
         return run.found()
 
 
-class _Run(WithoutMemory):
+class _Run(WithoutMemory, Axis):
     """One forward, as the axis on which its activations are split."""
 
     def __init__(
         self, weights: Mapping[int, Collection[str]], layers: dict[str, bool], alike: dict[str, Alike], ranks: int,
         choices: Choices, guess: bool, left: int,
     ) -> None:  # fmt: skip
-        super().__init__(guess)
-        self._alike = alike
-        self.size, self.left = ranks, left
+        super().__init__(guess, left)
+        self._alike, self.size = alike, ranks
         self._rules: dict[str, PlanRule] = {}
         self._sent = 0.0
         self._gathered: set[Alike] = set()
@@ -305,22 +280,16 @@ class _Run(WithoutMemory):
         """Return what the run showed."""
         return Found(self._rules, self._sent, self._gathered, self._wishes, self._read, set(self._known))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note who reads weights and parts; torch calls it for every operator."""
-        self.left -= 1
-        if self.left < 0:
-            raise RuntimeError("it takes too many operators")
-        kwargs = kwargs or {}
-        for x in arg_tree_leaves(*args, **kwargs):
-            names = self._weights.get(id(x), ())  # several if the weight is tied
-            if names and not any(name in self._inside for name in names):
-                self._read |= set(names)
-                for name in names:
-                    self._rules.pop(name, None)
-            if isinstance(x, SplitActivation) and torch._C._is_torch_function_enabled():
-                # No rule was asked, so the code computes on a part without knowing.
-                raise NeedsWhole("code outside of Python was given a part", x.split_dim.sources)
-        return self.compute(func, args, kwargs)
+    def reads(self, x: Tensor) -> None:
+        """Note who reads weights and parts."""
+        names = self._weights.get(id(x), ())  # several if the weight is tied
+        if names and not any(name in self._inside for name in names):
+            self._read |= set(names)
+            for name in names:
+                self._rules.pop(name, None)
+        if isinstance(x, SplitActivation) and torch._C._is_torch_function_enabled():
+            # No rule was asked, so the code computes on a part without knowing.
+            raise NeedsWhole("code outside of Python was given a part", x.split_dim.sources)
 
     def call(self, name: str, layer: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute what a layer gives, and decide how it is split when it is called for the first time."""
@@ -405,10 +374,6 @@ class _Run(WithoutMemory):
         """Count the sum."""
         self._send(share, 2)
         return share
-
-    def apart(self) -> AbstractContextManager[None]:
-        """Do nothing: there are no values."""
-        return nullcontext()
 
     def wish(self, split_dim: SplitDim, lengths: list[int]) -> None:
         """Note sections of the one layer that the part was made by."""

@@ -30,16 +30,15 @@ from torch.utils.hooks import RemovableHandle
 from zeromesh.model.containers import tensors_of
 from zeromesh.model.imitation import HOOKS, imported, remembered
 from zeromesh.model.substitution import of_library
+from zeromesh.model.imitation import HOOKS, OURS, TORCH, files_of, of_library, remembered
 from zeromesh.tensor.split_rules import ENTRY_BY_ENTRY
 
-_TORCH = os.path.dirname(str(torch.__file__)) + os.sep
-_OURS = os.path.dirname(str(sys.modules["zeromesh"].__file__)) + os.sep
 # Files of torch's compiler, whose code was seen when it was compiled, and of its hooks and recomputation.
-_BETWEEN = tuple(_TORCH + file for file in ("_dynamo", "_inductor", "_functorch", "fx", "autograd", "utils/hooks.py",
+_BETWEEN = tuple(TORCH + file for file in ("_dynamo", "_inductor", "_functorch", "fx", "autograd", "utils/hooks.py",
     "utils/checkpoint.py", "nn/modules/_functions.py"))  # fmt: skip
 
-# transformers' code of masks, which context parallelism replaces, looks at positions and not at activations.
-_MASKS = os.path.join("transformers", "masking_utils.py")
+# transformers' code of masks, which context parallelism replaces, and of warnings: it looks at ids and positions.
+LOOKS_AT_IDS = tuple(os.path.join("transformers", file) for file in ("masking_utils.py", "modeling_utils.py"))
 # Functions around a block in a check's copy, where the model itself has hooks: they call nothing of torch themselves.
 _AROUND_BLOCKS = {"_replaced", "_entered", "_last", "hooked"}
 
@@ -51,11 +50,11 @@ HARMLESS = {*ENTRY_BY_ENTRY, "__get__", "requires_grad_", "dim", "size", "numel"
 @cache
 def _owner(file: str) -> str:
     """Return whose code a file has: "user", "torch", or "" where its calls are no part of a user's code."""
-    if not os.path.isabs(file) or "torchinductor" in file or file.endswith(_MASKS):
+    if not os.path.isabs(file) or "torchinductor" in file or file.endswith(LOOKS_AT_IDS):
         return ""
-    if file.startswith((_OURS, *_BETWEEN)):
+    if file.startswith((OURS, *_BETWEEN)):
         return ""
-    return "torch" if file.startswith(_TORCH) else "user"
+    return "torch" if file.startswith(TORCH) else "user"
 
 
 Way = tuple[Any, ...]  # function, file and line of a call, and what it is given but tensors
@@ -152,9 +151,7 @@ class Beginning:
             for name, module in modules.items()
         }
         kinds = {type(module) for module in modules.values()}
-        files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
-        files += [other for file in files for other in imported(file)]
-        return cls(attributes, (random.getstate(), numpy.random.get_state()), remembered(kinds, files))
+        return cls(attributes, (random.getstate(), numpy.random.get_state()), remembered(kinds, files_of(kinds)))
 
     def restore(self, copied: nn.Module, original: nn.Module) -> None:
         """Set the attributes of a copy of the model, and the random numbers, to these."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import arg_tree_leaves, tree_leaves
 
 from zeromesh.model.containers import map_tensors, tensors_of
-from zeromesh.model.imitation import META, WithoutMemory, imitated, undisturbed
+from zeromesh.model.imitation import WithoutMemory, dry, dtype_of, imitated
 from zeromesh.model.lengths import positions
 from zeromesh.model.samples import LENGTH, LONGEST, ModelInput, samples_of
 from zeromesh.observe.operations import FORMULAS
@@ -67,8 +66,7 @@ def _attempt(
     # A condition on values, which tensors without memory lack, is tried both ways.
     for guess in (False, True):
         try:
-            with undisturbed(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with dry(model):
                 return _trace(model, blocks, sample, guess, limit)
         except Exception as error:
             _log.debug("%s cannot be traced", type(model).__name__, exc_info=True)
@@ -91,25 +89,12 @@ def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: b
             # Buffers that are state go with the block; others every stage has, as it has masks.
             if key not in block.get_submodule(owner)._non_persistent_buffers_set:
                 run.states.add(id(buffer))
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    has_ended = False
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal has_ended
-        output = copied(*args, **kwargs)
-        has_ended = True
-        return output
-
-    on_meta = sample.map(lambda x: x.to(META, dtype if x.is_floating_point() else x.dtype))
     try:
-        with torch.no_grad(), run:
-            on_meta.call(on_meta.batch, forward)
+        with torch.no_grad():
+            sample.run_dry(copied, dtype_of(model), run)
     except Exception as error:
-        # A loss function that cannot run on meta tensors hides nothing: the forward is known by then.
-        if not has_ended:
-            vars(error)["guessed"] = run.guessed
-            raise
-        _log.debug("the loss of %s cannot be traced", type(model).__name__, exc_info=True)
+        vars(error)["guessed"] = run.guessed
+        raise
     uses = {name: frozenset(sections) for name, sections in run.uses.items()}
     return ModelTrace(tuple(run.calls), uses, tuple(run.operations), frozenset(run.crossings), run.operators)
 
@@ -118,9 +103,8 @@ class _Tracing(WithoutMemory):
     """Record of what each operator reads and makes. Gates of blocks call it as they call a ``_Run``."""
 
     def __init__(self, names: Mapping[int, str], blocks: int, guess: bool, limit: float) -> None:
-        super().__init__(guess)
-        self._names, self._limit = names, limit
-        self.operators = 0
+        super().__init__(guess, limit)
+        self._names = names
         self.states: set[int] = set()
         self.calls: list[int] = []
         self.uses: dict[str, set[int]] = defaultdict(set)
@@ -157,15 +141,9 @@ class _Tracing(WithoutMemory):
         finally:
             self._inside, self._arguments = False, frozenset()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Note an operator; torch calls it for every operator."""
-        kwargs = kwargs or {}
+    def run_operator(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Note an operator, and what it makes."""
         operator = func._overloadpacket
-        self.operators += 1
-        if self.operators > self._limit:
-            raise RuntimeError(f"it takes more than {self._limit} operators")
         read = [x for x in arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
         depends = [self._read(x) for x in read] if operator not in _OF_SHAPES else []
         result = self.compute(func, args, kwargs)

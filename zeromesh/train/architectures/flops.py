@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 from zeromesh.config.train import ModelShape
-from zeromesh.observe.operations import Operations
+from zeromesh.observe.operations import Operations, losses_of
 from zeromesh.train.architectures.decoder import Decoder, Sizes
 
 
@@ -74,7 +74,7 @@ def training_operations(model: nn.Module, inputs: Mapping[str, Any], dtype: torc
     state = {name: _meta(tensor, dtype) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     values = {name: _meta(value, dtype) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     with torch.enable_grad(), torch.device("meta"), Operations(model) as counted:
-        outputs = [tensor for tensor in _losses(functional_call(model, state, kwargs=values)) if tensor.requires_grad]
+        outputs = [tensor for tensor in losses_of(functional_call(model, state, kwargs=values)) if tensor.requires_grad]
         if not outputs:
             raise ValueError("no output of the model depends on a trained parameter")
         torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
@@ -84,14 +84,3 @@ def training_operations(model: nn.Module, inputs: Mapping[str, Any], dtype: torc
 def _meta(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     dtype = dtype if tensor.is_floating_point() else None
     return torch.empty_like(tensor, device="meta", dtype=dtype, requires_grad=tensor.requires_grad)
-
-
-def _losses(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the loss in the output of a model; all tensors, if it has no loss."""
-    named = output if isinstance(output, Mapping) else {"loss": getattr(output, "loss", None)}
-    if isinstance(loss := named.get("loss"), torch.Tensor):
-        yield loss
-        return
-    several = output.values() if isinstance(output, Mapping) else output
-    parts = several if isinstance(output, Mapping | tuple | list) else (output,)
-    yield from (part for part in parts if isinstance(part, torch.Tensor))
