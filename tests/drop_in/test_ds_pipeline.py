@@ -1,4 +1,4 @@
-"""``deepspeed.pipe`` of the drop-in: batches at the ends only, evaluation, errors, and DeepSpeed 0.19.8's curricula."""
+"""``deepspeed.pipe`` of the drop-in: batches at the ends only, evaluation, errors, and DeepSpeed 0.19.8's schedules."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,6 +119,36 @@ def test_outputs_and_losses_are_means_over_replicas() -> None:
     torch.testing.assert_close(outputs, torch.stack(means).mean(0).detach())
     loss = engine.eval_batch(at_ends(engine, own))
     torch.testing.assert_close(loss, torch.stack([F.mse_loss(plain(x), y) for x, y in given]).mean().detach())
+
+
+LETTERS = {
+    "L": "LoadMicroBatch", "F": "ForwardPass", "B": "BackwardPass", "s": "SendActivation", "r": "RecvActivation",
+    "S": "SendGrad", "R": "RecvGrad", "t": "ReduceTiedGrads", "g": "ReduceGrads", "o": "OptimizerStep",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "steps"),
+    [
+        # As DeepSpeed 0.19.8 answers for (micro-batches, stages, stage); a digit is the buffer.
+        ("Train", (1, 1, 0), "L0F0 B0tgo"),
+        ("Train", (4, 2, 0), "L0F0 s0 L1F1 R0s1B0 L0F0 R1s0B1 L1F1 R0s1B0 - R1B1tgo"),
+        ("Train", (4, 2, 1), "- r0L0F0 B0 S0r1L1F1 B1 S1r0L0F0 B0 S0r1L1F1 B1 S1tgo"),
+        ("Train", (3, 3, 1), "- r0F0 s0 r1F1 R0s1B0 S0r0F0 R1s0B1 S1 R0B0 S0tgo"),
+        ("Inference", (3, 3, 0), "L0F0 L1s0F1 L0s1F0 s0 -"),
+        ("Inference", (3, 3, 1), "- r0F0 r1s0F1 r0s1F0 s0"),
+        ("Inference", (3, 3, 2), "- - L0r0F0 L1r1F1 L0r0F0"),
+        ("DataParallel", (2, 2, 0), "L0F0B0 L0F0B0go"),
+    ],
+)
+def test_schedules_have_deepspeeds_instructions(kind: str, given: tuple[int, int, int], steps: str) -> None:
+    schedule = deepspeed.runtime.pipe.schedule
+    made = getattr(schedule, f"{kind}Schedule")(*given)
+    letters = {getattr(schedule, name): letter for letter, name in LETTERS.items()}
+    found = ["".join(f"{letters[type(one)]}{one.kwargs.get('buffer_id', '')}" for one in step) for step in made]
+    assert " ".join(step or "-" for step in found) == steps
+    assert repr(schedule.ForwardPass(buffer_id=3)) == "ForwardPass(buffer_id=3)"
+    assert made.num_pipe_buffers() == (1 if kind == "DataParallel" else 2)
 
 
 BOUNDS = {"curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 100}

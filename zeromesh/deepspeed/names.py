@@ -83,6 +83,10 @@ _ROWS = (
     ("runtime.pipe runtime.pipe.topology", ".topology", "ProcessTopology"),
     ("runtime.pipe.module runtime.pipe.topology", ".topology", "PipeDataParallelTopology PipelineParallelGrid"),
     ("runtime.pipe.topology", ".topology", "PipeModelDataParallelTopology _prime_factors"),
+    ("runtime.pipe.schedule", ".schedule",
+     "PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction BufferOpInstruction "
+     "OptimizerStep ReduceGrads ReduceTiedGrads LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation "
+     "SendGrad RecvGrad"),
     ("profiling.flops_profiler profiling.flops_profiler.profiler", ".reporting",
      "FlopsProfiler=OperationProfiler get_model_profile number_to_string flops_to_string macs_to_string "
      "params_to_string duration_to_string"),
@@ -169,7 +173,6 @@ REFUSED = {
     "ops.sparse_attention": "use torch.nn.attention.flex_attention with a block mask",
     "linear": "use torch.nn.Linear, and peft or torchao for adapters and quantised weights",
     **dict.fromkeys(("moe.layer", "moe.sharded_moe"), EXPERTS),
-    "runtime.pipe.schedule": "engines run the schedule that the configuration names (docs/pipeline.md)",
     "runtime.data_pipeline.curriculum_scheduler": "write curriculum_learning into the configuration",
     "runtime.data_pipeline.data_sampling": "pass a sampler of your own to engine.deepspeed_io(data_sampler=...)",
     "runtime.data_pipeline.data_routing": "drop tokens in the model itself; its layers are not replaced here",
