@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from zeromesh.config.keys import TENSOR_PLAN
-from zeromesh.model.imitation import files_of, of_library
+from zeromesh.model.imitation import files_of
 from zeromesh.model.split import Split
+from zeromesh.model.substitution import of_library
 from zeromesh.model.worker import follow_threads
 from zeromesh.tensor import split_views as split_views  # which registers rules
 from zeromesh.tensor.operators import move

@@ -22,9 +22,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from zeromesh.model.containers import map_tensors, tensors_of
-from zeromesh.model.imitation import META, imitated, left_as_they_are, limited, seed_all, undisturbed
+from zeromesh.model.imitation import (
+    dry,
+    dtype_of,
+    imitated,
+    limited,
+    on_meta,
+    seed_all,
+)
 from zeromesh.model.substitution import of_library
-from zeromesh.model.imitation import dry, dtype_of, imitated, limited, of_library, on_meta, seed_all
 from zeromesh.model.worker import follow_threads
 from zeromesh.tensor.backwards import Hooks, hooks_of
 from zeromesh.tensor.split_activation import SplitActivation

@@ -28,9 +28,8 @@ from torch.autograd import function as functions
 from torch.utils.hooks import RemovableHandle
 
 from zeromesh.model.containers import tensors_of
-from zeromesh.model.imitation import HOOKS, imported, remembered
+from zeromesh.model.imitation import HOOKS, OURS, TORCH, files_of, remembered
 from zeromesh.model.substitution import of_library
-from zeromesh.model.imitation import HOOKS, OURS, TORCH, files_of, of_library, remembered
 from zeromesh.tensor.split_rules import ENTRY_BY_ENTRY
 
 # Files of torch's compiler, whose code was seen when it was compiled, and of its hooks and recomputation.
