@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from torch.overrides import _get_current_function_mode_stack
@@ -63,11 +63,12 @@ started_by_code: ContextVar[bool] = ContextVar(
 """True in threads whose messages would come in any order, which may be another one on each rank."""
 
 
-@cache
 def follow_threads() -> None:
     """Have threads that are started under modes of this library, and tasks of pools, run under the same ones."""
     # torch has one stack of modes for each thread.
     start, submit = threading.Thread.start, ThreadPoolExecutor.submit
+    if start.__module__ == __name__:
+        return
 
     def start_under_modes(thread: threading.Thread) -> None:
         # A pool's thread lives on; its tasks have modes of their own.

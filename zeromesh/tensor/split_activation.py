@@ -140,19 +140,17 @@ class Sealed(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_inside = False  # of another one
         self._refused: NeedsWhole | None = None  # also in threads that have begun in the context
 
     def __enter__(self) -> Sealed:
         """Begin, unless it is in force already."""
-        self._is_inside = any(isinstance(mode, Sealed) for mode in _get_current_dispatch_mode_stack())
-        if not self._is_inside:
+        if not any(isinstance(mode, Sealed) for mode in _get_current_dispatch_mode_stack()):
             super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """End where it began. Raise what was refused, which code may have caught, or put in other words."""
-        if self._is_inside:
+        if not any(mode is self for mode in _get_current_dispatch_mode_stack()):
             return
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if self._refused is not None and error is not self._refused:
