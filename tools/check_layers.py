@@ -51,7 +51,7 @@ ROOMS: dict[str, str] = {
     "parallel": "tensor pipeline context activation model.imitation model.samples",
     "comm": "comm",
     "config": "config",
-    "base": "model kernels signatures training_data config.keys config.version tiers.lock observe.devices "
+    "base": "model kernels signatures training_data config.version tiers.lock observe.devices "
     "observe.machine observe.operations observe.progress observe.spans observe.svg observe.units",
 }
 """Packages and modules of each room; of a package and a module in it, the module counts."""
@@ -83,7 +83,6 @@ REACHED = (
     "comm.environment",
     "comm.failure",
     "comm.rank",
-    "config.keys",
     "config.printing",
     "config.settings",
     "config.train",

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from zeromesh.comm.agreement import world_group
 from zeromesh.comm.environment import Environment, device_of_group, init_distributed
 from zeromesh.comm.mesh import Mesh
-from zeromesh.config import keys
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
 from zeromesh.initialization import steps
@@ -86,7 +85,7 @@ def initialize(
             configurations or models. Unless a note of the error says otherwise, the model is as it was, and may be
             tried again.
     """
-    sizes = f"set the sizes of the axes in the configuration, as in {keys.SIZES_OF_AXES}"
+    sizes = 'set the sizes of the axes in the configuration, as in "mesh": {"data": 4, "tensor": 2}'
     refuse("initialize", "mpu", mpu, sizes)
     refuse("initialize", "mesh_param", mesh_param, sizes)
     configuration = only_configuration(config, config_params, args)

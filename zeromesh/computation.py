@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from zeromesh import batches
-from zeromesh.config.keys import KEEP_FP32
 from zeromesh.curriculum import LengthCurriculum
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import map_tensors, moved
@@ -56,7 +55,9 @@ class Computation:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure a phase of the run in this context, and explain a shortage of memory."""
-        mismatch = explaining(self._model, self._precision.compute, self._mesh.device, KEEP_FP32)
+        mismatch = explaining(
+            self._model, self._precision.compute, self._mesh.device, "data_types.keep_in_fp32_modules"
+        )
         with self._observer.phase(name), explained(self._explain), mismatch:
             yield
 

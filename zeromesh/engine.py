@@ -13,7 +13,6 @@ import torch
 from zeromesh import batches
 from zeromesh.activation.compiled import compile_blocks
 from zeromesh.comm.rank import record_step
-from zeromesh.config import keys
 from zeromesh.engine_answers import Answers, Batching
 from zeromesh.engine_saving import Saving
 from zeromesh.engine_state import Parts
@@ -27,7 +26,7 @@ _log = logging.getLogger("zeromesh")
 
 BY_BATCH = (
     "call engine.train_batch(iterator) and engine.eval_batch(iterator) on all ranks, with the same micro-batches on "
-    f"the ranks of one pipeline, or {keys.ONE_STAGE}"
+    "the ranks of one pipeline, or set mesh.pipeline to 1"
 )
 
 

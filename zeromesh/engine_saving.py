@@ -14,7 +14,6 @@ from zeromesh.checkpoint import load, save, whole
 from zeromesh.checkpoint.contents import model_names
 from zeromesh.checkpoint.memory_files import discard
 from zeromesh.comm.agreement import agree_run
-from zeromesh.config.keys import PEER_COPIES
 from zeromesh.engine_state import EngineState
 from zeromesh.optim.bound import answer
 from zeromesh.replicas import require_equal_replicas
@@ -90,7 +89,7 @@ class Saving(EngineState):
             RuntimeError: the copy before could not be sent to another node.
         """
         if self._copies is None:
-            raise ValueError(f"save_to_memory() needs {PEER_COPIES} in the configuration; set it to 1")
+            raise ValueError("save_to_memory() needs checkpoint.peer_copies in the configuration; set it to 1")
         self._warn_of_gradients("save_to_memory")
         with self.observer.phase("checkpoint"):
             self._take_up_changes()

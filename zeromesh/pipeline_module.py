@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from zeromesh.activation.checkpoint import checkpoint
-from zeromesh.config.keys import PIPELINE_RANKS, TENSOR_RANKS
 from zeromesh.model.chain import Chain, Function, Shared
 from zeromesh.pipeline.schedule.partition import WAYS
 from zeromesh.shard.deferred import is_deferred, recording
@@ -298,12 +297,12 @@ def settings_of(model: nn.Module, settings: Settings, mesh: Mesh | None) -> Sett
     if stages is not None and said not in (None, stages):
         raise ValueError(
             f"the PipelineModule has {stages} stages (num_stages, or the axis 'pipe' of its topology), and the "
-            f"{'configuration' if mesh is None else 'mesh'} {said} ({PIPELINE_RANKS}); leave one of them out"
+            f"{'configuration' if mesh is None else 'mesh'} {said} (mesh.pipeline); leave one of them out"
         )
     if model.tensor_ranks not in (1, sizes["tensor"]):
         raise ValueError(
-            f"the axis 'model' of the PipelineModule's topology has {model.tensor_ranks} ranks, and {TENSOR_RANKS} "
-            f"{sizes['tensor']}: set {TENSOR_RANKS} to {model.tensor_ranks}, and build the layers whole"
+            f"the axis 'model' of the PipelineModule's topology has {model.tensor_ranks} ranks, and mesh.tensor "
+            f"{sizes['tensor']}: set mesh.tensor to {model.tensor_ranks}, and build the layers whole"
         )
     if interval := settings.pipeline.activation_checkpoint_interval:
         model.set_checkpoint_interval(interval)

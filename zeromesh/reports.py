@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from zeromesh.comm.agreement import catch
 from zeromesh.comm.mesh import Mesh
 from zeromesh.comm.traffic import Traffic
-from zeromesh.config import keys
 from zeromesh.config.settings import Resolved
 from zeromesh.initialization.widths import tables_of, widths_of
 from zeromesh.kernels.measure import best_seconds
@@ -278,30 +277,36 @@ def _remedies(
     ]
     if replicated and ranks > 1:
         less = _less(now - on_device(all_sharded))
-        yield f"{keys.SHARD_ALL} shards {' and '.join(replicated)} over {ranks} ranks: {less}"
+        yield f'"zero_optimization": {{"stage": 3}} shards {" and ".join(replicated)} over {ranks} ranks: {less}'
     # A processor has one memory.
     elsewhere = sharded.mesh.device.type != "cpu"
     if elsewhere and row.optimizer_tier is Tier.DEVICE:
         away = replace(row, optimizer=Placement.SHARDED, gradient_tier=Tier.HOST, optimizer_tier=Tier.HOST)
-        key = keys.OPTIMIZER_ON_HOST
+        key = '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}'
         if row.optimizer is not Placement.SHARDED:
-            away, key = replace(away, gradient=Placement.SHARDED), keys.SHARDED_ON_HOST
+            away, key = (
+                replace(away, gradient=Placement.SHARDED),
+                '"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}',
+            )
         yield f"{key} moves the optimizer to the host: {_less(now - on_device(away))}"
     micro = settings.train_micro_batch_size_per_gpu
     if micro % 2 == 0:
         steps = 2 * sharded.accumulation.steps
         yield (
-            f'"{keys.MICRO_BATCH}": {micro // 2} with "{keys.ACCUMULATION}": {steps} halves '
+            f'"train_micro_batch_size_per_gpu": {micro // 2} with "gradient_accumulation_steps": {steps} halves '
             f"activations: up to {_less(rest // 2)}"
         )
     if not settings.activation_checkpointing.enabled:
-        yield f"{keys.RECOMPUTE} computes activations again: up to {_less(rest)}"
+        yield f'"activation_checkpointing": {{"enabled": true}} computes activations again: up to {_less(rest)}'
     if elsewhere and row.parameter is Placement.SHARDED and row.parameter_tier is Tier.DEVICE:
         moved = now - on_device(replace(row, parameter_tier=Tier.HOST))
         if moved > 0:  # not where they rest in masters that stay
-            yield f"{keys.PARAMETERS_ON_HOST} moves parameters to the host: {_less(moved)}"
+            yield (
+                '"zero_optimization": {"offload_param": {"device": "cpu"}} moves parameters to the '
+                f"host: {_less(moved)}"
+            )
     more = now - on_device(all_sharded, 2 * ranks)
-    yield f"{keys.SHARD_ALL} on {2 * ranks} ranks instead of {ranks}: {_less(more)}"
+    yield f'"zero_optimization": {{"stage": 3}} on {2 * ranks} ranks instead of {ranks}: {_less(more)}'
 
 
 def _less(size: float) -> str:

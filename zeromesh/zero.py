@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeromesh.config import keys
 from zeromesh.model.piece import Piece
 from zeromesh.model.quantized import parts
 from zeromesh.model.tiled import TiledLinear as TiledLinear
@@ -85,15 +84,22 @@ class Init:
             "mpu": mpu,
         }
         for name, group in groups.items():
-            refuse("zero.Init", name, group, f"set the sizes in the configuration, as in {keys.SIZES_OF_AXES}")
+            refuse(
+                "zero.Init", name, group, 'set the sizes in the configuration, as in "mesh": {"data": 4, "tensor": 2}'
+            )
         switch = "switch bf16 or fp16 on in the configuration, which converts the parameters"
         refuse("zero.Init", "dtype", None if dtype is torch.get_default_dtype() else dtype, switch)
-        key = f"set {keys.QUANTIZED_WEIGHTS} in the configuration"
+        key = "set zero_optimization.zero_quantized_weights in the configuration"
         refuse("zero.Init", "zero_quantized_weights", zero_quantized_weights, key, False)
         frozen = "frozen weights keep the dtype of the run; leave it out"
         name = "zero_quantized_nontrainable_weights"
         refuse("zero.Init", name, zero_quantized_nontrainable_weights, frozen, False)
-        refuse("zero.Init", "param_swapper", param_swapper, f"set {keys.PARAMETERS_ON_HOST} in the configuration")
+        refuse(
+            "zero.Init",
+            "param_swapper",
+            param_swapper,
+            'set "zero_optimization": {"offload_param": {"device": "cpu"}} in the configuration',
+        )
         self.defers = enabled and module is None
         self._entered: list[AbstractContextManager[object]] = []
 

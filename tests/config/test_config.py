@@ -3,14 +3,12 @@
 import json
 import logging
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from zeromesh.config import keys
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Resolved, Settings, entries
 from zeromesh.config.tables import (
@@ -138,13 +136,6 @@ def test_an_other_name_is_read_as_the_key_itself_and_never_beside_it(old: str, n
     (problem,) = problems(nested(section, both) if section else both)
     assert old in problem
     assert new in problem
-
-
-def test_names_of_keys_for_messages_are_names_of_keys() -> None:
-    texts = [text for name, text in vars(keys).items() if name.isupper()]
-    named = [word for text in texts for word in re.findall(r"[a-z_][a-z_0-9]*[._][a-z_.0-9]*[a-z]", text)]
-    assert len(named) >= len(texts)
-    assert [word for word in named if not any(f".{path}".endswith(f".{word}") for path in entries())] == []
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from token_programs import (
     batch,
     build,
 )
-from zeromesh.config.keys import UNCHECKED
 from zeromesh.context import batch as batches
 from zeromesh.context.applied import SpreadSequences, Unsupported
 from zeromesh.context.apply import TAG, apply
@@ -60,7 +59,9 @@ def test_code_that_computes_over_tokens_is_refused_with_its_line(name: str) -> N
         check(build(code), batch())
     inside = r"in \S*token_programs\.py:\d+( \(blocks\.0\.inside\))?, "  # not where tensors are made for the length
     assert re.search(inside, str(error.value))
-    remedy = f"; name the module in {UNCHECKED} if it computes each token by itself, or set mesh.context to 1"
+    remedy = (
+        "; name the module in context_parallel.unchecked if it computes each token by itself, or set mesh.context to 1"
+    )
     assert str(error.value).endswith(remedy)
 
 
@@ -148,7 +149,9 @@ def test_a_module_that_is_said_to_compute_each_token_by_itself_is_not_checked(ca
     with caplog.at_level(logging.WARNING, "zeromesh"):
         require_apart("Decoder", made, batches.split(batch(), fake(RANKS), "positions", shift=False), SPREAD)
     assert not caplog.records
-    with pytest.raises(ValueError, match=re.escape(f"{UNCHECKED} has 'blocks.*.moe', which is no module of Decoder")):
+    with pytest.raises(
+        ValueError, match=re.escape("context_parallel.unchecked has 'blocks.*.moe', which is no module of Decoder")
+    ):
         apply(model, "ring", fake(RANKS), unchecked=["blocks.*.moe"])
 
 

@@ -20,7 +20,6 @@ from harness import run_ranks
 from matrices import few
 from test_context import fake
 from token_programs import APART, LENGTH, VOCABULARY, WIDTH, Code, Inside, Shifted, Twice, batch, build
-from zeromesh.config.keys import UNCHECKED
 from zeromesh.context.applied import Unsupported
 from zeromesh.context.apply import apply
 
@@ -139,7 +138,9 @@ def test_code_that_takes_another_way_later_is_checked_again(name: str, grad: boo
     model = spread(WAYS[name], change=prepared)
     with (
         torch.set_grad_enabled(grad),
-        pytest.raises(Unsupported, match=r"in \S*test_context_ways.py:\d+.*" + re.escape(f"{UNCHECKED} if it")),
+        pytest.raises(
+            Unsupported, match=r"in \S*test_context_ways.py:\d+.*" + re.escape("context_parallel.unchecked if it")
+        ),
     ):
         call(model, 30)
 
@@ -266,7 +267,7 @@ BACKWARDS: dict[str, tuple[Code, str]] = {
 def test_backwards_that_compute_over_tokens_are_refused_with_their_line(name: str) -> None:
     code, said = BACKWARDS[name]
     model = spread(code)
-    with pytest.raises(Unsupported, match=rf"in \S*(ways|programs).py:\d+.*{re.escape(UNCHECKED)}") as error:
+    with pytest.raises(Unsupported, match=r"in \S*(ways|programs).py:\d+.*context_parallel\.unchecked") as error:
         model(tokens())
     assert re.search(said, str(error.value))
     with torch.no_grad():
@@ -377,7 +378,7 @@ def test_an_engine_refuses_ways_that_compute_over_tokens() -> None:
         assert not accepted
         assert not weights
         assert "cumsum, in" in refused
-        assert UNCHECKED in refused
+        assert "context_parallel.unchecked" in refused
 
 
 @pytest.mark.parametrize("first", [1, 4, pytest.param(6, marks=pytest.mark.full)])

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import zeromesh
 from harness import run_ranks
 from zeromesh.config.automatic import MESH, MICRO, OFFLOAD, STAGE, asked_of_planner
-from zeromesh.config.keys import MACHINE
 from zeromesh.config.train import ModelShape
 from zeromesh.observe import machine as observed
+from zeromesh.observe.machine import MACHINE
 from zeromesh.plan.here import machine_here, with_host
 from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
 from zeromesh.plan.presets import cluster

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from harness import run_command, run_ranks
 from zeromesh.cli.main import app
-from zeromesh.config.keys import MACHINE
+from zeromesh.observe.machine import MACHINE
 from zeromesh.observe.metrics import read_metrics
 from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
 from zeromesh.train.report import WORTH

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from zeromesh.activation.checkpoint import compile_forward
-from zeromesh.config.keys import COMPILE_BACKEND
 
 _log = logging.getLogger("zeromesh")
 
@@ -40,13 +39,13 @@ def require_backend(name: str) -> None:
     """Raise ValueError if torch.compile has no such backend, or it lacks a compiler on this machine."""
     backends = torch.compiler.list_backends(exclude_tags=())
     if name not in backends:
-        raise ValueError(f"{COMPILE_BACKEND} is {name!r}; it must be one of {', '.join(backends)}")
+        raise ValueError(f"compile.backend is {name!r}; it must be one of {', '.join(backends)}")
     searched = os.environ.get("CXX") or COMPILERS.get(sys.platform, "g++")
     # Otherwise the first step would end in an error of torch's that names no key.
     if name == INDUCTOR and shutil.which(searched) is None:
         raise ValueError(
-            f"{COMPILE_BACKEND} is {INDUCTOR!r}, which needs a C++ compiler, and there is none in PATH ("
-            f"{searched}); install one, as by apt-get install g++, or set {COMPILE_BACKEND} to "
+            f"compile.backend is {INDUCTOR!r}, which needs a C++ compiler, and there is none in PATH ("
+            f"{searched}); install one, as by apt-get install g++, or set compile.backend to "
             "aot_eager or eager, which compute without one and no faster"
         )
 

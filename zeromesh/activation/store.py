@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeromesh.comm.collectives import Group
-from zeromesh.config.keys import PARTITION_ACTIVATIONS, RECOMPUTED
 from zeromesh.model.containers import map_tensors, tensors_of
 
 _TAG = 4  # tag of the messages of partitioned inputs; they are waited for at once.
@@ -157,10 +156,10 @@ class ActivationStore:
         number = torch.stack(differs).sum().view(1)
         if bool(self.group.exchange(number, _TAG).any()):
             raise RuntimeError(
-                f"{PARTITION_ACTIVATIONS} keeps a part of each block's inputs on each rank of "
+                "activation_checkpointing.partition_activations keeps a part of each block's inputs on each rank of "
                 f"the axis {self.group.axis}, but inputs differ between these ranks, and the gradients are wrong: name "
-                f"whole blocks in {RECOMPUTED}, whose inputs are the same on all of them, or set "
-                f"{PARTITION_ACTIVATIONS} to false"
+                "whole blocks in activation_checkpointing.targets, whose inputs are the same on all of them, or set "
+                "activation_checkpointing.partition_activations to false"
             )
 
 

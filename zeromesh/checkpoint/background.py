@@ -28,7 +28,6 @@ from zeromesh.comm.agreement import agree_success
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.comm.trust import connect_again
-from zeromesh.config.keys import ASYNCHRONOUS, KEEP_LAST
 from zeromesh.model.placement import Tier
 from zeromesh.model.worker import Worker
 from zeromesh.observe.machine import memory
@@ -46,8 +45,8 @@ WHAT = "save the checkpoint"
 
 # Remedies by the number of the error; the last is that of all others.
 _REMEDIES = {
-    errno.ENOSPC: f"make room, set {KEEP_LAST}, or save to another folder",
-    errno.EDQUOT: f"raise the quota, set {KEEP_LAST}, or save to another folder",
+    errno.ENOSPC: "make room, set checkpoint.keep_last, or save to another folder",
+    errno.EDQUOT: "raise the quota, set checkpoint.keep_last, or save to another folder",
     errno.EFBIG: "raise the limit (`ulimit -f`), or save from more ranks",
     errno.ENOENT: "let nothing delete the folder while a checkpoint is written",
 }
@@ -88,7 +87,7 @@ class BackgroundSaves:
             raise OSError(
                 errno.ENOMEM,
                 f"an asynchronous checkpoint copies {needed:,} bytes to host memory, of which {available:,} are "
-                f"available; set {ASYNCHRONOUS} to false, or use more ranks",
+                "available; set checkpoint.asynchronous to false, or use more ranks",
             )
         try:
             self._memory = empty_on(Tier.HOST, needed, torch.uint8, device)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.checkpoint.manifest import MANIFEST, read_manifest, require_files, signed
-from zeromesh.config.keys import KEEP_LAST
 from zeromesh.model.files import DRAFT as DRAFT
 from zeromesh.model.files import inside, is_inside, read_text, write_text
 
@@ -92,7 +91,7 @@ def begin(draft: Path, needed: int) -> None:
         raise OSError(
             errno.ENOSPC,
             f"a checkpoint needs {needed:,} bytes in {draft.parent}, where {free:,} are free; make room, set "
-            f"{KEEP_LAST}, or save to another folder",
+            "checkpoint.keep_last, or save to another folder",
         )
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeromesh.comm.agreement import catch
-from zeromesh.config.keys import PEER_COPIES
 from zeromesh.model.files import read_text, write_text
 from zeromesh.model.worker import Worker
 from zeromesh.observe.machine import memory
@@ -189,7 +188,8 @@ def allocate(path: Path, nbytes: int) -> None:
         raise OSError(
             error.errno,
             f"a copy of the state takes {nbytes:,} bytes in {root()}, of two that take turns, and {room:,} are free "
-            f"there ({error.strerror}); set {PEER_COPIES} to 0, let {MEMORY} name a folder in memory with more room "
+            f"there ({error.strerror}); set checkpoint.peer_copies to 0, let {MEMORY} name a folder in memory "
+            "with more room "
             "(in Docker: --shm-size), or use more ranks",
         ) from None
 

@@ -11,7 +11,6 @@ from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.contents import RunState, elements_of, pieces, updates_whole
 from zeromesh.checkpoint.manifest import dtype_name
 from zeromesh.checkpoint.packing import is_like, unpack
-from zeromesh.config.keys import UNSHARDED
 from zeromesh.model.piece import Piece
 from zeromesh.model.split import Held
 from zeromesh.optim.schedules import RateSchedule
@@ -140,7 +139,8 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
             if not updates_whole(flat) and not fits:
                 raise ValueError(
                     f"{name} in {reader.folder} has shape {shape} and cannot be cut as its parameter of "
-                    f"shape {piece.shape}; load it with {UNSHARDED}, or pass load_optimizer_states=False"
+                    f"shape {piece.shape}; load it with ZeRO-0 (zero_optimization.stage = 0), or pass "
+                    "load_optimizer_states=False"
                 )
 
 

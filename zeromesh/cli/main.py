@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from zeromesh import __version__
-from zeromesh.config.keys import OUTPUT, STEPS
 
 app = typer.Typer(
     help="Train PyTorch models that do not fit, or are too slow, on one device.",
@@ -48,11 +47,11 @@ def root(
 def train(
     config: Annotated[Path, typer.Argument(help="A JSON file in DeepSpeed's format, with model, data and run.")],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=f"Override a key, as in {STEPS}=100.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in run.steps=100.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help=f"Continue from the last checkpoint in {OUTPUT}.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in run.output.")] = False,
     auto_resume: Annotated[
-        bool, typer.Option("--auto-resume", help=f"Continue if {OUTPUT} has a checkpoint, else start.")
+        bool, typer.Option("--auto-resume", help="Continue if run.output has a checkpoint, else start.")
     ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="First compare the layout with one plain process, on a smaller model.")

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from zeromesh.config.keys import RECORD
 from zeromesh.observe.units import counted
 from zeromesh.pipeline.schedule import picture
 from zeromesh.pipeline.schedule.actions import LAST, Schedule, ScheduleError
@@ -45,7 +44,7 @@ def costs_of(text: str | None) -> Costs:
     except ValueError:
         values = []
     if len(values) not in (3, 4) or not all(0 <= value < float("inf") for value in values):
-        rule = f"it must be F,I,W or F,I,W,MESSAGE, as in 1,1.2,0.8, or a JSON file that {RECORD} wrote"
+        rule = "it must be F,I,W or F,I,W,MESSAGE, as in 1,1.2,0.8, or a JSON file that pipeline.record wrote"
         raise ValueError(f"--costs is {text!r}; {rule}")
     return Costs(values[0], values[1], values[2], latency=values[3] if len(values) == 4 else 0.0)
 

@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from zeromesh.comm.messages import gather_json
 from zeromesh.comm.watchdog import PLACE
-from zeromesh.config.keys import LOCAL_MEMORY
 from zeromesh.kernels.native import SUMMED, library
 
 LEAVING = 1000  # milliseconds that an ending process gives others to copy what was sent to them
@@ -235,9 +234,10 @@ def transport(required: bool) -> Transport:
     found = _made[world]
     if required and not found.complete:
         raise ValueError(
-            f"{LOCAL_MEMORY} is true, but not every rank can read the memory of all others; that needs ranks on one "
+            "communication.local_memory is true, but not every rank can read the memory of all others; that "
+            "needs ranks on one "
             "Linux machine, in one container or one with CAP_SYS_PTRACE, and ZeroMesh's native library; leave "
-            f"{LOCAL_MEMORY} out to use it where it is possible"
+            "communication.local_memory out to use it where it is possible"
         )
     return found
 

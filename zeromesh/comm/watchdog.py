@@ -29,7 +29,6 @@ import torch.distributed as dist
 
 from zeromesh.comm.rank import write_failure
 from zeromesh.comm.trust import connect_again
-from zeromesh.config.keys import PARAMETER_SLOTS, UNSHARDED_PARAMETERS
 from zeromesh.model.worker import Worker
 
 PATIENCE = 30.0  # seconds that every rank must have waited, each in one collective, before they are given up
@@ -195,8 +194,8 @@ class Watchdog:
         if len({state["what"] for state in states}) > 1 and any("parameters of" in state["what"] for state in states):
             advice += (
                 " Where ranks use a block that they use several times in different numbers, or in different orders, "
-                f"it must stay in memory: raise {PARAMETER_SLOTS} to the number of blocks, or use "
-                f"{UNSHARDED_PARAMETERS}."
+                "it must stay in memory: raise slots.parameter to the number of blocks, or use "
+                "zero_optimization.stage 2."
             )
         text = f"every rank has waited for {self._patience:.0f} s or more and none got any further"
         self._end("\n".join([f"{text}:", *lines, advice]), publish=True)

@@ -7,7 +7,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from zeromesh.config import keys
 from zeromesh.config.adopt import adopt
 from zeromesh.config.document import is_unset
 from zeromesh.config.errors import ConfigError
@@ -29,15 +28,15 @@ _PRECISION: dict[str, Any] = {"bf16": {"enabled": UNSET}, "fp16": {"enabled": UN
 FILLED: dict[str, dict[str, Any]] = {
     "transformers": {**_SIZES, **_PRECISION, "gradient_clipping": UNSET},
     # Its own clipping would be 1, whatever the loop asks for, and so would the drop-in's.
-    "accelerate": {**_SIZES, **_PRECISION, keys.CLIPPING: 0.0},
+    "accelerate": {**_SIZES, **_PRECISION, "gradient_clipping": 0.0},
     # The strategy allows what the engine does; the drop-in would know DeepSpeed's optimizers alone.
-    "lightning": {keys.UNTESTED_OPTIMIZER: True},
+    "lightning": {"zero_allow_untested_optimizer": True},
 }
 """Keys that a library fills in where a configuration says "auto"; Lightning does so where it leaves them out."""
 
 PLUGIN_OPTIONS = {
-    "gradient_accumulation_steps": keys.ACCUMULATION,
-    "gradient_clipping": keys.CLIPPING,
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
     "zero_stage": "zero_optimization.stage",
     **{
         f"offload_{states}_{option}": f"zero_optimization.offload_{states}.{option}"
@@ -76,9 +75,9 @@ def require_lightning(document: Mapping[str, Any], clipping: float | None, preci
     Lightning takes the configuration's value without a word. ``clipping`` is None where it is left out.
     """
     wrong = []
-    there, value = look_up(document, keys.CLIPPING)
+    there, value = look_up(document, "gradient_clipping")
     if there and clipping is not None and value != clipping:
-        wrong.append(f"gradient_clip_val={clipping}, but the configuration has {keys.CLIPPING} {value}")
+        wrong.append(f"gradient_clip_val={clipping}, but the configuration has gradient_clipping {value}")
     asked = _FORMATS.get(precision)
     for name in ("bf16", "fp16"):
         there, on = look_up(document, f"{name}.enabled")
@@ -132,7 +131,7 @@ def for_trainer(source: str | Path | Mapping[str, Any], library: str) -> dict[st
 
 def allows_untested(source: str | Path | Mapping[str, Any]) -> bool:
     """Return whether a configuration allows optimizers that are not known to update each element by itself."""
-    return bool(adopt(source)[0].get(keys.UNTESTED_OPTIMIZER))
+    return bool(adopt(source)[0].get("zero_allow_untested_optimizer"))
 
 
 def _with_defaults(document: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

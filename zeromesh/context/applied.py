@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
-from zeromesh.config.keys import ONE_CONTEXT_RANK
 from zeromesh.context import batch
 from zeromesh.context.attention import attend
 from zeromesh.model.worker import started_by_code
@@ -23,7 +22,7 @@ class Unsupported(ValueError):
     """A model, or what it is called with, that cannot run with its sequences spread over ranks."""
 
 
-def refuse(what: str, reason: str, remedy: str = ONE_CONTEXT_RANK) -> Unsupported:
+def refuse(what: str, reason: str, remedy: str = "set mesh.context to 1") -> Unsupported:
     """Return the error for a model, or a part of it."""
     return Unsupported(f"{what} cannot run under context parallelism: {reason}; {remedy}")
 

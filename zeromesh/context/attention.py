@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeromesh.comm.collectives import Group
-from zeromesh.config.keys import CONTEXT_RANKS
 from zeromesh.context import blocks
 from zeromesh.context.blocks import AttentionBlock
 from zeromesh.context.order import gathered_order
@@ -61,7 +60,7 @@ def require_heads(heads: int, ranks: int) -> None:
         raise ValueError(
             f"ulysses gives each context-parallel rank the same number of heads, but {ranks} ranks do not divide "
             f"{heads} heads ({heads} / {ranks} = {heads / ranks:g}); numbers of ranks that work are {works}: set "
-            f"{CONTEXT_RANKS} to one of them, or use the strategy ring, which takes any"
+            "mesh.context to one of them, or use the strategy ring, which takes any"
         )
 
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeromesh.comm.collectives import Group
-from zeromesh.config.keys import ONE_CONTEXT_RANK
 from zeromesh.context.order import keep
 
 IGNORE_LABEL = -100  # counts neither in the loss nor in its mean; the default of torch and transformers
@@ -50,14 +49,14 @@ def split(
     if documents is not None and bool((documents != documents[:, :1]).any()):
         raise ValueError(
             "a row has several documents that must not see each other, which context-parallel attention cannot hide: "
-            f"give one document per row, let documents see each other, or {ONE_CONTEXT_RANK}"
+            "give one document per row, let documents see each other, or set mesh.context to 1"
         )
     where = next((parts.pop(name) for name in POSITIONS if name in parts), None)
     if where is not None and (where.ndim != 2 or bool((where.diff() != 1).any())):
         raise ValueError(
             f"positions of shape {tuple(where.shape)} do not count up by one along dim 1; where they start anew, "
             "they stand for packed documents, which context-parallel attention cannot hide from each other: leave "
-            f"them out, give one document per row, or {ONE_CONTEXT_RANK}"
+            "them out, give one document per row, or set mesh.context to 1"
         )
     if where is None:
         where = torch.arange(length, device=first.device).expand(size, length) if counted is None else counted
@@ -70,7 +69,7 @@ def split(
             raise ValueError(
                 f"the batch has a tensor {name} of shape {tuple(value.shape)}, and it is not known how a sequence in "
                 f"it is cut over context-parallel ranks; known are {', '.join((*TOKENS, *LABELS, *POSITIONS))}, and "
-                f"attention_mask: leave it out, or {ONE_CONTEXT_RANK}"
+                "attention_mask: leave it out, or set mesh.context to 1"
             )
         if name in known and value.shape[1] != length:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, but its sequences should have {length} tokens")

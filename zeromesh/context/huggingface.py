@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeromesh.config.keys import ONE_CONTEXT_RANK
 from zeromesh.context import batch
 from zeromesh.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
 from zeromesh.context.attention import require_heads
@@ -84,7 +83,7 @@ def require(model: Any) -> None:
         raise refuse(
             name,
             f"its attention is {config._attn_implementation!r}, and only 'sdpa' is replaced",
-            f"build it with attn_implementation='sdpa', where it has that, or {ONE_CONTEXT_RANK}",
+            "build it with attn_implementation='sdpa', where it has that, or set mesh.context to 1",
         )
     for option in ("attention_dropout", "attn_pdrop", "layerdrop"):
         if isinstance(value := getattr(config, option, 0.0), int | float) and value > 0:
@@ -93,7 +92,7 @@ def require(model: Any) -> None:
     for settings in (rope, *(one for one in rope.values() if isinstance(one, dict))):
         if settings.get("rope_type") in _FROM_LONGEST:
             reason = f"the frequencies of its rotary positions ({settings['rope_type']}) follow the longest position "
-            raise refuse(name, f"{reason}that a rank has", f"take another rope_type, or {ONE_CONTEXT_RANK}")
+            raise refuse(name, f"{reason}that a rank has", "take another rope_type, or set mesh.context to 1")
     if "position_ids" not in parameters:
         raise refuse(name, "its forward takes no position_ids")
     if "labels" in parameters and "shift_labels" not in inspect.signature(model.loss_function).parameters:
@@ -118,7 +117,7 @@ def _require_modules(model: Any) -> None:
         if not module.is_causal:
             raise refuse(what, "its attention is not causal")
         if isinstance(window := getattr(module, "sliding_window", window_of_all), int):
-            remedy = f"set sliding_window to None, if it may see all, or {ONE_CONTEXT_RANK}"
+            remedy = "set sliding_window to None, if it may see all, or set mesh.context to 1"
             raise refuse(what, f"its attention sees a sliding window of {window} tokens", remedy)
         if getattr(module, "attn_logit_softcapping", None) is not None:
             raise refuse(what, f"its attention caps scores at {module.attn_logit_softcapping}")

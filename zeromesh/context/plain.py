@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeromesh.config.keys import ONE_CONTEXT_RANK, UNCHECKED
 from zeromesh.context import batch
 from zeromesh.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
 from zeromesh.tensor.plan import matches
@@ -38,7 +37,7 @@ def install(model: nn.Module, applied: SpreadSequences, unchecked: Sequence[str]
             name,
             f"its forward takes no {' or '.join(batch.POSITIONS)}, so it cannot know at which positions of the "
             "sequence a rank's tokens are",
-            f"add such an argument, int64 of shape (batch, sequence), or {ONE_CONTEXT_RANK}",
+            "add such an argument, int64 of shape (batch, sequence), or set mesh.context to 1",
         )
     require_no_mixing(model)
     check = check_of(model, applied, unchecked)
@@ -59,7 +58,8 @@ def check_of(
         paths = [path for path, _ in model.named_modules() if matches(path, pattern)]
         if not paths:
             raise ValueError(
-                f"{UNCHECKED} has {pattern!r}, which is no module of {type(model).__name__}; name modules of the model"
+                f"context_parallel.unchecked has {pattern!r}, which is no module of {type(model).__name__}; "
+                "name modules of the model"
             )
         for path in paths:
             check.replace(path, alone, True)
@@ -146,7 +146,8 @@ def _refused(name: str) -> Iterator[None]:
         raise refuse(
             name,
             str(error),
-            f"name the module in {UNCHECKED} if it computes each token by itself, or {ONE_CONTEXT_RANK}",
+            "name the module in context_parallel.unchecked if it computes each token by itself, or set "
+            "mesh.context to 1",
         ) from None
 
 

@@ -10,7 +10,6 @@ from zeromesh.comm.detect import Environment
 from zeromesh.config.adopt import Change, adopt
 from zeromesh.config.document import is_unset, read_object
 from zeromesh.config.engine_answers import ANSWERS, Asked, answer
-from zeromesh.config.keys import CLIPPING, MICRO_BATCH
 from zeromesh.config.settings import Settings
 
 _CLIPS_AT = 1.0
@@ -18,12 +17,12 @@ _CLIPS_AT = 1.0
 
 def clip_by_default(document: dict[str, Any]) -> list[Change]:
     """Let a configuration that does not say otherwise clip gradients as DeepSpeed does; return the change."""
-    given = document.get(CLIPPING)
-    if CLIPPING in document and not is_unset(given):
+    given = document.get("gradient_clipping")
+    if "gradient_clipping" in document and not is_unset(given):
         return []
-    document[CLIPPING] = _CLIPS_AT
+    document["gradient_clipping"] = _CLIPS_AT
     why = "DeepSpeed clips at this norm unless the key says otherwise; 0 does not clip"
-    return [Change(CLIPPING, given, f"{_CLIPS_AT}", why)]
+    return [Change("gradient_clipping", given, f"{_CLIPS_AT}", why)]
 
 
 class DeepSpeedConfig:
@@ -50,7 +49,7 @@ class DeepSpeedConfig:
         try:
             settings = Settings.load(document, tells=False)
             if not settings.says_batch:
-                raise ValueError(f"the configuration says no size of batches; set {MICRO_BATCH}")
+                raise ValueError("the configuration says no size of batches; set train_micro_batch_size_per_gpu")
             resolved = settings.resolve(self.world_size)
         except ValueError as error:
             # DeepSpeed asserts what sizes and values have to satisfy.

@@ -12,7 +12,6 @@ from torch import nn
 
 from zeromesh.batches import check_loss
 from zeromesh.config.engine_answers import Asked
-from zeromesh.config.keys import MANAGED
 from zeromesh.deepspeed.parameters import ParameterOffload
 from zeromesh.deepspeed.questions import (
     ATTRIBUTES,
@@ -296,7 +295,7 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
 
 def _require_managed(engine: DeepSpeedEngine, name: str, remedy: str) -> None:
     if not engine.config.managed_gradient_accumulation:
-        raise AssertionError(f"{name}() with {MANAGED} false: every step() updates; {remedy}")
+        raise AssertionError(f"{name}() with managed_gradient_accumulation false: every step() updates; {remedy}")
 
 
 def _require_optimizer(engine: DeepSpeedEngine, name: str) -> None:

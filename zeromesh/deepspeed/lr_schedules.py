@@ -10,7 +10,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zeromesh.config.keys import SCHEDULER_PARAMS
 from zeromesh.optim.schedules import SCHEDULES, RateSchedule, curves_of
 from zeromesh.optim.values import unknown_parameter, without_auto
 
@@ -154,7 +153,7 @@ class OneCycle(_Named):
 
 def configured(document: Mapping[str, Any]) -> Callable[[Optimizer], RateSchedule] | None:
     """Return what makes the scheduler of a configuration over an optimizer; None if it names none of these."""
-    section, params = SCHEDULER_PARAMS.split(".")
+    section, params = "scheduler", "params"
     found = document.get(section)
     found = found if isinstance(found, Mapping) else {}
     cls = {name.lower(): globals()[name] for name in VALID_LR_SCHEDULES}.get(str(found.get("type")).lower())
@@ -163,13 +162,13 @@ def configured(document: Mapping[str, Any]) -> Callable[[Optimizer], RateSchedul
     given, known = without_auto(found.get(params) or {}), [one.name for one in _parameters(cls.__name__)]
     for key in given:
         if key not in known:
-            raise unknown_parameter(SCHEDULER_PARAMS, key, cls.__name__, known)
+            raise unknown_parameter("scheduler.params", key, cls.__name__, known)
 
     def make(optimizer: Optimizer) -> RateSchedule:
         try:
             made: RateSchedule = cls(optimizer, **given)
         except TypeError as error:
-            raise ValueError(f"scheduler {cls.__name__} with {SCHEDULER_PARAMS} = {given}: {error}") from None
+            raise ValueError(f"scheduler {cls.__name__} with scheduler.params = {given}: {error}") from None
         return made
 
     return make

@@ -10,7 +10,6 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from zeromesh.config import keys
 from zeromesh.deepspeed import stand_ins
 
 OWN = "zeromesh.deepspeed"
@@ -147,12 +146,13 @@ REST = {
 
 EXPERTS = "there are no experts yet; train a dense model, or transformers' own mixture with its experts as leaves"
 _SPREAD = (
-    f"set {keys.SPREAD_SEQUENCES} in the configuration: the engine cuts each batch over these ranks, all of which are "
+    'set "mesh": {"context": 2}, "context_parallel": {"strategy": "ulysses"} in the configuration: the '
+    "engine cuts each batch over these ranks, all of which are "
     "given the same whole one, and the model returns its loss"
 )
 _RECOMPUTED = "call deepspeed.checkpointing.checkpoint(function, *args)"
 
-_TENSOR = f"set {keys.TENSOR_RANKS} in the configuration, which splits layers (docs/tensor.md)"
+_TENSOR = "set mesh.tensor in the configuration, which splits layers (docs/tensor.md)"
 _QUANTISE = "quantise the frozen base with torchao or bitsandbytes"
 _SERVE = "use an engine for inference, such as vLLM, on what engine.save_16bit_model() writes"
 _GENERATE = "generate with engine.generate() or zero.unwrap_model_for_generation(engine)"

@@ -13,7 +13,6 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from zeromesh.config.keys import CLIPPING
 from zeromesh.deepspeed.wrappers import Named
 from zeromesh.optim.bound import PartHook
 from zeromesh.optim.lamb import Lamb
@@ -176,7 +175,7 @@ class FusedLamb(Lamb, metaclass=Named):
         max_coeff: float = 10.0, min_coeff: float = 0.01, amsgrad: bool = False,
     ) -> None:  # fmt: skip
         refuse("FusedLamb", "eps_inside_sqrt", eps_inside_sqrt, "eps is added to the root; leave it out", False)
-        refuse("FusedLamb", "max_grad_norm", float(max_grad_norm), f"set {CLIPPING} in the configuration", 0.0)
+        refuse("FusedLamb", "max_grad_norm", float(max_grad_norm), "set gradient_clipping in the configuration", 0.0)
         refuse("FusedLamb", "amsgrad", amsgrad, "only Adam and AdamW have it; leave it out", False)
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction,

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from zeromesh import batches
 from zeromesh.checkpoint.packing import broadcast_value
 from zeromesh.comm.collectives import Group
-from zeromesh.config.keys import CONTEXT_RANKS
 from zeromesh.deepspeed.engine import DeepSpeedEngine
 from zeromesh.deepspeed.topology import PipelineParallelGrid, ProcessTopology
 from zeromesh.engine import BY_BATCH
@@ -156,7 +155,7 @@ class PipelineEngine(DeepSpeedEngine):
         super().__init__(parts, document, mpu, users_optimizer)
         if isinstance(self.module, StagedModule) and self.mesh.sizes["context"] > 1:
             raise ValueError(
-                f"{CONTEXT_RANKS} is {self.mesh.sizes['context']}, but grids of DeepSpeed have no such axis; set it to "
+                f"mesh.context is {self.mesh.sizes['context']}, but grids of DeepSpeed have no such axis; set it to "
                 "1, or use zeromesh.pipe.PipelineModule with zeromesh.initialize"
             )
         self.grid = self.module.mpu() if isinstance(self.module, StagedModule) else None

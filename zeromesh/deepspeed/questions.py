@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from zeromesh.comm.detect import Environment
-from zeromesh.config import keys
 from zeromesh.config.engine_answers import ANSWERS, Asked, answer
 from zeromesh.deepspeed.process_groups import group_of
 
@@ -110,7 +109,8 @@ REFUSED = {
     "register_compile_pass": "pass a backend of your own to engine.compile(backend=...)",
     "get_deepcompile_backend": "call engine.compile(), which compiles each unit",
     "set_has_attention_mask": "the stages of a pipeline exchange tensors of any dtype; leave the call out",
-    "_config": f"engine.config has the settings and what was written, as in engine.config[{keys.MICRO_BATCH!r}]",
+    "_config": "engine.config has the settings and what was written, as in "
+    "engine.config['train_micro_batch_size_per_gpu']",
 }
 """Names that cannot be honoured, and what to use instead."""
 

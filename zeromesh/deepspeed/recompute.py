@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zeromesh.activation.checkpoint import checkpoint_with
-from zeromesh.config import keys
 from zeromesh.deepspeed.devices import get_accelerator
 from zeromesh.owners import newest_engine
 
@@ -40,7 +39,9 @@ def configure(
     effect: the mesh of the newest engine says which ranks have the same inputs, and buffers are used again.
     """
     if synchronize or profile:
-        _log.warning("checkpointing.configure: synchronize and profile have no effect; set %s", keys.PROFILE)
+        _log.warning(
+            "checkpointing.configure: synchronize and profile have no effect; set %s", '"profile": {"enabled": true}'
+        )
     if deepspeed_config is not None:
         from zeromesh.config.settings import Settings
 

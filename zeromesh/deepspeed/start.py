@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from zeromesh import build, owners
 from zeromesh.checkpoint.whole import whole_units
 from zeromesh.comm.environment import Environment
-from zeromesh.config import keys
 from zeromesh.config.adopt import adopt, share_layers, warn_of
 from zeromesh.config.document import read_object
 from zeromesh.config.engine_answers import Asked, answer
@@ -163,7 +162,7 @@ def _release(model: nn.Module) -> nn.Module:
 
 def _accept(mpu: Any, mesh_param: Any) -> None:
     """Raise ValueError unless these describe ranks that share nothing but the data."""
-    sizes = f"set the sizes of the axes in the configuration, as in {keys.SIZES_OF_AXES}"
+    sizes = 'set the sizes of the axes in the configuration, as in "mesh": {"data": 4, "tensor": 2}'
     asked = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size", "get_pipe_parallel_world_size")
     shared = [name for name in asked if mpu is not None and getattr(mpu, name, lambda: 1)() > 1]
     # Megatron's object is passed also where ranks share no layers.

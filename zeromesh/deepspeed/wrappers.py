@@ -9,7 +9,6 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
-from zeromesh.config import keys
 from zeromesh.config.engine_answers import Asked, answer
 from zeromesh.deepspeed.utilities import ZeRORuntimeException
 from zeromesh.optim.lion import Lion
@@ -143,7 +142,7 @@ def require_supported(optimizer: Any, asked: Asked, updates: bool) -> None:
     settings = asked.settings
     stage, precision = settings.zero_optimization.stage, settings.precision
     if not settings.says_batch:
-        raise AssertionError(f"the configuration says no size of batches; set {keys.MICRO_BATCH}")
+        raise AssertionError("the configuration says no size of batches; set train_micro_batch_size_per_gpu")
     if not (optimizer is None or isinstance(optimizer, Optimizer) or callable(optimizer)):
         raise AssertionError(f"optimizer is {optimizer!r}; pass an optimizer of torch's, or a function that makes one")
     if stage in (1, 2) and updates and optimizer is None and settings.optimizer is None:
@@ -171,7 +170,7 @@ def require_supported(optimizer: Any, asked: Asked, updates: bool) -> None:
     if not isinstance(optimizer, known) and not settings.zero_allow_untested_optimizer:
         raise AssertionError(
             f"{type(optimizer).__name__} is not among the optimizers that DeepSpeed allows under ZeRO: set "
-            f"{keys.UNTESTED_OPTIMIZER} to true if it updates each element by itself"
+            "zero_allow_untested_optimizer to true if it updates each element by itself"
         )
     forced = host and answer("zero_force_ds_cpu_optimizer", asked)
     if forced and not type(optimizer).__name__.startswith("DeepSpeedCPU"):

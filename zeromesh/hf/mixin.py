@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeromesh.config.keys import CONTEXT_RANKS, ONE_CONTEXT_RANK, ONE_STAGE, PIPELINE_RANKS
 from zeromesh.config.trainers import copies_in, for_trainer, ranks_in
 from zeromesh.engine import Engine
 from zeromesh.hf.late import activate
@@ -166,15 +165,15 @@ def _refuse_stages(trainer: type, args: TrainingArguments) -> None:
     """Raise ValueError if losses need other ranks, which compute another stage meanwhile, or the model's class."""
     if args.label_smoothing_factor:
         raise ValueError(
-            f"{PIPELINE_RANKS}: label_smoothing_factor={args.label_smoothing_factor} asks for the model's class, which "
-            f"a stage does not have; {ONE_STAGE}, or pass compute_loss_func= with the smoothed loss"
+            f"mesh.pipeline: label_smoothing_factor={args.label_smoothing_factor} asks for the model's class, which "
+            "a stage does not have; set mesh.pipeline to 1, or pass compute_loss_func= with the smoothed loss"
         )
     owners = (kind for kind in trainer.__mro__ if kind.__module__.startswith("trl."))
     owner = next((kind for kind in owners if {"compute_loss", "training_step"} & vars(kind).keys()), None)
     if owner is not None:
         raise ValueError(
-            f"{PIPELINE_RANKS}: {owner.__name__} exchanges values between ranks in each loss, but ranks of a pipeline "
-            f"compute losses at different times; {ONE_STAGE}, or train with zeromesh.hf.Trainer"
+            f"mesh.pipeline: {owner.__name__} exchanges values between ranks in each loss, but ranks of a pipeline "
+            "compute losses at different times; set mesh.pipeline to 1, or train with zeromesh.hf.Trainer"
         )
 
 
@@ -184,8 +183,8 @@ def _refuse_losses(args: TrainingArguments, loss: Any) -> None:
     given = f"label_smoothing_factor={factor}" if factor else "compute_loss_func="
     if factor or loss is not None:
         raise ValueError(
-            f"{CONTEXT_RANKS}: {given} computes a loss of the logits of whole sequences, but the model gives each rank "
-            f"those of its part; leave it out, so that the model computes its own loss, or {ONE_CONTEXT_RANK}"
+            f"mesh.context: {given} computes a loss of the logits of whole sequences, but the model gives each rank "
+            "those of its part; leave it out, so that the model computes its own loss, or set mesh.context to 1"
         )
 
 

@@ -17,7 +17,6 @@ from zeromesh.comm.agreement import agree_run, catch, require_agreement
 from zeromesh.comm.environment import Environment, device_of_group, init_distributed
 from zeromesh.comm.formats import FORMATS
 from zeromesh.comm.mesh import Links, Mesh
-from zeromesh.config import keys
 from zeromesh.model.keras_layers import layers_of
 from zeromesh.model.precision import Precision
 from zeromesh.model.quantized import layers
@@ -49,7 +48,7 @@ def make_mesh(settings: Settings, environment: Environment | None = None) -> Mes
     if count is not None:
         if environment.world_size % count:
             raise ValueError(
-                f"{keys.RANKS_PER_NODE} is {count}, which does not divide the {environment.world_size} ranks; "
+                f"communication.ranks_per_node is {count}, which does not divide the {environment.world_size} ranks; "
                 "set it to a divisor, or leave it out"
             )
         # The setting wins over what was detected, as a fast link may join less or more than a machine.
@@ -70,7 +69,7 @@ def split_plan(
     if (coded := next(iter(layers(model)), None)) is not None:
         raise ValueError(
             f"{coded[0]}.weight is quantized, and its blocks cannot be split over the {group.size} ranks of "
-            f"{keys.TENSOR_RANKS}; leave that out: {keys.SHARD_ALL} shards such weights over the ranks"
+            'mesh.tensor; leave that out: "zero_optimization": {"stage": 3} shards such weights over the ranks'
         )
     derived_rules, notes = derive(model, group.size, lambda: _sample(loader, loss_fn, mesh.device))
     # On a slow machine one rank may have run out of time in its trace.
@@ -108,7 +107,8 @@ def refuse_axes(model: nn.Module, mesh: Mesh) -> None:
     if wanted and (layer := next(layers_of(model), None)) is not None:
         raise ValueError(
             f"the mesh has {' and '.join(wanted)}, and {type(layer).__name__} is of Keras, whose layers are not split: "
-            f"leave it out; {keys.SHARD_ALL} shards all parameters, gradients and optimizer states over the ranks"
+            'leave it out; "zero_optimization": {"stage": 3} shards all parameters, gradients and optimizer '
+            "states over the ranks"
         )
 
 
@@ -120,7 +120,9 @@ def plan_stages(
     if mesh.sizes["pipeline"] == 1:
         if chosen.record is not None:
             _log.warning(
-                "%s is set, but %s is 1: there are no stages, and nothing is recorded", keys.RECORD, keys.PIPELINE_RANKS
+                "%s is set, but %s is 1: there are no stages, and nothing is recorded",
+                "pipeline.record",
+                "mesh.pipeline",
             )
         return None
     # Imported here: a run without stages needs none of it.
@@ -137,7 +139,7 @@ def plan_stages(
         require_agreement(world, "the schedule of the pipeline", str(pipelined.schedules.of(accumulation)))
     if mesh.rank == 0:
         lines = "".join(f"\n  {line}" for line in describe_stages(model, blocks, pipelined.cut))
-        chosen_cut = f"{keys.PARTITION} = {json.dumps(chosen.partition)}"
+        chosen_cut = f"pipeline.partition = {json.dumps(chosen.partition)}"
         _log.info("the model is cut into stages by %s:%s", chosen_cut, lines)
     return pipelined
 

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from zeromesh.comm.agreement import agree_success, catch
 from zeromesh.comm.mesh import Mesh
-from zeromesh.config.keys import SPLIT_MASTER
 from zeromesh.config.parts import Aio
 from zeromesh.observe.machine import memory
 from zeromesh.optim.host import count_states, states_of
@@ -56,7 +55,7 @@ def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
     if form.split:
         early = 0.0
         if optimizer is not None:
-            states_of(optimizer, "states are to rest in fewer bytes", f"leave {SPLIT_MASTER} out")
+            states_of(optimizer, "states are to rest in fewer bytes", "leave offload_optimizer.split_master out")
     counted, failure = catch(lambda: count_states(optimizer))
     if counted is None:
         if disk is not None and failure is not None:
@@ -101,7 +100,8 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
         states = offload.form.states
         if mesh.rank == 0 and offload.form.split and not any(rows.form.split for rows in budget.rows(states)):
             _log.warning(
-                "%s has no effect here: nothing that is offloaded has fp32 masters of bf16 parameters", SPLIT_MASTER
+                "%s has no effect here: nothing that is offloaded has fp32 masters of bf16 parameters",
+                "offload_optimizer.split_master",
             )
         buffers = 0 if offload.disk is None else sum(buffer_bytes(budget.rows(states), offload.disk))
         buffers += 0 if offload.stored is None else sum(stored_buffer_bytes(budget.stored, offload.stored))

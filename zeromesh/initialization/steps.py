@@ -25,7 +25,6 @@ from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
-from zeromesh.config.keys import KEEP_FP32, OPTIMIZER_PARAMS, UNITS
 from zeromesh.config.printing import jsonable, lines_of, refuse_unfilled, tell_unset
 from zeromesh.config.written import row_name
 from zeromesh.curriculum import LengthCurriculum
@@ -111,7 +110,7 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
         )
     check_parameters(model)
     require_dtype(model, settings.precision.compute)
-    require_names(model, settings.precision.keep_fp32 or (), KEEP_FP32)
+    require_names(model, settings.precision.keep_fp32 or (), "data_types.keep_in_fp32_modules")
     require_policy(model, settings.precision.compute)
     units = find_units(model, settings.units)
     if settings.float8.enabled:
@@ -120,7 +119,7 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
     if settings.compile.enabled:
         require_backend(settings.compile.backend)
         if not units:
-            raise ValueError(f"compile is enabled, but the model has no blocks to compile; name some with {UNITS}")
+            raise ValueError("compile is enabled, but the model has no blocks to compile; name some with units")
     if settings.activation_checkpointing.enabled:
         find_units(model, settings.activation_checkpointing.targets)
     if settings.row.parameter is Placement.SHARDED:
@@ -165,7 +164,7 @@ def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
         mesh.compare_calls()
     if mesh.rank == 0:
         _tell_batch(settings, resolved, mesh.data_size)
-        tell_narrowed(model, resolved.precision, KEEP_FP32)
+        tell_narrowed(model, resolved.precision, "data_types.keep_in_fp32_modules")
 
     def lay_out() -> tuple[layout.Split | None, Loader | None]:
         layout.refuse_axes(model, mesh)
@@ -336,7 +335,7 @@ def make_engine(
     if first:
         used = {} if optimizer is None else {**optimizer.param_groups[0]}
         used["lr"] = used.get("initial_lr", used.get("lr"))  # a schedule has moved it already
-        values = {f"{OPTIMIZER_PARAMS}.{k}": v for k, v in used.items() if k != "params"}
+        values = {f"optimizer.params.{k}": v for k, v in used.items() if k != "params"}
         tell_unset(chosen.config, settings, values)
     sizes = MicroBatchSizes(settings.train_micro_batch_size_per_gpu, plan.says_batch and first)
     observer = prepare.make_observer(plan, prepared.monitor)

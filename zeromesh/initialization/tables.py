@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh.config.keys import TABLE_OPTIMIZER
 from zeromesh.config.settings import TIERS
 from zeromesh.optim.values import without_auto
 from zeromesh.shard.table.find import find_tables
@@ -79,7 +78,8 @@ def with_table_group(
     options = without_auto(chosen.params)
     if unknown := sorted(set(options) - set(rule.defaults)):
         raise ValueError(
-            f"{TABLE_OPTIMIZER}.params.{unknown[0]} is no option of {chosen.type}, which has {', '.join(rule.defaults)}"
+            f"embedding_tables.optimizer.params.{unknown[0]} is no option of {chosen.type}, which has "
+            f"{', '.join(rule.defaults)}"
         )
     taken = [p for group in owned for p in group["params"] if id(p) in weights]
     rest = [{**group, "params": [p for p in group["params"] if id(p) not in weights]} for group in owned]
@@ -98,7 +98,8 @@ def check_rules(
             continue
         if users and settings.embedding_tables.optimizer is not None and RULE_KEY not in group:
             raise ValueError(
-                f"{TABLE_OPTIMIZER} is set, but {names[0]} is in a group of the optimizer that was passed; give tables "
+                f"embedding_tables.optimizer is set, but {names[0]} is in a group of the optimizer that was "
+                "passed; give tables "
                 f'a group of their own with "{RULE_KEY}" and its options, or pass a function that makes the optimizer'
             )
         rule_of(optimizer, group, ", ".join(names))

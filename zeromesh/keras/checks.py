@@ -6,7 +6,6 @@ from typing import Any
 
 import keras
 
-from zeromesh.config import keys
 from zeromesh.config.settings import Settings
 from zeromesh.keras.optimizer import check_optimizer, check_variables, without_scaling
 from zeromesh.model.keras_layers import layers_of, refuse_other_backends
@@ -67,13 +66,13 @@ def _check_scaling(optimizer: Any, settings: Settings) -> None:
     if settings.precision.loss_scale is None:
         raise ValueError(
             "the model computes in mixed_float16, and compile scales the loss for it, which the engine does here: "
-            f"add {keys.FP16} to the configuration, or use the policy mixed_bfloat16, which needs no scale"
+            'add "fp16": {"enabled": true} to the configuration, or use the policy mixed_bfloat16, which needs no scale'
         )
     if (optimizer.initial_scale, optimizer.dynamic_growth_steps) != (2.0**15, 2000):
         raise ValueError(
             f"the LossScaleOptimizer has initial_scale={optimizer.initial_scale} and dynamic_growth_steps="
             f"{optimizer.dynamic_growth_steps}, and the engine scales the loss here: compile with its inner optimizer, "
-            f"and set {keys.SCALE_POWER} and {keys.SCALE_WINDOW} in the configuration"
+            "and set fp16.initial_scale_power and fp16.loss_scale_window in the configuration"
         )
 
 
@@ -85,12 +84,12 @@ def _check_settings(model: Any, settings: Settings) -> None:
         )
     if settings.gradient_clipping:
         raise ValueError(
-            f"{keys.CLIPPING} is {settings.gradient_clipping}, and the optimizer of the model clips by Keras' own "
+            f"gradient_clipping is {settings.gradient_clipping}, and the optimizer of the model clips by Keras' own "
             "formula: leave it out, and pass global_clipnorm to the Keras optimizer"
         )
     if settings.zero_optimization.optimizer_device == "nvme":
         raise ValueError(
-            f"{keys.OPTIMIZER_DEVICE} is nvme, where only ZeroMesh's own updates reach the states, and the model is "
+            "offload_optimizer.device is nvme, where only ZeroMesh's own updates reach the states, and the model is "
             "compiled with an optimizer of Keras: set it to cpu, or write the loop yourself with zeromesh.initialize "
             "and an optimizer of the configuration"
         )

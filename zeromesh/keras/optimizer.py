@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
-from zeromesh.config.keys import ACCUMULATION, FP16, MICRO_BATCH
 from zeromesh.model.piece import Piece
 
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
@@ -19,9 +18,10 @@ ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "Ftrl", "Lion",
 
 _REFUSED = {
     "use_ema": "the average would be of pieces; leave it out, or average the weights in a loop of your own",
-    "gradient_accumulation_steps": f"set {ACCUMULATION}, and the rows of a rank's batch as {MICRO_BATCH}, in the "
+    "gradient_accumulation_steps": "set gradient_accumulation_steps, and the rows of a rank's batch as "
+    "train_micro_batch_size_per_gpu, in the "
     "configuration",
-    "loss_scale_factor": f"set {FP16} in the configuration, which scales the loss",
+    "loss_scale_factor": 'set "fp16": {"enabled": true} in the configuration, which scales the loss',
 }
 """Options of any Keras optimizer, with what to write."""
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zeromesh.config.keys import BUFFER_COUNT, EARLY_UPDATE, OFFLOADED_SHARE, OPTIMIZER_DEVICE, PIN_MEMORY, SPLIT_MASTER
 from zeromesh.observe.breakdown import DATA, OTHER, Breakdown
 
 COMPUTE, HOST, LINK, DISK, NETWORK = "compute", "host memory", "link to the host", "disk", "network"
@@ -34,12 +33,13 @@ PHASES: dict[str, str] = {DATA: INPUT, OTHER: PROGRAM, "checkpoint": PROGRAM, "o
 
 ADVICE: dict[str, str] = {
     COMPUTE: "the tiers cost little; a faster or a further device, fewer recomputed activations, or 16 bits help",
-    HOST: f"{EARLY_UPDATE} hides the update behind the backward, {OFFLOADED_SHARE} < 1 leaves a share of it on the "
+    HOST: "offload_optimizer.update_during_backward hides the update behind the backward, "
+    "offload_optimizer.ratio < 1 leaves a share of it on the "
     "device, more ranks or nodes share it, and more micro-batches per update make it rarer",
-    LINK: f"more micro-batches or a larger one per update, a larger share on the device ({OFFLOADED_SHARE}), or "
-    f"{PIN_MEMORY}",
-    DISK: f"larger micro-batches or more of them per update, more buffers ({BUFFER_COUNT}), fewer bytes "
-    f"({SPLIT_MASTER}), a faster disk; or states on the host ({OPTIMIZER_DEVICE} = cpu)",
+    LINK: "more micro-batches or a larger one per update, a larger share on the device (offload_optimizer.ratio), or "
+    "pin_memory",
+    DISK: "larger micro-batches or more of them per update, more buffers (buffer_count), fewer bytes "
+    "(offload_optimizer.split_master), a faster disk; or states on the host (offload_optimizer.device = cpu)",
     NETWORK: "fewer, larger micro-batches, a lower stage, hybrid sharding within nodes, 8 bits between nodes; or one "
     "rank waits for a slower one: look at a trace",
     INPUT: "prepare batches in other processes (dataloader workers), or ahead",

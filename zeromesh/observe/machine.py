@@ -24,6 +24,9 @@ from zeromesh.kernels.native import examine
 from zeromesh.observe.devices import find_accelerator
 from zeromesh.observe.units import counted
 
+MACHINE = "ZEROMESH_MACHINE"
+"""Variable with the path of a machine.json, in place of presets and of what is measured."""
+
 # Optional packages, and the extra of ZeroMesh that brings each.
 EXTRAS = {
     "mpi4py": "mpi",

@@ -12,7 +12,6 @@ from weakref import ref
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from zeromesh.config.keys import CLIPPING, UNSHARDED
 from zeromesh.kernels.rules import rule_of
 
 
@@ -119,8 +118,8 @@ class _Pieces:
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(
             "a hook of the optimizer's step reads its parameters or states, which are pieces on this rank: set "
-            f"{CLIPPING} to clip, read and change gradients before the step by safe_get_full_grad and "
-            f"safe_set_full_grad, or use {UNSHARDED}"
+            "gradient_clipping to clip, read and change gradients before the step by safe_get_full_grad and "
+            "safe_set_full_grad, or use ZeRO-0 (zero_optimization.stage = 0)"
         )
 
     def __iter__(self, *_: Any) -> Iterator[Any]:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh.config.keys import CLIPPING, OPTIMIZER_PARAMS, UNSHARDED, UNTESTED_OPTIMIZER
 from zeromesh.kernels.rules import rule_of, update_class
 from zeromesh.model.piece import Piece, PieceExchange
 from zeromesh.observe.units import public_classes
@@ -40,8 +39,10 @@ _NEVER: dict[type[Optimizer], str] = {
 }
 
 _WHOLE: dict[type[Optimizer], str] = {
-    torch.optim.Adafactor: f"it averages over rows and columns; use {UNSHARDED}, or another optimizer such as Lion",
-    torch.optim.Muon: 'it orthogonalizes whole matrices; name {"type": "Muon"} in the config, or use ' + UNSHARDED,
+    torch.optim.Adafactor: "it averages over rows and columns; use ZeRO-0 (zero_optimization.stage = 0), or "
+    "another optimizer such as Lion",
+    torch.optim.Muon: 'it orthogonalizes whole matrices; name {"type": "Muon"} in the config, or use '
+    + "ZeRO-0 (zero_optimization.stage = 0)",
 }
 """Optimizers of torch that are right only on whole parameters, and the remedy where parameters are sharded."""
 
@@ -87,7 +88,7 @@ USUAL_BYTES = 8  # of states of an element: Adam's
 _ONE_BIT = "it belongs to the 1-bit optimizers, which are not offered"
 
 _REFUSED_PARAMS: dict[str, str] = {
-    "max_grad_norm": f"set `{CLIPPING}` at the top level of the config",
+    "max_grad_norm": "set `gradient_clipping` at the top level of the config",
     **dict.fromkeys(("freeze_step", "cuda_aware", "comm_backend_name"), _ONE_BIT),
 }
 
@@ -134,7 +135,7 @@ def build(
     try:
         optimizer: Optimizer = cls(param_groups, **(context if cls in _EXCHANGING else {}), **arguments)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"optimizer {type} with {OPTIMIZER_PARAMS} = {without_auto(params)}: {error}") from error
+        raise ValueError(f"optimizer {type} with optimizer.params = {without_auto(params)}: {error}") from error
     _finish(optimizer)
     return optimizer
 
@@ -227,15 +228,15 @@ def _accept(name: str, given: Mapping[str, Any], accepted: Mapping[str, inspect.
     for key, value in given.items():
         foreign = _FOREIGN.get(key)
         if key in accepted:
-            arguments[key] = _plain(checked(f"{OPTIMIZER_PARAMS}.{key}", value, accepted[key]))
+            arguments[key] = _plain(checked(f"optimizer.params.{key}", value, accepted[key]))
         elif key in _REFUSED_PARAMS:
-            raise ValueError(f"{OPTIMIZER_PARAMS}.{key} of {name} is not taken: {_REFUSED_PARAMS[key]}")
+            raise ValueError(f"optimizer.params.{key} of {name} is not taken: {_REFUSED_PARAMS[key]}")
         elif foreign is None or name.lower() not in foreign.optimizers:
-            raise unknown_parameter(OPTIMIZER_PARAMS, key, name, accepted)
+            raise unknown_parameter("optimizer.params", key, name, accepted)
         elif foreign.harmless is not None and value not in foreign.harmless:
-            raise ValueError(f"{OPTIMIZER_PARAMS}.{key} of {name} cannot be {value!r}: {foreign.remedy}")
+            raise ValueError(f"optimizer.params.{key} of {name} cannot be {value!r}: {foreign.remedy}")
         else:
-            _log.info("%s.%s of %s has no further effect", OPTIMIZER_PARAMS, key, name)
+            _log.info("%s.%s of %s has no further effect", "optimizer.params", key, name)
     return arguments
 
 
@@ -286,7 +287,8 @@ def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool, name
     if sharded and not (allow_untested or cls in _ELEMENTWISE | _EXCHANGING.keys()):
         raise ValueError(
             f"{name or cls.__name__} is not known to update each element by itself, as it must where parameters are "
-            f"sharded; use {UNSHARDED}, or set `{UNTESTED_OPTIMIZER}` to true if it does"
+            "sharded; use ZeRO-0 (zero_optimization.stage = 0), or set `zero_allow_untested_optimizer` to "
+            "true if it does"
         )
 
 
@@ -308,7 +310,7 @@ class NoPieces(list[nn.Parameter]):
         raise IndexError(
             "this rank updates no piece of this parameter group, which is sharded over the ranks: test "
             'group["params"] before an index, loop over it, or take the parameters of the model itself; with '
-            f"{UNSHARDED} every rank has all"
+            "ZeRO-0 (zero_optimization.stage = 0) every rank has all"
         )
 
 

@@ -9,7 +9,6 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from zeromesh.config.keys import OPTIMIZER_DEVICE
 from zeromesh.kernels.rules import RULES, rule_of
 from zeromesh.kernels.update import StatesApart, StepInput, UpdatePiece, UpdateStep, update
 from zeromesh.model.placement import Tier
@@ -18,7 +17,7 @@ from zeromesh.tiers.memory import unloaded, zeros_on
 
 def states_of(
     optimizer: Optimizer, place: str = "the optimizer's state is to rest on NVMe",
-    remedy: str = f"{OPTIMIZER_DEVICE} = cpu",
+    remedy: str = "offload_optimizer.device = cpu",
 ) -> Callable[[Parameter], Sequence[str]]:  # fmt: skip
     """Return a function from a parameter to the names of its states that the kernel updates, in order.
 

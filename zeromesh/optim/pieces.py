@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh.config.keys import UNSHARDED
 from zeromesh.kernels.rules import update_class
 
 _ELEMENTS = 6912  # as many as let quantized states of other libraries be quantized
@@ -37,7 +36,9 @@ def require_pieces(optimizer: Optimizer) -> None:
     of quantized states or a place in a group makes another result of the parts.
     """
     kind = type(optimizer).__name__
-    remedy = f"use {UNSHARDED}, or an optimizer that updates each element by itself, such as AdamW"
+    remedy = (
+        "use ZeRO-0 (zero_optimization.stage = 0), or an optimizer that updates each element by itself, such as AdamW"
+    )
     if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
         raise ValueError(
             f"the train() and eval() of {kind} exchange weights, of which each rank has pieces where they are sharded: "

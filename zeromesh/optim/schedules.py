@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
-from zeromesh.config.keys import SCHEDULER_PARAMS
 from zeromesh.observe.units import public_classes
 from zeromesh.optim.values import checked, unknown_parameter, without_auto
 
@@ -114,11 +113,11 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> RateSch
         try:
             made: lr_scheduler.LRScheduler = cls(optimizer, **given)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"scheduler {type} with {SCHEDULER_PARAMS} = {dict(given)}: {error}") from error
+            raise ValueError(f"scheduler {type} with scheduler.params = {dict(given)}: {error}") from error
         return made
     start = given.pop("last_batch_iteration", -1)
     if not isinstance(start, int) or isinstance(start, bool) or start < -1:
-        raise ValueError(f"{SCHEDULER_PARAMS}.last_batch_iteration = {start!r} must be a whole number of at least -1")
+        raise ValueError(f"scheduler.params.last_batch_iteration = {start!r} must be a whole number of at least -1")
     return RateSchedule(optimizer, curves_of(type, given, optimizer)[0], start, type)
 
 
@@ -149,13 +148,13 @@ def _tell_rates(name: str, top: Any, is_given: bool, groups: Sequence[Mapping[st
         return  # each group has its own rate, or was given one
     if not is_given:
         _log.warning(
-            f"%s rises to its default {SCHEDULER_PARAMS}.warmup_max_lr of %g (as in DeepSpeed), and not to the "
+            "%s rises to its default scheduler.params.warmup_max_lr of %g (as in DeepSpeed), and not to the "
             "optimizer's lr of %s; set it",
             name, top, ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)),
         )  # fmt: skip
     elif len(set(rates)) > 1:
         _log.warning(
-            f"%s takes {SCHEDULER_PARAMS}.warmup_max_lr of %g for all parameter groups, whose own rates are %s; give "
+            "%s takes scheduler.params.warmup_max_lr of %g for all parameter groups, whose own rates are %s; give "
             "it a list with one value per group to keep them apart",
             name, top, ", ".join(f"{rate:g}" for rate in rates),
         )  # fmt: skip
@@ -170,7 +169,7 @@ def _tell_betas(name: str, optimizer: Optimizer) -> None:
     if others:
         _log.warning(
             "%s moves the first beta and sets the second one to %g instead of %g (as in DeepSpeed); to keep the "
-            f"optimizer's betas, set {SCHEDULER_PARAMS}.cycle_momentum to false",
+            "optimizer's betas, set scheduler.params.cycle_momentum to false",
             name,
             SECOND_BETA,
             others[0],
@@ -196,15 +195,15 @@ def _check_params(name: str, given: Mapping[str, Any], make: Callable[..., Any])
     known = {key: value for key, value in declared.items() if key not in ("optimizer", "position", "own")}
     for key in given:
         if key not in known:
-            raise unknown_parameter(SCHEDULER_PARAMS, key, name, known)
+            raise unknown_parameter("scheduler.params", key, name, known)
     missing = [key for key, value in known.items() if value.default is value.empty and key not in given]
     if missing:
-        raise ValueError(f"scheduler {name} needs {', '.join(map(repr, missing))}; add it to {SCHEDULER_PARAMS}")
+        raise ValueError(f"scheduler {name} needs {', '.join(map(repr, missing))}; add it to scheduler.params")
     arguments: dict[str, Any] = {}
     for key, value in given.items():
         # Of ours a list gives one value per parameter group; torch's take lists of their own meanings.
         listed = isinstance(value, list | tuple) and make in SCHEDULES.values()
-        path, least = f"{SCHEDULER_PARAMS}.{key}", _LEAST.get(key)
+        path, least = f"scheduler.params.{key}", _LEAST.get(key)
         found = [checked(path, item, known[key], least) for item in (value if listed else [value])]
         arguments[key] = found if listed else found[0]
     return arguments

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from zeromesh.config.keys import SPIKE_LIMITS
 from zeromesh.observe.units import counted
 
 _log = logging.getLogger("zeromesh")
@@ -86,7 +85,7 @@ class SpikeWatch:
         if self._in_a_row >= MOST_SKIPPED:
             raise FloatingPointError(
                 f"{counted(MOST_SKIPPED, 'update')} in a row were left out as spikes, so this is a new level; "
-                f"{self.last}; raise {SPIKE_LIMITS} and resume, or start again with a lower learning rate"
+                f"{self.last}; raise spikes.loss and spikes.norm and resume, or start again with a lower learning rate"
             )
         if not left_out:
             for name, value in values.items():

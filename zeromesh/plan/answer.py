@@ -8,7 +8,6 @@ from math import ceil
 from typing import NamedTuple
 
 from zeromesh.comm.formats import BLOCK, FORMATS
-from zeromesh.config import keys
 from zeromesh.config.written import ADVICE, row_name
 from zeromesh.model.placement import Tier
 from zeromesh.observe.units import bytes_text, counted, scaled_text
@@ -293,7 +292,11 @@ def _gains(request: PlanRequest, best: PlanCandidate) -> Iterator[Gain]:
     if factor > 1:
         seconds = request.time_on(changed(best.machine, "between", factor), best.layout).seconds
         if (share := 1 - seconds / best.time.seconds) >= LEAST_GAIN:
-            names = keys.REDUCED_BITS if best.layout.stage == 0 else f"{keys.GATHERED_BITS}, {keys.REDUCED_BITS}"
+            names = (
+                "communication.across_nodes_reduce"
+                if best.layout.stage == 0
+                else "communication.across_nodes_gather, communication.across_nodes_reduce"
+            )
             yield Gain(f"8 bits between nodes ({names}), which change results slightly,", share)
 
 

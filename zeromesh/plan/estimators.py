@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zeromesh.config.keys import OPTIMIZER_DEVICE, PARAMETER_DEVICE
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
 from zeromesh.observe.units import counted
 from zeromesh.plan.layout import ParallelLayout
@@ -116,7 +115,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     _show_heading(f"{total_params / 1e6:.0f} M parameters", *sizes)
     for offload in (True, False):
         needs = estimate_zero2_model_states_mem_needs(total_params, *sizes, offload, additional_buffer_factor)
-        _show(*needs, {OPTIMIZER_DEVICE: offload})
+        _show(*needs, {"offload_optimizer.device": offload})
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -140,7 +139,12 @@ def estimate_zero3_model_states_mem_needs_all_cold(
             cpu, gpu, _ = estimate_zero3_model_states_mem_needs(
                 total_params, largest_layer_params, *sizes, optimizer, parameters, zero_init, additional_buffer_factor
             )
-            _show(cpu, gpu, {PARAMETER_DEVICE: parameters, OPTIMIZER_DEVICE: optimizer}, f", zero_init={zero_init:d}")
+            _show(
+                cpu,
+                gpu,
+                {"offload_param.device": parameters, "offload_optimizer.device": optimizer},
+                f", zero_init={zero_init:d}",
+            )
 
 
 def estimate_zero3_model_states_mem_needs_all_live(

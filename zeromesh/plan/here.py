@@ -13,10 +13,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from zeromesh.config.keys import MACHINE
 from zeromesh.config.settings import Settings
 from zeromesh.kernels.measure import product_speed
-from zeromesh.observe.machine import devices, memory, memory_bandwidth, processor
+from zeromesh.observe.machine import MACHINE, devices, memory, memory_bandwidth, processor
 from zeromesh.observe.units import counted
 from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
 from zeromesh.plan.passes import Inputs, Loss, TraceOptions

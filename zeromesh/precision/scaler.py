@@ -6,7 +6,6 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from zeromesh.config.keys import CLIPPING, MIN_LOSS_SCALE
 from zeromesh.model.precision import LossScale
 
 _log = logging.getLogger("zeromesh")
@@ -63,7 +62,7 @@ class LossScaler:
             problem = (
                 f"the gradient is not finite at the minimum loss scale {self._policy.minimum:g}: the model diverges, "
                 "or fp16's range is too small for it; lower the learning rate, warm it up for longer, set "
-                f"`{CLIPPING}`, use bf16 instead of fp16, or allow a smaller `{MIN_LOSS_SCALE}`"
+                "`gradient_clipping`, use bf16 instead of fp16, or allow a smaller `fp16.min_loss_scale`"
             )
             if not self._stays:
                 raise FloatingPointError(problem)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from zeromesh.config.keys import EARLY_UPDATE, HOST_MEMORY_LIMIT, OFFLOADED_SHARE, OPTIMIZER_DEVICE, PARAMETER_DEVICE
 from zeromesh.model.placement import PlacementRow, Tier
 from zeromesh.observe.units import bytes_text
 from zeromesh.shard.early import next_bytes
@@ -99,7 +98,7 @@ def require_host_memory(parts: dict[str, int], available: int, limit: int | None
     listed = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items())
     allowed = f"{bytes_text(available)} are available"
     if limit is not None and limit <= available:
-        allowed = f"{HOST_MEMORY_LIMIT} is {bytes_text(limit)}"
+        allowed = f"host_memory_limit is {bytes_text(limit)}"
     raise ValueError(
         f"what is to rest in the host memory of this node takes {bytes_text(total)} ({listed}), but {allowed}; "
         f"{_what_fits(parts, most)}"
@@ -111,10 +110,10 @@ def _what_fits(parts: dict[str, int], most: int) -> str:
     rest = sum(parts.values()) - moved
     ways = []
     if NEXT in parts and (without := sum(parts.values()) - parts[NEXT]) <= most:
-        ways.append(f"{EARLY_UPDATE} = 0 takes {bytes_text(without)}")
+        ways.append(f"offload_optimizer.update_during_backward = 0 takes {bytes_text(without)}")
     if 0 < (share := int(100 * (most - rest) / moved) / 100 if moved else 0.0) < 1:
-        ways.append(f"{OFFLOADED_SHARE} = {share:g} fits, and leaves the other states on the device")
-    in_files = [(OPTIMIZER_DEVICE, "optimizer states"), (PARAMETER_DEVICE, "parameters")]
+        ways.append(f"offload_optimizer.ratio = {share:g} fits, and leaves the other states on the device")
+    in_files = [("offload_optimizer.device", "optimizer states"), ("offload_param.device", "parameters")]
     found = [entry for entry in in_files if entry[1] in parts]
     for chosen in [[entry] for entry in found] + [found] * (len(found) > 1):
         kept = sum(parts.values()) - sum(parts[part] for _, part in chosen)

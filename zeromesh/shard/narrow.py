@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from zeromesh.comm.collectives import Group, Pending
-from zeromesh.config.keys import FLOAT8_GATHER
 from zeromesh.model.float8 import E4M3, magnitude, quantize, scale_of
 from zeromesh.shard.layout import Layout
 
@@ -74,8 +73,8 @@ class NarrowGather:
         if not (len(value) and self._is_kept(index, value, shard)):
             raise RuntimeError(
                 f"parameter {self._layout.segments[index].name} was changed in a forward or backward, where it is "
-                f"rounded to float8 because {FLOAT8_GATHER} is true; change it between steps, inside "
-                f"GatheredParameters, or leave {FLOAT8_GATHER} out"
+                "rounded to float8 because float8.gather is true; change it between steps, inside "
+                "GatheredParameters, or leave float8.gather out"
             )
 
     def _is_kept(self, index: int, value: Tensor, shard: Tensor) -> bool:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
-from zeromesh.config.keys import TENSOR_PLAN, WHOLE_SEQUENCE
 from zeromesh.model.in_place import version
 from zeromesh.model.linear import Columns, columns_of, input_of, is_transposed, multiply
 from zeromesh.model.split import Held
@@ -271,7 +270,7 @@ def _with_part(
     if given != shape:
         raise ValueError(
             f"{name} computes with a weight of shape {given}, as functional_call gives it, but the layer is split, and "
-            f"this rank's part has shape {shape}; in {TENSOR_PLAN} give it the style replicate"
+            f"this rank's part has shape {shape}; in tensor_parallel.plan give it the style replicate"
         )
     return forward(*args, **kwargs)
 
@@ -294,11 +293,11 @@ def _require_width(name: str, module: Any, x: Tensor, ranks_of_sequence: int = 1
     if x.shape[-1] * ranks_of_sequence == width and ranks_of_sequence > 1:
         raise ValueError(
             f"{name} reads {width} entries and was given {x.shape[-1]}, as if they were tokens, of which a rank has a "
-            f"part there; {WHOLE_SEQUENCE}"
+            "part there; set tensor_parallel.sequence to false"
         )
     if x.shape[-1] != width:
         raise ValueError(
-            f"{name} ({type(module).__name__}), which {TENSOR_PLAN} splits, has {width} entries of its input on "
+            f"{name} ({type(module).__name__}), which tensor_parallel.plan splits, has {width} entries of its input on "
             f"this rank, but was given {x.shape[-1]}; after colwise comes rowwise, with nothing between that needs all "
             "entries; else give the layer before the style colwise_gather_output, or one of both replicate"
         )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
-from zeromesh.config.keys import WHOLE_SEQUENCE
 from zeromesh.model.linear import Columns, multiply
 from zeromesh.tensor.guard import Apart
 from zeromesh.tensor.linear import enter, leave
@@ -48,7 +47,7 @@ class SplitAttention:
         if self._spread and not self._memory and (key is not query or value is not query):
             raise ValueError(
                 "nn.MultiheadAttention was given keys that are not the query, and it cannot be known whether they are "
-                f"a part of the sequence; {WHOLE_SEQUENCE}"
+                "a part of the sequence; set tensor_parallel.sequence to false"
             )
         dim = sequence_dim(query) if self._spread else None
         if dim is not None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.mesh import Mesh
-from zeromesh.config.keys import BF16, FLOAT8, FLOAT8_SKIP, KEEP_FP32
 from zeromesh.model.float8 import Float8Products, Largest, has_products, reason_to_skip
 from zeromesh.model.linear import ARITHMETIC, columns_of, input_of, multiply
 from zeromesh.model.quantized import change, is_quantized
@@ -99,14 +98,14 @@ def check_layers(model: nn.Module, skip: Sequence[str], dtype: torch.dtype | Non
     for name, reason in reasons.items():
         if not reason and (dtype or layers[name].weight.dtype) is torch.float16:
             raise ValueError(
-                f"{FLOAT8} is enabled, and the weight of {name} is in fp16, but products in float8 give bf16 or fp32; "
-                f"set {BF16}, or give the model in bf16 or fp32"
+                f"float8 is enabled, and the weight of {name} is in fp16, but products in float8 give bf16 or fp32; "
+                'set "bf16": {"enabled": true}, or give the model in bf16 or fp32'
             )
 
 
 def _refuse(reasons: Mapping[str, str]) -> NoReturn:
     found = _few([f"{name}: {reason}" for name, reason in reasons.items()], "; ") or "it has no linear layers"
-    raise ValueError(f"{FLOAT8} is enabled, but no layer of the model can compute in it ({found}); leave it out")
+    raise ValueError(f"float8 is enabled, but no layer of the model can compute in it ({found}); leave it out")
 
 
 def _few(texts: Sequence[str], between: str = ", ", most: int = 8) -> str:
@@ -131,7 +130,7 @@ def _require_matches(skip: Sequence[str], layers: Collection[str]) -> None:
     for pattern in skip:
         if pattern not in HEADS and not any(fnmatchcase(name, pattern) for name in layers):
             raise ValueError(
-                f"{FLOAT8_SKIP} has {pattern!r}, which matches no linear layer; there are {_few([*layers]) or 'none'}"
+                f"float8.skip has {pattern!r}, which matches no linear layer; there are {_few([*layers]) or 'none'}"
             )
 
 
@@ -155,7 +154,7 @@ def _reason(
     """Return why a layer keeps its products; "" if it does not."""
     pattern = next((pattern for pattern in skip if fnmatchcase(name, pattern)), None)
     if pattern is not None:
-        return f"{FLOAT8_SKIP} or {KEEP_FP32} has {pattern!r}"
+        return f"float8.skip or data_types.keep_in_fp32_modules has {pattern!r}"
     kind = linear_class(module)
     if kind is not None and (reason := own_computation(module, kind)):
         return reason
@@ -195,11 +194,11 @@ def _tell(chosen: Sequence[str], reasons: Mapping[str, str], native: bool, mesh:
     if mesh.rank != 0:
         return
     lines = "".join(f"\n  {name} stays as it is: {reason}" for name, reason in reasons.items())
-    _log.info("%s: layers that compute in it: %d%s", FLOAT8, len(chosen), lines)
+    _log.info("%s: layers that compute in it: %d%s", "float8", len(chosen), lines)
     if not native:
         _log.warning(
             "%s: this device (%s) has no such products; they are emulated by products in fp32 of the same rounded "
             "numbers, which is slower than without",
-            FLOAT8,
+            "float8",
             mesh.device,
         )

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.config.keys import TENSOR_PLAN, WHOLE_SEQUENCE
 from zeromesh.tensor.plan import Member, SplitPlan
 
 # In the first pass in which gradients are computed, autograd's graph is walked from the input of the layer that is
@@ -94,7 +93,7 @@ class SplitGuard:
         why = "so each rank would compute a share of its gradient only" if shares else "and needs those of all ranks"
         single = ' give a parameter that is used on each entry alike the style "replicated_with_grad_allreduce", or'
         raise ValueError(
-            f"{name} is split by rows, but {what}, {why}; in {TENSOR_PLAN},{single if shares else ''} give the "
+            f"{name} is split by rows, but {what}, {why}; in tensor_parallel.plan,{single if shares else ''} give the "
             f"layers of {container} the styles colwise_gather_output and rowwise_split_input, or replicate"
         )
 
@@ -116,7 +115,7 @@ class Apart:
             if len(shape) == x.ndim and dim in dims and shape[dim] == x.shape[dim]:
                 raise ValueError(
                     f"{node.name()} before {self._name}, or in it, computes over dim {dim} of an activation of shape "
-                    f"{shape}, which is of this rank's part of the sequence; {WHOLE_SEQUENCE}"
+                    f"{shape}, which is of this rank's part of the sequence; set tensor_parallel.sequence to false"
                 )
 
 

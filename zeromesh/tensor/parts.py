@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from zeromesh.config.keys import TENSOR_PLAN
 from zeromesh.model.imitation import files_of
 from zeromesh.model.split import Split
 from zeromesh.model.substitution import of_library
@@ -123,7 +122,7 @@ def _run(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if type(error).__module__.startswith("torch._dynamo."):
             error.add_note(
                 "layers that are split send messages, which torch's compiler cannot trace, as torch.cond does: write "
-                f"the condition as an if, or in {TENSOR_PLAN} give the layers inside of it the style replicate"
+                "the condition as an if, or in tensor_parallel.plan give the layers inside of it the style replicate"
             )
         raise
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from zeromesh.config.keys import SEQUENCE, WHOLE_SEQUENCE
 from zeromesh.model.split import Held
 from zeromesh.tensor.plan import SplitPlan
 
@@ -55,7 +54,7 @@ def find_stacks(model: nn.Module, resolved: SplitPlan) -> list[Stack]:
             stacks.append(Stack(name, tuple(blocks), tuple(whole)))
     if not stacks:
         raise ValueError(
-            f"{SEQUENCE} is true, but the model has no list of blocks that are all split; leave it out, "
+            "tensor_parallel.sequence is true, but the model has no list of blocks that are all split; leave it out, "
             "or give a plan that splits them"
         )
     _share_gradients(model, stacks, resolved)
@@ -125,6 +124,6 @@ def _share_gradients(model: nn.Module, stacks: Sequence[Stack], resolved: SplitP
         if key in outside:
             raise ValueError(
                 f"{names[key]} is used by {inside[key]} on parts of the sequence and by {outside[key]} on all of it; "
-                + WHOLE_SEQUENCE
+                + "set tensor_parallel.sequence to false"
             )
         resolved.of_parameter[key] = resolved.held[names[key]] = replace(held, partial=True)

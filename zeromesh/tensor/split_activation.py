@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from zeromesh.comm.collectives import Group
-from zeromesh.config.keys import TENSOR_PLAN
 from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.model.imitation import OURS, TORCH
 from zeromesh.model.in_place import version, writes
@@ -432,5 +431,5 @@ class NeedsWhole(ValueError):
 
     def __init__(self, what: str, sources: frozenset[str]) -> None:
         layers = " and ".join(sorted(sources)) or "the layer it comes from"
-        super().__init__(f"{what}; in {TENSOR_PLAN} give {layers} the style colwise_gather_output")
+        super().__init__(f"{what}; in tensor_parallel.plan give {layers} the style colwise_gather_output")
         self.sources = sources

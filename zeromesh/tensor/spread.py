@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
-from zeromesh.config.keys import SEQUENCE, WHOLE_SEQUENCE
 from zeromesh.tensor.guard import Apart
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.plan import SplitPlan
@@ -66,12 +65,12 @@ def activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if isinstance(found, Tensor) and found.ndim > 3:
         raise ValueError(
             f"a block was called with an activation of shape {tuple(found.shape)}, which is no sequence; "
-            f"{WHOLE_SEQUENCE}"
+            "set tensor_parallel.sequence to false"
         )
     if not isinstance(found, Tensor) or found.ndim < 2:
         raise ValueError(
             f"a block was called with {[type(arg).__name__ for arg in args]} and {sorted(kwargs)}, in which there is "
-            f"no activation whose sequence could be spread; {WHOLE_SEQUENCE}"
+            "no activation whose sequence could be spread; set tensor_parallel.sequence to false"
         )
     return found
 
@@ -114,12 +113,13 @@ class _Order:
             since = "before the first" if self._last is None else f"after {self._blocks[self._before]}"
             raise ValueError(
                 f"{name} was called {since}; the sequence can be spread only over the ranks of blocks that are called "
-                f"one after the other; {WHOLE_SEQUENCE}"
+                "one after the other; set tensor_parallel.sequence to false"
             )
         elif x.data_ptr() != self._last.data_ptr() or x.shape != self._last.shape:
             raise ValueError(
                 f"{name} was called with something else than what {self._blocks[self._before]} returned, which is a "
-                f"part of the sequence: shape {tuple(x.shape)} after {tuple(self._last.shape)}; {WHOLE_SEQUENCE}"
+                f"part of the sequence: shape {tuple(x.shape)} after {tuple(self._last.shape)}; set "
+                "tensor_parallel.sequence to false"
             )
 
     def leave(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -139,12 +139,12 @@ class _Order:
         if raised is not None:
             raised.add_note(
                 f"{name} had returned this rank's part of the sequence, of shape {tuple(last.shape)}; if that is the "
-                f"reason, {WHOLE_SEQUENCE}"
+                "reason, set tensor_parallel.sequence to false"
             )
             return
         raise ValueError(
             f"{name} was the last block to be called, but {self._blocks[-1]} is where the parts of the sequence are "
-            f"joined, so what followed had a part of it; {WHOLE_SEQUENCE}"
+            "joined, so what followed had a part of it; set tensor_parallel.sequence to false"
         )
 
 
@@ -266,7 +266,7 @@ def _refused() -> Iterator[None]:
     try:
         yield
     except MixesTokens as error:
-        raise ValueError(f"{error}; {WHOLE_SEQUENCE}") from None
+        raise ValueError(f"{error}; set tensor_parallel.sequence to false") from None
 
 
 def _change_input(
@@ -282,8 +282,8 @@ def _change_input(
     if name == "split" and length % group.size:
         near = [length // group.size * group.size, (length // group.size + 1) * group.size]
         raise ValueError(
-            f"{SEQUENCE} spreads sequences over {group.size} ranks, but one has {length} entries; pad it "
-            f"to {near[1]}{f' or cut it to {near[0]}' if near[0] else ''}, or {WHOLE_SEQUENCE}"
+            f"tensor_parallel.sequence spreads sequences over {group.size} ranks, but one has {length} entries; pad it "
+            f"to {near[1]}{f' or cut it to {near[0]}' if near[0] else ''}, or set tensor_parallel.sequence to false"
         )
     for part in (x, *_at(also, args, kwargs)):
         args, kwargs = replaced(args, kwargs, part, move(part, name, group, tag, sequence_dim(part)))
@@ -302,6 +302,6 @@ def _first(output: Any) -> Tensor:
     if not isinstance(first, Tensor):
         raise ValueError(
             f"a block returned {type(output).__name__}, where the activation whose sequence is spread must be all, or "
-            f"the first of a tuple; {WHOLE_SEQUENCE}"
+            "the first of a tuple; set tensor_parallel.sequence to false"
         )
     return first

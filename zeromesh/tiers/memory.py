@@ -12,7 +12,6 @@ import weakref
 
 import torch
 
-from zeromesh.config.keys import PIN_MEMORY
 from zeromesh.model.placement import Tier
 from zeromesh.tiers.link import DONE, Copy, Link
 
@@ -96,7 +95,7 @@ def lock_pages(storage: torch.UntypedStorage) -> None:
     if error != 0:
         raise RuntimeError(
             f"{storage.nbytes():,} bytes of host memory could not be page-locked (CUDA error {error}); set "
-            f"{PIN_MEMORY} to false for what is offloaded, or allow more with `ulimit -l`"
+            "pin_memory to false for what is offloaded, or allow more with `ulimit -l`"
         )
     weakref.finalize(storage, runtime.cudaHostUnregister, address)
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from zeromesh import Environment, Settings
 from zeromesh.comm.detect import is_launched, may_restart
-from zeromesh.config import keys
 from zeromesh.config.printing import changes
 from zeromesh.config.settings import Resolved
 from zeromesh.config.train import RunSettings, TextData
@@ -101,7 +100,7 @@ def check(settings: Settings) -> Job:
     """Check everything that can be checked before the text is read; raise ValueError if the run cannot start."""
     job = Job.of(settings)
     if settings.optimizer is None:
-        raise ValueError(f"zeromesh train needs an optimizer; add {keys.OPTIMIZER_ENTRY}")
+        raise ValueError('zeromesh train needs an optimizer; add "optimizer": {"type": "AdamW", "params": {"lr": ...}}')
     sizes = _mesh(job)
     # The engine would find this, too, but in a batch, after the text was read.
     if sizes["context"] > 1:
@@ -137,7 +136,7 @@ def build_model(job: Job) -> nn.Module:
     entries = None if shape is None else shape.vocab_size
     if entries is not None and job.data.tokenizer is None and size_is_set(job.data) and entries < wanted:
         raise ValueError(
-            f"{keys.MODEL_VOCABULARY} = {entries} is smaller than {keys.VOCABULARY} = {wanted}; leave out the former"
+            f"model.vocab_size = {entries} is smaller than data.vocabulary_size = {wanted}; leave out the former"
         )
     language = job.with_vocabulary(wanted).language
     try:
@@ -155,20 +154,20 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     prepared = prepare(job.data, job.folder.text, may_write, length, console)
     if prepared.document_attention and _mesh(job)["context"] > 1:
         raise ValueError(
-            f"{keys.CONTEXT_RANKS} > 1: attention over several ranks cannot hide the documents of a sample from each "
-            f"other; set {keys.DOCUMENT_ATTENTION} to false, {keys.PADDED}, or {keys.CONTEXT_RANKS} to 1"
+            "mesh.context > 1: attention over several ranks cannot hide the documents of a sample from each "
+            'other; set data.document_attention to false, data.packing to "pad", or mesh.context to 1'
         )
     vocabulary = job.language.vocabulary or prepared.vocabulary
     # A larger vocabulary than the tokenizer's is usual: models round theirs up.
     if prepared.tokenizer is None and job.run.sample.prompts:
         raise ValueError(
-            f"{keys.PROMPTS} need a tokenizer, and {keys.SOURCES} is tokens already; name it in {keys.TOKENIZER}, or "
+            "run.sample.prompts need a tokenizer, and data.train is tokens already; name it in data.tokenizer, or "
             "leave the prompts out"
         )
     if prepared.tokenizer is not None and vocabulary < prepared.vocabulary:
         raise ValueError(
             f"the model's vocabulary has {vocabulary} entries, and the tokenizer {prepared.vocabulary}; use the "
-            f"model's own tokenizer in {keys.TOKENIZER}, or {_larger(job)}"
+            f"model's own tokenizer in data.tokenizer, or {_larger(job)}"
         )
     if prepared.tokenizer is not None and isinstance(job.language, Transformer):
         job.language.require_tokenizer(job.data.tokenizer, prepared.vocabulary)
@@ -186,7 +185,7 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     wanted = _resolved(job).train_batch_size
     if samples < wanted:
         raise ValueError(
-            f"{keys.SOURCES} gives {counted(samples, 'sample')} of "
+            f"data.train gives {counted(samples, 'sample')} of "
             f"{job.language.section}.sequence_length = {length} tokens, fewer than the "
             f"{wanted} of one step (train_batch_size); add text, or make the batch or the sequence smaller"
         )
@@ -196,8 +195,8 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
 def _larger(job: Job) -> str:
     """Return the change that gives the model a larger vocabulary, for messages."""
     if job.language.section == "model":
-        return f"raise {keys.MODEL_VOCABULARY}"
-    return f"name a model with a larger vocabulary in {keys.MODEL_FOLDER}"
+        return "raise model.vocab_size"
+    return "name a model with a larger vocabulary in huggingface.path"
 
 
 # Settings of a resumed run.
@@ -214,7 +213,8 @@ def require_unchanged(folder: RunFolder, settings: Resolved) -> None:
         lines = "".join(f"\n  {line}" for line in different)
         raise ValueError(
             f"the run in {str(folder.path)!r} was started with other settings:{lines}\n"
-            f"bring back those of the run, or start a new one without --resume: {keys.OTHER_OUTPUT}"
+            "bring back those of the run, or start a new one without --resume: choose another folder with "
+            "--set run.output=FOLDER"
         )
 
 
@@ -222,7 +222,7 @@ def _automatic(settings: Resolved) -> set[str]:
     """Return the keys of sizes that the settings leave to the text."""
     free = set()
     if settings.model is not None and settings.model.vocab_size is None:
-        free.add(keys.MODEL_VOCABULARY)
+        free.add("model.vocab_size")
     if settings.data is not None and not size_is_set(settings.data):
-        free.add(keys.VOCABULARY)
+        free.add("data.vocabulary_size")
     return free

@@ -15,7 +15,6 @@ from torch import nn
 
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.folder import locate
-from zeromesh.config.keys import OUTPUT
 from zeromesh.config.train import ModelShape
 from zeromesh.export import (
     State,
@@ -93,7 +92,7 @@ def _draft(output: Path) -> Iterator[Path]:
 def _reader(folder: RunFolder, tag: str | None) -> Reader:
     chosen = tag or folder.last_checkpoint
     if chosen is None:
-        raise ValueError(f"{str(folder.path)!r} holds no checkpoint; name the folder that {OUTPUT} named in training")
+        raise ValueError(f"{str(folder.path)!r} holds no checkpoint; name the folder that run.output named in training")
     # Only what is written is checked: an optimizer state may be many times as large.
     reader = Reader(locate(folder.checkpoints, chosen))
     reader.verify(names={name for name in reader.names if name.startswith(("parameter/", "buffer/"))})

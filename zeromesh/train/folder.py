@@ -11,7 +11,6 @@ from pathlib import Path
 
 from zeromesh.checkpoint.folder import has_checkpoints, latest
 from zeromesh.checkpoint.memory_files import marked
-from zeromesh.config.keys import MODEL_FOLDER, OTHER_OUTPUT, OUTPUT
 from zeromesh.config.settings import Resolved
 from zeromesh.model.files import read_text
 from zeromesh.pretrained import is_model_id
@@ -68,7 +67,7 @@ class RunFolder:
         if base is None or is_model_id(base.path) or Path(base.path).expanduser().is_dir():
             return
         raise ValueError(
-            f"{MODEL_FOLDER} = {base.path!r} in {str(self.config)!r} is no folder any more: the run began with the "
+            f"huggingface.path = {base.path!r} in {str(self.config)!r} is no folder any more: the run began with the "
             f"model in {str(Path(base.path).expanduser().absolute())!r}; put it back there, or a link to where it is "
             "now (zeromesh sample and export also take its new place from that file)"
         )
@@ -81,8 +80,8 @@ class RunFolder:
                 stack.enter_context(locked(self.path))
             except FolderInUse as error:
                 raise ValueError(
-                    f"{OUTPUT} = {str(self.path)!r} is in use: {error.strerror}; wait for that run to end, or "
-                    f"{OTHER_OUTPUT}"
+                    f"run.output = {str(self.path)!r} is in use: {error.strerror}; wait for that run to end, or "
+                    "choose another folder with --set run.output=FOLDER"
                 ) from None
             self.check(resume)
             yield
@@ -93,12 +92,13 @@ class RunFolder:
         if resume and checkpoint is None and not self.is_copied:
             remedy = "start the run without --resume, or name the folder of an earlier run"
             if self.has_finished:
-                remedy = f"{OTHER_OUTPUT}, and leave --resume out"
-            raise ValueError(f"{OUTPUT} = {str(self.path)!r} holds no checkpoint to resume from; {remedy}")
+                remedy = "choose another folder with --set run.output=FOLDER, and leave --resume out"
+            raise ValueError(f"run.output = {str(self.path)!r} holds no checkpoint to resume from; {remedy}")
         if not resume and (checkpoint is not None or self.has_finished):
             going_on = "continue it with --resume, " if checkpoint is not None else ""
             raise ValueError(
-                f"{OUTPUT} = {str(self.path)!r} already holds a run; {going_on}{OTHER_OUTPUT}, or delete it"
+                f"run.output = {str(self.path)!r} already holds a run; {going_on}choose another folder with "
+                "--set run.output=FOLDER, or delete it"
             )
         try:
             for folder in (self.path, self.checkpoints):  # the second may be a link to another disk
@@ -108,5 +108,6 @@ class RunFolder:
                     pass
         except OSError as error:
             raise ValueError(
-                f"{OUTPUT} = {str(self.path)!r} cannot be written to ({error.strerror}); {OTHER_OUTPUT}"
+                f"run.output = {str(self.path)!r} cannot be written to ({error.strerror}); choose another "
+                "folder with --set run.output=FOLDER"
             ) from None

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from zeromesh import Engine
 from zeromesh.batches import WithLoss
-from zeromesh.config.keys import DOCUMENT_ATTENTION, MODEL_FOLDER, PADDED
 from zeromesh.context.order import keep
 from zeromesh.export import plain_model
 from zeromesh.train.data.loader import NO_LABEL, Batch, evaluation_batches
@@ -121,8 +120,8 @@ class _Trial(WithLoss):
 def require_document_attention(engine: Engine, language: LanguageModel, vocabulary: int) -> None:
     """Raise ValueError if tokens of a document matter in the next one of its row. Collective."""
     leaks = ValueError(
-        f"{DOCUMENT_ATTENTION}: {language.name} attends across documents whatever positions it is given; set it to "
-        f"false, and {PADDED} where records must not see each other"
+        f"data.document_attention: {language.name} attends across documents whatever positions it is given; set it to "
+        'false, and data.packing to "pad" where records must not see each other'
     )
     # A trial, since rotary or learned positions alone do not show it, and not every model looks at them.
     if isinstance(language, Transformer):
@@ -148,6 +147,6 @@ def require_causal(engine: Engine, language: LanguageModel, vocabulary: int) -> 
         differs = _Trial(Batch(tokens, tokens), language, slice(-1)).differs(engine)
     if differs:
         raise ValueError(
-            f"{MODEL_FOLDER}: {language.name} is no causal model: what it predicts depends on later tokens; choose a "
+            f"huggingface.path: {language.name} is no causal model: what it predicts depends on later tokens; choose a "
             "model that generates text (examples/bert_mlm.py trains on masked tokens)"
         )

@@ -17,7 +17,6 @@ from torch import nn
 
 import zeromesh
 from zeromesh import Settings
-from zeromesh.config import keys
 from zeromesh.config.train import GROUP, HuggingFace, Lora, ModelShape, Quantization
 from zeromesh.model.files import read_text
 from zeromesh.model.lengths import positions
@@ -93,9 +92,7 @@ class Transformer:
         try:
             config = json.loads(read_text(self.folder / "config.json"))
         except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{keys.MODEL_FOLDER} = {str(self.folder)!r} has no readable config.json: {error}"
-            ) from None
+            raise ValueError(f"huggingface.path = {str(self.folder)!r} has no readable config.json: {error}") from None
         return str((config.get("architectures") or [self.folder.name])[0])
 
     @property
@@ -105,7 +102,7 @@ class Transformer:
         try:
             return model_folder(self.source.path, self.source.weights is not False, self.source.revision).absolute()
         except ValueError as error:
-            raise ValueError(f"{keys.MODEL_FOLDER}: {error}") from None
+            raise ValueError(f"huggingface.path: {error}") from None
 
     @property
     def origin(self) -> str | None:
@@ -153,8 +150,8 @@ class Transformer:
             yield
         except (ValueError, ImportError) as error:
             attention = self.source.attention
-            beside = "" if attention is None else f" with {keys.MODEL_ATTENTION} = {attention!r}"
-            raise ValueError(f"{keys.MODEL_FOLDER} = {self.source.path!r}{beside}: {error}") from None
+            beside = "" if attention is None else f" with huggingface.attention = {attention!r}"
+            raise ValueError(f"huggingface.path = {self.source.path!r}{beside}: {error}") from None
 
     def unfilled(self, dtype: torch.dtype) -> nn.Module:
         """Return the model without values of its parameters."""
@@ -184,14 +181,14 @@ class Transformer:
         # Adapters alone could not make sense of weights that were drawn at random.
         if self.lora is not None and not self.has_weights:
             raise ValueError(
-                f"lora adapts the weights of a model, and {keys.MODEL_FOLDER} = {self.source.path!r} gives none, or "
-                f"{keys.MODEL_WEIGHTS} leaves them out; choose one with weights, or leave lora out"
+                f"lora adapts the weights of a model, and huggingface.path = {self.source.path!r} gives none, or "
+                "huggingface.weights leaves them out; choose one with weights, or leave lora out"
             )
         longest = positions(model.config.get_text_config())
         if longest is not None and self.sequence_length > longest:
             raise ValueError(
-                f"{keys.LONGEST_SEQUENCE} = {self.sequence_length} is longer than the {longest} positions of the "
-                f"model in {keys.MODEL_FOLDER} = {self.source.path!r}; set it to {longest} or less"
+                f"huggingface.sequence_length = {self.sequence_length} is longer than the {longest} positions of the "
+                f"model in huggingface.path = {self.source.path!r}; set it to {longest} or less"
             )
         return self.adapted(model)
 
@@ -202,14 +199,14 @@ class Transformer:
         path = self.tokenizer
         if named is None:
             raise ValueError(
-                f"the weights in {keys.MODEL_FOLDER} = {self.source.path!r} know the ids of their own tokenizer, which "
-                f"is not there; name it in {keys.TOKENIZER}, or set {keys.MODEL_WEIGHTS} to false"
+                f"the weights in huggingface.path = {self.source.path!r} know the ids of their own tokenizer, which "
+                "is not there; name it in data.tokenizer, or set huggingface.weights to false"
             )
         # A copy of the model's tokenizer in another folder has the same size, and is let through.
         if path is not None and Path(named) != Path(path) and (entries := load_tokenizer(Path(path)).size) != size:
             raise ValueError(
-                f"{keys.TOKENIZER} = {named!r} has {size} entries, and the model's own in {path!r} has {entries}; "
-                f"leave {keys.TOKENIZER} out, or set {keys.MODEL_WEIGHTS} to false"
+                f"data.tokenizer = {named!r} has {size} entries, and the model's own in {path!r} has {entries}; "
+                "leave data.tokenizer out, or set huggingface.weights to false"
             )
 
     def cost(self, model: nn.Module) -> float:
@@ -332,7 +329,7 @@ def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
         with zeromesh.zero.Init():
             adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))  # type: ignore[arg-type]
     except ValueError as error:
-        raise ValueError(f"{keys.ADAPTED}: {error}") from None
+        raise ValueError(f"lora.target_modules: {error}") from None
     return adapted
 
 

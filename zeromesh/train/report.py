@@ -14,9 +14,8 @@ import torch
 from rich.console import Console
 from rich.markdown import Markdown
 
-from zeromesh.config.keys import MACHINE
 from zeromesh.model.files import write_text
-from zeromesh.observe.machine import peak_bytes
+from zeromesh.observe.machine import MACHINE, peak_bytes
 from zeromesh.observe.metrics import read_metrics
 from zeromesh.observe.units import bytes_text, counted, duration_text, scaled_text
 from zeromesh.train.check import Job

@@ -20,7 +20,6 @@ from zeromesh.comm.agreement import agree_run, world_group
 from zeromesh.comm.detect import may_restart
 from zeromesh.comm.environment import device_of_group, shutdown
 from zeromesh.comm.failure import RankFailure
-from zeromesh.config.keys import PEER_COPIES, RESUME, SAVE_EVERY
 from zeromesh.config.printing import is_auto, refuse_unfilled, tell_unset
 from zeromesh.model.files import write_text
 from zeromesh.observe.metrics import MetricsLog
@@ -44,10 +43,10 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
     """Train as a JSON file and overrides such as ``run.steps=100`` say; "auto" resumes if there is a checkpoint."""
     began = time.time()
     ignore_requests()  # a batch system may send the signal before there is an engine
-    overrides = [*overrides, *([f"{RESUME}={json.dumps(resume)}"] if resume else [])]
+    overrides = [*overrides, *([f"run.resume={json.dumps(resume)}"] if resume else [])]
     loaded = Settings.load(config, overrides)
     refuse_unfilled(config, loaded, overrides)
-    goes_on = is_auto(config, overrides, RESUME) or may_restart()
+    goes_on = is_auto(config, overrides, "run.resume") or may_restart()
     settings = planned(config, overrides, _decided(loaded, goes_on))
     if is_first():
         tell_unset(config, settings, {}, overrides)
@@ -98,9 +97,9 @@ def _how_to_go_on(job: Job) -> str:
         return f"{job.folder.path} has the checkpoint {checkpoint}; the same command with --resume goes on from there"
     every = job.run.save_every
     return f"{job.folder.path} has no checkpoint yet, and the same command starts from the beginning; " + (
-        f"{SAVE_EVERY} = {every} writes the first after {counted(every, 'step')}"
+        f"run.save_every = {every} writes the first after {counted(every, 'step')}"
         if every
-        else f"{SAVE_EVERY} = 0 writes none before the end"
+        else "run.save_every = 0 writes none before the end"
     )
 
 
@@ -157,7 +156,9 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
         if job.run.resume:
             path, state = engine.load_checkpoint(job.folder.checkpoints)
             if job.folder.is_copied and not engine.config.checkpoint.peer_copies:
-                console.print(f"{PEER_COPIES} is 0: the run's copies in memory are not used, and go with the next save")
+                console.print(
+                    "checkpoint.peer_copies is 0: the run's copies in memory are not used, and go with the next save"
+                )
             if path is None:  # of a run with copies in memory, and no checkpoint yet
                 console.print(f"{job.folder.path} has no checkpoint, and no copy in memory is whole; it begins anew")
             else:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from zeromesh.config.keys import OUTPUT, TOKENIZER
 from zeromesh.model.lengths import positions
 from zeromesh.train.architectures.decoder import Decoder
 from zeromesh.train.data.tokenizer import TextTokenizer, load_tokenizer, stream_text
@@ -68,7 +67,7 @@ class TextWriter:
 def load_writer(folder: RunFolder) -> TextWriter:
     """Load the model of a finished run, in fp32 on the CPU; raise ValueError if there is none, or no tokenizer."""
     if not folder.config.is_file():
-        raise ValueError(f"{str(folder.path)!r} holds no run; name the folder that {OUTPUT} named in training")
+        raise ValueError(f"{str(folder.path)!r} holds no run; name the folder that run.output named in training")
     if not folder.has_finished:
         raise ValueError(
             f"the run in {str(folder.path)!r} has no weights in {folder.model.name}: it has not finished; "
@@ -77,7 +76,7 @@ def load_writer(folder: RunFolder) -> TextWriter:
     if not folder.tokenizer.is_dir():
         raise ValueError(
             f"the run in {str(folder.path)!r} has no tokenizer, since it was trained on tokens; train with the one "
-            f"that they were made with in {TOKENIZER}"
+            "that they were made with in data.tokenizer"
         )
     tokenizer = load_tokenizer(folder.tokenizer)
     language = language_model(folder.settings())

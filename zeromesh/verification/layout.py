@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.keys import ACCUMULATION, FP16, MICRO_BATCH, OPTIMIZER_ENTRY
 from zeromesh.config.settings import Settings
 from zeromesh.observe.units import counted
 
@@ -20,11 +19,30 @@ MOST_ROWS = 2
 
 APART = frozenset(
     {
-        "train_batch_size", MICRO_BATCH, ACCUMULATION, "mesh", "model", "huggingface", "lora", "data", "run",
-        "curriculum_learning", "checkpoint", "steps_per_print", "wall_clock_breakdown", "profile", "flops_profiler",
-        "tensorboard", "wandb", "csv_monitor", "spikes", "host_memory_limit", "sequence_parallel_size", "seed",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "mesh",
+        "model",
+        "huggingface",
+        "lora",
+        "data",
+        "run",
+        "curriculum_learning",
+        "checkpoint",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "profile",
+        "flops_profiler",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "spikes",
+        "host_memory_limit",
+        "sequence_parallel_size",
+        "seed",
     }
-)  # fmt: skip
+)
 """Keys that trials set themselves, or that change nothing of an update."""
 
 PRECISION = ("fp16", "bf16", "torch_autocast", "communication_data_type", "data_types", "float8")
@@ -61,7 +79,10 @@ def small_layout(settings: Settings, ranks: int | None) -> SmallLayout:
         ValueError: there is no optimizer, the mesh does not fit so many ranks, or needs too many.
     """
     if settings.optimizer is None:
-        raise ValueError(f"the configuration has no optimizer, and updates are what is compared; add {OPTIMIZER_ENTRY}")
+        raise ValueError(
+            'the configuration has no optimizer, and updates are what is compared; add "optimizer": {"type": '
+            '"AdamW", "params": {"lr": ...}}'
+        )
     changes: list[str] = []
     asked = settings.mesh.model_dump()
     needed = prod(size for axis, size in (asked | settings.model_sizes).items() if axis != "data")
@@ -82,9 +103,9 @@ def small_layout(settings: Settings, ranks: int | None) -> SmallLayout:
     micro, rows = _batch(settings, data)
     fewer = min(micro, max(MOST_MICRO_BATCHES, 2 * stages) // stages * stages)
     if fewer != micro:
-        changes.append(f"{ACCUMULATION} {micro} -> {fewer}")
+        changes.append(f"gradient_accumulation_steps {micro} -> {fewer}")
     if rows > MOST_ROWS:
-        changes.append(f"{MICRO_BATCH} {rows} -> {MOST_ROWS}")
+        changes.append(f"train_micro_batch_size_per_gpu {rows} -> {MOST_ROWS}")
     return SmallLayout(sizes, fewer, min(rows, MOST_ROWS), changes)
 
 
@@ -131,7 +152,11 @@ def trial_settings(settings: Settings, layout: SmallLayout, folder: Path, wide: 
         power: the loss scale in fp16 begins with 2 to this power; None leaves it.
     """
     document: dict[str, Any] = {k: v for k, v in settings.model_dump(exclude_unset=True).items() if k not in APART}
-    document |= {MICRO_BATCH: layout.rows, ACCUMULATION: layout.micro_batches, "mesh": dict(layout.sizes)}
+    document |= {
+        "train_micro_batch_size_per_gpu": layout.rows,
+        "gradient_accumulation_steps": layout.micro_batches,
+        "mesh": dict(layout.sizes),
+    }
     zero = dict(document.get("zero_optimization", {}))
     for name in ("mics_shard_size", "zero_hpz_partition_size"):  # which the mesh says by now
         zero.pop(name, None)
@@ -171,5 +196,5 @@ def skipped_text(skipped: int, steps: int) -> str:
     """Return why skipped updates prove nothing."""
     return (
         f"{skipped} of {counted(steps, 'update')} overflowed at every loss scale that was tried, and a skipped update "
-        f"shows nothing; lower the learning rate, or use bf16 instead of {FP16}"
+        'shows nothing; lower the learning rate, or use bf16 instead of "fp16": {"enabled": true}'
     )

@@ -21,7 +21,6 @@ from torch import nn
 
 from zeromesh.batches import loss_of
 from zeromesh.computation import cast_inputs
-from zeromesh.config.keys import KEEP_FP32
 from zeromesh.config.settings import Settings
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import map_tensors, moved
@@ -267,7 +266,10 @@ class PlainTraining:
                 computed.data.copy_(self._with_errors(self.masters[name].detach()))
         inputs = cast_inputs(moved(trial.inputs(number, share, micro_batch), trial.device), self._precision)
         kind = self._precision.autocast
-        with trial.widened(), explaining(self.model, self._precision.compute, trial.device, KEEP_FP32):
+        with (
+            trial.widened(),
+            explaining(self.model, self._precision.compute, trial.device, "data_types.keep_in_fp32_modules"),
+        ):
             with torch.autocast(trial.device.type, dtype=kind, cache_enabled=False) if kind else nullcontext():
                 loss = loss_of_model(inputs, self.model, self.model)
             (loss * (scale / trial.micro_batches)).backward()

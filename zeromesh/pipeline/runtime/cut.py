@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from zeromesh.config.keys import ONE_STAGE, STAGE_BLOCKS
 from zeromesh.model.chain import Chain
 from zeromesh.model.dtypes import dtypes
 from zeromesh.model.precision import Precision
@@ -22,7 +21,7 @@ LISTS = (nn.ModuleList, nn.Sequential)
 
 Place = tuple[nn.Module, str]  # of a parameter: the module, and its name there
 
-REMEDY = f"name others in {STAGE_BLOCKS}, in the order in which they are called, or {ONE_STAGE}"
+REMEDY = "name others in pipeline.blocks, in the order in which they are called, or set mesh.pipeline to 1"
 
 
 def examine(model: nn.Module, patterns: Sequence[str] = (), sample: ModelInput | None = None) -> Blocks:
@@ -147,7 +146,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     if isinstance(model, Chain):
         if patterns:
             raise ValueError(
-                f"{STAGE_BLOCKS} is {list(patterns)}, and the layers of a {type(model).__name__} are its blocks: "
+                f"pipeline.blocks is {list(patterns)}, and the layers of a {type(model).__name__} are its blocks: "
                 "leave it out"
             )
         return list(model.layers)
@@ -159,7 +158,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
             matching = [n for n in names if n.count(".") == depth and fnmatchcase(n, pattern) and n not in chosen]
             if not matching:
                 raise ValueError(
-                    f"{STAGE_BLOCKS}: {pattern!r} matches no module; its names are like {', '.join(names[:5])}"
+                    f"pipeline.blocks: {pattern!r} matches no module; its names are like {', '.join(names[:5])}"
                 )
             chosen += matching
         return chosen
@@ -170,7 +169,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     if not blocks:
         raise ValueError(
             f"{type(model).__name__} has no list of blocks (nn.ModuleList or nn.Sequential) to be cut into stages: "
-            f"name them in {STAGE_BLOCKS}, in the order in which they are called, or {ONE_STAGE}"
+            "name them in pipeline.blocks, in the order in which they are called, or set mesh.pipeline to 1"
         )
     return blocks
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zeromesh.config.keys import ONE_STAGE, SCHEDULE, STAGE_BLOCKS
 from zeromesh.model.in_place import writes, written
 
 # The code before a stage's blocks, which the stage runs for the shapes only, computes with them. Nothing that counts
@@ -66,8 +65,8 @@ class Elsewhere(Tensor):
             raise RuntimeError(
                 f"{path} is needed on a stage of the pipeline that does not have it, as it is used elsewhere in a "
                 "trace of the model's forward, or in the order of registration where that cannot be traced; name "
-                f"other blocks in {STAGE_BLOCKS}, register the module that has it after the blocks before which it "
-                f"is not needed, or {ONE_STAGE}"
+                "other blocks in pipeline.blocks, register the module that has it after the blocks before which it "
+                "is not needed, or set mesh.pipeline to 1"
             )
         return result
 
@@ -118,7 +117,7 @@ class Parameters:
                 raise RuntimeError(
                     f"the model's forward changes {path}.{name} each time, outside of the pipeline's blocks, and a "
                     "rank with several stages runs that part once for each of them; take a schedule with one stage "
-                    f"per rank ({SCHEDULE} 1f1b, gpipe or zb-h1), or change it inside of a block or after "
+                    "per rank (pipeline.schedule 1f1b, gpipe or zb-h1), or change it inside of a block or after "
                     "engine.step()"
                 )
 

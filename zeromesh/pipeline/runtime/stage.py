@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zeromesh.config.keys import ONE_STAGE, PARTITION, STAGE_BLOCKS
 from zeromesh.model.buffers import BufferMemory
 from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.model.in_place import version
@@ -120,7 +119,7 @@ class Stages:
             expected = self._blocks[run.stop if run.is_live else run.first]
             raise RuntimeError(
                 f"the model's forward ended on stage {stage} without a call of {expected}; blocks of a pipeline are "
-                f"called one after the other in every forward: name them in {STAGE_BLOCKS}, or {ONE_STAGE}"
+                "called one after the other in every forward: name them in pipeline.blocks, or set mesh.pipeline to 1"
             )
         return result
 
@@ -259,7 +258,7 @@ class _Run:
         if index <= self._latest:
             raise RuntimeError(
                 f"{self.blocks[index]} was called after {self.blocks[self._latest]}; blocks of a pipeline are called "
-                f"one after the other: name them in that order in {STAGE_BLOCKS}, or {ONE_STAGE}"
+                "one after the other: name them in that order in pipeline.blocks, or set mesh.pipeline to 1"
             )
         self._latest = index
         if index >= self.stop:
@@ -305,7 +304,7 @@ class _Run:
             if any(tensor is other and value is not received for other, received in self._replaced[:number]):
                 raise RuntimeError(
                     f"{self.blocks[self.first]} is given one tensor twice on this stage, and two on the one before; "
-                    f"give it copies, or cut elsewhere with {PARTITION}"
+                    "give it copies, or cut elsewhere with pipeline.partition"
                 )
         following = iter(values)
         return map_tensors((args, kwargs), lambda _: next(following))
@@ -349,7 +348,7 @@ class _Run:
             raise RuntimeError(
                 f"the model's forward calls {self.blocks[self.first]} inside of torch.set_grad_enabled, enable_grad or "
                 "no_grad, in which no stage can begin: freeze blocks by requires_grad_(False) in its place, choose "
-                f"another place with {PARTITION}, or {ONE_STAGE}"
+                "another place with pipeline.partition, or set mesh.pipeline to 1"
             )
 
     def _depends(self, tensor: Tensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zeromesh.config.keys import ACCUMULATION, CHUNKS, COSTS, PIPELINE_RANKS, SCHEDULE, STAGE_RECOMPUTE
 from zeromesh.pipeline.schedule.actions import Kind, Schedule
 from zeromesh.pipeline.schedule.files import read_costs, read_schedule
 from zeromesh.pipeline.schedule.generators import generate
@@ -33,7 +32,8 @@ class ChosenSchedule:
         self._read = self._from_file(schedule) if isinstance(schedule, Path) else None
         if self._read is not None and costs is not None:
             raise ValueError(
-                f"{SCHEDULE} is the file {self.name}, which has the order of all actions, and {COSTS} = {costs} "
+                f"pipeline.schedule is the file {self.name}, which has the order of all actions, and "
+                f"pipeline.costs = {costs} "
                 "would choose one; leave one of them out"
             )
         self._costs = None if costs is None else read_costs(Path(costs))
@@ -48,7 +48,7 @@ class ChosenSchedule:
             # The search may choose another placement for another number; parameters stay where they are.
             if schedule.placement != self.placement:
                 raise ValueError(
-                    f"{SCHEDULE} = {self.name} has other stages on the ranks for {microbatches} "
+                    f"pipeline.schedule = {self.name} has other stages on the ranks for {microbatches} "
                     f"micro-batches, {schedule.placement}, than those that the model was cut for, {self.placement}; "
                     "keep the number of micro-batches, or name a schedule whose stages stay"
                 )
@@ -62,8 +62,9 @@ class ChosenSchedule:
             computed = self._read
         else:
             raise ValueError(
-                f"{SCHEDULE}: {self.name} is for {self._read.microbatches} micro-batches, and a step has "
-                f"{microbatches}; set {ACCUMULATION} to {self._read.microbatches}, or write a schedule for "
+                f"pipeline.schedule: {self.name} is for {self._read.microbatches} micro-batches, and a step has "
+                f"{microbatches}; set gradient_accumulation_steps to {self._read.microbatches}, or write a "
+                "schedule for "
                 f"{microbatches}"
             )
         if self._recompute:
@@ -77,7 +78,7 @@ class ChosenSchedule:
         except ValueError as error:
             if self._costs is None:
                 raise
-            raise ValueError(f"{SCHEDULE} = {self.name}, {COSTS} = {self._costs_file}: {error}") from None
+            raise ValueError(f"pipeline.schedule = {self.name}, pipeline.costs = {self._costs_file}: {error}") from None
 
     def _from_file(self, path: Path) -> Schedule:
         """Return the schedule of a file. Raise ValueError, with the path, for one that these ranks cannot run."""
@@ -86,7 +87,7 @@ class ChosenSchedule:
             ranks, chunks = len(schedule.ranks), self._chunks
             if ranks != self._ranks:
                 raise ValueError(
-                    f"it has the orders of {ranks} ranks, and {PIPELINE_RANKS} is {self._ranks}; set that to {ranks}, "
+                    f"it has the orders of {ranks} ranks, and mesh.pipeline is {self._ranks}; set that to {ranks}, "
                     f"or write a schedule for {self._ranks}"
                 )
             # With messages of its own, it must get to its end also where a backend lets sends wait for receives.
@@ -95,10 +96,11 @@ class ChosenSchedule:
                 raise ValueError(f"rank {idle[0]} has no stage; give it one, or take fewer ranks")
             if chunks is not None and chunks * ranks != schedule.stages:
                 raise ValueError(
-                    f"it has {schedule.stages} stages on {ranks} ranks, and {CHUNKS} is {chunks}; leave {CHUNKS} out"
+                    f"it has {schedule.stages} stages on {ranks} ranks, and pipeline.chunks is {chunks}; "
+                    "leave pipeline.chunks out"
                 )
             if self._recompute and any(kind is Kind.RECOMPUTE for kind, _, _ in schedule.present):
-                raise ValueError(f"it has RECOMPUTE actions of its own; set {STAGE_RECOMPUTE} to false")
+                raise ValueError("it has RECOMPUTE actions of its own; set pipeline.recompute to false")
         except ValueError as error:
-            raise ValueError(f"{SCHEDULE}, {path}: {error}") from error
+            raise ValueError(f"pipeline.schedule, {path}: {error}") from error
         return schedule

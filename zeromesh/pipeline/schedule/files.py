@@ -11,7 +11,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from zeromesh.config.keys import RECORD
 from zeromesh.model.files import read_text
 from zeromesh.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, parse, read_action, unreadable
 from zeromesh.pipeline.schedule.simulate import Costs
@@ -112,7 +111,7 @@ def read_costs(path: Path) -> Costs:
     ):
         raise ValueError(
             f"{path} has no measured costs: {', '.join(names)} in otherData.{COSTS}, each one number or one for each "
-            f"stage; give the JSON file that {RECORD} has written"
+            "stage; give the JSON file that pipeline.record has written"
         )
     values: dict[str, Any] = {key: tuple(cost) if isinstance(cost, list) else cost for key, cost in entries.items()}
     return Costs(**values)

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
-from zeromesh.config.keys import PARTITION, PIPELINE_RANKS, STAGE_BLOCKS
-
 
 @dataclass(frozen=True)
 class Cut:
@@ -102,13 +100,13 @@ def starts_of(how: str | Sequence[int], blocks: Blocks, stages: int) -> list[int
     if count < stages:
         finer = f", as {json.dumps(blocks.finer)}" if blocks.finer else ""
         raise ValueError(
-            f"{count} blocks cannot be cut into {stages} stages, as each needs one; set {PIPELINE_RANKS} (times the "
-            f"chunks per rank) to {count} at the most, or name smaller blocks in {STAGE_BLOCKS}{finer}"
+            f"{count} blocks cannot be cut into {stages} stages, as each needs one; set mesh.pipeline (times the "
+            f"chunks per rank) to {count} at the most, or name smaller blocks in pipeline.blocks{finer}"
         )
     if not isinstance(how, str):
         if len(how) != stages or how[0] != 0 or sorted(set(how)) != list(how) or how[-1] >= count:
             raise ValueError(
-                f"{PARTITION} is {how}; as a list it has the number of the first block of each of the {stages} "
+                f"pipeline.partition is {how}; as a list it has the number of the first block of each of the {stages} "
                 f"stages, ascending from 0, and there are {count} blocks"
             )
         return list(how)
@@ -116,7 +114,7 @@ def starts_of(how: str | Sequence[int], blocks: Blocks, stages: int) -> list[int
         return _by_type(how[len("type:") :], blocks, stages)
     if how not in WAYS:
         raise ValueError(
-            f"{PARTITION} is {how!r}; use one of {', '.join(WAYS)}, type:REGEX, where blocks whose class's name "
+            f"pipeline.partition is {how!r}; use one of {', '.join(WAYS)}, type:REGEX, where blocks whose class's name "
             "matches count, or a list of the number of the first block of each stage"
         )
     return WAYS[how](blocks, stages)
@@ -126,8 +124,8 @@ def _by_type(pattern: str, blocks: Blocks, stages: int) -> list[int]:
     try:
         counts = [float(bool(re.search(pattern, name, re.IGNORECASE))) for name in blocks.types]
     except re.error as error:
-        raise ValueError(f"{PARTITION}: {pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"pipeline.partition: {pattern!r} is no regular expression: {error}") from None
     if not any(counts):
         classes = ", ".join(sorted({*blocks.types}))
-        raise ValueError(f"{PARTITION}: type:{pattern} matches none of the blocks, whose classes are {classes}")
+        raise ValueError(f"pipeline.partition: type:{pattern} matches none of the blocks, whose classes are {classes}")
     return partition(counts, stages)

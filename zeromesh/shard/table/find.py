@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from zeromesh.config.keys import TABLE_MODULES
 from zeromesh.model.quantized import is_quantized
 from zeromesh.model.substitution import own_computation
 
@@ -42,14 +41,16 @@ def find_tables(
         if reason is None:
             found[name] = module
         elif hits:
-            raise ValueError(f"{TABLE_MODULES} names {name}, whose rows cannot be spread: {reason}")
+            raise ValueError(f"embedding_tables.modules names {name}, whose rows cannot be spread: {reason}")
         else:
             reasons[name or "the model"] = reason
         for hit in hits:
             unused.pop(hit, None)
     if unused:
         names = ", ".join(name for name, module in model.named_modules() if isinstance(module, KINDS)) or "none"
-        raise ValueError(f"{TABLE_MODULES}: {next(iter(unused))!r} matches no embedding of the model; it has {names}")
+        raise ValueError(
+            f"embedding_tables.modules: {next(iter(unused))!r} matches no embedding of the model; it has {names}"
+        )
     return found, reasons
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from zeromesh.config.keys import TABLE_MODULES, TABLE_OPTIMIZER
 from zeromesh.kernels.rules import update_class
 
 Options = Mapping[str, Any]
@@ -98,15 +97,16 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Options, names: str) -> str
     if name not in RULES:
         found = f"{RULE_KEY} = {name!r}" if RULE_KEY in group else f"{kind.__name__}"
         raise ValueError(
-            f"{found} has no update for rows of {names}, whose gradients are sparse; set {TABLE_OPTIMIZER} to one of "
-            f"{', '.join(RULES)}, or {TABLE_MODULES} to [] for dense gradients"
+            f"{found} has no update for rows of {names}, whose gradients are sparse; set "
+            "embedding_tables.optimizer to one of "
+            f"{', '.join(RULES)}, or embedding_tables.modules to [] for dense gradients"
         )
     if RULE_KEY not in group:
         for key, neutral in _NEUTRAL.items():
             if group.get(key, neutral) != neutral:
                 raise ValueError(
                     f"{key} = {group[key]} of {kind.__name__} would change rows of {names} that no batch has used, and "
-                    f"their gradients are sparse; set it to {neutral} for them, or {TABLE_OPTIMIZER} in the "
-                    f"configuration, or {TABLE_MODULES} to [] for dense gradients"
+                    f"their gradients are sparse; set it to {neutral} for them, or embedding_tables.optimizer in the "
+                    "configuration, or embedding_tables.modules to [] for dense gradients"
                 )
     return str(name)

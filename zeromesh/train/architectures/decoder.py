@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeromesh.config.keys import HEAD_WIDTH, MODEL_VOCABULARY
 from zeromesh.config.train import ModelShape
 
 IGNORE_LABEL = -100
@@ -62,10 +61,10 @@ class Sizes:
         """Return the sizes of a shape; raise ValueError if the vocabulary has none or heads have an odd width."""
         variant, width = VARIANTS[shape.architecture], shape.hidden_size // shape.heads
         if shape.vocab_size is None:
-            raise ValueError(f"{MODEL_VOCABULARY} is open; set it to the number of entries of the tokenizer")
+            raise ValueError("model.vocab_size is open; set it to the number of entries of the tokenizer")
         if variant.rotary and width % 2:
             raise ValueError(
-                f"{HEAD_WIDTH} = {width} must be even, because rotary positions turn pairs of "
+                f"model.hidden_size / model.heads = {width} must be even, because rotary positions turn pairs of "
                 "elements; choose another number of heads"
             )
         return cls(

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zeromesh.config.keys import SEQUENCE_LENGTH, TOO_LONG
 from zeromesh.config.train import TextData
 from zeromesh.observe.units import counted
 from zeromesh.train.data.formats import Portion, placed, read_portion
@@ -95,8 +94,9 @@ class Encoder:
             return tokens
         if self.data.too_long == "error":
             raise ValueError(
-                f"has {counted(count, 'token')}, and a sample of {SEQUENCE_LENGTH} = {length} holds {length + 1} "
-                f'with its last label; set {TOO_LONG} to "truncate" or "drop", or make the sequence longer'
+                f"has {counted(count, 'token')}, and a sample of model.sequence_length or "
+                f"huggingface.sequence_length = {length} holds {length + 1} "
+                'with its last label; set data.too_long to "truncate" or "drop", or make the sequence longer'
             )
         assert tokens.mask is not None
         mask = tokens.mask[: length + 1]

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zeromesh.config.keys import SEQUENCE_LENGTH
 from zeromesh.observe.units import counted
 from zeromesh.train.data.order import Blend, Permutation, pack, seed_of
 from zeromesh.train.data.store import PreparedData, TokenSet
@@ -109,7 +108,8 @@ class Packed:
         if places.max(initial=0) > length:
             raise ValueError(
                 f"{str(part.prefix)!r}: document {numbers[places.argmax()]} has {counted(places.max() + 1, 'token')}, "
-                f"and a sample of {SEQUENCE_LENGTH} = {length} holds {length + 1} with its last label; make it longer"
+                f"and a sample of model.sequence_length or huggingface.sequence_length = {length} holds "
+                f"{length + 1} with its last label; make it longer"
             )
         rows = pack(places, length) if packing == "pack" else np.arange(len(places))
         self._members = np.argsort(rows, kind="stable")
@@ -189,7 +189,8 @@ def training_samples(prepared: PreparedData, length: int, seed: int) -> list[Str
         parts.append(open_samples(part, length, seed_of(seed, number), prepared.packing, prepared.pad))
         if not parts[-1].count:
             raise ValueError(
-                f"{SEQUENCE_LENGTH} = {length} needs {length + 1} tokens of training text, and there are "
+                f"model.sequence_length or huggingface.sequence_length = {length} needs {length + 1} tokens "
+                "of training text, and there are "
                 f"{part.tokens} in {str(part.prefix)!r}; shorten the sequence, or add text"
             )
     return parts

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from zeromesh.config.keys import DATA_REVISION, HELD_OUT, OUTPUT, SOURCES, TOKENIZER, TOO_LONG
 from zeromesh.config.train import TextData
 from zeromesh.observe.progress import ReadingBar
 from zeromesh.observe.units import counted
@@ -74,13 +73,13 @@ def prepare(
         return prepared.sampled(data)
     if not may_write:
         raise Changed(
-            f"the text in {SOURCES} has changed since its tokens were written to {str(folder)!r}; bring back the "
+            f"the text in data.train has changed since its tokens were written to {str(folder)!r}; bring back the "
             "files and settings of that time, or start a new run"
         )
     if folder.exists() and not (folder / SUMMARY_FILE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
             f"{str(folder)!r} is where the tokens would be written, and is something else, without {SUMMARY_FILE}; "
-            f"move it away, or choose another folder, with {OUTPUT} in zeromesh train"
+            "move it away, or choose another folder, with run.output in zeromesh train"
         )
     # Written beside the folder and renamed: a run that fails keeps the tokens that it has.
     new = folder.with_name(f"{folder.name}.part")
@@ -110,9 +109,9 @@ def _find(data: TextData, output: Path) -> list[Part]:
         return tuple(find_documents([source], data.suffixes, output, data.revision))
 
     if data.revision != MAIN and not any(map(is_dataset_id, data.names)):
-        raise ValueError(f"{DATA_REVISION} = {data.revision!r}, but no source is a data set of the Hub; leave it out")
+        raise ValueError(f"data.revision = {data.revision!r}, but no source is a data set of the Hub; leave it out")
     held_out = [
-        Part(f"validation{number}", f"{HELD_OUT} = {source!r}", (find(source),), 1.0)
+        Part(f"validation{number}", f"data.validation = {source!r}", (find(source),), 1.0)
         for number, source in enumerate(data.validation or ())
     ]
     seen = {document.path.resolve() for part in held_out for document in part.documents}
@@ -127,10 +126,10 @@ def _find(data: TextData, output: Path) -> list[Part]:
             seen |= {document.path.resolve() for document in documents}
         if not any(sources):
             raise ValueError(
-                f"every file of {SOURCES} = {list(names)} is also in {HELD_OUT}, or in a part of the blend "
+                f"every file of data.train = {list(names)} is also in data.validation, or in a part of the blend "
                 "before it; nothing is left to train on"
             )
-        parts.append(Part(f"train{number}", f"{SOURCES} = {list(names)}", tuple(sources), fraction))
+        parts.append(Part(f"train{number}", f"data.train = {list(names)}", tuple(sources), fraction))
     return parts + held_out
 
 
@@ -185,9 +184,11 @@ def _make(
             validation += [held_out] if held_out.documents else []
             dropped += lost
     if dropped:
-        _log.info("left out %s with more tokens than a sample has, as %s says", counted(dropped, "record"), TOO_LONG)
+        _log.info(
+            "left out %s with more tokens than a sample has, as %s says", counted(dropped, "record"), "data.too_long"
+        )
     if not validation and data.validation_fraction > 0:
-        _log.warning("%s is too short to hold anything out; there will be no validation", SOURCES)
+        _log.warning("%s is too short to hold anything out; there will be no validation", "data.train")
     return PreparedData(
         key=key,
         train=tuple(train),
@@ -211,7 +212,7 @@ def _tokenizer(data: TextData, files: Sequence[Document]) -> TextTokenizer | Non
     for file in readable:
         if file.kind == "chat":
             raise ValueError(
-                f"{file.path} has chats, which need a tokenizer with a chat template; set {TOKENIZER} to the folder "
+                f"{file.path} has chats, which need a tokenizer with a chat template; set data.tokenizer to the folder "
                 "of a model's tokenizer"
             )
     return train_tokenizer(sample_texts(data, readable), data.vocabulary_size, fill=size_is_set(data))

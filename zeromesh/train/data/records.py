@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zeromesh.config.keys import RECORD_KEYS, RECORDS
 from zeromesh.config.train import TextData
 from zeromesh.observe.units import show
 from zeromesh.train.data.formats import OF_AN_ARRAY
@@ -55,7 +54,10 @@ def kind_of(data: TextData, record: Any) -> str:
             return name
     wanted = [KINDS[data.format]] if data.format else list(KINDS.values())
     keys = " or ".join(" and ".join(map(repr, kind.keys(data, record))) for kind in wanted)
-    raise ValueError(f"has the keys {list(record)}, and must have {keys}; change them, or name yours in {RECORD_KEYS}")
+    raise ValueError(
+        f"has the keys {list(record)}, and must have {keys}; change them, or name yours in data.text_key, "
+        "data.prompt_key, data.response_key or data.messages_key"
+    )
 
 
 def read_record(data: TextData, name: str, record: Any) -> Any:
@@ -66,7 +68,7 @@ def read_record(data: TextData, name: str, record: Any) -> Any:
     if missing:
         raise ValueError(
             f"has the keys {list(record)} and lacks {', '.join(map(repr, missing))}; all records of a source are "
-            f"of one kind, here {name!r}, as its first record or {RECORDS} says: put others into sources of their own"
+            f"of one kind, here {name!r}, as its first record or data.format says: put others into sources of their own"
         )
     return kind.read(data, record)
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from zeromesh.config.keys import BLEND_ENTRY, OTHER_OUTPUT, OUTPUT, RECORDS, SUFFIXES
 from zeromesh.config.train import TextData
 from zeromesh.pretrained import MAIN
 from zeromesh.train.data.formats import (
@@ -86,8 +85,8 @@ def _find(source: str, suffixes: tuple[str, ...], output: Path | None, revision:
     elif path.is_dir():
         if path.resolve() == output:
             raise ValueError(
-                f"{OUTPUT} is the data folder {source!r} itself, where what the run writes would become text; "
-                f"{OTHER_OUTPUT}"
+                f"run.output is the data folder {source!r} itself, where what the run writes would become text; "
+                "choose another folder with --set run.output=FOLDER"
             )
         yield from _find_in_folder(path, suffixes, frozenset(), output)
     # A file that has the name of a prefix is that file: the prefix can be named by one of its own files.
@@ -158,7 +157,7 @@ def _nothing_found(source: str, suffixes: Sequence[str]) -> str:
     path = Path(source).expanduser()
     if path.is_dir():
         wanted = f"no file whose name ends in {', '.join(suffixes)}" if suffixes else "no files"
-        return f"data folder {source!r} has {wanted}; put text there, or set {SUFFIXES} to what your files end in"
+        return f"data folder {source!r} has {wanted}; put text there, or set data.suffixes to what your files end in"
     if is_special(path):
         return f"data source {source!r} is a FIFO, a socket or a device, which is read only once; write it to a file"
     return (
@@ -200,8 +199,8 @@ def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
         )
     if texts and data.format not in (None, "text"):
         raise ValueError(
-            f"{part.wanted} has plain text, {texts[0].path}, and {RECORDS} = {data.format!r} needs records: JSON "
-            f"lines (.jsonl, .jsonl.gz), parquet, or a data set of Hugging Face; choose files with {SUFFIXES}"
+            f"{part.wanted} has plain text, {texts[0].path}, and data.format = {data.format!r} needs records: JSON "
+            "lines (.jsonl, .jsonl.gz), parquet, or a data set of Hugging Face; choose files with data.suffixes"
         )
     _require_one_kind(part, texts, files)
     if part.fraction in (0.0, 1.0):
@@ -246,7 +245,10 @@ def _require_one_kind(part: Part, texts: Sequence[Document], files: Sequence[Doc
         groups.setdefault(name, []).append(file)
     if sum(map(bool, groups.values())) > 1 or len(groups.get(INDEXED, ())) > 1:
         names = "; ".join(f"{name}: {names_of(documents)}" for name, documents in groups.items() if documents)
-        raise ValueError(f"{part.wanted} has more than one data set ({names}); name them one by one, in {BLEND_ENTRY}")
+        raise ValueError(
+            f"{part.wanted} has more than one data set ({names}); name them one by one, in data.train as "
+            '{"source": ..., "weight": ...}'
+        )
 
 
 def _require_no_records(data: TextData, document: Document) -> None:
@@ -270,7 +272,7 @@ def _require_no_records(data: TextData, document: Document) -> None:
     raise ValueError(
         f"{document.path} has {'an array of records' if is_array else 'records'}, and a file that ends in .json is "
         f"plain text; {way}; to learn it as it is written, let its name end in .txt, and to leave it out, choose "
-        f"files with {SUFFIXES}"
+        "files with data.suffixes"
     )
 
 

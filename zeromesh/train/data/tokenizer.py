@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from zeromesh.config.keys import TOKENIZER, VOCABULARY
 from zeromesh.model.files import LARGEST_RECORD, open_regular, require_regular
 
 Ids = NDArray[np.int64]
@@ -96,7 +95,7 @@ def train_tokenizer(texts: Iterable[str], size: int, fill: bool = True) -> TextT
     """
     if size < SMALLEST_VOCABULARY:
         raise ValueError(
-            f"{VOCABULARY} = {size} is too small: the 256 bytes and the end of a text need "
+            f"data.vocabulary_size = {size} is too small: the 256 bytes and the end of a text need "
             f"{SMALLEST_VOCABULARY} entries"
         )
     tokenizer = Tokenizer(models.BPE())
@@ -112,7 +111,7 @@ def train_tokenizer(texts: Iterable[str], size: int, fill: bool = True) -> TextT
     reached = tokenizer.get_vocab_size()
     if fill and reached < size:
         raise ValueError(
-            f"{VOCABULARY} = {size} is too large: the training text only gives {reached} entries; "
+            f"data.vocabulary_size = {size} is too large: the training text only gives {reached} entries; "
             f"set it to {reached} or less, or add text"
         )
     return _wrapped(tokenizer, "the tokenizer")
@@ -179,7 +178,7 @@ def _wrapped(tokenizer: Tokenizer, name: str) -> TextTokenizer:
 
     def chat(messages: Sequence[Message], tools: Tools = None) -> NoReturn:
         raise ValueError(
-            f"chats need a chat template, which {name} does not have; set {TOKENIZER} to the folder of a model's "
+            f"chats need a chat template, which {name} does not have; set data.tokenizer to the folder of a model's "
             "tokenizer"
         )
 
